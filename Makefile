@@ -1,0 +1,55 @@
+# `make demo` and `make test` need nothing but make and Python 3.11 or newer: both build .venv first.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+# The tested torch, installed before anything else can pull another one. Any torch>=2.4 will do; TORCH is
+# handed to pip as it is, so it may carry pip options.
+TORCH  ?= torch==2.13.0
+EXTRAS ?= dev
+JOBS   ?= 2
+# Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ.
+THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
+
+.PHONY: help setup demo test lint format bench clean
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## .venv with cuvee (editable) and the development tools
+
+$(STAMP): pyproject.toml
+	@test -n "$(PYTHON)" || { echo "cuvee needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -e ".[$(EXTRAS)]"
+	@touch $@
+
+demo: setup  ## compress the cache of the bundled model and show what it costs
+	$(BIN)/cuvee demo
+
+lint: setup  ## ruff check, ruff format --check, mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+test: lint  ## lint and the whole test suite
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+
+format: setup  ## rewrite the sources in the house format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup  ## speed and size on this machine
+	$(BIN)/cuvee bench
+
+clean:  ## remove what the other targets made, .venv included
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .benchmarks .hypothesis .numba_cache
+	rm -rf src/cuvee.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Compress KV caches: profile, transform, quantisation, prediction, entropy coding, container."""

@@ -1,0 +1,467 @@
+"""Learning a profile: moments, bases, tables, prediction, and the measured curve.
+
+Only second moments and a bounded sample of tokens are kept, whatever the length of the calibration text.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.coefficients import PREDICTED_TOKENS
+from cuvee.codec.errors import ProfileError, ProfileMismatch
+from cuvee.codec.family import OCTAVE, Family, fit_family, scale_codes, scale_index, step_value
+from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.model import (
+    CacheSample,
+    check_tokens,
+    frozen,
+    model_fingerprint,
+    prefill,
+    sample_gradients,
+    score,
+)
+from cuvee.codec.profile import CurvePoint, Profile, SectionProfile
+from cuvee.codec.symbols import F32, I16, I32, RHO_BITS, CodingPlan, Prediction, pack, predict, quantize
+from cuvee.codec.transform import Rotation, Section, SectionBasis, eigenbasis, gather, partition
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+SINKS = 4  # leading positions that may have means of their own
+SINK_EXCESS = 1.0  # … where the deviation of their mean outweighs an ordinary token's whole energy
+SHRINKAGE = 0.01  # of the metric towards each unit's mean sensitivity; 0.05 measured 3 % larger, 0.002 alike
+TOKENS_PER_VALUE = 4  # tokens needed for each value in the largest block: below, the covariance is noise
+SAMPLE_BYTES = 256 << 20  # kept for the tables
+SAMPLE_TOKENS = 8192
+FAMILY_VALUES = 2_000_000  # coefficients a step that the tables are fitted on
+FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
+CURVE_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
+CURVE_CHUNK = 256  # tokens a blob on the curve
+MIN_STEP = -8 * OCTAVE
+PREDICTION_STEPS = (-2 * OCTAVE, 0)
+PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does without
+
+
+class Moments:
+    """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens."""
+
+    def __init__(self, section: Section, layout: KVLayout, limit: int) -> None:
+        self.section = section
+        self.count = 0
+        self.total = torch.zeros(section.values, dtype=torch.float64)
+        self.products = [torch.zeros(size, size, dtype=torch.float64) for size in section.blocks]
+        self.metrics = [torch.zeros(size, size, dtype=torch.float64) for size in section.blocks]
+        self.sink_total = torch.zeros(SINKS, section.values, dtype=torch.float64)
+        self.sink_count = torch.zeros(SINKS, dtype=torch.float64)
+        self.sample: list[tuple[int, torch.Tensor]] = []  # (position of the first token, [t, N])
+        self._limit = limit
+        self._stride, self._seen = 1, 0
+        units = [s for x in section.layers(layout) for s in (x.key_values, x.value_values)]
+        self.units = units
+        # The metric of several layers is gathered layer by layer: block-diagonal measured as good as the full one
+        # (0.74 against 0.73 bits a value on books-3m) and needs far fewer samples.
+        self._metric_runs = [x.key_values + x.value_values for x in section.layers(layout)]
+
+    def add(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None = None) -> None:
+        """Add a run of tokens `[t, N]` float32 that begins at position `start`, and the gradients on them."""
+        for position in range(start, min(SINKS, start + len(x))):
+            self.sink_total[position] += x[position - start]
+            self.sink_count[position] += 1
+        ordinary = x[max(0, SINKS - start) :]
+        self.count += len(ordinary)
+        self.total += ordinary.sum(0, dtype=torch.float64)
+        column = 0
+        for index, size in enumerate(self.section.blocks):
+            at = slice(column, column + size)
+            self.products[index] += ordinary[:, at].T @ ordinary[:, at]
+            if gradient is not None:
+                low = 0
+                for run in self._metric_runs if len(self._metric_runs) > 1 else [size]:
+                    part = gradient[:, column + low : column + low + run]
+                    self.metrics[index][low : low + run, low : low + run] += part.T @ part
+                    low += run
+            column += size
+        self._keep(x, start)
+
+    def _keep(self, x: torch.Tensor, start: int) -> None:
+        """Keep an even selection of runs within the limit: whenever it is full, every second one goes."""
+        if self._seen % self._stride == 0:
+            self.sample.append((start, x.clone()))
+            if sum(len(run) for _, run in self.sample) > self._limit:
+                del self.sample[1::2]
+                self._stride *= 2
+        self._seen += 1
+
+    def mean(self) -> torch.Tensor:
+        """`[N]` float64."""
+        return self.total / self.count
+
+    def covariances(self) -> list[torch.Tensor]:
+        """Covariance of each block, float64."""
+        out, column, mean = [], 0, self.mean()
+        for products in self.products:
+            part = mean[column : column + len(products)]
+            out.append(products / self.count - torch.outer(part, part))
+            column += len(products)
+        return out
+
+    def loss_metrics(self) -> list[torch.Tensor]:
+        """Metric of each block from the gradients, shrunk towards each unit's mean sensitivity."""
+        out, column = [], 0
+        for metric in self.metrics:
+            size = len(metric)
+            ridge = torch.zeros(size, dtype=torch.float64)
+            for low, high in self._unit_runs(column, size):
+                ridge[low:high] = metric.diagonal()[low:high].mean()
+            ridge = ridge.clamp_min(max(float(ridge.max()) * 1e-9, 1e-300))
+            out.append((1 - SHRINKAGE) * metric + SHRINKAGE * ridge.diag())
+            column += size
+        return out
+
+    def variance_metrics(self) -> list[torch.Tensor]:
+        """Metric of each block that counts every unit's variance alike."""
+        out, column = [], 0
+        for covariance in self.covariances():
+            size = len(covariance)
+            weight = torch.ones(size, dtype=torch.float64)
+            for low, high in self._unit_runs(column, size):
+                weight[low:high] = 1 / covariance.diagonal()[low:high].mean().clamp_min(1e-30)
+            out.append(weight.diag())
+            column += size
+        return out
+
+    def _unit_runs(self, column: int, size: int) -> list[tuple[int, int]]:
+        """The parts of the block at `column` that belong to different units, numbered within the block."""
+        runs, edge = [], 0
+        for unit in self.units:
+            low, high = max(edge, column), min(edge + unit, column + size)
+            if low < high:
+                runs.append((low - column, high - column))
+            edge += unit
+        return runs
+
+
+def calibrate(
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    group: str,
+    *,
+    prefix: int | None,
+    batch_size: int,
+    seed: int,
+    progress: bool,
+) -> Profile:
+    """See `Profile.calibrate`."""
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    prefix = check_tokens(model, token_ids, prefix)
+    held_out = min(max(len(token_ids) // 8, 2), 32)
+    learning, testing = token_ids[: len(token_ids) - held_out], token_ids[len(token_ids) - held_out :]
+    _need_tokens(layout, group, len(learning) * max(prefix - SINKS, 0))
+    moments = _new_moments(layout, group)
+    generator = torch.Generator().manual_seed(seed)
+    with frozen(model):
+        for batch in _track(learning.split(batch_size), "calibrating", progress):
+            sample = sample_gradients(model, batch.to(model.device), prefix, generator)
+            _add_sample(moments, layout, sample, prefix)
+    profile = _build(
+        layout, group, "calibrated", moments, [m.loss_metrics() for m in moments], model_fingerprint(model)
+    )
+    return profile.measure(model, testing, prefix=prefix, progress=progress)
+
+
+def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str) -> Profile:
+    """See `Profile.fit`."""
+    moments = _new_moments(layout, group)
+    held_out: list[KVChunk] = []
+    for number, chunk in enumerate(chunks):
+        if replace(chunk.layout, dtype=layout.dtype).fingerprint != layout.fingerprint:
+            raise ProfileMismatch(f"chunk {number} has another layout than the one given")
+        if number % 8 == 7 and len(held_out) < 16:
+            held_out.append(chunk)
+            continue
+        rotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+        for section in moments:
+            x = gather(chunk, section.section, rotation, slice(0, chunk.tokens)).cpu()
+            section.add(x, chunk.start)
+    _need_tokens(layout, group, moments[0].count)
+    profile = _build(layout, group, "fitted", moments, [m.variance_metrics() for m in moments], None)
+    if not held_out:
+        return profile
+    points = []
+    for step in CURVE_STEPS:
+        coded = _round_trip(Codec(profile, step=step_value(step)), held_out)
+        points.append(CurvePoint(step, coded.bits_per_value, coded.error))
+    return profile.with_curve(points)
+
+
+def measure_curve(
+    profile: Profile,
+    model: PreTrainedModel,
+    token_ids: torch.Tensor,
+    *,
+    prefix: int | None,
+    steps: Iterable[int] | None,
+    batch_size: int,
+    progress: bool,
+) -> list[CurvePoint]:
+    """See `Profile.measure`."""
+    prefix = check_tokens(model, token_ids, prefix)
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    profile.check_layout(layout)
+    codecs = {step: Codec(profile, step=step_value(step)) for step in steps or _default_steps(profile)}
+    tallies = {step: _Tally() for step in codecs}
+    with frozen(model), torch.no_grad():
+        for batch in _track(token_ids.split(batch_size), "measuring", progress):
+            tokens = batch.to(model.device)
+            chunks, rest = prefill(model, tokens[:, :prefix], layout), tokens[:, prefix:]
+            exact = score(model, chunks, rest)
+            for step, codec in codecs.items():
+                coded = _round_trip(codec, chunks)
+                tallies[step].add(coded, exact, score(model, coded.chunks, rest), rest[:, 1:])
+    return [tally.point(step) for step, tally in tallies.items()]
+
+
+def _default_steps(profile: Profile) -> Sequence[int]:
+    return CURVE_STEPS if profile.learned else tuple(s for s in CURVE_STEPS if s >= -5 * OCTAVE)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Chunks after a round trip, and what it cost."""
+
+    chunks: list[KVChunk]
+    bits_per_value: float
+    error: float
+
+
+def _round_trip(codec: Codec, chunks: list[KVChunk]) -> Coded:
+    back, size, values = [], 0, 0
+    for chunk in chunks:
+        pieces = []
+        for start in range(0, chunk.tokens, CURVE_CHUNK):
+            blob = codec.encode(chunk.slice(start, min(start + CURVE_CHUNK, chunk.tokens)))
+            size += len(blob)
+            pieces.append(codec.decode(blob))
+        values += chunk.tokens * chunk.layout.values_per_token
+        back.append(KVChunk.concat(pieces))
+    return Coded(back, 8 * size / values, _relative_error(chunks, back))
+
+
+def _relative_error(chunks: list[KVChunk], back: list[KVChunk]) -> float:
+    """Squared error over variance, mean over the units (K or V of a layer)."""
+    ratios = []
+    for index in range(chunks[0].layout.num_layers):
+        for name in ("keys", "values"):
+            exact = torch.cat([getattr(chunk, name)[index] for chunk in chunks]).float()
+            coded = torch.cat([getattr(chunk, name)[index] for chunk in back]).float()
+            variance = (exact - exact.mean(0)).square().mean()
+            ratios.append(float((exact - coded).square().mean() / variance.clamp_min(1e-30)))
+    return sum(ratios) / len(ratios)
+
+
+class _Tally:
+    """Sums of one point of the curve, one entry a sequence."""
+
+    def __init__(self) -> None:
+        self.kl: list[float] = []
+        self.loss: list[float] = []
+        self.same: list[float] = []
+        self.coded: list[Coded] = []
+
+    def add(self, coded: Coded, exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add a batch: log-probabilities `[B, T, V]` without and with the codec, the true tokens `[B, T]`."""
+        self.coded.append(coded)
+        self.kl += (exact.exp() * (exact - other)).sum(-1).mean(-1).tolist()
+        chosen = targets[..., None].to(exact.device)
+        self.loss += (exact.gather(-1, chosen) - other.gather(-1, chosen)).squeeze(-1).mean(-1).tolist()
+        self.same += (exact.argmax(-1) == other.argmax(-1)).float().mean(-1).tolist()
+
+    def point(self, step: int) -> CurvePoint:
+        weights = np.array([len(coded.chunks) for coded in self.coded], dtype=np.float64)
+        return CurvePoint(
+            step,
+            bits_per_value=float(np.average([coded.bits_per_value for coded in self.coded], weights=weights)),
+            error=float(np.average([coded.error for coded in self.coded], weights=weights)),
+            kl=float(np.mean(self.kl)),
+            kl_stderr=_stderr(self.kl),
+            delta_nll=float(np.mean(self.loss)),
+            delta_nll_stderr=_stderr(self.loss),
+            top1=float(np.mean(self.same)),
+        )
+
+
+def _stderr(values: list[float]) -> float | None:
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
+
+
+def _track(batches: Sequence[torch.Tensor], what: str, progress: bool) -> Iterable[torch.Tensor]:
+    return track(batches, what, console=Console(file=sys.stderr), disable=not progress, transient=True)
+
+
+def _new_moments(layout: KVLayout, group: str) -> list[Moments]:
+    limit = min(SAMPLE_TOKENS, SAMPLE_BYTES // (4 * layout.values_per_token))
+    return [Moments(section, layout, limit) for section in partition(layout, group)]
+
+
+def _need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
+    largest = max(size for section in partition(layout, group) for size in section.blocks)
+    need = TOKENS_PER_VALUE * largest
+    if tokens < need:
+        raise ProfileError(
+            f"group={group!r} spans {largest} values here and needs at least {need} cached tokens to learn from, "
+            f"got {tokens}: give more text, or a smaller group"
+        )
+
+
+def _add_sample(moments: list[Moments], layout: KVLayout, sample: CacheSample, prefix: int) -> None:
+    for row in range(len(sample.keys[0])):
+        x, gradients = (
+            KVChunk(
+                [key[row].transpose(0, 1).cpu() for key in keys],
+                [value[row].transpose(0, 1).cpu() for value in values],
+                layout,
+            )
+            for keys, values in (
+                (sample.keys, sample.values),
+                (sample.key_gradients, sample.value_gradients),
+            )
+        )
+        everything = slice(0, prefix)
+        unrotation = Rotation(layout, 0, prefix, x.device, inverse=True)
+        # With k' = s R k the gradient on k is s R^T k'-gradient: the transposed map, not the inverse one.
+        transposed = _Transposed(layout, prefix, x.device)
+        for section in moments:
+            section.add(
+                gather(x, section.section, unrotation, everything),
+                0,
+                gather(gradients, section.section, transposed, everything),
+            )
+
+
+class _Transposed(Rotation):
+    """Takes gradients on cached keys back to gradients on position-free keys."""
+
+    def __init__(self, layout: KVLayout, tokens: int, device: torch.device) -> None:
+        super().__init__(layout, 0, tokens, device)
+        self._tables = {rope: (cos, -sin) for rope, (cos, sin) in self._tables.items()}
+
+
+def _build(
+    layout: KVLayout,
+    group: str,
+    source: str,
+    moments: list[Moments],
+    metrics: list[list[torch.Tensor]],
+    model: str | None,
+) -> Profile:
+    """Bases, scales, sinks, tables and prediction from the sums."""
+    bases, deviations = [], []
+    for section, metric in zip(moments, metrics, strict=True):
+        maps = [eigenbasis(c, m) for c, m in zip(section.covariances(), metric, strict=True)]
+        bases.append(maps)
+        deviations.append([deviation for _, _, deviation in maps])
+    # Step 1 is the root mean square of a coefficient, so that steps mean the same in every profile.
+    everything = torch.cat([d for section in deviations for d in section])
+    unit = float(everything.square().mean().sqrt())
+    built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
+    family = fit_family(_family_samples(moments, built), FAMILY_STEPS)
+    learned = tuple(_with_prediction(m, section, family) for m, section in zip(moments, built, strict=True))
+    return Profile(layout, group, source, family, learned, min_step=MIN_STEP, model=model)
+
+
+def _section(
+    moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], unit: float
+) -> SectionProfile:
+    forward, inverse, scales = [], [], []
+    for analysis, synthesis, deviation in maps:
+        scale = scale_index(deviation.numpy() / unit)
+        rank = int((scale_codes(scale, MIN_STEP) >= 0).sum())
+        forward.append((analysis[:rank] / unit).float().contiguous())
+        inverse.append((synthesis[:, :rank] * unit).float().contiguous())
+        scales.append(scale[:rank])
+    mean = moments.mean().float()
+    scale = np.concatenate(scales)
+    none = np.zeros(len(scale), np.int16)
+    basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(forward), tuple(inverse))
+    # A leading position gets a mean of its own where that mean lies further out than ordinary tokens scatter.
+    usable = int((moments.sink_count >= 2).cumprod(0).sum())
+    sink_means = (moments.sink_total[:usable] / moments.sink_count[:usable, None]).float()
+    everything = slice(0, usable)
+    if usable:
+        energy = np.square(2.0 ** (scale.astype(np.float64) / OCTAVE)).sum()
+        excess = basis.analyse(sink_means, 1 << 30, everything, basis.block_ranks).square().sum(0).numpy() / energy
+        sinks = 1 + int(np.flatnonzero(excess > SINK_EXCESS)[-1]) if (excess > SINK_EXCESS).any() else 0
+        basis = SectionBasis(mean, sink_means[:sinks].contiguous(), tuple(forward), tuple(inverse))
+    return SectionProfile(basis, scale, Prediction.NONE, scale, none)
+
+
+def _coefficients(section: SectionProfile, start: int, x: torch.Tensor) -> F32:
+    y: F32 = section.basis.analyse(x, start, slice(0, len(x)), section.basis.block_ranks).numpy()
+    return y
+
+
+def _family_samples(moments: list[Moments], sections: list[SectionProfile]) -> list[tuple[F32, I16]]:
+    rows = sum(len(section.scale) for section in sections)
+    wanted = max(FAMILY_VALUES // rows, 64)
+    out = []
+    for sums, section in zip(moments, sections, strict=True):
+        available = sum(len(x) for _, x in sums.sample)
+        stride = max(available // wanted, 1)
+        y = np.concatenate([_coefficients(section, start, x)[:, ::stride] for start, x in sums.sample], axis=1)
+        out.append((y, section.scale))
+    return out
+
+
+def _with_prediction(moments: Moments, section: SectionProfile, family: Family) -> SectionProfile:
+    """Choose the section's prediction by measured size."""
+    runs = [_coefficients(section, start, x) for start, x in moments.sample if len(x) >= 2 * PREDICTED_TOKENS]
+    runs = [y[:, : y.shape[1] - y.shape[1] % PREDICTED_TOKENS] for y in runs]
+    if not runs:
+        return section
+    joined = np.concatenate(runs, axis=1)
+    joined = joined[:, : max(FAMILY_VALUES // len(joined) // PREDICTED_TOKENS, 4) * PREDICTED_TOKENS]
+    blocks = joined.reshape(len(joined), -1, PREDICTED_TOKENS)
+    best, best_size = section, _coded_bits(section, joined, family) * PREDICTION_GAIN
+    for kind in (Prediction.LAG1, Prediction.ANCHOR):
+        source = blocks[:, :, :-1] if kind is Prediction.LAG1 else blocks[:, :, :1]
+        target = blocks[:, :, 1:]
+        gain = (source * target).mean((1, 2)) / np.maximum(np.square(source).mean((1, 2)), 1e-30)
+        rho = np.clip(np.rint(gain * (1 << RHO_BITS)), -256, 256).astype(np.int16)
+        rest = target - source * (rho / float(1 << RHO_BITS))[:, None, None]
+        rest_scale = scale_index(np.sqrt(np.square(rest).mean((1, 2))))
+        candidate = replace(section, prediction=kind, rho=rho, rest_scale=rest_scale)
+        size = _coded_bits(candidate, joined, family)
+        if size < best_size:
+            best, best_size = candidate, size
+    return best
+
+
+def _coded_bits(section: SectionProfile, y: F32, family: Family) -> float:
+    """Ideal size of `y` at the steps that decide about prediction."""
+    total = 0.0
+    for step in PREDICTION_STEPS:
+        _, chosen = section.select(step)
+        _, plan = section.plan(step)
+        levels = quantize(y[chosen], step_value(step), plan, family.quantizer)
+        differences = predict(levels, plan, PREDICTED_TOKENS)
+        total += _ideal_bits(differences, plan, family)
+    return total
+
+
+def _ideal_bits(differences: I32, plan: CodingPlan, family: Family) -> float:
+    planes, escapes = pack(differences, plan, family.tables, PREDICTED_TOKENS)
+    first = np.arange(planes.shape[1]) % PREDICTED_TOKENS == 0
+    bits = 0.0
+    for columns, tables in ((first, plan.first), (~first, plan.rest)):
+        bits += float(family.tables.bits[tables[:, None], planes[:, columns]].sum())
+    return bits + 64.0 * len(escapes.index)

@@ -1,0 +1,125 @@
+"""Coefficients to the coded part of a section and back: quantise, predict, pack, entropy-code.
+
+    y [R, T] float32 --quantize--> levels --predict--> differences --pack--> planes --rANS--> streams
+
+Works on tiles of tokens, so that the float arrays never exceed a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuvee.codec.backends import Backend
+from cuvee.codec.container import Reader, read_streams, write_streams
+from cuvee.codec.errors import InputError
+from cuvee.codec.family import Family, step_value
+from cuvee.codec.rans import Streams
+from cuvee.codec.symbols import F32, MAX_LEVEL, CodingPlan, Escapes, Prediction
+
+TILE = 128  # tokens; a multiple of every number of tokens a stream
+STREAM_BITS = 2048  # a stream's state and length cost about 5 bytes: at this size 2 %
+STREAM_SYMBOLS = 512
+PREDICTED_TOKENS = 16  # tokens a stream under prediction, which restarts with each
+
+
+def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
+    """The smallest power of two that makes a stream long enough to hide its overhead."""
+    count = PREDICTED_TOKENS if prediction is not Prediction.NONE else 1
+    while count < TILE and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
+        count *= 2
+    return count
+
+
+def select_streams(streams: Streams, first: int, end: int) -> Streams:
+    """The streams `first … end - 1` of a section."""
+    ends = np.cumsum(streams.lengths, dtype=np.int64)
+    low = int(ends[first - 1]) if first else 0
+    return Streams(streams.states[first:end], streams.lengths[first:end], streams.words[low : int(ends[end - 1])])
+
+
+def _select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
+    """The escapes of the columns `at` of a matrix of `tokens` columns, numbered within them."""
+    if not len(escapes.index):
+        return escapes
+    row, column = np.divmod(escapes.index, np.uint32(tokens))
+    inside = (column >= at.start) & (column < at.stop)
+    index = row[inside] * np.uint32(at.stop - at.start) + (column[inside] - np.uint32(at.start))
+    return Escapes(index, escapes.value[inside])
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientCoder:
+    """Codes the coefficients of one section at one step."""
+
+    backend: Backend
+    family: Family
+    step: int
+
+    def encode(self, tiles: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
+        """Code `[R, T]` coefficients.
+
+        Args:
+            tiles: token ranges (in order, of TILE tokens but for the last) and their coefficients `[R, t]` float32.
+            plan: how the R components are coded.
+            tokens: T.
+
+        Raises:
+            InputError: a coefficient that is not finite or too many steps large.
+        """
+        rows = len(plan.shift)
+        entropy = self.family.tables.entropy
+        per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)
+        planes = np.empty((plan.planes, tokens), np.uint8)
+        step = step_value(self.step)
+        escaped: list[tuple[np.ndarray[tuple[int], np.dtype[np.uint32]], np.ndarray[tuple[int], np.dtype[np.int32]]]]
+        escaped = []
+        for at, y in tiles:
+            peak = float(np.abs(y).max(initial=0.0))
+            if not peak < MAX_LEVEL * step:
+                kind = "NaN or infinite" if not np.isfinite(peak) else f"{peak / step:.3g} quantiser steps large"
+                raise InputError(f"the KV cache holds values that are {kind}: encode it with quality='lossless'")
+            levels = self.backend.quantize(y, step, plan, self.family.quantizer)
+            differences = self.backend.predict(levels, plan, per_stream)
+            planes[:, at], escapes = self.backend.pack(differences, plan, self.family.tables, per_stream)
+            row, column = np.divmod(escapes.index, np.uint32(at.stop - at.start))
+            escaped.append((row * np.uint32(tokens) + column + np.uint32(at.start), escapes.value))
+        index = np.concatenate([i for i, _ in escaped])
+        value = np.concatenate([v for _, v in escaped])
+        order = np.argsort(index, kind="stable")
+        if rows * tokens >= 1 << 32:
+            raise InputError(f"a section of {rows} components cannot hold {tokens} tokens: encode fewer at a time")
+        streams = self.backend.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
+        return write_streams(streams, Escapes(index[order], value[order]), plan.planes, per_stream)
+
+    def decode(
+        self, reader: Reader, plan: CodingPlan, tokens: int, wanted: slice
+    ) -> Iterator[tuple[slice, slice, F32]]:
+        """Decode the tokens `wanted` of a section of `tokens`.
+
+        Yields:
+            the tile's tokens in the section, the columns of the coefficients that are wanted, and the coefficients
+            `[R, t]` float32 of the whole tile.
+
+        Raises:
+            FormatError, CorruptError: the bytes break a rule.
+        """
+        rows = len(plan.shift)
+        streams, escapes, per_stream = read_streams(reader, plan.planes, rows, tokens)
+        reader.finish()
+        batch = TILE // per_stream
+        first_stream, end_stream = wanted.start // per_stream, -(-wanted.stop // per_stream)
+        for first in range(first_stream, end_stream, batch):
+            end = min(first + batch, end_stream)
+            at = slice(first * per_stream, min(end * per_stream, tokens))
+            planes = self.backend.rans_decode(
+                select_streams(streams, first, end), plan.first, plan.rest, self.family.tables, per_stream,
+                at.stop - at.start,
+            )  # fmt: skip
+            differences = self.backend.unpack(planes, _select_escapes(escapes, tokens, at), plan)
+            levels = self.backend.unpredict(differences, plan, per_stream)
+            y = self.backend.dequantize(levels, step_value(self.step), plan, self.family.quantizer)
+            inside = slice(max(wanted.start, at.start), min(wanted.stop, at.stop))
+            yield inside, slice(inside.start - at.start, inside.stop - at.start), y

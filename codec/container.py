@@ -1,0 +1,358 @@
+"""The blob: header, table of contents, sections, checksums. `FORMAT.md` says it in prose; this file does it.
+
+A decoder treats the bytes as hostile: nothing is read before its length is checked, nothing is believed before the
+checksum over it is checked, and nothing is allocated that the length of the blob does not bound.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from cuvee.codec.errors import CorruptError, FormatError, InputError, VersionError
+from cuvee.codec.rans import Streams, stream_count
+from cuvee.codec.symbols import Escapes
+
+MAGIC = b"cuve"
+VERSION = 1
+FLAG_TAG = 1
+TAG_BYTES = 16
+MIN_KEY_BYTES = 16
+MAX_TOKENS = 1 << 24
+MAX_SECTIONS = 1 << 16
+MAX_TOKENS_PER_STREAM_LOG2 = 7
+DTYPES = ("bfloat16", "float16", "float32")
+_ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+_FIXED = struct.Struct("<4sBBBBIIIiII16s16sQ")
+_ENTRY = struct.Struct("<IQ")
+_CHECKSUM = struct.Struct("<Q")
+_STREAMS = struct.Struct("<IIBBH")
+
+
+class Scheme(IntEnum):
+    """How the sections are coded."""
+
+    LOSSLESS = 0
+    TRANSFORM = 1
+    GENERIC = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What the header says.
+
+    Attributes:
+        scheme: how the sections are coded.
+        dtype: name of the cache's dtype.
+        tokens: tokens in the chunk.
+        start: position of its first token.
+        step: step index, units of 1/64 octave (0 where the scheme has none).
+        values_per_token: values of all layers, keys and values.
+        layout: fingerprint of the `KVLayout`, 16 bytes.
+        profile: id of the profile, 16 bytes (zero for lossless, which needs none).
+        section_bytes: length of each section.
+        section_hashes: xxh3-64 of each section.
+        tagged: whether a keyed tag ends the blob.
+    """
+
+    scheme: Scheme
+    dtype: str
+    tokens: int
+    start: int
+    step: int
+    values_per_token: int
+    layout: bytes
+    profile: bytes
+    section_bytes: tuple[int, ...]
+    section_hashes: tuple[int, ...]
+    tagged: bool
+
+    @property
+    def header_bytes(self) -> int:
+        """Length of the header, table of contents and checksum included."""
+        return _FIXED.size + _ENTRY.size * len(self.section_bytes) + _CHECKSUM.size
+
+    @property
+    def total_bytes(self) -> int:
+        """Length of the blob."""
+        return self.header_bytes + sum(self.section_bytes) + (TAG_BYTES if self.tagged else 0)
+
+    def section_offset(self, index: int) -> int:
+        """Where section `index` begins in the blob."""
+        return self.header_bytes + sum(self.section_bytes[:index])
+
+
+@dataclass(frozen=True, slots=True)
+class BlobInfo:
+    """What `inspect` tells without a profile.
+
+    Attributes:
+        scheme: "lossless", "transform" or "generic".
+        version: format version.
+        dtype, tokens, start, values_per_token: of the chunk.
+        step: quantiser step in the profile's units, or None for lossless.
+        layout_fingerprint, profile_id: hex; profile_id is None for lossless.
+        section_bytes: bytes of every section, in order.
+        header_bytes, total_bytes: of the blob.
+        raw_bytes: size of the uncompressed chunk.
+        authenticated: whether the blob carries a keyed tag (which `inspect` cannot check).
+    """
+
+    scheme: str
+    version: int
+    dtype: str
+    tokens: int
+    start: int
+    values_per_token: int
+    step: float | None
+    layout_fingerprint: str
+    profile_id: str | None
+    section_bytes: tuple[int, ...]
+    header_bytes: int
+    total_bytes: int
+    raw_bytes: int
+    authenticated: bool
+
+    @property
+    def bits_per_value(self) -> float:
+        """All bytes of the blob, in bits, over the values of the chunk."""
+        return 8 * self.total_bytes / (self.tokens * self.values_per_token)
+
+    @property
+    def ratio(self) -> float:
+        """Uncompressed bytes over the bytes of the blob."""
+        return self.raw_bytes / self.total_bytes
+
+
+def _tag(key: bytes, *parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(key=key, digest_size=TAG_BYTES, person=b"cuvee-blob")
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def check_key(key: bytes | None) -> bytes | None:
+    """Raise InputError unless `key` is None or 16 to 64 bytes."""
+    if key is not None and not MIN_KEY_BYTES <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
+        raise InputError(f"key must be {MIN_KEY_BYTES} to {hashlib.blake2b.MAX_KEY_SIZE} bytes of secret")
+    return key
+
+
+def write_blob(
+    scheme: Scheme,
+    dtype: str,
+    tokens: int,
+    start: int,
+    step: int,
+    values_per_token: int,
+    layout: bytes,
+    profile: bytes,
+    sections: Sequence[bytes],
+    key: bytes | None,
+) -> bytes:
+    """Put the sections into a blob; `key` adds an authentication tag."""
+    if tokens > MAX_TOKENS:
+        raise InputError(f"a chunk holds at most {MAX_TOKENS} tokens, not {tokens}: encode it in pieces")
+    if len(sections) > MAX_SECTIONS or any(len(s) >= 1 << 32 for s in sections):
+        raise InputError("a section of this chunk would exceed 4 GiB: encode fewer tokens at a time")
+    header_bytes = _FIXED.size + _ENTRY.size * len(sections) + _CHECKSUM.size
+    total = header_bytes + sum(map(len, sections)) + (TAG_BYTES if key else 0)
+    head = _FIXED.pack(
+        MAGIC, VERSION, scheme, DTYPES.index(dtype), FLAG_TAG if key else 0, tokens, start, values_per_token, step,
+        len(sections), 0, layout, profile, total,
+    ) + b"".join(_ENTRY.pack(len(s), xxhash.xxh3_64_intdigest(s)) for s in sections)  # fmt: skip
+    head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
+    body = [head, *sections]
+    if key:
+        body.append(_tag(key, *body))
+    return b"".join(body)
+
+
+def read_header(blob: bytes | memoryview) -> Header:
+    """Parse and verify the header; touches no section.
+
+    Raises:
+        FormatError: not a blob, or lengths that contradict each other.
+        VersionError: a format this build does not know.
+        CorruptError: the header's checksum does not match.
+    """
+    if len(blob) < _FIXED.size + _CHECKSUM.size:
+        raise FormatError(f"{len(blob)} bytes are too few for a cuvee blob: it is truncated or something else")
+    fixed = _FIXED.unpack_from(blob)
+    magic, version, scheme, dtype, flags, tokens, start, values, step, count, reserved, layout, profile, total = fixed
+    if magic != MAGIC:
+        raise FormatError(f"not a cuvee blob: it begins with {magic!r} instead of {MAGIC!r}")
+    if version != VERSION:
+        raise VersionError(f"blob format version {version}; this build reads version {VERSION}")
+    # The count bounds the table of contents; it is checked against the real length before anything is read.
+    header_bytes = _FIXED.size + _ENTRY.size * count + _CHECKSUM.size
+    if count > MAX_SECTIONS or len(blob) < header_bytes:
+        raise FormatError(f"the blob is truncated: {count} sections need a header of {header_bytes} bytes")
+    head = blob[: header_bytes - _CHECKSUM.size]
+    if _CHECKSUM.unpack_from(blob, len(head))[0] != xxhash.xxh3_64_intdigest(head):
+        raise CorruptError("the checksum of the blob's header does not match: the bytes are damaged")
+    if scheme not in iter(Scheme):
+        raise FormatError(f"unknown scheme {scheme}")
+    if dtype >= len(DTYPES):
+        raise FormatError(f"unknown dtype {dtype}")
+    if flags & ~FLAG_TAG or reserved:
+        raise FormatError("reserved bits of the header are not zero")
+    if not 0 < tokens <= MAX_TOKENS:
+        raise FormatError(f"a blob of {tokens} tokens; the limit is 1 … {MAX_TOKENS}")
+    if not count or not values:
+        raise FormatError("a blob without sections or values")
+    entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count)]
+    header = Header(
+        Scheme(scheme), DTYPES[dtype], tokens, start, step, values, layout, profile,
+        tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),
+    )  # fmt: skip
+    if header.total_bytes != total:
+        raise FormatError(f"the sections add up to {header.total_bytes} bytes, the header says {total}")
+    if len(blob) != total:
+        raise FormatError(f"the blob has {len(blob)} bytes, its header says {total}: it is truncated or has a tail")
+    return header
+
+
+def verify_tag(blob: bytes | memoryview, header: Header, key: bytes | None) -> None:
+    """Check the keyed tag.
+
+    Raises:
+        CorruptError: the tag does not match the key.
+        InputError: a key was given and the blob has no tag, or the other way round.
+    """
+    if key is None and not header.tagged:
+        return
+    if key is None:
+        raise InputError("the blob carries an authentication tag: give Codec the key= it was encoded with")
+    if not header.tagged:
+        raise InputError("the blob carries no authentication tag, but this Codec has a key=: it is not to be trusted")
+    body, tag = blob[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
+    if not hmac.compare_digest(_tag(key, body), tag):
+        raise CorruptError("the authentication tag does not match: another key, or the bytes were changed")
+
+
+def read_section(blob: bytes | memoryview, header: Header, index: int) -> memoryview:
+    """The bytes of one section, verified.
+
+    Raises:
+        CorruptError: its checksum does not match.
+    """
+    offset = header.section_offset(index)
+    view = memoryview(blob)[offset : offset + header.section_bytes[index]]
+    if xxhash.xxh3_64_intdigest(view) != header.section_hashes[index]:
+        raise CorruptError(f"the checksum of section {index} does not match: the bytes are damaged")
+    return view
+
+
+def inspect(blob: bytes | memoryview) -> BlobInfo:
+    """Look at a blob without a profile: identity, tokens, sizes. Checks the header, not the sections.
+
+    Raises:
+        FormatError, VersionError, CorruptError: as `read_header`.
+    """
+    header = read_header(blob)
+    lossless = header.scheme is Scheme.LOSSLESS
+    return BlobInfo(
+        scheme=header.scheme.name.lower(),
+        version=VERSION,
+        dtype=header.dtype,
+        tokens=header.tokens,
+        start=header.start,
+        values_per_token=header.values_per_token,
+        step=None if lossless else 2.0 ** (header.step / 64),
+        layout_fingerprint=header.layout.hex(),
+        profile_id=None if lossless else header.profile.hex(),
+        section_bytes=header.section_bytes,
+        header_bytes=header.header_bytes,
+        total_bytes=header.total_bytes,
+        raw_bytes=header.tokens * header.values_per_token * _ITEM_BYTES[header.dtype],
+        authenticated=header.tagged,
+    )
+
+
+class Reader:
+    """Takes fields off a section in order; refuses to read past its end or to leave a tail."""
+
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self._at = 0
+
+    def take(self, count: int) -> memoryview:
+        """The next `count` bytes. Raises FormatError when fewer are left."""
+        if count > len(self._view) - self._at:
+            raise FormatError(f"a section ends {count - (len(self._view) - self._at)} bytes too early")
+        self._at += count
+        return self._view[self._at - count : self._at]
+
+    def unpack(self, fields: struct.Struct) -> tuple[int, ...]:
+        """The next struct."""
+        return fields.unpack(self.take(fields.size))
+
+    def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
+        """The next `count` little-endian numbers, as an aligned copy in native byte order."""
+        wire = np.dtype(dtype).newbyteorder("<")
+        return np.frombuffer(self.take(count * wire.itemsize), wire).astype(np.dtype(dtype))
+
+    def skip_padding(self) -> None:
+        """Zero bytes up to a multiple of four."""
+        if any(self.take(-self._at % 4)):
+            raise FormatError("padding of a section is not zero")
+
+    def finish(self) -> None:
+        """Raises FormatError unless all bytes were read."""
+        if self._at != len(self._view):
+            raise FormatError(f"a section has {len(self._view) - self._at} bytes too many")
+
+
+def _wire(array: npt.NDArray[np.generic], dtype: str) -> bytes:
+    return array.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+
+
+def _length_dtype(planes: int, tokens_per_stream: int) -> str:
+    return "u2" if planes * tokens_per_stream <= 0xFFFF else "u4"
+
+
+def write_streams(streams: Streams, escapes: Escapes, planes: int, tokens_per_stream: int) -> bytes:
+    """The coded part of a section: counts, states, lengths, words, padding, escapes."""
+    parts = [
+        _STREAMS.pack(len(streams.words), len(escapes.index), tokens_per_stream.bit_length() - 1, 0, 0),
+        _wire(streams.states, "u4"),
+        _wire(streams.lengths, _length_dtype(planes, tokens_per_stream)),
+        _wire(streams.words, "u2"),
+    ]
+    parts.append(bytes(-sum(map(len, parts)) % 4))
+    parts += [_wire(escapes.index, "u4"), _wire(escapes.value, "i4")]
+    return b"".join(parts)
+
+
+def read_streams(reader: Reader, planes: int, rows: int, tokens: int) -> tuple[Streams, Escapes, int]:
+    """The inverse of `write_streams`: streams, escapes, tokens per stream.
+
+    Raises:
+        FormatError: counts that contradict the lengths, or escapes outside the `rows` x `tokens` matrix.
+    """
+    words, escapes, log2, *reserved = reader.unpack(_STREAMS)
+    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or any(reserved):
+        raise FormatError("the stream header of a section is out of range")
+    per_stream = 1 << log2
+    count = stream_count(tokens, per_stream)
+    states = reader.array("u4", count).view(np.uint32)
+    lengths = reader.array(_length_dtype(planes, per_stream), count).astype(np.uint32)
+    if int(lengths.sum(dtype=np.uint64)) != words:
+        raise FormatError("the lengths of a section's streams do not add up")
+    coded = reader.array("u2", words).view(np.uint16)
+    reader.skip_padding()
+    index = reader.array("u4", escapes).view(np.uint32)
+    value = reader.array("i4", escapes).view(np.int32)
+    if escapes and (np.any(index[1:] <= index[:-1]) or int(index[-1]) >= rows * tokens):
+        raise FormatError("the escapes of a section are out of order or out of range")
+    return Streams(states, lengths, coded), Escapes(index, value), per_stream

@@ -1,0 +1,168 @@
+"""What calibration needs of a transformers model: its cache, gradients of its cache, predictions from a cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVChunk, KVLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_SAMPLES = 256  # values a parameter tensor gives to the fingerprint
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Name the weights: hex BLAKE2b over every parameter's name, shape, dtype and 256 of its values.
+
+    Not a hash of every byte (a 70B model has 140 GB); two fine-tunes differ in almost every value.
+    """
+    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-model")
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().reshape(-1)
+        picked = flat[torch.linspace(0, max(flat.numel() - 1, 0), min(_SAMPLES, flat.numel())).long().to(flat.device)]
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(picked.float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | None) -> int:
+    """Validate calibration text; returns the prefix length.
+
+    Raises:
+        InputError: wrong shape, dtype or range.
+    """
+    if token_ids.ndim != 2 or token_ids.dtype not in (torch.int32, torch.int64):
+        raise InputError(f"token_ids must be an integer tensor [N, T], got {token_ids.dtype} {list(token_ids.shape)}")
+    length = token_ids.shape[1]
+    if token_ids.shape[0] < 1 or length < 8:
+        raise InputError(f"token_ids must hold sequences of at least 8 tokens, got {list(token_ids.shape)}")
+    vocabulary = len(cast(torch.nn.Embedding, model.get_input_embeddings()).weight)
+    low, high = int(token_ids.min()), int(token_ids.max())
+    if low < 0 or high >= vocabulary:
+        raise InputError(f"token_ids hold {low if low < 0 else high}; the model's vocabulary is 0 … {vocabulary - 1}")
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and length > limit:
+        raise InputError(f"token_ids are {length} long, the model has {limit} positions: cut them shorter")
+    prefix = 3 * length // 4 if prefix is None else prefix
+    if not 1 <= prefix <= length - 2:
+        raise InputError(f"prefix={prefix} must leave at least two of the {length} tokens to score")
+    return prefix
+
+
+@contextmanager
+def frozen(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients for the parameters, eval mode; as before on the way out."""
+    training = model.training
+    required = [p.requires_grad for p in model.parameters()]
+    try:
+        model.eval()
+        for p in model.parameters():
+            p.requires_grad_(False)
+        yield
+    finally:
+        model.train(training)
+        for p, flag in zip(model.parameters(), required, strict=True):
+            p.requires_grad_(flag)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSample:
+    """The cache of a batch of sequences and the gradient on it: per layer `[B, H, prefix, D]`."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    key_gradients: list[torch.Tensor]
+    value_gradients: list[torch.Tensor]
+
+
+def _new_cache() -> Any:
+    """An empty cache whose layers keep every token (those of a model with sliding windows would drop some)."""
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _recording_cache() -> Any:
+    from transformers import DynamicCache
+
+    class RecordingCache(DynamicCache):  # type: ignore[misc, unused-ignore]
+        """Hands keys and values through, and keeps them with their gradients."""
+
+        recorded: dict[int, tuple[torch.Tensor, torch.Tensor]]
+
+        def update(
+            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        ) -> tuple[torch.Tensor, torch.Tensor]:
+            key_states.retain_grad()
+            value_states.retain_grad()
+            self.recorded[layer_idx] = (key_states, value_states)
+            return key_states, value_states
+
+    cache = RecordingCache()
+    cache.recorded = {}
+    return cache
+
+
+def sample_gradients(
+    model: PreTrainedModel, tokens: torch.Tensor, prefix: int, generator: torch.Generator
+) -> CacheSample:
+    """Cache of the first `prefix` tokens and the gradient of the log-likelihood of the rest on it.
+
+    The targets are drawn from the model's own distribution, so that E[g g^T] is the Fisher information
+    (Amari, Natural gradient works efficiently in learning, 1998), not its empirical imitation.
+
+    Args:
+        model: a causal language model whose parameters need no gradients (`frozen`).
+        tokens: `[B, T]` int64 on the model's device.
+        prefix: how many leading tokens count as cached.
+        generator: a CPU generator; draws the targets.
+    """
+    cache = _recording_cache()
+    embedded = model.get_input_embeddings()(tokens).requires_grad_()
+    logits = model(inputs_embeds=embedded, past_key_values=cache, use_cache=True).logits[:, prefix - 1 : -1].float()
+    with torch.no_grad():
+        uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)
+        drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
+
+    sample = CacheSample([], [], [], [])
+    for index in range(len(cache.recorded)):
+        key, value = cache.recorded[index]
+        sample.keys.append(key.detach()[:, :, :prefix])
+        sample.values.append(value.detach()[:, :, :prefix])
+        sample.key_gradients.append(key.grad[:, :, :prefix])
+        sample.value_gradients.append(value.grad[:, :, :prefix])
+    return sample
+
+
+def prefill(model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout) -> list[KVChunk]:
+    """The cache of `tokens [B, T]`, one chunk a sequence, on the CPU and in the layout's dtype."""
+    cache = _new_cache()
+    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    return [
+        KVChunk(
+            [layer.keys[row].transpose(0, 1).to("cpu", layout.torch_dtype) for layer in cache.layers],
+            [layer.values[row].transpose(0, 1).to("cpu", layout.torch_dtype) for layer in cache.layers],
+            layout,
+        )
+        for row in range(len(tokens))
+    ]
+
+
+def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -> torch.Tensor:
+    """Log-probabilities `[B, T - 1, V]` float32 of the model reading `tokens [B, T]` after these caches."""
+    cache = _new_cache()
+    for index in range(chunks[0].layout.num_layers):
+        keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
+        values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
+        cache.update(keys.to(model.device, model.dtype), values.to(model.device, model.dtype), index)
+    logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache).logits[:, :-1]
+    return logits.float().log_softmax(-1)

@@ -1,0 +1,471 @@
+"""`Profile`: what is learned offline for one model, and how quality is asked for.
+
+A profile is to a blob what a zstd dictionary is to a frame: it has an id, a blob names it, and decoding with another
+one is an error that says so. It is a safetensors file whose metadata is one JSON string; nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileError, ProfileMismatch, VersionError
+from cuvee.codec.family import (
+    OCTAVE,
+    TABLES,
+    Family,
+    coding_plan,
+    default_family,
+    make_family,
+    scale_codes,
+    step_value,
+)
+from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.symbols import I16, CodingPlan, Prediction, Quantizer
+from cuvee.codec.transform import Section, SectionBasis, partition
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMAT = "cuvee-profile"
+VERSION = 1
+ID_BYTES = 16
+
+LOSSLESS = "lossless"
+# What the presets promise where a profile's curve knows the KL (nats a token against the uncompressed cache), and
+# where it only knows the squared error (a share of the variance, in the profile's metric).
+PRESET_KL = {"high": 1e-3, "balanced": 5e-3, "small": 2e-2}
+PRESET_ERROR = {"high": 2e-3, "balanced": 1e-2, "small": 4e-2}
+# Without any curve: steps in units of a unit's deviation, for the generic profile.
+PRESET_STEP = {"high": -160, "balanced": -80, "small": -16}
+PRESETS = (LOSSLESS, *PRESET_KL)
+
+
+@dataclass(frozen=True, slots=True)
+class CurvePoint:
+    """One measured point of a profile.
+
+    Attributes:
+        step: step index, 1/64 octave.
+        bits_per_value: all bytes of the blobs, chunks of 256 tokens.
+        error: squared error over variance, in the profile's metric.
+        kl: nats a token against the uncompressed cache, or None where it was not measured (as all below).
+        kl_stderr: its standard error over sequences.
+        delta_nll: nats a token lost on the real next tokens (paired), with `delta_nll_stderr`.
+        top1: share of tokens whose most likely successor stays the same.
+    """
+
+    step: int
+    bits_per_value: float
+    error: float
+    kl: float | None = None
+    kl_stderr: float | None = None
+    delta_nll: float | None = None
+    delta_nll_stderr: float | None = None
+    top1: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SectionProfile:
+    """What a profile knows of one section: its maps, and of each component (all blocks in a row, `[R]`) its scale,
+    the scale of its prediction error, and the predictor's gain.
+    """
+
+    basis: SectionBasis
+    scale: I16
+    prediction: Prediction
+    rest_scale: I16
+    rho: I16
+
+    def select(self, step: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
+        """The components coded at a step: how many of each block, and their indices."""
+        codes = scale_codes(self.scale, step)
+        ranks, chosen, at = [], [], 0
+        for size in self.basis.block_ranks:
+            rank = int((codes[at : at + size] >= 0).sum())  # scales fall, so these come first
+            ranks.append(rank)
+            chosen.append(np.arange(at, at + rank))
+            at += size
+        return tuple(ranks), np.concatenate(chosen)
+
+    def plan(self, step: int) -> tuple[tuple[int, ...], CodingPlan]:
+        """Ranks of the blocks and the coding plan at a step."""
+        ranks, chosen = self.select(step)
+        codes = scale_codes(self.scale[chosen], step)
+        if self.prediction is Prediction.NONE:
+            return ranks, coding_plan(codes)
+        rest = scale_codes(self.rest_scale[chosen], step)
+        return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
+
+
+class Profile:
+    """Bases, tables and measurements for one model. Make one with `calibrate`, `fit` or `generic`, or `load` it.
+
+    Attributes:
+        layout: the model's KV layout. Its dtype is the one seen in training; chunks of another dtype may be coded.
+        group: what one basis spans (see `partition`).
+        source: "calibrated", "fitted" or "generic".
+        model: fingerprint of the weights it was calibrated on (hex), or None.
+        curve: measured points, by rising step.
+        family: entropy tables and quantiser.
+        learned: one `SectionProfile` a section; empty for a generic profile.
+        min_step: the smallest step index the stored components serve.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        group: str,
+        source: str,
+        family: Family,
+        learned: tuple[SectionProfile, ...] = (),
+        *,
+        min_step: int = -8 * OCTAVE,
+        model: str | None = None,
+        curve: Iterable[CurvePoint] = (),
+    ) -> None:
+        self.layout = layout
+        self.group = group
+        self.source = source
+        self.family = family
+        self.learned = learned
+        self.min_step = min_step
+        self.model = model
+        self.curve = tuple(sorted(curve, key=lambda point: point.step))
+        self.sections: tuple[Section, ...] = partition(layout, group)
+        if learned and len(learned) != len(self.sections):
+            raise FormatError(f"the profile has {len(learned)} sections, group {group!r} needs {len(self.sections)}")
+
+    # Making one ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def calibrate(
+        cls,
+        model: PreTrainedModel,
+        token_ids: torch.Tensor,
+        group: str = "layer",
+        *,
+        prefix: int | None = None,
+        batch_size: int = 4,
+        seed: int = 0,
+        progress: bool = True,
+    ) -> Profile:
+        """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
+
+        Args:
+            model: a transformers causal language model, in eval mode, on any device.
+            token_ids: `[N, T]` int64: N sequences as the model will see them. An eighth of them (2 to 32) is kept
+                apart to measure the curve.
+            group: what one basis spans: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`.
+            prefix: how many leading tokens of a sequence count as cached; the loss of those after it is what the
+                metric measures. Default: three quarters of T.
+            batch_size: sequences a forward pass.
+            seed: of the sampled targets; the same arguments give the same profile on the same machine.
+            progress: show a progress bar on standard error.
+
+        Raises:
+            InputError: `token_ids` of another shape, dtype or range.
+            ProfileError: too few tokens for the group; the message says how many it needs.
+            UnsupportedModel: see `KVLayout.from_config`.
+        """
+        from cuvee.codec.calibrate import calibrate
+
+        return calibrate(model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, progress=progress)
+
+    @classmethod
+    def fit(cls, layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
+        """Learn a profile from KV samples alone: principal components, each unit's variance counted alike.
+
+        Args:
+            layout: the layout of all chunks.
+            chunks: samples; read once, in order, so a generator will do. Chunks should begin at different positions
+                of different sequences, as those to be coded will.
+            group: as in `calibrate`.
+
+        Raises:
+            ProfileError: too few tokens for the group; the message says how many it needs.
+            ProfileMismatch: a chunk of another layout.
+        """
+        from cuvee.codec.calibrate import fit
+
+        return fit(layout, chunks, group)
+
+    @classmethod
+    def generic(cls, layout: KVLayout) -> Profile:
+        """A profile that knows nothing: per-chunk means and scales, three bytes a channel. Works on any model."""
+        return cls(layout, "unit", "generic", default_family())
+
+    def measure(
+        self,
+        model: PreTrainedModel,
+        token_ids: torch.Tensor,
+        *,
+        prefix: int | None = None,
+        steps: Iterable[int] | None = None,
+        batch_size: int = 8,
+        progress: bool = True,
+    ) -> Profile:
+        """This profile with a curve measured on `token_ids` `[N, T]` (arguments as in `calibrate`).
+
+        The id stays: blobs written with either decode with both.
+        """
+        from cuvee.codec.calibrate import measure_curve
+
+        return self.with_curve(
+            measure_curve(self, model, token_ids, prefix=prefix, steps=steps, batch_size=batch_size, progress=progress)
+        )
+
+    def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
+        """A copy with another curve."""
+        return Profile(
+            self.layout, self.group, self.source, self.family, self.learned,
+            min_step=self.min_step, model=self.model, curve=curve,
+        )  # fmt: skip
+
+    # Identity --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def id(self) -> bytes:
+        """16 bytes that name everything decoding depends on: BLAKE2b over the tensors and the identity."""
+        digest = hashlib.blake2b(digest_size=ID_BYTES, person=b"cuvee-profile")
+        identity = {**self._metadata(), "layout": self.layout.fingerprint.hex(), "curve": None, "id": None}
+        digest.update(_canonical(identity).encode())
+        for name, array in sorted(self._arrays().items()):
+            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).tobytes())
+        return digest.digest()
+
+    def check_layout(self, layout: KVLayout) -> None:
+        """Raise ProfileMismatch unless chunks of `layout` are this profile's (the dtype apart)."""
+        if replace(layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
+            raise ProfileMismatch(
+                f"the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
+                "heads, sizes, RoPE or position limit differ"
+            )
+
+    # Quality ---------------------------------------------------------------------------------------------------
+
+    def resolve(
+        self,
+        quality: str | None = None,
+        *,
+        kl: float | None = None,
+        bits: float | None = None,
+        ratio: float | None = None,
+        step: float | None = None,
+    ) -> int:
+        """The step index for a request; exactly one argument, none of them `"lossless"`.
+
+        Raises:
+            InputError: no request, several, or one that is not a positive number.
+            ProfileError: the curve does not reach what was asked, or does not know it; the message says the range.
+        """
+        asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
+        given = [name for name, value in asked.items() if value is not None]
+        if len(given) != 1:
+            raise InputError(f"give exactly one of quality=, kl=, bits=, ratio=, step=; got {given or 'none'}")
+        if quality is not None:
+            return self._preset(quality)
+        value = next(float(v) for v in (kl, bits, ratio, step) if v is not None)
+        if not (math.isfinite(value) and value > 0):
+            raise InputError(f"{given[0]}={value} must be a positive number")
+        if step is not None:
+            return self.check_step(round(math.log2(value) * OCTAVE))
+        if kl is not None:
+            return self._interpolate("kl", value, [(p.step, p.kl) for p in self.curve])
+        width = 8 * self.layout.torch_dtype.itemsize
+        target = value if bits is not None else width / value
+        return self._interpolate("bits", target, [(p.step, p.bits_per_value) for p in self.curve])
+
+    def _preset(self, quality: str) -> int:
+        if quality not in PRESET_KL:
+            raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
+        if any(p.kl is not None for p in self.curve):
+            return self._interpolate("kl", PRESET_KL[quality], [(p.step, p.kl) for p in self.curve])
+        if self.curve:
+            return self._interpolate("error", PRESET_ERROR[quality], [(p.step, p.error) for p in self.curve])
+        return self.check_step(PRESET_STEP[quality])
+
+    def check_step(self, step: int) -> int:
+        """`step`, if it is an index this profile serves; else raises ProfileError."""
+        if not self.min_step <= step <= 8 * OCTAVE:
+            raise ProfileError(
+                f"step={step_value(step):.4g} is outside what this profile serves, "
+                f"{step_value(self.min_step):.4g} … {step_value(8 * OCTAVE):.4g}"
+            )
+        return step
+
+    def _interpolate(self, what: str, target: float, points: list[tuple[int, float | None]]) -> int:
+        """The step at which the curve takes the value `target`: linear in the logarithm between measured points."""
+        known = [(step, value) for step, value in points if value is not None and value > 0]
+        if len(known) < 2:
+            remedy = "Profile.calibrate or profile.measure(model, token_ids) measures one"
+            raise ProfileError(f"this profile has no curve for {what}: {remedy}; or ask by step= or quality=")
+        low, high = min(v for _, v in known), max(v for _, v in known)
+        if not low <= target <= high:
+            raise ProfileError(
+                f"{what}={target:.4g} is outside the measured range {low:.4g} … {high:.4g} of this profile"
+                + (": use quality='lossless'" if what == "kl" and target < low else "")
+            )
+        for (step0, value0), (step1, value1) in pairwise(known):
+            if min(value0, value1) <= target <= max(value0, value1) and value0 != value1:
+                share = math.log(target / value0) / math.log(value1 / value0)
+                return self.check_step(round(step0 + share * (step1 - step0)))
+        raise ProfileError(f"the curve of this profile does not pass {what}={target:.4g}")
+
+    # Files -----------------------------------------------------------------------------------------------------
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "layout": self.layout.to_dict(),
+            "group": self.group,
+            "source": self.source,
+            "min_step": self.min_step,
+            "model": self.model,
+            "prediction": [int(s.prediction) for s in self.learned],
+            "curve": [asdict(point) for point in self.curve],
+        }
+
+    def _arrays(self) -> dict[str, npt.NDArray[Any]]:
+        quantizer = self.family.quantizer
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "family.freq": self.family.tables.freq[:TABLES],
+            "family.dead_zone": quantizer.dead_zone,
+            "family.rounding": quantizer.rounding,
+            "family.shrink": quantizer.shrink,
+        }
+        for i, section in enumerate(self.learned):
+            basis = section.basis
+            arrays |= {
+                f"section.{i}.mean": basis.mean.numpy(),
+                f"section.{i}.sinks": basis.sinks.numpy(),
+                f"section.{i}.scale": section.scale,
+                f"section.{i}.rest_scale": section.rest_scale,
+                f"section.{i}.rho": section.rho,
+            }
+            for b, (forward, inverse) in enumerate(zip(basis.forward, basis.inverse, strict=True)):
+                arrays[f"section.{i}.forward.{b}"] = forward.numpy()
+                arrays[f"section.{i}.inverse.{b}"] = inverse.numpy()
+        return arrays
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile, atomically: a reader never sees half a file."""
+        target = Path(path)
+        arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
+        metadata = {"cuvee": _canonical({**self._metadata(), "id": self.id.hex()})}
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
+        os.close(handle)
+        try:
+            save_file(arrays, temporary, metadata)
+            os.replace(temporary, target)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Profile:
+        """Read a profile and verify its id.
+
+        Raises:
+            FormatError: not a profile, or a damaged one.
+            VersionError: a profile of a version this build does not read.
+            OSError: the file cannot be read.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"no profile at {os.fspath(path)}")
+        try:
+            with safe_open(path, "np") as file:
+                text = (file.metadata() or {}).get("cuvee")
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except SafetensorError as error:
+            raise FormatError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
+        if text is None:
+            raise FormatError(f"{os.fspath(path)} is a safetensors file but not a cuvee profile")
+        try:
+            profile, identity = cls._from_parts(json.loads(text), arrays)
+        except CuveeError:
+            raise
+        except (KeyError, TypeError, ValueError, IndexError, AssertionError, RecursionError) as error:
+            raise FormatError(f"{os.fspath(path)} is not a well-formed profile: {error!r}") from error
+        if profile.id.hex() != identity:
+            raise FormatError(f"{os.fspath(path)} is damaged: its contents do not hash to its id")
+        return profile
+
+    @classmethod
+    def _from_parts(cls, data: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[Profile, str]:
+        if data["format"] != FORMAT:
+            raise FormatError(f"not a cuvee profile but {data['format']!r}")
+        if data["version"] != VERSION:
+            raise VersionError(f"profile version {data['version']}; this build reads version {VERSION}")
+        layout = KVLayout.from_dict(data["layout"])
+        quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
+        if arrays["family.freq"].shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
+            raise FormatError(f"a profile's family has {TABLES} tables")
+        learned = []
+        sections = partition(layout, data["group"]) if data["prediction"] else ()
+        for i, (section, prediction) in enumerate(zip(sections, data["prediction"], strict=True)):
+            learned.append(_read_section(i, section, Prediction(prediction), arrays))
+        known = {field.name for field in fields(CurvePoint)}
+        for point in data["curve"]:
+            if point.keys() - known:
+                raise FormatError(f"unknown fields in the curve: {sorted(point.keys() - known)}")
+        profile = cls(
+            layout, data["group"], data["source"], make_family(arrays["family.freq"], quantizer), tuple(learned),
+            min_step=data["min_step"], model=data["model"], curve=[CurvePoint(**point) for point in data["curve"]],
+        )  # fmt: skip
+        return profile, data["id"]
+
+
+def _read_section(
+    i: int, section: Section, prediction: Prediction, arrays: dict[str, npt.NDArray[Any]]
+) -> SectionProfile:
+    def tensor(name: str, *shape: int | None) -> torch.Tensor:
+        array = arrays[f"section.{i}.{name}"]
+        expected = tuple(have if want is None else want for have, want in zip(array.shape, shape, strict=True))
+        if array.dtype != np.float32 or array.shape != expected or not np.isfinite(array).all():
+            raise FormatError(f"section.{i}.{name} has the wrong shape or dtype or is not finite")
+        return torch.from_numpy(array)
+
+    forward = tuple(tensor(f"forward.{b}", None, size) for b, size in enumerate(section.blocks))
+    inverse = tuple(
+        tensor(f"inverse.{b}", size, len(f)) for (b, size), f in zip(enumerate(section.blocks), forward, strict=True)
+    )
+    basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), forward, inverse)
+    components = []
+    for name in ("scale", "rest_scale", "rho"):
+        array = arrays[f"section.{i}.{name}"]
+        if array.dtype != np.int16 or array.shape != (sum(basis.block_ranks),):
+            raise FormatError(f"section.{i}.{name} has the wrong shape or dtype")
+        components.append(array)
+    at = 0
+    for rank in basis.block_ranks:
+        if np.any(np.diff(components[0][at : at + rank].astype(np.int32)) > 0):
+            raise FormatError(f"section.{i}.scale does not fall within a block")
+        at += rank
+    return SectionProfile(basis, components[0], prediction, components[1], components[2])
+
+
+def _canonical(data: dict[str, Any]) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _describe(layout: KVLayout) -> str:
+    first = layout.layers[0]
+    return f"{layout.model_type} with {layout.num_layers} layers of {first.kv_heads} x {first.head_dim}"

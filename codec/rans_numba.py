@@ -1,0 +1,128 @@
+"""Interleaved rANS for the CPU: the bytes of `rans.py`, compiled. Releases the GIL."""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+
+from cuvee.codec.errors import CorruptError
+from cuvee.codec.rans import U8, U16, Streams, stream_count
+from cuvee.codec.tables import EntropyTables
+
+# Lanes decoded together: enough to hide the latency of the table look-up, few enough to stay in registers and L1.
+LANES = 64
+
+
+@nb.njit(nogil=True, cache=True)
+def _encode(symbols, first, rest, freq, cumulative, prob_bits, n, states, lengths, words):  # type: ignore[no-untyped-def]
+    steps, tokens = symbols.shape
+    shift = np.uint32(prob_bits)
+    limit = np.uint64(32 - prob_bits)
+    scratch = np.empty(n * steps, np.uint16)
+    filled = 0
+    for s in range(len(states)):
+        x = np.uint32(65536)
+        at = len(scratch)
+        for j in range(min(n, tokens - s * n) - 1, -1, -1):
+            table_of = rest if j else first
+            t = s * n + j
+            for c in range(steps - 1, -1, -1):
+                table = table_of[c]
+                symbol = symbols[c, t]
+                f = np.uint32(freq[table, symbol])
+                if np.uint64(x) >= np.uint64(f) << limit:
+                    at -= 1
+                    scratch[at] = np.uint16(x & np.uint32(0xFFFF))
+                    x = x >> np.uint32(16)
+                quotient = x // f
+                x = (quotient << shift) + (x - quotient * f) + np.uint32(cumulative[table, symbol])
+        count = len(scratch) - at
+        words[filled : filled + count] = scratch[at:]
+        filled += count
+        lengths[s] = count
+        states[s] = x
+    return filled
+
+
+@nb.njit(nogil=True, cache=True)
+def _decode(states, start, end, words, first, rest, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
+    steps, tokens = out.shape
+    count = len(states)
+    mask = np.uint32((1 << prob_bits) - 1)
+    shift = np.uint32(prob_bits)
+    x = np.empty(LANES, np.uint32)
+    at = np.empty(LANES, np.int64)
+    symbol = np.empty(LANES, np.uint8)
+    last = len(words) - 1  # the caller pads with one word, so that there is always one to read
+    for base in range(0, count, LANES):
+        width = min(LANES, count - base)
+        for lane in range(width):
+            x[lane] = states[base + lane]
+            at[lane] = start[base + lane]
+        for j in range(n):
+            # Only the last stream of all can be short, so the active lanes are a prefix.
+            active = width
+            while active and (base + active - 1) * n + j >= tokens:
+                active -= 1
+            table_of = rest if j else first
+            for c in range(steps):
+                table = slots[table_of[c]]
+                row = out[c]
+                for lane in range(active):
+                    v = x[lane]
+                    slot = table[v & mask]
+                    symbol[lane] = np.uint8(slot >> np.uint32(24))
+                    v = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (v >> shift) + (slot & np.uint32(0xFFF))
+                    need = v < np.uint32(65536)
+                    word = np.uint32(words[min(at[lane], last)])
+                    x[lane] = (v << np.uint32(16)) | word if need else v
+                    at[lane] += np.int64(1) if need else np.int64(0)
+                if n == 1:
+                    for lane in range(active):
+                        row[base + lane] = symbol[lane]
+                else:
+                    for lane in range(active):
+                        row[(base + lane) * n + j] = symbol[lane]
+        for lane in range(width):
+            if x[lane] != np.uint32(65536) or at[lane] != end[base + lane]:
+                return base + lane
+    return -1
+
+
+def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
+    """See `cuvee.codec.rans.rans_encode`: the same arguments, the same bytes."""
+    steps, tokens = symbols.shape
+    count = stream_count(tokens, tokens_per_stream)
+    states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
+    words = np.empty(steps * tokens, np.uint16)  # the bound: at most one word a symbol
+    filled = _encode(
+        symbols,
+        first,
+        rest,
+        tables.freq,
+        tables.cumulative,
+        tables.prob_bits,
+        tokens_per_stream,
+        states,
+        lengths,
+        words,
+    )
+    return Streams(states, lengths, words[:filled].copy())
+
+
+def rans_decode(
+    streams: Streams, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int
+) -> U8:
+    """See `cuvee.codec.rans.rans_decode`: the same arguments, result and errors."""
+    out = np.empty((len(first), tokens), np.uint8)
+    end = np.cumsum(streams.lengths, dtype=np.int64)
+    words = np.append(streams.words, np.uint16(0))
+    bad = _decode(
+        streams.states, end - streams.lengths, end, words, first, rest, tables.slots, tables.prob_bits,
+        tokens_per_stream, out,
+    )  # fmt: skip
+    if bad >= 0:
+        raise CorruptError(
+            f"entropy-coded stream {bad} of {len(end)} does not end where it must: the bytes are damaged"
+        )
+    return out

@@ -1,0 +1,57 @@
+"""How the sections of a blob are coded: one file a scheme, one protocol for all.
+
+| scheme | needs | loses |
+|---|---|---|
+| `transform` | a learned profile | quantisation |
+| `generic` | nothing: statistics travel in the blob | quantisation |
+| `lossless` | nothing | nothing |
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.transform import Rotation, Section
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where decoded tokens go.
+
+    Attributes:
+        layout: of the chunk, with the blob's dtype.
+        keys, values: per layer `[t, H, D]` outputs for the wanted tokens; None for layers not asked for.
+        wanted: the tokens of the blob to decode; token `wanted.start` goes to row 0 of the outputs.
+        tokens: tokens in the blob.
+        source_start: the position at which the blob's first token was encoded.
+        start: the position of row 0 of the outputs.
+    """
+
+    layout: KVLayout
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    wanted: slice
+    tokens: int
+    source_start: int
+    start: int
+
+
+class SectionScheme(Protocol):
+    """One way to code sections. Called for different sections from several threads at once."""
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """What is coded alone, in order of layers."""
+        ...
+
+    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
+        """The bytes of section `index`; `unrotation` frees the chunk's keys of their positions."""
+        ...
+
+    def decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
+        """Decode section `index` into `target`; `rotation` turns position-free keys to the target's positions."""
+        ...

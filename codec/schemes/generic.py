@@ -1,0 +1,109 @@
+"""The scheme that knows nothing: per-chunk means and scales of every channel, one relative step.
+
+A section is one layer:
+
+    per unit (K un-rotated, then V):
+        int16            scale of the unit: its root mean square deviation, 1/64 octaves
+        uint16 [C]       mean of each channel, bfloat16
+        uint8 [C]        scale code of each channel: quarter octaves above the lowest coded one; 255: not coded
+    padding to four bytes, then the coded coefficients of all coded channels (K, then V)
+
+Coefficients are (x - mean) / unit scale; the blob's step is relative to that.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.backends import Backend
+from cuvee.codec.coefficients import CoefficientCoder
+from cuvee.codec.container import Reader
+from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.family import Family, coding_plan, scale_codes, scale_index, step_value
+from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.schemes import Target
+from cuvee.codec.schemes.transform import tiles
+from cuvee.codec.symbols import F32
+from cuvee.codec.transform import Rotation, Section, gather, partition, scatter
+
+_SCALE = struct.Struct("<h")
+_DEAD = 255
+_MAX_CODE = 24 + 4 * 8  # the widest component: see `family.split_wide`
+
+
+class GenericScheme:
+    """Codes sections of any model at one relative step."""
+
+    def __init__(self, layout: KVLayout, family: Family, step: int, backend: Backend) -> None:
+        self._sections = partition(layout, "unit")
+        self._step = step
+        self._coder = CoefficientCoder(backend, family, step)
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """See `SectionScheme.sections`."""
+        return self._sections
+
+    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
+        """See `SectionScheme.encode`."""
+        section = self._sections[index]
+        x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens)])
+        if not bool(torch.isfinite(x).all()):
+            raise InputError(
+                f"the KV cache of layer {section.first_layer} holds NaN or infinite values: "
+                "encode it with quality='lossless'"
+            )
+        side = bytearray()
+        codes = np.full(section.values, _DEAD, np.int32)
+        column = 0
+        for size in section.blocks:
+            part = x[:, column : column + size]
+            mean = part.mean(0).bfloat16()
+            part -= mean.float()
+            deviation = part.square().mean(0).sqrt()
+            scale = int(scale_index(np.array([float(deviation.square().mean().sqrt())]))[0])
+            part /= step_value(scale)
+            code = scale_codes(scale_index(deviation.numpy() / step_value(scale)), self._step)
+            code = np.where(code < 0, _DEAD, np.minimum(code, _MAX_CODE))
+            side += _SCALE.pack(scale)
+            side += mean.view(torch.int16).numpy().astype("<i2").tobytes() + code.astype(np.uint8).tobytes()
+            codes[column : column + size] = code
+            column += size
+        live = np.flatnonzero(codes != _DEAD)
+        side += bytes(-len(side) % 4)
+
+        def coefficients() -> Iterator[tuple[slice, F32]]:
+            for at in tiles(chunk.tokens):
+                yield at, np.ascontiguousarray(x[at].numpy().T[live])
+
+        return bytes(side) + self._coder.encode(coefficients(), coding_plan(codes[live]), chunk.tokens)
+
+    def decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
+        """See `SectionScheme.decode`."""
+        section = self._sections[index]
+        reader = Reader(data)
+        means: list[torch.Tensor] = []
+        scales: list[npt.NDArray[np.float32]] = []
+        codes: list[npt.NDArray[np.int32]] = []
+        for size in section.blocks:
+            (scale,) = reader.unpack(_SCALE)
+            means.append(torch.from_numpy(reader.array("i2", size).view(np.int16)).view(torch.bfloat16).float())
+            scales.append(np.full(size, step_value(scale), np.float32))
+            codes.append(reader.array("u1", size).astype(np.int32))
+        reader.skip_padding()
+        code = np.concatenate(codes)
+        live = np.flatnonzero(code != _DEAD)
+        if live.size and code[live].max() > _MAX_CODE:
+            raise FormatError(f"section {index} names a scale code beyond {_MAX_CODE}")
+        mean, scale_of = torch.cat(means), torch.from_numpy(np.concatenate(scales)[live])
+        where = torch.from_numpy(live)
+        for at, columns, y in self._coder.decode(reader, coding_plan(code[live]), target.tokens, target.wanted):
+            x = mean.repeat(at.stop - at.start, 1)
+            x[:, where] += torch.from_numpy(y)[:, columns].T * scale_of
+            rows = slice(at.start - target.wanted.start, at.stop - target.wanted.start)
+            scatter(x, section, target.layout, rotation, rows, target.keys, target.values)

@@ -1,0 +1,183 @@
+"""From real coefficients to bytes and back: quantiser, prediction and symbol planes, in plain NumPy (the reference).
+
+    y [R, T] float32 --quantize--> q [R, T] int32 --predict--> d [R, T] int32 --pack--> planes [R + W, T] uint8
+    y^ <------------dequantize---- q <-------------unpredict-- d <------------unpack--- planes, escapes
+
+R components (rows), T tokens (columns). Prediction works on the integers, so it is exactly invertible on every
+machine and a quantiser can be swapped without touching it.
+
+**Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `d = (high << k) + low - half` with
+`half = 2**(k - 1)` and `0 <= low < 2**k`; its high part is a plane among the first R, its low bits a further one.
+A high part that its table cannot code is written as ESCAPE and listed apart: (row * T + column, value).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.errors import CorruptError
+from cuvee.codec.tables import EntropyTables
+
+ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
+MAX_SHIFT = 8
+MAX_LEVEL = 1 << 24  # levels beyond float32's exact integers would not come back
+
+F32 = npt.NDArray[np.float32]
+I32 = npt.NDArray[np.int32]
+I16 = npt.NDArray[np.int16]
+U8 = npt.NDArray[np.uint8]
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """A dead-zone quantiser whose thresholds and reconstruction points depend on the component's table.
+
+    A magnitude `a` (in steps) becomes 0 below `dead_zone`, else `floor(a + rounding)`; a level m > 0 comes back as
+    `m - shrink[:, min(m, 2) - 1]`. Thresholds are where rate-distortion optimised quantisation changes its mind, and
+    the shrinkage is the measured centroid (see `fit_tables`). All arrays are indexed by table.
+    """
+
+    dead_zone: F32
+    rounding: F32
+    shrink: F32  # [tables, 2]
+
+    def __post_init__(self) -> None:
+        tables = len(self.dead_zone)
+        assert self.rounding.shape == (tables,) and self.shrink.shape == (tables, 2)
+
+
+class Prediction(IntEnum):
+    """What a token's levels are predicted from. Streams are independent, so it restarts with each stream."""
+
+    NONE = 0
+    LAG1 = 1  # the token before
+    ANCHOR = 2  # the first token of the stream (CacheGen's anchor tokens, arXiv 2310.07240)
+
+
+RHO_BITS = 8  # predictor gains are fixed-point numbers, units of 1/256
+
+
+@dataclass(frozen=True, slots=True)
+class CodingPlan:
+    """How the components of one section are coded at one step: everything that the integer stages need.
+
+    Attributes:
+        level_table: `[R]` uint16 index into the quantiser's arrays.
+        shift: `[R]` uint8 low bits coded apart, 0 … 8.
+        first, rest: `[R + W]` uint16 entropy table of each plane, for the first token of a stream and the others.
+        prediction: what levels are predicted from.
+        rho: `[R]` int16 predictor gain in 1/256.
+    """
+
+    level_table: U16
+    shift: U8
+    first: U16
+    rest: U16
+    prediction: Prediction
+    rho: I16
+
+    @property
+    def wide(self) -> npt.NDArray[np.intp]:
+        """Rows that have a plane of low bits, in plane order."""
+        return np.flatnonzero(self.shift)
+
+    @property
+    def planes(self) -> int:
+        """Byte planes: R + W."""
+        return len(self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Escapes:
+    """Values outside their table: `index` `[E]` uint32, row * T + column, increasing; `value` `[E]` int32."""
+
+    index: U32
+    value: I32
+
+
+def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
+    """`[R, T]` float32 -> levels `[R, T]` int32. The caller has made sure that |y| / step < MAX_LEVEL."""
+    magnitude = np.abs(y) * np.float32(1.0 / step)
+    table = plan.level_table
+    level = np.floor(magnitude + quantizer.rounding[table, None])
+    level[magnitude < quantizer.dead_zone[table, None]] = 0
+    signed: I32 = np.copysign(level, y).astype(np.int32)
+    return signed
+
+
+def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F32:
+    """Levels `[R, T]` int32 -> `[R, T]` float32."""
+    magnitude = np.abs(q)
+    shrink = quantizer.shrink[plan.level_table]
+    back = magnitude.astype(np.float32) - np.where(magnitude == 1, shrink[:, :1], shrink[:, 1:])
+    back[magnitude == 0] = 0
+    return np.where(q < 0, -back, back) * np.float32(step)
+
+
+def _predicted(source: I32, rho: I16) -> I32:
+    product = source.astype(np.int64) * rho[:, None] + (1 << (RHO_BITS - 1)) >> RHO_BITS
+    return product.astype(np.int32)
+
+
+def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
+    """Levels -> differences from their prediction, `[R, T]` int32."""
+    d = q.copy()
+    for t in range(q.shape[1]):
+        j = t % tokens_per_stream
+        if j and plan.prediction is not Prediction.NONE:
+            source = t - 1 if plan.prediction is Prediction.LAG1 else t - j
+            d[:, t : t + 1] -= _predicted(q[:, source : source + 1], plan.rho)
+    return d
+
+
+def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
+    """The inverse of `predict`. Sums wrap like the machine's int32, so damaged input cannot do worse than be wrong."""
+    q = d.copy()
+    for t in range(d.shape[1]):
+        j = t % tokens_per_stream
+        if j and plan.prediction is not Prediction.NONE:
+            source = t - 1 if plan.prediction is Prediction.LAG1 else t - j
+            q[:, t : t + 1] += _predicted(q[:, source : source + 1], plan.rho)
+    return q
+
+
+def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int) -> tuple[U8, Escapes]:
+    """Differences `[R, T]` int32 -> byte planes `[R + W, T]` uint8 and the escapes."""
+    rows, tokens = d.shape
+    wide = plan.wide
+    shift = plan.shift.astype(np.int32)[:, None]
+    half = np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0).astype(np.int32)
+    high = (d + half) >> shift
+    planes = np.empty((plan.planes, tokens), np.uint8)
+    planes[rows:] = ((d + half) & ((1 << shift) - 1))[wide]
+    byte = np.clip(high, -128, 127).astype(np.int8).view(np.uint8)
+    starts = np.arange(tokens) % tokens_per_stream == 0
+    table = np.where(starts[None, :], plan.first[:rows, None], plan.rest[:rows, None])
+    escaped = (np.abs(high) > 127) | (tables.freq[table, byte] == 0)
+    planes[:rows] = np.where(escaped, np.uint8(ESCAPE), byte)
+    index = np.flatnonzero(escaped)
+    return planes, Escapes(index.astype(np.uint32), high.ravel()[index].astype(np.int32))
+
+
+def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
+    """The inverse of `pack`: `[R, T]` int32.
+
+    Raises:
+        CorruptError: the escape list and the ESCAPE bytes disagree.
+    """
+    rows = len(plan.shift)
+    high = planes[:rows].view(np.int8).astype(np.int32)
+    index = np.flatnonzero(planes[:rows] == ESCAPE)
+    if not np.array_equal(index, escapes.index):
+        raise CorruptError("the escape list does not match the coded symbols: the bytes are damaged")
+    high.ravel()[index] = escapes.value
+    wide = plan.wide
+    shift = plan.shift[wide].astype(np.int32)[:, None]
+    high[wide] = (high[wide] << shift) + planes[rows:] - (1 << (shift - 1))
+    return high

@@ -1,0 +1,1 @@
+"""Measure what compression costs: the bundled model and texts, the re-read protocol, baselines, reports."""

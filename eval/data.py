@@ -1,0 +1,85 @@
+"""The model and the texts that come with cuvee, so that the demo, the tests and the reports need no network.
+
+`books-3m` is a Llama of 3.44 M parameters (see `models/books-3m/README.md`). The texts were written for this
+project (see `texts/README.md`): `harbour` is for calibration, `orchard` for evaluation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cuvee.codec.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["TEXTS", "bundled_model_path", "bundled_text", "load_bundled_model"]
+
+TEXTS = ("harbour", "orchard")
+
+_HERE = Path(__file__).parent
+
+
+def bundled_model_path() -> Path:
+    """Return the folder of the bundled model, which `from_pretrained` reads as it is."""
+    return _HERE / "models" / "books-3m"
+
+
+def load_bundled_model(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the bundled model and its tokenizer, in evaluation mode, on the CPU and without a network.
+
+    Args:
+        dtype: of the parameters. They are stored as bfloat16; float32, the default, is both faster and
+            more precise on a CPU.
+
+    Raises:
+        InputError: `dtype` is not a floating-point type.
+        ImportError: transformers is not installed (install `cuvee[transformers]`).
+    """
+    if not dtype.is_floating_point:
+        raise InputError(f"dtype: must be a floating-point type, not {dtype}")
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("the bundled model needs transformers: install cuvee[transformers]") from error
+
+    path = bundled_model_path()
+    with _no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model.eval(), tokenizer
+
+
+def bundled_text(name: str) -> str:
+    """Return one of the bundled texts, plain ASCII.
+
+    Args:
+        name: "harbour" (calibration) or "orchard" (evaluation).
+
+    Raises:
+        InputError: there is no text of that name.
+    """
+    if name not in TEXTS:
+        raise InputError(f"name: no bundled text {name!r}; there are {', '.join(TEXTS)}")
+    return (_HERE / "texts" / f"{name}.txt").read_text(encoding="ascii")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the bar of a load that takes a fraction of a second, and leave the caller's setting as it was."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,157 @@
+"""The re-read protocol: the token sequences on which cuvee measures what compression costs.
+
+A sequence has `LENGTH` tokens. The KV of the first `PREFIX` is cached and coded, the rest is scored given
+that cache. In every second sequence the scored part repeats a span of the cached part:
+
+    even row   [ . . . . a b c d . . . . | a b c d ]    the model must read its cache to predict the tail
+    odd row    [ . . . . . . . . . . . . | . . . . ]    ordinary text
+                      cached and coded      scored
+
+Without the repeats a small model hardly looks at its cache, and any codec looks perfect on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from cuvee.codec.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["LENGTH", "PREFIX", "SEED", "reread", "sample_text", "split_sequences"]
+
+LENGTH = 512
+PREFIX = 384
+SEED = 7
+
+# Rows sampled together: enough to keep a matrix product busy, few enough to bound the KV cache.
+_SAMPLE_ROWS = 64
+
+
+def split_sequences(token_ids: Tensor, count: int, length: int = LENGTH, offset: int = 0) -> Tensor:
+    """Cut consecutive, disjoint sequences out of one long text.
+
+    Args:
+        token_ids: the text, integer [n].
+        count: sequences to cut, N.
+        length: tokens in each, T.
+        offset: tokens to skip first (the front matter of a book, or what another split has used).
+
+    Returns:
+        int64 [N, T]; it may share memory with `token_ids`.
+
+    Raises:
+        InputError: an argument is out of range, or the text has fewer than `offset + count * length` tokens.
+    """
+    _check_integers("token_ids", token_ids, dimensions=1)
+    _check_at_least("count", count, 1)
+    _check_at_least("length", length, 1)
+    _check_at_least("offset", offset, 0)
+    end = offset + count * length
+    if end > len(token_ids):
+        raise InputError(
+            f"token_ids: has {len(token_ids)} tokens, but {count} x {length} from offset {offset} need {end}"
+        )
+    return token_ids[offset:end].to(torch.long).view(count, length)
+
+
+def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
+    """Make the tail of rows 0, 2, 4 … repeat a random span of their first `prefix` tokens.
+
+    The span starts at s, uniform in [0, prefix - tail - 1) with tail = T - prefix, so it ends at least two
+    tokens before the tail begins: copying it always takes a look back further than the last token.
+
+    Args:
+        tokens: integer [N, T]; left unchanged.
+        prefix: tokens of each row that are cached, at least T - prefix + 2 and less than T.
+        seed: of the draws of s, one for each even row in order, the same on every device.
+
+    Returns:
+        int64 [N, T].
+
+    Raises:
+        InputError: `tokens` is not an integer matrix, or `prefix` leaves no tail or no room to draw s.
+    """
+    _check_integers("tokens", tokens, dimensions=2)
+    length = tokens.shape[1]
+    tail = length - prefix
+    starts = prefix - tail - 1
+    if tail < 1 or starts < 1:
+        allowed = f"[{(length + 3) // 2}, {length - 1}]"
+        raise InputError(f"prefix: must lie in {allowed} for rows of {length} tokens, got {prefix}")
+    result = tokens.to(torch.long, copy=True)
+    generator = torch.Generator().manual_seed(seed)
+    for row in result[::2]:
+        start = int(torch.randint(starts, (), generator=generator))
+        row[prefix:] = row[start : start + tail]
+    return result
+
+
+@torch.no_grad()
+def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, temperature: float = 1.0) -> Tensor:
+    """Sample sequences from the model itself: calibration text for when there is no other.
+
+    Every row starts with the model's BOS token, or its EOS token where it has no BOS. An end-of-text token
+    that comes up later does not end the row: what follows it is the model's next text.
+
+    Args:
+        model: a Hugging Face causal LM, in evaluation mode.
+        count: rows, N.
+        length: tokens in each row, T, the first one included.
+        seed: of the draws. Equal arguments give equal rows on the same machine with the same number of
+            threads; elsewhere a rounding difference in the logits may turn a draw, and the row from there on.
+        temperature: divides the logits; 1 is the model's own distribution.
+
+    Returns:
+        int64 [N, T] on the CPU.
+
+    Raises:
+        InputError: an argument is out of range, or the model names neither a BOS nor an EOS token.
+    """
+    _check_at_least("count", count, 1)
+    _check_at_least("length", length, 1)
+    if not 0.0 < temperature < float("inf"):
+        raise InputError(f"temperature: must be positive and finite, got {temperature}")
+    from transformers import StaticCache
+
+    first = _first_token(model)
+    # One uniform number a token, drawn on the CPU: the draws do not depend on the device.
+    generator = torch.Generator().manual_seed(seed)
+    uniform = torch.rand(length, count, generator=generator, dtype=torch.float64).to(model.device)
+    tokens = torch.full((count, length), first, dtype=torch.long, device=model.device)
+    for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
+        # A growing cache would copy itself at every step, which takes most of the time of a small model.
+        cache = StaticCache(config=model.config, max_cache_len=length)
+        for t in range(1, length):
+            logits = model(input_ids=rows[:, t - 1 : t], past_key_values=cache, use_cache=True).logits[:, -1]
+            cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
+            # Scaled by the total, which is not exactly 1, so that a draw never falls past the last token.
+            drawn = torch.searchsorted(cumulative, draws[t, :, None] * cumulative[:, -1:], right=True)
+            rows[:, t] = drawn.squeeze(1)
+    return tokens.cpu()
+
+
+def _first_token(model: PreTrainedModel) -> int:
+    config = model.config.get_text_config()
+    for token in (config.bos_token_id, config.eos_token_id):
+        # Some models name several EOS tokens; the first is the end of text.
+        candidate = token[0] if isinstance(token, list) and token else token
+        if isinstance(candidate, int):
+            return candidate
+    raise InputError("model: its configuration names neither bos_token_id nor eos_token_id to start from")
+
+
+def _check_integers(field: str, tensor: Tensor, dimensions: int) -> None:
+    if tensor.ndim != dimensions:
+        raise InputError(f"{field}: must have {dimensions} dimension(s), got shape {tuple(tensor.shape)}")
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex or tensor.dtype == torch.bool:
+        raise InputError(f"{field}: must hold integers, got {tensor.dtype}")
+
+
+def _check_at_least(field: str, value: int, least: int) -> None:
+    if value < least:
+        raise InputError(f"{field}: must be at least {least}, got {value}")

@@ -1,0 +1,1 @@
+"""Adapters to transformers, vLLM, LMCache and stores: thin, no mathematics here."""

@@ -1,0 +1,190 @@
+"""`rotate` and `unrotate` against the keys that transformers models of every family cache."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout, Rope
+from cuvee.codec.rope import cos_sin, rotate, unrotate
+
+TOKENS = 9
+NEAR, FAR = 3, 1500
+
+
+class Recorder:
+    """Runs a model and keeps, for every layer, its keys before RoPE and in the cache."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.model = model
+        self.before: list[torch.Tensor] = []
+        module = sys.modules[type(model).__module__]
+        if hasattr(module, "apply_rotary_pos_emb"):
+            original = module.apply_rotary_pos_emb
+
+            def record(q: torch.Tensor, k: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+                self.before.append(k[0].transpose(0, 1))
+                return original(q, k, *args, **kwargs)
+
+            monkeypatch.setattr(module, "apply_rotary_pos_emb", record)
+
+    def keys(self, offset: int) -> list[torch.Tensor]:
+        """Cached keys [T, H, D] per layer of fixed tokens at positions offset, offset + 1, ..."""
+        self.before.clear()
+        ids = torch.arange(TOKENS)[None] % 7 + 1
+        cache: Any = DynamicCache()
+        with torch.no_grad():
+            self.model(ids, position_ids=positions(offset)[None], past_key_values=cache)
+        return [layer.keys[0].transpose(0, 1) for layer in cache.layers]
+
+
+def positions(offset: int) -> torch.Tensor:
+    return torch.arange(TOKENS) + offset
+
+
+def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest error in units of the largest key."""
+    return float((got - expected.float()).abs().max() / expected.float().abs().max())
+
+
+def test_moves_keys_to_where_the_model_puts_them(
+    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family)
+    layout = KVLayout.from_config(model.config, dtype=torch.float32)
+    recorder = Recorder(model, monkeypatch)
+    far = recorder.keys(FAR)
+    near = recorder.keys(NEAR)
+    assert len(near) == layout.num_layers
+    for index, layer in enumerate(layout.layers):
+        assert near[index].shape[1:] == (layer.kv_heads, layer.head_dim)
+        free = unrotate(near[index], layer.rope, positions(NEAR), layout.max_positions)
+        if layer.rope is None:
+            assert torch.equal(free, near[index])
+            continue
+        assert relative_error(free, recorder.before[index]) < 1e-6
+        assert torch.equal(rotate(recorder.before[index], layer.rope, positions(NEAR)), near[index])
+        moved = rotate(free, layer.rope, positions(FAR), layout.max_positions)
+        # Later layers see attention over the other positions, equal up to rounding.
+        assert relative_error(moved, far[index]) < (1e-6 if index == 0 else 2e-4)
+
+
+def test_moves_bfloat16_keys_to_bfloat16_rounding(
+    family: str, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(family, dtype=torch.bfloat16)
+    layout = KVLayout.from_config(model.config)
+    assert layout.dtype == "bfloat16"
+    rope = layout.layers[0].rope
+    if rope is None:
+        pytest.skip("absolute positions: keys cannot be moved")
+    recorder = Recorder(model, monkeypatch)
+    near, far = recorder.keys(NEAR)[0], recorder.keys(FAR)[0]
+    moved = rotate(unrotate(near, rope, positions(NEAR)), rope, positions(FAR))
+    # The model rounds cos, sin, two products and their sum to 8 bits, at both places.
+    assert relative_error(moved, far) < 3 * 2**-8
+
+
+@pytest.mark.parametrize(
+    "mutate",
+    [
+        pytest.param(lambda rope: replace(rope, attention_scaling=1.0), id="attention_scaling"),
+        pytest.param(lambda rope: replace(rope, interleaved=True), id="interleaved"),
+        pytest.param(
+            lambda rope: replace(rope, inv_freq=tuple(f**1.01 for f in rope.inv_freq)),
+            id="theta",
+        ),
+        pytest.param(lambda rope: replace(rope, inv_freq=rope.inv_freq[:-1]), id="rotary_dim"),
+    ],
+)
+def test_notices_a_wrong_rope(
+    mutate: Callable[[Rope], Rope], tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model("llama-yarn")
+    rope = KVLayout.from_config(model.config, dtype="float32").layers[0].rope
+    assert rope is not None and rope.attention_scaling > 1.1
+    recorder = Recorder(model, monkeypatch)
+    near = recorder.keys(NEAR)[0]
+    assert relative_error(unrotate(near, rope, positions(NEAR)), recorder.before[0]) < 1e-6
+    assert relative_error(unrotate(near, mutate(rope), positions(NEAR)), recorder.before[0]) > 1e-3
+
+
+def test_tables_are_those_of_the_model(family: str, tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model(family)
+    layout = KVLayout.from_config(model.config, dtype="float32")
+    where = torch.tensor([0, 1, 17, 4095])
+    for index, layer in enumerate(layout.layers):
+        if layer.rope is None:
+            continue
+        rotary = getattr(model, model.base_model_prefix).rotary_emb
+        kind = (model.config.layer_types[index],) if family.startswith("gemma3") else ()
+        expected = rotary(torch.zeros(1), where[None], *kind)
+        for got, want in zip(cos_sin(layer.rope, where), expected, strict=True):
+            half = want[0, :, 0::2] if layer.rope.interleaved else want[0, :, : layer.rope.rotary_dim // 2]
+            assert torch.equal(got, half)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("tail", [0, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_round_trip(interleaved: bool, tail: int, dtype: torch.dtype) -> None:
+    rope = Rope((1.0, 0.1, 0.003), attention_scaling=1.3, interleaved=interleaved)
+    keys = torch.randn(63, 2, 6 + tail, generator=torch.Generator().manual_seed(1)).to(dtype)
+    where = torch.randperm(63, generator=torch.Generator().manual_seed(2))
+    turned = rotate(keys, rope, where)
+    assert turned.dtype == torch.float32 and turned.shape == keys.shape
+    assert torch.equal(turned[..., 6:], keys[..., 6:].float())
+    torch.testing.assert_close(unrotate(turned, rope, where), keys.float(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(rotate(unrotate(keys, rope, where), rope, where), keys.float(), rtol=0, atol=2e-6)
+    norms = turned[..., :6].norm(dim=-1) / keys[..., :6].float().norm(dim=-1)
+    torch.testing.assert_close(norms, torch.full_like(norms, 1.3))
+
+
+def test_no_rope_only_converts() -> None:
+    keys = torch.randn(4, 2, 6)
+    assert rotate(keys, None, torch.arange(4)) is keys
+    assert unrotate(keys.bfloat16(), None, torch.arange(4)).dtype == torch.float32
+
+
+def test_no_tokens() -> None:
+    assert rotate(torch.empty(0, 2, 6), Rope((1.0,)), torch.empty(0, dtype=torch.int64)).shape == (0, 2, 6)
+
+
+ROPE = Rope((1.0, 0.1))
+
+
+@pytest.mark.parametrize("turn", [rotate, unrotate])
+@pytest.mark.parametrize("rope", [ROPE, None])
+@pytest.mark.parametrize(
+    ("keys", "where", "message"),
+    [
+        (torch.zeros(2, 4), torch.arange(2), r"\[T, H, D\]"),
+        (torch.zeros(2, 1, 4, dtype=torch.uint8), torch.arange(2), "keys must be bfloat16"),
+        (torch.zeros(2, 1, 4), torch.arange(3), r"\[T\] = \[2\]"),
+        (torch.zeros(2, 1, 4), torch.arange(2.0), "int64"),
+        (torch.zeros(2, 1, 4), torch.tensor([0, -1]), ">= 0, got -1"),
+        (torch.zeros(2, 1, 4), torch.tensor([0, 8]), "position 8 is beyond the 8"),
+        (torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int64, device="meta"), "one device"),
+    ],
+)
+def test_refuses(
+    turn: Callable[..., torch.Tensor],
+    rope: Rope | None,
+    keys: torch.Tensor,
+    where: torch.Tensor,
+    message: str,
+) -> None:
+    with pytest.raises(InputError, match=message):
+        turn(keys, rope, where, 8)
+
+
+def test_refuses_a_rope_wider_than_the_head() -> None:
+    with pytest.raises(InputError, match="rotates 4 dimensions, keys have D = 3"):
+        rotate(torch.zeros(1, 1, 3), ROPE, torch.arange(1))
