@@ -1,6 +1,6 @@
-"""The registry of backends: who runs the integer stages. Every backend produces and reads the same bytes.
+"""The registry of backends: who runs the stages. Every backend produces and reads the same bytes.
 
-A backend is a set of functions with the signatures of the reference (`rans.py`, `symbols.py`). A faster one
+A backend is a set of functions with the signatures of the reference (`rans.py`, `symbols.py`, `place`). A faster one
 registers itself under a name and for the device types it serves; nothing else in the codec knows of it.
 """
 
@@ -9,16 +9,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cuvee.codec import rans, rans_numba, symbols, symbols_numba
+import torch
+
+from cuvee.codec import rans, rans_numba, symbols, symbols_numba, transform, transform_numba
 from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.rans import U8, U16, Streams
 from cuvee.codec.symbols import F32, I32, CodingPlan, Escapes, Quantizer
 from cuvee.codec.tables import EntropyTables
+from cuvee.codec.transform import Rotation, Section
+
+Place = Callable[
+    [torch.Tensor, torch.Tensor, Section, KVLayout, Rotation, slice, list[torch.Tensor], list[torch.Tensor]], None
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The integer stages, each with the signature and the results of its namesake in `rans.py` and `symbols.py`."""
+    """The stages, each with the signature and the results of its namesake in rans, symbols or transform."""
 
     name: str
     devices: tuple[str, ...]
@@ -30,6 +38,7 @@ class Backend:
     unpredict: Callable[[I32, CodingPlan, int], I32]
     pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
     unpack: Callable[[U8, Escapes, CodingPlan], I32]
+    place: Place
 
 
 _BACKENDS: dict[str, Backend] = {}
@@ -76,6 +85,7 @@ register(
         symbols.unpredict,
         symbols.pack,
         symbols.unpack,
+        transform.place,
     )
 )
 register(
@@ -90,5 +100,6 @@ register(
         symbols_numba.unpredict,
         symbols_numba.pack,
         symbols_numba.unpack,
+        transform_numba.place,
     )
 )

@@ -70,6 +70,7 @@ class Codec:
         self._key = check_key(key)
         scheme = Scheme.LOSSLESS if self.lossless else (Scheme.TRANSFORM if profile.learned else Scheme.GENERIC)
         self._own = scheme
+        self._layouts: dict[str, KVLayout] = {}
         self._schemes: dict[tuple[Scheme, int, str], SectionScheme] = {}
         self._scheme(scheme, self.step, get_backend(backend))  # a step out of the plan's reach fails here, not later
 
@@ -133,7 +134,7 @@ class Codec:
     def _open(self, blob: bytes) -> tuple[Header, KVLayout]:
         header = read_header(blob)
         verify_tag(blob, header, self._key)
-        layout = replace(self.profile.layout, dtype=header.dtype)
+        layout = self._layout(header.dtype)
         if header.layout != layout.fingerprint:
             raise ProfileMismatch("the blob holds the cache of another model than the profile's")
         if header.scheme is not Scheme.LOSSLESS and header.profile != self.profile.id:
@@ -141,6 +142,11 @@ class Codec:
                 f"the blob was encoded with profile {header.profile.hex()}, this codec has {self.profile.id.hex()}"
             )
         return header, layout
+
+    def _layout(self, dtype: str) -> KVLayout:
+        if dtype not in self._layouts:
+            self._layouts[dtype] = replace(self.profile.layout, dtype=dtype)
+        return self._layouts[dtype]
 
     def _decode(
         self, blob: bytes, header: Header, layout: KVLayout, layers: range, wanted: slice, kept: int, start: int | None

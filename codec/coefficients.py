@@ -19,7 +19,8 @@ from cuvee.codec.family import Family, step_value
 from cuvee.codec.rans import Streams
 from cuvee.codec.symbols import F32, MAX_LEVEL, CodingPlan, Escapes, Prediction
 
-TILE = 128  # tokens; a multiple of every number of tokens a stream
+MAX_TOKENS_PER_STREAM = 128
+BATCH_STREAMS = 64  # decoded together: enough lanes to hide the latency of a table look-up
 STREAM_BITS = 2048  # a stream's state and length cost about 5 bytes: at this size 2 %
 STREAM_SYMBOLS = 512
 PREDICTED_TOKENS = 16  # tokens a stream under prediction, which restarts with each
@@ -28,7 +29,7 @@ PREDICTED_TOKENS = 16  # tokens a stream under prediction, which restarts with e
 def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
     """The smallest power of two that makes a stream long enough to hide its overhead."""
     count = PREDICTED_TOKENS if prediction is not Prediction.NONE else 1
-    while count < TILE and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
+    while count < MAX_TOKENS_PER_STREAM and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
         count *= 2
     return count
 
@@ -62,7 +63,7 @@ class CoefficientCoder:
         """Code `[R, T]` coefficients.
 
         Args:
-            tiles: token ranges (in order, of TILE tokens but for the last) and their coefficients `[R, t]` float32.
+            tiles: token ranges (in order, a multiple of 128 tokens but for the last) and their `[R, t]` float32.
             plan: how the R components are coded.
             tokens: T.
 
@@ -95,13 +96,12 @@ class CoefficientCoder:
         return write_streams(streams, Escapes(index[order], value[order]), plan.planes, per_stream)
 
     def decode(
-        self, reader: Reader, plan: CodingPlan, tokens: int, wanted: slice
-    ) -> Iterator[tuple[slice, slice, F32]]:
+        self, reader: Reader, plan: CodingPlan, tokens: int, wanted: slice, tile: int
+    ) -> Iterator[tuple[slice, F32]]:
         """Decode the tokens `wanted` of a section of `tokens`.
 
         Yields:
-            the tile's tokens in the section, the columns of the coefficients that are wanted, and the coefficients
-            `[R, t]` float32 of the whole tile.
+            runs of at most `tile` wanted tokens and their coefficients `[R, t]` float32.
 
         Raises:
             FormatError, CorruptError: the bytes break a rule.
@@ -109,17 +109,23 @@ class CoefficientCoder:
         rows = len(plan.shift)
         streams, escapes, per_stream = read_streams(reader, plan.planes, rows, tokens)
         reader.finish()
-        batch = TILE // per_stream
         first_stream, end_stream = wanted.start // per_stream, -(-wanted.stop // per_stream)
+        batch = max(BATCH_STREAMS, tile // per_stream)
         for first in range(first_stream, end_stream, batch):
             end = min(first + batch, end_stream)
             at = slice(first * per_stream, min(end * per_stream, tokens))
             planes = self.backend.rans_decode(
-                select_streams(streams, first, end), plan.first, plan.rest, self.family.tables, per_stream,
+                select_streams(streams, first, end),
+                plan.first,
+                plan.rest,
+                self.family.tables,
+                per_stream,
                 at.stop - at.start,
-            )  # fmt: skip
+            )
             differences = self.backend.unpack(planes, _select_escapes(escapes, tokens, at), plan)
             levels = self.backend.unpredict(differences, plan, per_stream)
-            y = self.backend.dequantize(levels, step_value(self.step), plan, self.family.quantizer)
-            inside = slice(max(wanted.start, at.start), min(wanted.stop, at.stop))
-            yield inside, slice(inside.start - at.start, inside.stop - at.start), y
+            low, high = max(wanted.start, at.start), min(wanted.stop, at.stop)
+            for start in range(low, high, tile):
+                part = slice(start, min(start + tile, high))
+                columns = levels[:, part.start - at.start : part.stop - at.start]
+                yield part, self.backend.dequantize(columns, step_value(self.step), plan, self.family.quantizer)

@@ -51,9 +51,8 @@ def _decode(states, start, end, words, first, rest, slots, prob_bits, n, out):  
     mask = np.uint32((1 << prob_bits) - 1)
     shift = np.uint32(prob_bits)
     x = np.empty(LANES, np.uint32)
-    at = np.empty(LANES, np.int64)
-    symbol = np.empty(LANES, np.uint8)
-    last = len(words) - 1  # the caller pads with one word, so that there is always one to read
+    at = np.empty(LANES, np.uint32)
+    last = np.uint32(len(words) - 1)  # the caller pads with one word, so that there is always one to read
     for base in range(0, count, LANES):
         width = min(LANES, count - base)
         for lane in range(width):
@@ -68,21 +67,16 @@ def _decode(states, start, end, words, first, rest, slots, prob_bits, n, out):  
             for c in range(steps):
                 table = slots[table_of[c]]
                 row = out[c]
+                column = base * n + j
                 for lane in range(active):
                     v = x[lane]
                     slot = table[v & mask]
-                    symbol[lane] = np.uint8(slot >> np.uint32(24))
+                    row[column + lane * n] = np.uint8(slot >> np.uint32(24))
                     v = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (v >> shift) + (slot & np.uint32(0xFFF))
                     need = v < np.uint32(65536)
                     word = np.uint32(words[min(at[lane], last)])
                     x[lane] = (v << np.uint32(16)) | word if need else v
-                    at[lane] += np.int64(1) if need else np.int64(0)
-                if n == 1:
-                    for lane in range(active):
-                        row[base + lane] = symbol[lane]
-                else:
-                    for lane in range(active):
-                        row[(base + lane) * n + j] = symbol[lane]
+                    at[lane] += np.uint32(1) if need else np.uint32(0)
         for lane in range(width):
             if x[lane] != np.uint32(65536) or at[lane] != end[base + lane]:
                 return base + lane

@@ -48,7 +48,7 @@ def _dequantize(q, step, table, shrink, out):  # type: ignore[no-untyped-def]
 def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F32:
     """See `cuvee.codec.symbols.dequantize`."""
     out = np.empty(q.shape, np.float32)
-    _dequantize(q, np.float32(step), plan.level_table, quantizer.shrink, out)
+    _dequantize(np.ascontiguousarray(q), np.float32(step), plan.level_table, quantizer.shrink, out)
     return out
 
 

@@ -11,7 +11,9 @@ K before V, head, dimension. A *block* is a contiguous part of them that shares 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,6 +71,21 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
     return tuple(sections)
 
 
+def tile_tokens(section: Section, layout: KVLayout) -> int:
+    """Tokens handled at a time: float32 tiles must stay small beside the chunk even if a section is all of it.
+
+    A multiple of every number of tokens a stream.
+    """
+    share = layout.values_per_token // section.values
+    return 128 * min(max(share, 1), 4)
+
+
+def tiles(tokens: int, tile: int) -> Iterator[slice]:
+    """Runs of `tile` tokens; the last may be shorter."""
+    for start in range(0, tokens, tile):
+        yield slice(start, min(start + tile, tokens))
+
+
 class Rotation:
     """cos and sin of a run of positions, computed once for each distinct RoPE of a layout."""
 
@@ -82,6 +99,11 @@ class Rotation:
                 square = rope.attention_scaling**2
                 cos, sin = cos / square, sin / -square
             self._tables[rope] = (cos[:, None], sin[:, None])
+
+    def tables(self, rope: Rope, at: slice) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Cos and sin `[t, rotary_dim / 2]` float32 of the tokens `at`, on the CPU."""
+        cos, sin = self._tables[rope]
+        return cos[at, 0].numpy(), sin[at, 0].numpy()
 
     def apply(self, keys: torch.Tensor, rope: Rope | None, at: slice) -> torch.Tensor:
         """Turn keys `[t, H, D]` of the tokens `at` of the run; float32."""
@@ -101,8 +123,9 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
     return torch.cat(columns, dim=1)
 
 
-def scatter(
+def place(
     x: torch.Tensor,
+    mean: torch.Tensor,
     section: Section,
     layout: KVLayout,
     rotation: Rotation,
@@ -110,16 +133,26 @@ def scatter(
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
 ) -> None:
-    """Write `x [t, N]` float32 (position-free keys) into the tokens `at` of per-layer outputs, keys turned, rounded
-    to the outputs' dtype.
+    """Write `x + mean` into the tokens `at` of per-layer outputs: keys turned, rounded to the outputs' dtype.
+
+    Args:
+        x: `[t, N]`, position-free keys; float32 or bfloat16, arithmetic is float32.
+        mean: `[t, N]` or `[1, N]` float32, contiguous.
+        section: whose values x holds.
+        layout: of the outputs.
+        rotation: turns keys to their positions; `at` indexes it.
+        at: rows of the outputs.
+        keys: per layer `[T, H, D]`; those of the section's layers are written.
+        values: likewise.
     """
+    x = x.float() + mean
     column = 0
     for index, layer in enumerate(section.layers(layout), section.first_layer):
         part = x[:, column : column + layer.key_values].unflatten(1, (layer.kv_heads, layer.head_dim))
-        keys[index][at] = rotation.apply(part, layer.rope, at)
+        keys[index][at] = rotation.apply(part, layer.rope, at).to(keys[index].dtype)
         column += layer.key_values
         part = x[:, column : column + layer.value_values].unflatten(1, (layer.kv_heads, layer.value_dim))
-        values[index][at] = part
+        values[index][at] = part.to(values[index].dtype)
         column += layer.value_values
 
 
@@ -144,20 +177,18 @@ class SectionBasis:
         """Stored components of each block."""
         return tuple(len(f) for f in self.forward)
 
-    def _means(self, start: int, at: slice) -> torch.Tensor | None:
-        """Means of the sink tokens among `at`, None where there are none."""
-        first = start + at.start
-        return self.sinks[first : first + at.stop - at.start] if first < len(self.sinks) else None
+    def means(self, start: int, at: slice) -> torch.Tensor:
+        """Means `[t, N]` (`[1, N]` if alike) of the tokens `at` of a chunk that begins at position `start`."""
+        sinks = self.sinks[start + at.start : start + at.stop]
+        usual = self.mean[None]
+        return torch.cat([sinks, usual.expand(at.stop - at.start - len(sinks), -1)]) if len(sinks) else usual
 
     def analyse(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
-        """`x [t, N]` of the tokens `at` of a chunk that starts at position `start` -> `y [sum(ranks), t]`.
+        """`x [t, N]` float32 of the tokens `at` of a chunk that begins at position `start` -> `y [sum(ranks), t]`.
 
         `ranks` says how many leading components of each block are wanted.
         """
-        centred = x - self.mean
-        sinks = self._means(start, at)
-        if sinks is not None:
-            centred[: len(sinks)] = x[: len(sinks)] - sinks
+        centred = x - self.means(start, at)
         y = x.new_empty(sum(ranks), len(x))
         row = column = 0
         for matrix, rank in zip(self.forward, ranks, strict=True):
@@ -166,18 +197,24 @@ class SectionBasis:
             row, column = row + rank, column + size
         return y
 
-    def synthesise(self, y: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
-        """The inverse of `analyse` on the leading components; the others count as zero."""
-        x = y.new_empty(y.shape[1], len(self.mean))
-        row = column = 0
-        for matrix, rank in zip(self.inverse, ranks, strict=True):
-            size = len(matrix)
-            torch.mm(y[row : row + rank].T, matrix[:, :rank].T, out=x[:, column : column + size])
-            row, column = row + rank, column + size
-        sinks = self._means(start, at)
-        if sinks is not None:
-            x[: len(sinks)] += sinks - self.mean
-        return x.add_(self.mean)
+
+def synthesise(y: torch.Tensor, inverse: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The inverse of `SectionBasis.analyse` but for the means; `y` and the matrices share a dtype, and so does x.
+
+    Args:
+        y: `[R, t]` coefficients, block after block.
+        inverse: per block `[rank, n]`, transposed leading columns of `SectionBasis.inverse`; ranks add up to R.
+
+    Returns:
+        x: `[t, N]`.
+    """
+    x = y.new_empty(y.shape[1], sum(matrix.shape[1] for matrix in inverse))
+    row = column = 0
+    for matrix in inverse:
+        rank, size = matrix.shape
+        torch.mm(y[row : row + rank].T, matrix, out=x[:, column : column + size])
+        row, column = row + rank, column + size
+    return x
 
 
 def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

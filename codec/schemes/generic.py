@@ -27,9 +27,8 @@ from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.family import Family, coding_plan, scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.schemes import Target
-from cuvee.codec.schemes.transform import tiles
 from cuvee.codec.symbols import F32
-from cuvee.codec.transform import Rotation, Section, gather, partition, scatter
+from cuvee.codec.transform import Rotation, Section, gather, partition, tile_tokens, tiles
 
 _SCALE = struct.Struct("<h")
 _DEAD = 255
@@ -43,6 +42,7 @@ class GenericScheme:
         self._sections = partition(layout, "unit")
         self._step = step
         self._coder = CoefficientCoder(backend, family, step)
+        self._backend = backend
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -52,7 +52,8 @@ class GenericScheme:
     def encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
         """See `SectionScheme.encode`."""
         section = self._sections[index]
-        x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens)])
+        tile = tile_tokens(section, chunk.layout)
+        x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])
         if not bool(torch.isfinite(x).all()):
             raise InputError(
                 f"the KV cache of layer {section.first_layer} holds NaN or infinite values: "
@@ -78,7 +79,7 @@ class GenericScheme:
         side += bytes(-len(side) % 4)
 
         def coefficients() -> Iterator[tuple[slice, F32]]:
-            for at in tiles(chunk.tokens):
+            for at in tiles(chunk.tokens, tile):
                 yield at, np.ascontiguousarray(x[at].numpy().T[live])
 
         return bytes(side) + self._coder.encode(coefficients(), coding_plan(codes[live]), chunk.tokens)
@@ -102,8 +103,9 @@ class GenericScheme:
             raise FormatError(f"section {index} names a scale code beyond {_MAX_CODE}")
         mean, scale_of = torch.cat(means), torch.from_numpy(np.concatenate(scales)[live])
         where = torch.from_numpy(live)
-        for at, columns, y in self._coder.decode(reader, coding_plan(code[live]), target.tokens, target.wanted):
-            x = mean.repeat(at.stop - at.start, 1)
-            x[:, where] += torch.from_numpy(y)[:, columns].T * scale_of
+        tile = tile_tokens(section, target.layout)
+        for at, y in self._coder.decode(reader, coding_plan(code[live]), target.tokens, target.wanted, tile):
+            x = torch.zeros(at.stop - at.start, section.values)
+            x[:, where] = torch.from_numpy(y).T * scale_of
             rows = slice(at.start - target.wanted.start, at.stop - target.wanted.start)
-            scatter(x, section, target.layout, rotation, rows, target.keys, target.values)
+            self._backend.place(x, mean[None], section, target.layout, rotation, rows, target.keys, target.values)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Backend
-from cuvee.codec.coefficients import TILE, select_streams, tokens_per_stream
+from cuvee.codec.coefficients import MAX_TOKENS_PER_STREAM, select_streams, tokens_per_stream
 from cuvee.codec.container import Reader, read_streams, write_streams
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import KVChunk, KVLayout
@@ -39,6 +39,7 @@ from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.transform import Rotation, Section, partition
 
 PROB_BITS = 12
+_TILE = 4 * MAX_TOKENS_PER_STREAM  # tokens decoded at a time
 _PAIR = struct.Struct("<BH")
 _COUNT = struct.Struct("<H")
 _NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
@@ -60,7 +61,7 @@ def _byte_planes(x: torch.Tensor) -> list[U8]:
     bits = 8 * x.element_size()
     raw = x.contiguous().view(torch.int16 if bits == 16 else torch.int32).numpy()
     word: npt.NDArray[Any] = raw.view(np.uint16 if bits == 16 else np.uint32).T
-    turned = (word << 1) | (word >> (bits - 1))
+    turned: npt.NDArray[Any] = (word << 1) | (word >> (bits - 1))
     return [(turned >> shift).astype(np.uint8) for shift in range(0, bits, 8)]
 
 
@@ -69,7 +70,8 @@ def _from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
     wide = np.uint16 if dtype.itemsize == 2 else np.uint32
     turned: npt.NDArray[Any] = np.zeros(planes[0].shape, wide)
     for index, plane in enumerate(planes):
-        turned |= plane.astype(wide) << (8 * index)
+        part: npt.NDArray[Any] = plane.astype(wide)
+        turned |= part << (8 * index)
     word = (turned >> 1) | (turned << (8 * dtype.itemsize - 1))
     signed = np.ascontiguousarray(word.T).view(np.int16 if dtype.itemsize == 2 else np.int32)
     return torch.from_numpy(signed).view(dtype)
@@ -78,14 +80,14 @@ def _from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
 def _model(data: U8) -> _Plane:
     """Choose between storing and coding a plane, and the references and the table if coded."""
     channels = len(data)
-    histogram = np.zeros((channels, SYMBOLS), np.float64)
-    np.add.at(histogram, (np.arange(channels)[:, None], data), 1)
+    flat = data.astype(np.intp) + SYMBOLS * np.arange(channels)[:, None]
+    histogram = np.bincount(flat.ravel(), minlength=channels * SYMBOLS).reshape(channels, SYMBOLS).astype(np.float64)
     reference = histogram.argmax(1)
     shifts = np.arange(-3, 4)
-    for _ in range(3):
-        aligned = np.stack([np.roll(row, -r) for row, r in zip(histogram, reference, strict=True)])
+    for _ in range(3):  # align the channels' histograms, then price every small shift against their sum
+        aligned = np.take_along_axis(histogram, (np.arange(SYMBOLS) + reference[:, None]) % SYMBOLS, axis=1)
         bits = -np.log2((aligned.sum(0) + 0.01) / (aligned.sum() + 0.01 * SYMBOLS))
-        cost = np.stack([aligned @ np.roll(bits, s) for s in shifts], axis=1)
+        cost = aligned @ np.stack([np.roll(bits, s) for s in shifts], axis=1)
         reference = (reference + shifts[cost.argmin(1)]) % SYMBOLS
     symbols = (data - reference.astype(np.uint8)[:, None]).astype(np.uint8)
     counts = np.bincount(symbols.ravel(), minlength=SYMBOLS)
@@ -159,8 +161,8 @@ class LosslessScheme:
         layer = section.layers(target.layout)[0]
         out_keys, out_values = target.keys[section.first_layer], target.values[section.first_layer]
         moved = target.start != target.source_start + target.wanted.start
-        for start in range(target.wanted.start - target.wanted.start % TILE, target.wanted.stop, TILE):
-            at = slice(start, min(start + TILE, target.tokens))
+        for start in range(target.wanted.start - target.wanted.start % _TILE, target.wanted.stop, _TILE):
+            at = slice(start, min(start + _TILE, target.tokens))
             inside = slice(max(at.start, target.wanted.start), min(at.stop, target.wanted.stop))
             rows = slice(inside.start - target.wanted.start, inside.stop - target.wanted.start)
             columns = slice(inside.start - at.start, inside.stop - at.start)
@@ -205,7 +207,7 @@ def _read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint1
 def _coded_planes(
     reader: Reader, backend: Backend, coded: list[tuple[int, tuple[U8, npt.NDArray[np.uint16]]]], tokens: int
 ) -> Callable[[slice], U8]:
-    """Read the streams; returns a function that decodes a tile of tokens (its start a multiple of TILE)."""
+    """Read the streams; returns a function that decodes a tile of tokens (its start a multiple of _TILE)."""
     tables = EntropyTables(np.stack([model[1] for _, model in coded]), PROB_BITS)
     which = np.repeat(np.arange(len(coded), dtype=np.uint16), [size for size, _ in coded])
     streams, escapes, per_stream = read_streams(reader, len(which), len(which), tokens)

@@ -1,0 +1,71 @@
+"""`place` for bfloat16 on the CPU in one pass: mean, rotation, rounding. The bytes of `transform.place`."""
+
+from __future__ import annotations
+
+import numba as nb
+import numpy as np
+import torch
+
+from cuvee.codec import transform
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.transform import Rotation, Section
+
+
+@nb.njit(nogil=True, cache=True)
+def _place(x, mean, column, cos, sin, out):  # type: ignore[no-untyped-def]
+    tokens, heads, size = out.shape
+    width = heads * size
+    half = cos.shape[1]
+    means = len(mean)
+    bits = np.empty(width, np.uint32)
+    value = bits.view(np.float32)
+    for t in range(tokens):
+        source = x[t, column : column + width]
+        centre = mean[min(t, means - 1), column : column + width]
+        target = out[t].reshape(width)
+        for i in range(width):
+            bits[i] = np.uint32(source[i]) << np.uint32(16)
+        for i in range(width):
+            value[i] += centre[i]
+        for h in range(heads if half else 0):
+            first, second = value[h * size : h * size + half], value[h * size + half : h * size + 2 * half]
+            for i in range(half):
+                a, b = first[i], second[i]
+                first[i] = a * cos[t, i] - b * sin[t, i]
+                second[i] = b * cos[t, i] + a * sin[t, i]
+        for i in range(width):
+            # Round to nearest, ties to even. The sums are finite or infinite: no NaN whose payload could carry over.
+            v = bits[i]
+            target[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+_NO_TABLE = np.empty((1, 0), np.float32)
+
+
+def place(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    section: Section,
+    layout: KVLayout,
+    rotation: Rotation,
+    at: slice,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+) -> None:
+    """See `cuvee.codec.transform.place`, which does what is not bfloat16 throughout, or interleaved."""
+    layers = section.layers(layout)
+    if x.dtype != torch.bfloat16 or layout.torch_dtype != torch.bfloat16 or any(map(_interleaved, layers)):
+        transform.place(x, mean, section, layout, rotation, at, keys, values)
+        return
+    source, means = x.view(torch.int16).numpy().view(np.uint16), mean.numpy()
+    column = 0
+    for index, layer in enumerate(layers, section.first_layer):
+        cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
+        _place(source, means, column, cos, sin, keys[index][at].view(torch.int16).numpy().view(np.uint16))
+        column += layer.key_values
+        _place(source, means, column, _NO_TABLE, _NO_TABLE, values[index][at].view(torch.int16).numpy().view(np.uint16))
+        column += layer.value_values
+
+
+def _interleaved(layer: LayerLayout) -> bool:
+    return layer.rope is not None and layer.rope.interleaved
