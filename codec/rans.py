@@ -52,6 +52,15 @@ def stream_count(tokens: int, tokens_per_stream: int) -> int:
     return -(-tokens // tokens_per_stream)
 
 
+def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None:
+    """Raise CorruptError unless the parts of `streams` agree with each other and with the number of tokens."""
+    count = stream_count(tokens, tokens_per_stream)
+    if len(streams.states) != count or len(streams.lengths) != count:
+        raise CorruptError(f"{tokens} tokens need {count} entropy-coded streams, there are {len(streams.states)}")
+    if int(streams.lengths.sum(dtype=np.uint64)) != len(streams.words):
+        raise CorruptError("the lengths of the entropy-coded streams do not add up to their words")
+
+
 def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
     """Code a matrix of bytes.
 
@@ -98,6 +107,7 @@ def rans_decode(
     Raises:
         CorruptError: a stream did not end in the initial state with all of its words read.
     """
+    check_streams(streams, tokens_per_stream, tokens)
     steps = len(first)
     count = len(streams.states)
     out = np.zeros((steps, tokens), dtype=np.uint8)

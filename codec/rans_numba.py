@@ -6,7 +6,7 @@ import numba as nb
 import numpy as np
 
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.rans import U8, U16, Streams, stream_count
+from cuvee.codec.rans import U8, U16, Streams, check_streams, stream_count
 from cuvee.codec.tables import EntropyTables
 
 # Lanes decoded together: enough to hide the latency of the table look-up, few enough to stay in registers and L1.
@@ -108,6 +108,7 @@ def rans_decode(
     streams: Streams, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int
 ) -> U8:
     """See `cuvee.codec.rans.rans_decode`: the same arguments, result and errors."""
+    check_streams(streams, tokens_per_stream, tokens)
     out = np.empty((len(first), tokens), np.uint8)
     end = np.cumsum(streams.lengths, dtype=np.int64)
     words = np.append(streams.words, np.uint16(0))

@@ -62,7 +62,7 @@ def _byte_planes(x: torch.Tensor) -> list[U8]:
     raw = x.contiguous().view(torch.int16 if bits == 16 else torch.int32).numpy()
     word: npt.NDArray[Any] = raw.view(np.uint16 if bits == 16 else np.uint32).T
     turned: npt.NDArray[Any] = (word << 1) | (word >> (bits - 1))
-    return [(turned >> shift).astype(np.uint8) for shift in range(0, bits, 8)]
+    return [np.ascontiguousarray((turned >> shift).astype(np.uint8)) for shift in range(0, bits, 8)]
 
 
 def _from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
@@ -80,15 +80,8 @@ def _from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
 def _model(data: U8) -> _Plane:
     """Choose between storing and coding a plane, and the references and the table if coded."""
     channels = len(data)
-    flat = data.astype(np.intp) + SYMBOLS * np.arange(channels)[:, None]
-    histogram = np.bincount(flat.ravel(), minlength=channels * SYMBOLS).reshape(channels, SYMBOLS).astype(np.float64)
-    reference = histogram.argmax(1)
-    shifts = np.arange(-3, 4)
-    for _ in range(3):  # align the channels' histograms, then price every small shift against their sum
-        aligned = np.take_along_axis(histogram, (np.arange(SYMBOLS) + reference[:, None]) % SYMBOLS, axis=1)
-        bits = -np.log2((aligned.sum(0) + 0.01) / (aligned.sum() + 0.01 * SYMBOLS))
-        cost = aligned @ np.stack([np.roll(bits, s) for s in shifts], axis=1)
-        reference = (reference + shifts[cost.argmin(1)]) % SYMBOLS
+    # Exponents of a channel gather around their mean (for a Gaussian: half of them within one of it).
+    reference = np.rint(data.mean(1))
     symbols = (data - reference.astype(np.uint8)[:, None]).astype(np.uint8)
     counts = np.bincount(symbols.ravel(), minlength=SYMBOLS)
     freq = normalize_counts(counts, PROB_BITS)
