@@ -96,7 +96,7 @@ class Moments:
     def _keep(self, x: torch.Tensor, start: int) -> None:
         """Keep an even selection of runs within the limit: whenever it is full, every second one goes."""
         if self._seen % self._stride == 0:
-            self.sample.append((start, x.clone()))
+            self.sample.append((start, x[: self._limit].clone()))
             if sum(len(run) for _, run in self.sample) > self._limit:
                 del self.sample[1::2]
                 self._stride *= 2

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from cuvee.codec.backends import Backend, get_backend
+from cuvee.codec.coefficients import MAX_TOKENS_PER_STREAM
 from cuvee.codec.container import Header, Scheme, check_key, read_header, read_section, verify_tag, write_blob
 from cuvee.codec.errors import FormatError, InputError, ProfileMismatch
 from cuvee.codec.layout import KVChunk, KVLayout
@@ -166,8 +167,8 @@ class Codec:
         expected = sum(section.values for section in scheme.sections)
         if len(header.section_bytes) != len(scheme.sections) or header.values_per_token != expected:
             raise FormatError(f"the blob has {len(header.section_bytes)} sections, expected {len(scheme.sections)}")
-        # Every stream costs at least six bytes and holds at most 128 tokens: this bounds what is allocated below.
-        if min(header.section_bytes) * 128 < header.tokens:
+        # A stream costs at least six bytes and holds at most so many tokens: this bounds what is allocated below.
+        if min(header.section_bytes) * MAX_TOKENS_PER_STREAM < 6 * header.tokens:
             raise FormatError(f"{min(header.section_bytes)} bytes cannot hold {header.tokens} tokens")
         chosen = [
             i for i, s in enumerate(scheme.sections) if s.first_layer < layers.stop and layers.start < s.end_layer
@@ -179,12 +180,15 @@ class Codec:
             keys.append(torch.empty(rows, layer.kv_heads, layer.head_dim, dtype=layout.torch_dtype))
             values.append(torch.empty(rows, layer.kv_heads, layer.value_dim, dtype=layout.torch_dtype))
         target = Target(layout, keys, values, wanted, header.tokens, header.start, start)
-        rotation = Rotation(layout, start, count, torch.device("cpu"))
-
-        def decode(index: int) -> None:
-            scheme.decode(read_section(blob, header, index), index, target, rotation)
-
-        self._run([partial(decode, index) for index in chosen])
+        views = {index: read_section(blob, header, index) for index in chosen}
+        # Too few sections for the threads: cut the tokens into runs as well. A run begins with a stream.
+        parts = _split(wanted, -(-self.threads // len(chosen)))
+        jobs = []
+        for part in parts:
+            run = _part_of(target, part)
+            rotation = Rotation(layout, run.start, part.stop - part.start, torch.device("cpu"))
+            jobs += [partial(scheme.decode, views[index], index, run, rotation) for index in chosen]
+        self._run(jobs)
         return target
 
     def _scheme(self, scheme: Scheme, step: int, backend: Backend) -> SectionScheme:
@@ -207,3 +211,23 @@ class Codec:
             return [job() for job in jobs]
         with ThreadPoolExecutor(min(self.threads, len(jobs))) as pool:
             return list(pool.map(lambda job: job(), jobs))
+
+
+def _split(wanted: slice, parts: int) -> list[slice]:
+    """Cut a run of tokens into at most `parts`, at multiples of the longest stream."""
+    unit = MAX_TOKENS_PER_STREAM
+    first, end = wanted.start // unit, -(-wanted.stop // unit)
+    size = -(-(end - first) // parts)
+    return [slice(max(at * unit, wanted.start), min((at + size) * unit, wanted.stop)) for at in range(first, end, size)]
+
+
+def _part_of(target: Target, part: slice) -> Target:
+    """The target of the tokens `part` alone: views of the outputs."""
+    rows = slice(part.start - target.wanted.start, part.stop - target.wanted.start)
+    return replace(
+        target,
+        keys=[tensor[rows] for tensor in target.keys],
+        values=[tensor[rows] for tensor in target.values],
+        wanted=part,
+        start=target.start + rows.start,
+    )

@@ -51,6 +51,19 @@ def _select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
     return Escapes(index, escapes.value[inside])
 
 
+def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
+    """Escapes of a tile of `columns` tokens that begins at `start`, numbered in the matrix of all `tokens`."""
+    row, column = np.divmod(escapes.index, np.uint32(columns))
+    return Escapes(row * np.uint32(tokens) + column + np.uint32(start), escapes.value)
+
+
+def _merge(parts: list[Escapes]) -> Escapes:
+    """All escapes in rising order."""
+    index = np.concatenate([part.index for part in parts])
+    order = np.argsort(index, kind="stable")
+    return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
+
+
 @dataclass(frozen=True, slots=True)
 class CoefficientCoder:
     """Codes the coefficients of one section at one step."""
@@ -68,32 +81,30 @@ class CoefficientCoder:
             tokens: T.
 
         Raises:
-            InputError: a coefficient that is not finite or too many steps large.
+            InputError: a coefficient that is too many steps large.
         """
-        rows = len(plan.shift)
+        if len(plan.shift) * tokens >= 1 << 32:
+            raise InputError(
+                f"{len(plan.shift)} components cannot hold {tokens} tokens a chunk: encode fewer at a time"
+            )
         entropy = self.family.tables.entropy
         per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)
         planes = np.empty((plan.planes, tokens), np.uint8)
         step = step_value(self.step)
-        escaped: list[tuple[np.ndarray[tuple[int], np.dtype[np.uint32]], np.ndarray[tuple[int], np.dtype[np.int32]]]]
-        escaped = []
+        escaped: list[Escapes] = []
         for at, y in tiles:
             peak = float(np.abs(y).max(initial=0.0))
             if not peak < MAX_LEVEL * step:
-                kind = "NaN or infinite" if not np.isfinite(peak) else f"{peak / step:.3g} quantiser steps large"
-                raise InputError(f"the KV cache holds values that are {kind}: encode it with quality='lossless'")
+                raise InputError(
+                    f"the KV cache holds values that are {peak / step:.3g} quantiser steps large: "
+                    "encode it with quality='lossless'"
+                )
             levels = self.backend.quantize(y, step, plan, self.family.quantizer)
             differences = self.backend.predict(levels, plan, per_stream)
             planes[:, at], escapes = self.backend.pack(differences, plan, self.family.tables, per_stream)
-            row, column = np.divmod(escapes.index, np.uint32(at.stop - at.start))
-            escaped.append((row * np.uint32(tokens) + column + np.uint32(at.start), escapes.value))
-        index = np.concatenate([i for i, _ in escaped])
-        value = np.concatenate([v for _, v in escaped])
-        order = np.argsort(index, kind="stable")
-        if rows * tokens >= 1 << 32:
-            raise InputError(f"a section of {rows} components cannot hold {tokens} tokens: encode fewer at a time")
+            escaped.append(_renumber(escapes, at.stop - at.start, tokens, at.start))
         streams = self.backend.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
-        return write_streams(streams, Escapes(index[order], value[order]), plan.planes, per_stream)
+        return write_streams(streams, _merge(escaped), plan.planes, per_stream)
 
     def decode(
         self, reader: Reader, plan: CodingPlan, tokens: int, wanted: slice, tile: int

@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from cuvee.codec.errors import CorruptError, FormatError, InputError, VersionError
-from cuvee.codec.rans import Streams, stream_count
+from cuvee.codec.rans import LOWER_BOUND, Streams, stream_count
 from cuvee.codec.symbols import Escapes
 
 MAGIC = b"cuve"
@@ -29,6 +29,7 @@ MIN_KEY_BYTES = 16
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
 MAX_TOKENS_PER_STREAM_LOG2 = 7
+MAX_STEP = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -140,9 +141,11 @@ def _tag(key: bytes, *parts: bytes | memoryview) -> bytes:
     return digest.digest()
 
 
-def check_key(key: bytes | None) -> bytes | None:
-    """Raise InputError unless `key` is None or 16 to 64 bytes."""
-    if key is not None and not MIN_KEY_BYTES <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
+def check_key(key: object) -> bytes | None:
+    """`key`, if it is None or 16 to 64 bytes; else raises InputError."""
+    if key is None:
+        return None
+    if not isinstance(key, bytes) or not MIN_KEY_BYTES <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
         raise InputError(f"key must be {MIN_KEY_BYTES} to {hashlib.blake2b.MAX_KEY_SIZE} bytes of secret")
     return key
 
@@ -208,6 +211,10 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError("reserved bits of the header are not zero")
     if not 0 < tokens <= MAX_TOKENS:
         raise FormatError(f"a blob of {tokens} tokens; the limit is 1 … {MAX_TOKENS}")
+    if abs(step) > MAX_STEP:
+        raise FormatError(f"step index {step}; the limit is {MAX_STEP} either way")
+    if scheme == Scheme.LOSSLESS and (step or any(profile)):
+        raise FormatError("a lossless blob names a step or a profile")
     if not count or not values:
         raise FormatError("a blob without sections or values")
     entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count)]
@@ -347,6 +354,8 @@ def read_streams(reader: Reader, planes: int, rows: int, tokens: int) -> tuple[S
     count = stream_count(tokens, per_stream)
     states = reader.array("u4", count).view(np.uint32)
     lengths = reader.array(_length_dtype(planes, per_stream), count).astype(np.uint32)
+    if np.any(states < LOWER_BOUND):
+        raise FormatError("a stream begins in a state below its lower bound")
     if int(lengths.sum(dtype=np.uint64)) != words:
         raise FormatError("the lengths of a section's streams do not add up")
     coded = reader.array("u2", words).view(np.uint16)

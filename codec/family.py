@@ -173,28 +173,26 @@ def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds:
     prior[:, 1:] *= 2
     for _ in range(rounds):
         counts = np.zeros((TABLES, 128))
-        sums = np.zeros((TABLES, 2))  # of magnitudes (in steps) at level 1 and above
-        levels = np.zeros((TABLES, 2))
+        shortfall = np.zeros((TABLES, 2))  # how much a level 1, or one above, exceeds the magnitudes it stands for
         number = np.zeros((TABLES, 2))
         for step in steps:
             for y, scale in pool:
                 codes = scale_codes(scale, step)
                 rows = np.flatnonzero((codes >= 0) & (codes < TABLES))
-                magnitude = np.abs(y[rows]) / np.float32(step_value(step))
-                table = codes[rows]
+                table, magnitude = codes[rows], np.abs(y[rows]) / np.float32(step_value(step))
                 level = np.floor(magnitude + family.quantizer.rounding[table, None])
                 level[magnitude < family.quantizer.dead_zone[table, None]] = 0
-                level = level.astype(np.int64)
-                flat = table[:, None] * 128 + np.minimum(level, 127)
+                flat = table[:, None] * 128 + np.minimum(level, 127).astype(np.int64)
                 counts += np.bincount(flat.ravel(), minlength=TABLES * 128).reshape(TABLES, 128)
                 for kind, chosen in ((0, level == 1), (1, level >= 2)):
-                    for target, value in ((sums, magnitude), (levels, level), (number, np.ones_like(magnitude))):
-                        target[:, kind] += np.bincount(table, np.where(chosen, value, 0).sum(1), TABLES)[:TABLES]
+                    number[:, kind] += np.bincount(table, chosen.sum(1), TABLES)
+                    excess = np.where(chosen, level - magnitude, 0).sum(1)
+                    shortfall[:, kind] += np.bincount(table, excess, TABLES)
         # A little of the parametric family fills the gaps of tables that saw few samples.
         weight = counts + prior * (64.0 / prior.sum(1, keepdims=True))
         weight[:, 1:] /= 2
         freq = np.stack([_frequencies(row) for row in weight])
-        shrink = np.clip((levels - sums) / np.maximum(number, 1), -0.25, 0.25) * (number / (number + 64))
+        shrink = np.clip(shortfall / np.maximum(number, 1), -0.25, 0.25) * (number / (number + 64))
         tables = _with_raw_bits(freq)
         dead_zone, rounding = _thresholds(tables, shrink.astype(np.float32))
         family = Family(tables, Quantizer(dead_zone, rounding, shrink.astype(np.float32)))

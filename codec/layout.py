@@ -407,7 +407,7 @@ def _per_layer(name: str, tensors: torch.Tensor | Sequence[torch.Tensor], layout
                 raise InputError(f"{name} of layer {index} must be a tensor [T, H, D], got {shape}")
     if len(layers) != layout.num_layers:
         raise InputError(f"{name} have {len(layers)} layers, the layout ({layout.model_type}) {layout.num_layers}")
-    return layers
+    return tuple(layer.detach() for layer in layers)  # a chunk is data: no graph hangs on to it
 
 
 def _wrong_dtype(what: str, got: torch.dtype, expected: str) -> str:

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import os
-import tempfile
+import secrets
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -370,13 +370,13 @@ class Profile:
         target = Path(path)
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         metadata = {"cuvee": _canonical({**self._metadata(), "id": self.id.hex()})}
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=target.name, suffix=".tmp")
-        os.close(handle)
+        # Not mkstemp, whose files only their owner can read.
+        temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
         try:
             save_file(arrays, temporary, metadata)
             os.replace(temporary, target)
         except BaseException:
-            Path(temporary).unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
 
     @classmethod

@@ -123,6 +123,15 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
     return torch.cat(columns, dim=1)
 
 
+def require_finite(x: torch.Tensor, section: Section) -> None:
+    """Raise InputError if `x`, values of the section, holds NaN or infinities."""
+    if not bool(torch.isfinite(x).all()):
+        raise InputError(
+            f"the KV cache holds NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
+            "encode it with quality='lossless'"
+        )
+
+
 def place(
     x: torch.Tensor,
     mean: torch.Tensor,

@@ -1,13 +1,20 @@
-"""Shared fixtures: tiny random models of every supported family."""
+"""Shared fixtures: tiny random models of every supported family, layouts with synthetic caches, the bundled model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import transformers
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate
 
 MAX_POSITIONS = 4096
 
@@ -116,3 +123,129 @@ def tiny_model(tiny_config: Callable[..., Any]) -> Callable[..., Any]:
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
     return make
+
+
+def _rope(rotary_dim: int, scaling: float = 1.0, interleaved: bool = False) -> Rope:
+    return Rope(tuple(1e4 ** (-2 * i / rotary_dim) for i in range(rotary_dim // 2)), scaling, interleaved)
+
+
+def _uniform(layer: LayerLayout, layers: int = 3, dtype: str = "float32") -> KVLayout:
+    return KVLayout("synthetic", (layer,) * layers, dtype, MAX_POSITIONS)
+
+
+LAYOUTS: dict[str, KVLayout] = {
+    "gqa": _uniform(LayerLayout(2, 16, 16, _rope(16))),
+    "mha": _uniform(LayerLayout(4, 8, 8, _rope(8))),
+    "mqa": _uniform(LayerLayout(1, 32, 32, _rope(32))),
+    "bfloat16": _uniform(LayerLayout(2, 16, 16, _rope(16)), dtype="bfloat16"),
+    "float16": _uniform(LayerLayout(2, 16, 16, _rope(16)), dtype="float16"),
+    "narrow-values": _uniform(LayerLayout(2, 16, 6, _rope(16))),
+    "no-rope": _uniform(LayerLayout(2, 16, 16, None)),
+    "partial": _uniform(LayerLayout(2, 16, 16, _rope(6))),
+    "interleaved": _uniform(LayerLayout(2, 16, 16, _rope(16, interleaved=True))),
+    "yarn": _uniform(LayerLayout(2, 16, 16, _rope(16, scaling=1.3))),
+    "irregular": KVLayout(
+        "synthetic",
+        (
+            LayerLayout(2, 12, 20, _rope(12)),
+            LayerLayout(1, 30, 7, _rope(10, scaling=1.2, interleaved=True)),
+            LayerLayout(3, 5, 9, None),
+        ),
+        "float32",
+        MAX_POSITIONS,
+    ),
+}
+
+
+def synthetic_chunk(layout: KVLayout, tokens: int, seed: int = 0, start: int = 0) -> KVChunk:
+    """A cache with means, falling variances and correlated channels, the same statistics for every seed."""
+    noise = torch.Generator().manual_seed(seed)
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for index, layer in enumerate(layout.layers):
+        fixed = torch.Generator().manual_seed(1000 + index)
+        for size, rope, out in ((layer.head_dim, layer.rope, keys), (layer.value_dim, None, values)):
+            width = layer.kv_heads * size
+            falling = 0.8 ** torch.arange(width)
+            mixing = torch.randn(width, width, generator=fixed) * falling[:, None]
+            x = torch.randn(tokens, width, generator=noise) @ mixing + 2 * torch.randn(width, generator=fixed)
+            x = x.unflatten(1, (layer.kv_heads, size))
+            turned = rotate(x, rope, torch.arange(start, start + tokens))
+            out.append(turned.to(layout.torch_dtype))
+    return KVChunk(keys, values, layout, start)
+
+
+@cache
+def fitted_profile(name: str, group: str) -> Profile:
+    """A profile of LAYOUTS[name], without a curve."""
+    layout = LAYOUTS[name]
+    return Profile.fit(layout, [synthetic_chunk(layout, 200, seed, 10 * seed) for seed in range(100, 107)], group)
+
+
+@pytest.fixture(scope="session")
+def layouts() -> dict[str, KVLayout]:
+    """Synthetic layouts by name."""
+    return LAYOUTS
+
+
+@pytest.fixture(scope="session")
+def make_chunk() -> Callable[..., KVChunk]:
+    """make_chunk(layout, tokens, seed=0, start=0) -> KVChunk of synthetic data."""
+    return synthetic_chunk
+
+
+@pytest.fixture(scope="session")
+def fitted() -> Callable[[str, str], Profile]:
+    """fitted(layout name, group) -> Profile learned from synthetic chunks, made once."""
+    return fitted_profile
+
+
+@pytest.fixture(scope="session")
+def make_codec() -> Callable[..., Codec]:
+    """make_codec(layout name, scheme, **quality) -> Codec; a scheme is "generic", "lossless" or a group."""
+
+    def make(name: str, scheme: str, **arguments: Any) -> Codec:
+        if scheme == "lossless":
+            return Codec(Profile.generic(LAYOUTS[name]), "lossless", **arguments)
+        profile = Profile.generic(LAYOUTS[name]) if scheme == "generic" else fitted_profile(name, scheme)
+        return Codec(profile, **arguments)
+
+    return make
+
+
+@dataclass(frozen=True)
+class Books:
+    """The bundled model, sequences of both texts `[N, 256]` of which 192 tokens count as cached, and two profiles."""
+
+    model: Any
+    harbour: torch.Tensor
+    orchard: torch.Tensor
+    profile: Profile
+    prefix: int = 192
+
+    @property
+    def layout(self) -> KVLayout:
+        """Of the model."""
+        return self.profile.layout
+
+
+@pytest.fixture(scope="session")
+def books() -> Books:
+    """The bundled model, calibrated on `harbour`."""
+    from cuvee.eval.data import bundled_text, load_bundled_model
+    from cuvee.eval.protocol import reread, split_sequences
+
+    model, tokenizer = load_bundled_model()
+
+    def sequences(name: str) -> torch.Tensor:
+        ids = torch.tensor(tokenizer(bundled_text(name)).input_ids)
+        return reread(split_sequences(ids, len(ids) // 256, 256), 192)
+
+    harbour = sequences("harbour")
+    profile = Profile.calibrate(model, harbour, "layer", prefix=192, progress=False)
+    return Books(model, harbour, sequences("orchard"), profile)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--regenerate-golden` writes the vectors of `test_golden.py` anew, which a change of the format needs."""
+    parser.addoption("--regenerate-golden", action="store_true", help="write tests/golden anew before testing it")

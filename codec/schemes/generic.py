@@ -23,15 +23,16 @@ import torch
 from cuvee.codec.backends import Backend
 from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader
-from cuvee.codec.errors import FormatError, InputError
-from cuvee.codec.family import Family, coding_plan, scale_codes, scale_index, step_value
+from cuvee.codec.errors import FormatError
+from cuvee.codec.family import OCTAVE, Family, coding_plan, scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.schemes import Target
 from cuvee.codec.symbols import F32
-from cuvee.codec.transform import Rotation, Section, gather, partition, tile_tokens, tiles
+from cuvee.codec.transform import Rotation, Section, gather, partition, require_finite, tile_tokens, tiles
 
 _SCALE = struct.Struct("<h")
 _DEAD = 255
+_MAX_SCALE = 126 * OCTAVE  # within float32
 _MAX_CODE = 24 + 4 * 8  # the widest component: see `family.split_wide`
 
 
@@ -54,20 +55,18 @@ class GenericScheme:
         section = self._sections[index]
         tile = tile_tokens(section, chunk.layout)
         x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])
-        if not bool(torch.isfinite(x).all()):
-            raise InputError(
-                f"the KV cache of layer {section.first_layer} holds NaN or infinite values: "
-                "encode it with quality='lossless'"
-            )
+        require_finite(x, section)
         side = bytearray()
         codes = np.full(section.values, _DEAD, np.int32)
         column = 0
         for size in section.blocks:
             part = x[:, column : column + size]
-            mean = part.mean(0).bfloat16()
+            mean = part.mean(0, dtype=torch.float64).bfloat16()
             part -= mean.float()
-            deviation = part.square().mean(0).sqrt()
-            scale = int(scale_index(np.array([float(deviation.square().mean().sqrt())]))[0])
+            # Sums of squares in float64: those of large values overflow float32.
+            deviation = torch.linalg.vector_norm(part, dim=0, dtype=torch.float64) / len(part) ** 0.5
+            unit = torch.linalg.vector_norm(deviation).numpy() / size**0.5
+            scale = int(np.clip(scale_index(unit), -_MAX_SCALE, _MAX_SCALE))
             part /= step_value(scale)
             code = scale_codes(scale_index(deviation.numpy() / step_value(scale)), self._step)
             code = np.where(code < 0, _DEAD, np.minimum(code, _MAX_CODE))
@@ -93,10 +92,14 @@ class GenericScheme:
         codes: list[npt.NDArray[np.int32]] = []
         for size in section.blocks:
             (scale,) = reader.unpack(_SCALE)
+            if abs(scale) > _MAX_SCALE:
+                raise FormatError(f"section {index} names a scale beyond {_MAX_SCALE}")
             means.append(torch.from_numpy(reader.array("i2", size).view(np.int16)).view(torch.bfloat16).float())
             scales.append(np.full(size, step_value(scale), np.float32))
             codes.append(reader.array("u1", size).astype(np.int32))
         reader.skip_padding()
+        if not all(bool(torch.isfinite(mean).all()) for mean in means):
+            raise FormatError(f"section {index} has a mean that is not finite")
         code = np.concatenate(codes)
         live = np.flatnonzero(code != _DEAD)
         if live.size and code[live].max() > _MAX_CODE:

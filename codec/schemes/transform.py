@@ -13,7 +13,7 @@ from cuvee.codec.layout import KVChunk
 from cuvee.codec.profile import Profile
 from cuvee.codec.schemes import Target
 from cuvee.codec.symbols import F32
-from cuvee.codec.transform import Rotation, Section, as_numpy, gather, synthesise, tile_tokens, tiles
+from cuvee.codec.transform import Rotation, Section, as_numpy, gather, require_finite, synthesise, tile_tokens, tiles
 
 FAST_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # matrix products in hardware
 
@@ -42,6 +42,7 @@ class TransformScheme:
         def coefficients() -> Iterator[tuple[slice, F32]]:
             for at in tiles(chunk.tokens, tile_tokens(section, chunk.layout)):
                 x = gather(chunk, section, unrotation, at)
+                require_finite(x, section)
                 yield at, as_numpy(basis.analyse(x, chunk.start, at, ranks))
 
         return self._coder.encode(coefficients(), plan, chunk.tokens)

@@ -1,0 +1,281 @@
+"""Which component is coded with which table, and the families of tables themselves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cuvee.codec import symbols
+from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.family import (
+    OCTAVE,
+    TABLES,
+    Family,
+    coding_plan,
+    default_family,
+    fit_family,
+    make_family,
+    scale_codes,
+    scale_index,
+    split_wide,
+    step_value,
+)
+from cuvee.codec.profile import SectionProfile
+from cuvee.codec.symbols import ESCAPE, F32, I16, MAX_SHIFT, Prediction
+from cuvee.codec.transform import SectionBasis
+
+WIDEST = TABLES - 1 + 4 * MAX_SHIFT
+
+
+# --- scales and codes
+
+
+@pytest.mark.parametrize("step", [-512, -129, -1, 0, 1, 63, 512])
+def test_a_component_is_coded_iff_it_reaches_the_lowest_table(step: int) -> None:
+    scale = np.arange(step - 200, step + 1300).astype(np.int16)
+    codes = scale_codes(scale, step)
+    relative = scale.astype(int) - step
+    # Table 0 stands for 2**-2 steps, -128 units; a table serves 8 units to either side, the lower edge included.
+    np.testing.assert_array_equal(codes >= 0, relative >= -136)
+    np.testing.assert_array_equal(codes, np.floor((relative + 136) / 16))
+
+
+@pytest.mark.parametrize(
+    ("relative", "code"), [(-137, -1), (-136, 0), (-121, 0), (-120, 1), (0, 8), (256, 24), (263, 24), (264, 25)]
+)
+def test_codes_at_the_boundaries(relative: int, code: int) -> None:
+    for step in (-500, 0, 77):
+        assert scale_codes(np.array([relative + step], np.int16), step).tolist() == [code]
+
+
+def test_codes_of_extreme_scales_do_not_wrap() -> None:
+    codes = scale_codes(np.array([-(2**15), 2**15 - 1], np.int16), 0)
+    assert codes.dtype == np.int32 and codes[0] < 0 < codes[1]
+    assert scale_codes(np.array([2**15 - 1], np.int16), -512)[0] > codes[1]
+
+
+@pytest.mark.parametrize("octaves", [-30.0, -2.0, -0.5, 0.0, 0.25, 11.0])
+def test_scale_index_counts_64ths_of_an_octave(octaves: float) -> None:
+    index = scale_index(np.array([2.0**octaves, 2.0 ** (octaves + 1 / 64)]))
+    assert index.dtype == np.int16
+    assert index.tolist() == [octaves * OCTAVE, octaves * OCTAVE + 1]
+
+
+def test_scale_index_of_nothing_is_the_smallest_scale() -> None:
+    index = scale_index(np.array([0.0, 1e-30, 1e30]))
+    assert index[0] == -(1 << 14) and index[0] < index[1] < 0 < index[2]
+    assert (scale_codes(index[:1], -8 * OCTAVE) < 0).all()
+
+
+def test_step_value_inverts_scale_index() -> None:
+    steps = np.arange(-600, 600, 7)
+    values = np.array([step_value(int(s)) for s in steps])
+    np.testing.assert_array_equal(scale_index(values), steps)
+    assert step_value(0) == 1.0 and step_value(-128) == 0.25
+
+
+def test_wide_components_use_the_top_tables() -> None:
+    codes = np.arange(WIDEST + 1, dtype=np.int32)
+    table, shift = split_wide(codes)
+    assert table.dtype == np.uint16 and shift.dtype == np.uint8
+    np.testing.assert_array_equal(shift[:TABLES], 0)
+    np.testing.assert_array_equal(table[:TABLES], codes[:TABLES])
+    np.testing.assert_array_equal(table + 4 * shift.astype(int), codes)
+    assert shift.max() == MAX_SHIFT and (table[TABLES:] >= TABLES - 4).all() and table.max() == TABLES - 1
+
+
+def test_too_wide_a_component_is_refused() -> None:
+    split_wide(np.array([0, WIDEST], np.int32))
+    with pytest.raises(ProfileError, match="step is too small"):
+        split_wide(np.array([0, WIDEST + 1], np.int32))
+    with pytest.raises(ProfileError, match="step is too small"):
+        coding_plan(np.array([WIDEST + 400], np.int32))
+
+
+def test_a_plan_appends_a_raw_plane_for_each_wide_component() -> None:
+    plan = coding_plan(np.array([WIDEST, 3, TABLES], np.int32))
+    assert plan.level_table.tolist() == [TABLES - 1, 3, TABLES - 4] and plan.shift.tolist() == [MAX_SHIFT, 0, 1]
+    assert plan.first.tolist() == plan.rest.tolist() == [TABLES - 1, 3, TABLES - 4, TABLES + MAX_SHIFT - 1, TABLES]
+    assert plan.wide.tolist() == [0, 2] and plan.planes == 5
+    tables = default_family().tables
+    assert tables.entropy[plan.first[3]] == MAX_SHIFT and tables.entropy[plan.first[4]] == 1
+
+
+def test_a_predicted_plan_keeps_the_split_and_narrows_the_rest() -> None:
+    codes = np.array([WIDEST, 10, 3, TABLES + 3], np.int32)
+    plan = coding_plan(codes, codes - 5, Prediction.LAG1, np.full(4, 200, np.int16))
+    assert plan.first[:4].tolist() == [24, 10, 3, 24]
+    assert plan.rest[:4].tolist() == [19, 5, 0, 19]
+    np.testing.assert_array_equal(plan.first[4:], plan.rest[4:])
+    wider = coding_plan(codes, codes + 99, Prediction.LAG1, np.full(4, 200, np.int16))
+    assert wider.rest[:4].tolist() == [24, 24, 24, 24]
+
+
+def test_a_plan_of_nothing_has_no_planes() -> None:
+    plan = coding_plan(np.empty(0, np.int32))
+    assert plan.planes == 0 and len(plan.wide) == 0
+
+
+def test_coded_components_are_a_prefix_of_each_block() -> None:
+    scale = np.array([300, 10, 10, -140, -200, 50, -135, -136, -137, -500, -900], np.int16)
+    sizes = (5, 5, 1)
+    basis = SectionBasis(
+        torch.zeros(11),
+        torch.zeros(0, 11),
+        tuple(torch.zeros(n, n) for n in sizes),
+        tuple(torch.zeros(n, n) for n in sizes),
+    )
+    section = SectionProfile(basis, scale, Prediction.NONE, scale, np.zeros(11, np.int16))
+    expected = {-900: (5, 5, 1), -764: (5, 5, 1), -763: (5, 5, 0), 0: (3, 3, 0), 1: (3, 2, 0), 186: (1, 1, 0)}
+    for step, ranks in {**expected, 187: (1, 0, 0), 436: (1, 0, 0), 437: (0, 0, 0)}.items():
+        got, chosen = section.select(step)
+        assert got == ranks, step
+        wanted = [at + i for at, rank in zip((0, 5, 10), ranks, strict=True) for i in range(rank)]
+        assert chosen.tolist() == wanted
+        assert (scale_codes(scale[chosen], step) >= 0).all()
+        left_out = np.setdiff1d(np.arange(11), chosen)
+        assert (scale_codes(scale[left_out], step) < 0).all()
+
+
+# --- the default family
+
+
+def test_the_default_family_is_this_one_on_every_machine() -> None:
+    family = default_family()
+    freq = hashlib.blake2b(family.tables.freq.astype("<u2").tobytes(), digest_size=16)
+    assert freq.hexdigest() == "be81150273384fdb2c8b6f2a5956ce7f"
+    quantizer = hashlib.blake2b(digest_size=16)
+    for array in (family.quantizer.dead_zone, family.quantizer.rounding, family.quantizer.shrink):
+        quantizer.update(array.astype("<f4").tobytes())
+    assert quantizer.hexdigest() == "e4ab150d8d345cb415a0fc1ca8d12ecf"
+
+
+def test_the_default_family_is_made_once_and_the_same_again() -> None:
+    again = default_family.__wrapped__()
+    np.testing.assert_array_equal(again.tables.freq, default_family().tables.freq)
+
+
+def test_tables_of_a_family_widen_with_their_number() -> None:
+    tables = default_family().tables
+    assert len(tables) == TABLES + 8
+    assert (np.diff(tables.entropy[:TABLES]) > 0).all()
+    # The entropy of a uniformly quantised density of deviation s is about log2(s) + h, a quarter bit a table.
+    np.testing.assert_allclose(np.diff(tables.entropy[12:TABLES]), 0.25, atol=0.03)
+
+
+def check_tables(family: Family) -> None:
+    freq = family.tables.freq[:TABLES].astype(int)
+    assert (freq[:, ESCAPE] > 0).all(), "every table must be able to escape"
+    positive, negative = freq[:, 1:128], freq[:, :128:-1]
+    assert (np.abs(positive - negative) <= 1).all(), "symmetric but for rounding"
+    assert (freq[:, [1, 255]] > 0).all()
+    own = family.quantizer
+    assert (own.dead_zone >= 1 - own.rounding - 1e-6).all(), "else a magnitude would count and round to zero"
+    assert (own.dead_zone < 1).all() and (own.rounding > 0).all() and (own.rounding <= 0.5).all()
+    assert (np.abs(own.shrink) <= 0.25).all()
+
+
+def test_default_tables_escape_and_are_symmetric() -> None:
+    check_tables(default_family())
+    assert (default_family().tables.freq[:TABLES].argmax(1) == 0).all()
+
+
+def test_make_family_refuses_what_are_not_tables() -> None:
+    family = default_family()
+    freq = family.tables.freq[:TABLES].copy()
+    freq[3, 0] += 1
+    with pytest.raises(FormatError, match="table 3"):
+        make_family(freq, family.quantizer)
+
+
+# --- fitted families
+
+
+def logistic(rng: np.random.Generator, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    return rng.logistic(0, np.sqrt(3) / np.pi, size)
+
+
+def gaussian(rng: np.random.Generator, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    return rng.normal(0, 1, size)
+
+
+def laplace(rng: np.random.Generator, size: tuple[int, int]) -> npt.NDArray[np.float64]:
+    return rng.laplace(0, np.sqrt(0.5), size)
+
+
+SHAPES: dict[str, Callable[[np.random.Generator, tuple[int, int]], npt.NDArray[np.float64]]] = {
+    "logistic": logistic,
+    "gaussian": gaussian,
+    "laplace": laplace,
+}
+STEPS = (-3 * OCTAVE, -2 * OCTAVE, -OCTAVE, 0)
+
+
+def samples(kind: str, seed: int, tokens: int = 1500) -> tuple[F32, I16]:
+    rng = np.random.default_rng(seed)
+    scale = np.linspace(40, -260, 60).round().astype(np.int16)
+    deviation = 2.0 ** (scale / OCTAVE)
+    return (SHAPES[kind](rng, (60, tokens)) * deviation[:, None]).astype(np.float32), scale
+
+
+def cost(family: Family, y: F32, scale: I16) -> tuple[float, float]:
+    """Ideal bits (64 an escape) and squared error in squared steps, over all steps."""
+    bits = error = 0.0
+    for step in STEPS:
+        codes = scale_codes(scale, step)
+        rows = codes >= 0
+        plan = coding_plan(codes[rows])
+        value = step_value(step)
+        q = symbols.quantize(y[rows], value, plan, family.quantizer)
+        planes, escapes = symbols.pack(q, plan, family.tables, 1)
+        bits += float(family.tables.bits[plan.first[:, None], planes].sum(dtype=np.float64)) + 64 * len(escapes.index)
+        back = symbols.dequantize(q, value, plan, family.quantizer)
+        error += float(np.square((back - y[rows]) / value, dtype=np.float64).sum())
+    return bits, error
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def fitted(request: pytest.FixtureRequest) -> tuple[str, Family]:
+    return request.param, fit_family([samples(request.param, seed=1)], STEPS)
+
+
+def test_a_fitted_family_is_well_formed(fitted: tuple[str, Family]) -> None:
+    check_tables(fitted[1])
+
+
+def test_a_fitted_family_codes_its_kind_smaller(fitted: tuple[str, Family]) -> None:
+    kind, family = fitted
+    y, scale = samples(kind, seed=2)
+    # Same quantiser for both, so that only the tables differ.
+    default = Family(default_family().tables, family.quantizer)
+    bits, _ = cost(family, y, scale)
+    default_bits, _ = cost(default, y, scale)
+    # The default family knows logistic distributions exactly: there, learning from few samples can only come close.
+    assert bits < default_bits * (1.001 if kind == "logistic" else 1)
+
+
+def test_a_fitted_family_is_a_better_bargain(fitted: tuple[str, Family]) -> None:
+    kind, family = fitted
+    y, scale = samples(kind, seed=3)
+    bits, error = cost(family, y, scale)
+    default_bits, default_error = cost(default_family(), y, scale)
+    # In bits at equal error: at high rate a factor in error is half its logarithm in bits a value.
+    values = sum(int((scale_codes(scale, step) >= 0).sum()) for step in STEPS) * y.shape[1]
+    assert bits + values * 0.5 * np.log2(error / default_error) < default_bits
+
+
+def test_fitting_is_deterministic_and_needs_few_samples() -> None:
+    y, scale = samples("laplace", seed=4, tokens=3)
+    one, two = (fit_family([(y, scale)], STEPS) for _ in range(2))
+    np.testing.assert_array_equal(one.tables.freq, two.tables.freq)
+    np.testing.assert_array_equal(one.quantizer.shrink, two.quantizer.shrink)
+    check_tables(one)
+
+
+def test_fitting_on_nothing_gives_tables_all_the_same() -> None:
+    check_tables(fit_family([], STEPS))

@@ -1,0 +1,203 @@
+"""Frequency tables: exact sums, codable symbols, decode slots, determinism."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuvee.codec.errors import FormatError
+from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
+
+PROB_BITS = (8, 10, 12)
+
+
+def counts_of(**used: float) -> npt.NDArray[np.float64]:
+    counts = np.zeros(SYMBOLS)
+    for name, value in used.items():
+        counts[int(name[1:])] = value
+    return counts
+
+
+DEGENERATE = {
+    "none": np.zeros(SYMBOLS),
+    "only the first": counts_of(s0=5),
+    "only the last": counts_of(s255=1),
+    "two, one of them rare": counts_of(s3=10**9, s200=1),
+    "all alike": np.ones(SYMBOLS),
+    "all, one of them common": np.ones(SYMBOLS) + counts_of(s7=10**12),
+    "all, steep": np.arange(1, SYMBOLS + 1, dtype=np.int64) ** 6,
+    "huge": np.full(SYMBOLS, 2**62, np.int64),
+    "tiny": np.full(SYMBOLS, 1e-9),
+    "uint8": np.full(SYMBOLS, 255, np.uint8),
+}
+
+
+def random_counts(seed: int) -> npt.NDArray[np.int64]:
+    # Integers only, so that the digests below do not depend on a mathematics library.
+    counts: npt.NDArray[np.int64] = np.random.default_rng(seed).integers(0, 1 << 10, SYMBOLS) ** 6 >> 44
+    return counts
+
+
+# --- normalize_counts
+
+
+@pytest.mark.parametrize("prob_bits", PROB_BITS)
+@pytest.mark.parametrize("name", DEGENERATE)
+def test_degenerate_counts_become_a_valid_table(name: str, prob_bits: int) -> None:
+    counts = DEGENERATE[name]
+    freq = normalize_counts(counts, prob_bits)
+    assert freq.dtype == np.uint16 and freq.shape == (SYMBOLS,)
+    assert int(freq.sum(dtype=np.int64)) == 1 << prob_bits
+    assert (freq[counts > 0] >= 1).all()
+    assert (freq > 0).sum() == max(2, (counts > 0).sum())
+    EntropyTables(freq[None], prob_bits)
+
+
+def test_a_lone_symbol_leaves_the_least_to_its_neighbour() -> None:
+    freq = normalize_counts(counts_of(s255=9), 12)
+    assert freq[255] == 4095 and freq[0] == 1
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(0, 10**6), min_size=SYMBOLS, max_size=SYMBOLS), st.sampled_from(PROB_BITS))
+def test_any_counts_become_a_valid_table(numbers: list[int], prob_bits: int) -> None:
+    counts = np.array(numbers)
+    freq = normalize_counts(counts, prob_bits)
+    assert int(freq.sum(dtype=np.int64)) == 1 << prob_bits
+    assert (freq[counts > 0] >= 1).all()
+    assert freq.max() < 1 << prob_bits
+
+
+def test_exact_shares_stay_exact() -> None:
+    freq = normalize_counts(counts_of(s0=1, s1=1, s9=2, s255=4), 10)
+    assert {int(s): int(freq[s]) for s in np.flatnonzero(freq)} == {0: 128, 1: 128, 9: 256, 255: 512}
+
+
+@pytest.mark.parametrize("prob_bits", PROB_BITS)
+@pytest.mark.parametrize("seed", range(4))
+def test_rounding_costs_no_more_than_moving_any_single_count(prob_bits: int, seed: int) -> None:
+    counts = random_counts(seed)
+    freq = normalize_counts(counts, prob_bits).astype(np.float64)
+
+    def bits(f: npt.NDArray[np.float64]) -> float:
+        used = counts > 0
+        return float((counts[used] * (prob_bits - np.log2(f[used]))).sum())
+
+    best = bits(freq)
+    for taken in np.flatnonzero(freq > 1):
+        for given_to in np.flatnonzero(counts > 0)[::17]:
+            moved = freq.copy()
+            moved[taken] -= 1
+            moved[given_to] += 1
+            assert bits(moved) >= best * (1 - 1e-3)
+
+
+def test_normalization_is_the_same_everywhere() -> None:
+    digest = hashlib.blake2b(digest_size=16)
+    for prob_bits in PROB_BITS:
+        for counts in [*DEGENERATE.values(), *map(random_counts, range(8))]:
+            digest.update(normalize_counts(counts, prob_bits).astype("<u2").tobytes())
+    assert digest.hexdigest() == "d67142d6f8cb169aaf48133b7e342fc4"
+
+
+def test_normalization_does_not_change_its_argument() -> None:
+    counts = counts_of(s4=0.5)
+    before = counts.copy()
+    normalize_counts(counts, 8)
+    np.testing.assert_array_equal(counts, before)
+
+
+# --- EntropyTables
+
+
+def two_tables(prob_bits: int = 12) -> EntropyTables:
+    return EntropyTables(np.stack([normalize_counts(random_counts(s), prob_bits) for s in (1, 2)]), prob_bits)
+
+
+@pytest.mark.parametrize("prob_bits", PROB_BITS)
+def test_slots_agree_with_frequencies_and_cumulative(prob_bits: int) -> None:
+    tables = two_tables(prob_bits).extended(raw_bit_tables(prob_bits))
+    assert len(tables) == 10 and tables.slots.shape == (10, 1 << prob_bits)
+    for t in range(len(tables)):
+        symbol, freq, offset = tables.slots[t] >> 24, tables.slots[t] >> 12 & 0xFFF, tables.slots[t] & 0xFFF
+        np.testing.assert_array_equal(np.bincount(symbol, minlength=SYMBOLS), tables.freq[t])
+        np.testing.assert_array_equal(freq, tables.freq[t][symbol])
+        assert (offset < freq).all()
+        np.testing.assert_array_equal(tables.cumulative[t][symbol] + offset, np.arange(1 << prob_bits))
+
+
+def test_cumulative_counts_smaller_bytes() -> None:
+    tables = two_tables()
+    for t in range(2):
+        running = 0
+        for symbol in range(SYMBOLS):
+            assert tables.cumulative[t, symbol] == running
+            running += int(tables.freq[t, symbol])
+
+
+def test_bits_and_entropy() -> None:
+    freq = np.zeros((2, SYMBOLS), np.uint16)
+    freq[0, [1, 2, 3]] = 128, 64, 64
+    freq[1] = 1
+    tables = EntropyTables(freq, 8)
+    assert tables.bits[0, 1] == 1 and tables.bits[0, 2] == 2 and math.isinf(tables.bits[0, 0])
+    assert (tables.bits[1] == 8).all()
+    np.testing.assert_allclose(tables.entropy, [1.5, 8.0])
+
+
+def test_raw_bit_tables_cost_their_number_of_bits() -> None:
+    tables = raw_bit_tables(12)
+    for k in range(1, 9):
+        assert (tables.bits[k - 1, : 1 << k] == k).all()
+        assert (tables.freq[k - 1, 1 << k :] == 0).all()
+    np.testing.assert_allclose(tables.entropy, np.arange(1, 9))
+
+
+def test_extended_numbers_the_others_after_ours() -> None:
+    ours, other = two_tables(), raw_bit_tables(12)
+    both = ours.extended(other)
+    np.testing.assert_array_equal(both.freq, np.concatenate([ours.freq, other.freq]))
+    assert both.prob_bits == 12
+
+
+def test_tables_of_another_resolution_do_not_extend() -> None:
+    with pytest.raises(FormatError, match="add up"):
+        two_tables(12).extended(raw_bit_tables(10))
+
+
+def test_arrays_are_of_the_widths_that_kernels_read() -> None:
+    tables = EntropyTables(np.asfortranarray(two_tables().freq.astype(np.int32)), 12)
+    assert [a.dtype.str[1:] for a in (tables.freq, tables.cumulative, tables.slots)] == ["u2", "u2", "u4"]
+    for array in (tables.freq, tables.cumulative, tables.slots):
+        assert array.flags.c_contiguous
+
+
+def row(**used: int) -> npt.NDArray[np.int64]:
+    return counts_of(**{k: float(v) for k, v in used.items()}).astype(np.int64)[None]
+
+
+@pytest.mark.parametrize(
+    ("freq", "prob_bits", "match"),
+    [
+        (row(s0=200, s1=55), 8, "table 0"),
+        (row(s0=200, s1=57), 8, "table 0"),
+        (row(s0=256), 8, "two or more symbols"),
+        (row(s0=-1, s1=257), 8, "table 0"),
+        (row(s0=65536 + 128, s1=128), 8, "table 0"),
+        (np.concatenate([row(s0=128, s1=128), row(s0=128)]), 8, "table 1"),
+        (np.zeros((1, SYMBOLS), np.int64), 8, "table 0"),
+        (np.ones((1, 255), np.int64), 8, "shape"),
+        (np.ones(SYMBOLS, np.int64), 8, "shape"),
+        (np.ones((1, SYMBOLS), np.int64), 7, "prob_bits"),
+        (np.full((1, SYMBOLS), 32, np.int64), 13, "prob_bits"),
+    ],
+)
+def test_bad_tables_are_refused(freq: npt.NDArray[np.int64], prob_bits: int, match: str) -> None:
+    with pytest.raises(FormatError, match=match):
+        EntropyTables(freq, prob_bits)
