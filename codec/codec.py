@@ -21,7 +21,7 @@ from cuvee.codec.schemes import SectionScheme, Target
 from cuvee.codec.schemes.generic import GenericScheme
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
-from cuvee.codec.transform import Rotation
+from cuvee.codec.transform import Rotation, tile_tokens
 
 T = TypeVar("T")
 
@@ -181,8 +181,9 @@ class Codec:
             values.append(torch.empty(rows, layer.kv_heads, layer.value_dim, dtype=layout.torch_dtype))
         target = Target(layout, keys, values, wanted, header.tokens, header.start, start)
         views = {index: read_section(blob, header, index) for index in chosen}
-        # Too few sections for the threads: cut the tokens into runs as well. A run begins with a stream.
-        parts = _split(wanted, -(-self.threads // len(chosen)))
+        # Too few sections for the threads: cut the tokens into runs as well, where tiles end.
+        unit = max(tile_tokens(scheme.sections[index], layout) for index in chosen)
+        parts = _split(wanted, -(-self.threads // len(chosen)), unit)
         jobs = []
         for part in parts:
             run = _part_of(target, part)
@@ -208,14 +209,18 @@ class Codec:
     def _run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run the jobs on this codec's threads; the first error ends the rest."""
         if self.threads == 1 or len(jobs) == 1:
-            return [job() for job in jobs]
+            return [_without_gradients(job) for job in jobs]
         with ThreadPoolExecutor(min(self.threads, len(jobs))) as pool:
-            return list(pool.map(lambda job: job(), jobs))
+            return list(pool.map(_without_gradients, jobs))
 
 
-def _split(wanted: slice, parts: int) -> list[slice]:
-    """Cut a run of tokens into at most `parts`, at multiples of the longest stream."""
-    unit = MAX_TOKENS_PER_STREAM
+def _without_gradients(job: Callable[[], T]) -> T:
+    with torch.no_grad():  # a thread's own setting
+        return job()
+
+
+def _split(wanted: slice, parts: int, unit: int) -> list[slice]:
+    """Cut a run of tokens into at most `parts`, at multiples of `unit` tokens."""
     first, end = wanted.start // unit, -(-wanted.stop // unit)
     size = -(-(end - first) // parts)
     return [slice(max(at * unit, wanted.start), min((at + size) * unit, wanted.stop)) for at in range(first, end, size)]

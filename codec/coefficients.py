@@ -16,8 +16,9 @@ from cuvee.codec.backends import Backend
 from cuvee.codec.container import Reader, read_streams, write_streams
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family, step_value
-from cuvee.codec.rans import Streams
+from cuvee.codec.rans import Streams, stream_count
 from cuvee.codec.symbols import F32, MAX_LEVEL, CodingPlan, Escapes, Prediction
+from cuvee.codec.transform import tiles
 
 MAX_TOKENS_PER_STREAM = 128
 BATCH_STREAMS = 64  # decoded together: enough lanes to hide the latency of a table look-up
@@ -72,11 +73,11 @@ class CoefficientCoder:
     family: Family
     step: int
 
-    def encode(self, tiles: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
+    def encode(self, pieces: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
         """Code `[R, T]` coefficients.
 
         Args:
-            tiles: token ranges (in order, a multiple of 128 tokens but for the last) and their `[R, t]` float32.
+            pieces: token ranges (in order, a multiple of 128 tokens but for the last) and their `[R, t]` float32.
             plan: how the R components are coded.
             tokens: T.
 
@@ -92,7 +93,7 @@ class CoefficientCoder:
         planes = np.empty((plan.planes, tokens), np.uint8)
         step = step_value(self.step)
         escaped: list[Escapes] = []
-        for at, y in tiles:
+        for at, y in pieces:
             peak = float(np.abs(y).max(initial=0.0))
             if not peak < MAX_LEVEL * step:
                 raise InputError(
@@ -112,7 +113,7 @@ class CoefficientCoder:
         """Decode the tokens `wanted` of a section of `tokens`.
 
         Yields:
-            runs of at most `tile` wanted tokens and their coefficients `[R, t]` float32.
+            the tiles that hold wanted tokens, and their coefficients `[R, t]` float32.
 
         Raises:
             FormatError, CorruptError: the bytes break a rule.
@@ -120,13 +121,15 @@ class CoefficientCoder:
         rows = len(plan.shift)
         streams, escapes, per_stream = read_streams(reader, plan.planes, rows, tokens)
         reader.finish()
-        first_stream, end_stream = wanted.start // per_stream, -(-wanted.stop // per_stream)
-        batch = max(BATCH_STREAMS, tile // per_stream)
-        for first in range(first_stream, end_stream, batch):
-            end = min(first + batch, end_stream)
-            at = slice(first * per_stream, min(end * per_stream, tokens))
+        # Whole tiles, always cut at the same places: a product's last bits depend on its shape, and a run of tokens
+        # shall come out as it does in the whole.
+        low = wanted.start - wanted.start % tile
+        high = min(wanted.stop + -wanted.stop % tile, tokens)
+        batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
+        for start in range(low, high, batch):
+            at = slice(start, min(start + batch, high))
             planes = self.backend.rans_decode(
-                select_streams(streams, first, end),
+                select_streams(streams, at.start // per_stream, stream_count(at.stop, per_stream)),
                 plan.first,
                 plan.rest,
                 self.family.tables,
@@ -135,8 +138,6 @@ class CoefficientCoder:
             )
             differences = self.backend.unpack(planes, _select_escapes(escapes, tokens, at), plan)
             levels = self.backend.unpredict(differences, plan, per_stream)
-            low, high = max(wanted.start, at.start), min(wanted.stop, at.stop)
-            for start in range(low, high, tile):
-                part = slice(start, min(start + tile, high))
-                columns = levels[:, part.start - at.start : part.stop - at.start]
-                yield part, self.backend.dequantize(columns, step_value(self.step), plan, self.family.quantizer)
+            for part in tiles(at.stop - at.start, tile):
+                y = self.backend.dequantize(levels[:, part], step_value(self.step), plan, self.family.quantizer)
+                yield slice(at.start + part.start, at.start + part.stop), y

@@ -165,6 +165,8 @@ def write_blob(
     """Put the sections into a blob; `key` adds an authentication tag."""
     if tokens > MAX_TOKENS:
         raise InputError(f"a chunk holds at most {MAX_TOKENS} tokens, not {tokens}: encode it in pieces")
+    if start >= 1 << 32:
+        raise InputError(f"start={start} is beyond 2**32 - 1, the last position a blob can name")
     if len(sections) > MAX_SECTIONS or any(len(s) >= 1 << 32 for s in sections):
         raise InputError("a section of this chunk would exceed 4 GiB: encode fewer tokens at a time")
     header_bytes = _FIXED.size + _ENTRY.size * len(sections) + _CHECKSUM.size

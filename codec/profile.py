@@ -24,7 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from cuvee.codec.errors import CuveeError, FormatError, InputError, ProfileError, ProfileMismatch, VersionError
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
 from cuvee.codec.family import (
     OCTAVE,
     TABLES,
@@ -78,6 +78,20 @@ class CurvePoint:
     delta_nll: float | None = None
     delta_nll_stderr: float | None = None
     top1: float | None = None
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
+        """Inverse of `dataclasses.asdict`. Raises FormatError for unknown, missing or ill-typed entries."""
+        known = {field.name for field in fields(cls)}
+        if data.keys() - known:
+            raise FormatError(f"unknown fields in the curve: {sorted(data.keys() - known)}")
+        point = cls(**data)
+        required = (point.step, point.bits_per_value, point.error)
+        optional = (point.kl, point.kl_stderr, point.delta_nll, point.delta_nll_stderr, point.top1)
+        numbers = [*required, *(value for value in optional if value is not None)]
+        if type(point.step) is not int or not all(type(v) in (int, float) and math.isfinite(v) for v in numbers):
+            raise FormatError(f"a point of the curve is not made of finite numbers: {data}")
+        return point
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,10 +384,12 @@ class Profile:
         target = Path(path)
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         metadata = {"cuvee": _canonical({**self._metadata(), "id": self.id.hex()})}
-        # Not mkstemp, whose files only their owner can read.
         temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
         try:
+            with open(temporary, "xb"):
+                mode = temporary.stat().st_mode
             save_file(arrays, temporary, metadata)
+            temporary.chmod(mode)  # safetensors leaves its files to their owner alone
             os.replace(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -393,16 +409,27 @@ class Profile:
         try:
             with safe_open(path, "np") as file:
                 text = (file.metadata() or {}).get("cuvee")
+                if text is None:
+                    raise FormatError(f"{os.fspath(path)} is a safetensors file but not a cuvee profile")
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise FormatError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
-        if text is None:
-            raise FormatError(f"{os.fspath(path)} is a safetensors file but not a cuvee profile")
+        except TypeError as error:
+            raise FormatError(f"{os.fspath(path)} holds tensors of a dtype that no profile has: {error}") from error
         try:
             profile, identity = cls._from_parts(json.loads(text), arrays)
-        except CuveeError:
+        except FormatError:
             raise
-        except (KeyError, TypeError, ValueError, IndexError, AssertionError, RecursionError) as error:
+        except (
+            InputError,
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+            IndexError,
+            AssertionError,
+            RecursionError,
+        ) as error:
             raise FormatError(f"{os.fspath(path)} is not a well-formed profile: {error!r}") from error
         if profile.id.hex() != identity:
             raise FormatError(f"{os.fspath(path)} is damaged: its contents do not hash to its id")
@@ -422,13 +449,12 @@ class Profile:
         sections = partition(layout, data["group"]) if data["prediction"] else ()
         for i, (section, prediction) in enumerate(zip(sections, data["prediction"], strict=True)):
             learned.append(_read_section(i, section, Prediction(prediction), arrays))
-        known = {field.name for field in fields(CurvePoint)}
-        for point in data["curve"]:
-            if point.keys() - known:
-                raise FormatError(f"unknown fields in the curve: {sorted(point.keys() - known)}")
+        curve = [CurvePoint.from_dict(point) for point in data["curve"]]
+        if type(data["min_step"]) is not int:
+            raise FormatError(f"min_step is {data['min_step']!r}, not a step index")
         profile = cls(
             layout, data["group"], data["source"], make_family(arrays["family.freq"], quantizer), tuple(learned),
-            min_step=data["min_step"], model=data["model"], curve=[CurvePoint(**point) for point in data["curve"]],
+            min_step=data["min_step"], model=data["model"], curve=curve,
         )  # fmt: skip
         return profile, data["id"]
 

@@ -22,8 +22,6 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin, turn
 
-GROUPS = ("head", "unit", "layer", "layers:n", "all")
-
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -55,8 +53,8 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
         InputError: an unknown group.
     """
     several = re.fullmatch(r"layers:([1-9]\d*)", group)
-    if several is None and group not in GROUPS:
-        raise InputError(f"group={group!r} is not known; choose one of {', '.join(GROUPS)} (n a number)")
+    if several is None and group not in {"head", "unit", "layer", "all"}:
+        raise InputError(f"group={group!r} is not known; choose one of head, unit, layer, layers:n, all (n a number)")
     span = int(several[1]) if several else (layout.num_layers if group == "all" else 1)
     sections = []
     for first in range(0, layout.num_layers, span):

@@ -40,6 +40,12 @@ class Target:
     start: int
 
 
+def overlap(at: slice, wanted: slice) -> tuple[slice, slice]:
+    """The tokens of a tile `at` that are wanted: as rows of the tile, and as rows of the outputs."""
+    first, end = max(at.start, wanted.start), min(at.stop, wanted.stop)
+    return slice(first - at.start, end - at.start), slice(first - wanted.start, end - wanted.start)
+
+
 class SectionScheme(Protocol):
     """One way to code sections. Called for different sections from several threads at once."""
 

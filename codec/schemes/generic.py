@@ -26,7 +26,7 @@ from cuvee.codec.container import Reader
 from cuvee.codec.errors import FormatError
 from cuvee.codec.family import OCTAVE, Family, coding_plan, scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVChunk, KVLayout
-from cuvee.codec.schemes import Target
+from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import F32
 from cuvee.codec.transform import Rotation, Section, gather, partition, require_finite, tile_tokens, tiles
 
@@ -110,5 +110,7 @@ class GenericScheme:
         for at, y in self._coder.decode(reader, coding_plan(code[live]), target.tokens, target.wanted, tile):
             x = torch.zeros(at.stop - at.start, section.values)
             x[:, where] = torch.from_numpy(y).T * scale_of
-            rows = slice(at.start - target.wanted.start, at.stop - target.wanted.start)
-            self._backend.place(x, mean[None], section, target.layout, rotation, rows, target.keys, target.values)
+            inside, rows = overlap(at, target.wanted)
+            self._backend.place(
+                x[inside], mean[None], section, target.layout, rotation, rows, target.keys, target.values
+            )

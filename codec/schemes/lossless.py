@@ -28,18 +28,17 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Backend
-from cuvee.codec.coefficients import MAX_TOKENS_PER_STREAM, select_streams, tokens_per_stream
+from cuvee.codec.coefficients import select_streams, tokens_per_stream
 from cuvee.codec.container import Reader, read_streams, write_streams
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.rope import unrotate
-from cuvee.codec.schemes import Target
+from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import Escapes
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
-from cuvee.codec.transform import Rotation, Section, partition
+from cuvee.codec.transform import Rotation, Section, partition, tile_tokens
 
 PROB_BITS = 12
-_TILE = 4 * MAX_TOKENS_PER_STREAM  # tokens decoded at a time
 _PAIR = struct.Struct("<BH")
 _COUNT = struct.Struct("<H")
 _NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
@@ -154,11 +153,12 @@ class LosslessScheme:
         layer = section.layers(target.layout)[0]
         out_keys, out_values = target.keys[section.first_layer], target.values[section.first_layer]
         moved = target.start != target.source_start + target.wanted.start
-        for start in range(target.wanted.start - target.wanted.start % _TILE, target.wanted.stop, _TILE):
-            at = slice(start, min(start + _TILE, target.tokens))
-            inside = slice(max(at.start, target.wanted.start), min(at.stop, target.wanted.stop))
-            rows = slice(inside.start - target.wanted.start, inside.stop - target.wanted.start)
-            columns = slice(inside.start - at.start, inside.stop - at.start)
+        size_of_tile = tile_tokens(section, target.layout)
+        first_tile = target.wanted.start - target.wanted.start % size_of_tile
+        for start in range(first_tile, target.wanted.stop, size_of_tile):
+            at = slice(start, min(start + size_of_tile, target.tokens))
+            columns, rows = overlap(at, target.wanted)
+            inside = slice(at.start + columns.start, at.start + columns.stop)
             symbols = tile(at) if tile is not None else np.empty((0, at.stop - at.start), np.uint8)
             planes, row = [], 0
             for size, model, kept in zip(channels, models, stored, strict=True):
@@ -200,7 +200,7 @@ def _read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint1
 def _coded_planes(
     reader: Reader, backend: Backend, coded: list[tuple[int, tuple[U8, npt.NDArray[np.uint16]]]], tokens: int
 ) -> Callable[[slice], U8]:
-    """Read the streams; returns a function that decodes a tile of tokens (its start a multiple of _TILE)."""
+    """Read the streams; returns a function that decodes a tile of tokens (its start a multiple of all streams')."""
     tables = EntropyTables(np.stack([model[1] for _, model in coded]), PROB_BITS)
     which = np.repeat(np.arange(len(coded), dtype=np.uint16), [size for size, _ in coded])
     streams, escapes, per_stream = read_streams(reader, len(which), len(which), tokens)

@@ -11,7 +11,7 @@ from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader
 from cuvee.codec.layout import KVChunk
 from cuvee.codec.profile import Profile
-from cuvee.codec.schemes import Target
+from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import F32
 from cuvee.codec.transform import Rotation, Section, as_numpy, gather, require_finite, synthesise, tile_tokens, tiles
 
@@ -57,9 +57,10 @@ class TransformScheme:
         tile = tile_tokens(section, target.layout)
         for at, y in self._coder.decode(Reader(data), plan, target.tokens, target.wanted, tile):
             x = synthesise(torch.from_numpy(y).to(dtype), inverse)
-            rows = slice(at.start - target.wanted.start, at.stop - target.wanted.start)
+            inside, rows = overlap(at, target.wanted)
             mean = basis.means(target.source_start, at)
-            self._backend.place(x, mean, section, target.layout, rotation, rows, target.keys, target.values)
+            mean = mean[inside] if len(mean) > 1 else mean
+            self._backend.place(x[inside], mean, section, target.layout, rotation, rows, target.keys, target.values)
 
     def _inverse(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """The inverse maps of a section, cut to the coded components; made once."""
