@@ -37,6 +37,8 @@ def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction
 
 def select_streams(streams: Streams, first: int, end: int) -> Streams:
     """The streams `first … end - 1` of a section."""
+    if first == 0 and end == len(streams.states):
+        return streams
     ends = np.cumsum(streams.lengths, dtype=np.int64)
     low = int(ends[first - 1]) if first else 0
     return Streams(streams.states[first:end], streams.lengths[first:end], streams.words[low : int(ends[end - 1])])
@@ -44,7 +46,7 @@ def select_streams(streams: Streams, first: int, end: int) -> Streams:
 
 def _select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
     """The escapes of the columns `at` of a matrix of `tokens` columns, numbered within them."""
-    if not len(escapes.index):
+    if not len(escapes.index) or (at.start == 0 and at.stop == tokens):
         return escapes
     row, column = np.divmod(escapes.index, np.uint32(tokens))
     inside = (column >= at.start) & (column < at.stop)

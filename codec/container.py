@@ -288,6 +288,10 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
     )
 
 
+_NATIVE = {name: np.dtype(name) for name in ("u1", "u2", "u4", "i2", "i4")}
+_WIRE = {name: dtype.newbyteorder("<") for name, dtype in _NATIVE.items()}
+
+
 class Reader:
     """Takes fields off a section in order; refuses to read past its end or to leave a tail."""
 
@@ -308,8 +312,8 @@ class Reader:
 
     def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
         """The next `count` little-endian numbers, as an aligned copy in native byte order."""
-        wire = np.dtype(dtype).newbyteorder("<")
-        return np.frombuffer(self.take(count * wire.itemsize), wire).astype(np.dtype(dtype))
+        wire, native = _WIRE[dtype], _NATIVE[dtype]
+        return np.frombuffer(self.take(count * wire.itemsize), wire).astype(native)
 
     def skip_padding(self) -> None:
         """Zero bytes up to a multiple of four."""
@@ -323,7 +327,7 @@ class Reader:
 
 
 def _wire(array: npt.NDArray[np.generic], dtype: str) -> bytes:
-    return array.astype(np.dtype(dtype).newbyteorder("<")).tobytes()
+    return array.astype(_WIRE[dtype]).tobytes()
 
 
 def _length_dtype(planes: int, tokens_per_stream: int) -> str:

@@ -60,7 +60,7 @@ def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
     """No gradients for the parameters, eval mode; as before on the way out."""
-    training = model.training
+    training = [(module, module.training) for module in model.modules()]
     required = [p.requires_grad for p in model.parameters()]
     try:
         model.eval()
@@ -68,7 +68,8 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
             p.requires_grad_(False)
         yield
     finally:
-        model.train(training)
+        for module, flag in training:
+            module.training = flag
         for p, flag in zip(model.parameters(), required, strict=True):
             p.requires_grad_(flag)
 
@@ -90,31 +91,10 @@ def _new_cache() -> Any:
     return DynamicCache()
 
 
-def _recording_cache() -> Any:
-    from transformers import DynamicCache
-
-    class RecordingCache(DynamicCache):  # type: ignore[misc, unused-ignore]
-        """Hands keys and values through, and keeps them with their gradients."""
-
-        recorded: dict[int, tuple[torch.Tensor, torch.Tensor]]
-
-        def update(
-            self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
-        ) -> tuple[torch.Tensor, torch.Tensor]:
-            key_states.retain_grad()
-            value_states.retain_grad()
-            self.recorded[layer_idx] = (key_states, value_states)
-            return key_states, value_states
-
-    cache = RecordingCache()
-    cache.recorded = {}
-    return cache
-
-
 def sample_gradients(
     model: PreTrainedModel, tokens: torch.Tensor, prefix: int, generator: torch.Generator
 ) -> CacheSample:
-    """Cache of the first `prefix` tokens and the gradient of the log-likelihood of the rest on it.
+    """Cache of the first `prefix` tokens and the gradient on it of the log-likelihood of what follows.
 
     The targets are drawn from the model's own distribution, so that E[g g^T] is the Fisher information
     (Amari, Natural gradient works efficiently in learning, 1998), not its empirical imitation.
@@ -125,22 +105,29 @@ def sample_gradients(
         prefix: how many leading tokens count as cached.
         generator: a CPU generator; draws the targets.
     """
-    cache = _recording_cache()
-    embedded = model.get_input_embeddings()(tokens).requires_grad_()
-    logits = model(inputs_embeds=embedded, past_key_values=cache, use_cache=True).logits[:, prefix - 1 : -1].float()
+    cache = _new_cache()
+    with torch.no_grad():
+        model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True)
+    # Leaves: a decoded cache stays as it is. In one pass over all tokens a key would also move the states of the
+    # prefix itself, and with them all keys of the layers above: another gradient, by factors.
+    keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]
+    values = [layer.values.detach().requires_grad_() for layer in cache.layers]
+    cache = _new_cache()
+    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
+        cache.update(key, value, index)
+    logits = model(input_ids=tokens[:, prefix:], past_key_values=cache).logits[:, :-1].float()
     with torch.no_grad():
         uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)
         drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
 
-    sample = CacheSample([], [], [], [])
-    for index in range(len(cache.recorded)):
-        key, value = cache.recorded[index]
-        sample.keys.append(key.detach()[:, :, :prefix])
-        sample.values.append(value.detach()[:, :, :prefix])
-        sample.key_gradients.append(key.grad[:, :, :prefix])
-        sample.value_gradients.append(value.grad[:, :, :prefix])
-    return sample
+    def gradients(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    def detached(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [leaf.detach() for leaf in leaves]
+
+    return CacheSample(detached(keys), detached(values), gradients(keys), gradients(values))
 
 
 def prefill(model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout) -> list[KVChunk]:

@@ -383,7 +383,7 @@ class Profile:
         """Write the profile, atomically: a reader never sees half a file."""
         target = Path(path)
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
-        metadata = {"cuvee": _canonical({**self._metadata(), "id": self.id.hex()})}
+        metadata = {"cuvee": sealed({**self._metadata(), "id": self.id.hex()})}
         temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
         try:
             with open(temporary, "xb"):
@@ -417,7 +417,7 @@ class Profile:
         except TypeError as error:
             raise FormatError(f"{os.fspath(path)} holds tensors of a dtype that no profile has: {error}") from error
         try:
-            profile, identity = cls._from_parts(json.loads(text), arrays)
+            profile, identity = cls._from_parts(unsealed(text), arrays)
         except FormatError:
             raise
         except (
@@ -437,10 +437,6 @@ class Profile:
 
     @classmethod
     def _from_parts(cls, data: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[Profile, str]:
-        if data["format"] != FORMAT:
-            raise FormatError(f"not a cuvee profile but {data['format']!r}")
-        if data["version"] != VERSION:
-            raise VersionError(f"profile version {data['version']}; this build reads version {VERSION}")
         layout = KVLayout.from_dict(data["layout"])
         quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
         if arrays["family.freq"].shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
@@ -486,6 +482,33 @@ def _read_section(
             raise FormatError(f"section.{i}.scale does not fall within a block")
         at += rank
     return SectionProfile(basis, components[0], prediction, components[1], components[2])
+
+
+def sealed(data: dict[str, Any]) -> str:
+    """Canonical JSON with its own BLAKE2b in it: the id does not cover all of a profile's metadata."""
+    digest = hashlib.blake2b(_canonical(data).encode(), digest_size=ID_BYTES).hexdigest()
+    return _canonical({**data, "digest": digest})
+
+
+def unsealed(text: str) -> dict[str, Any]:
+    """The inverse of `sealed`.
+
+    Raises:
+        FormatError: not a profile, or the digest does not match.
+        VersionError: a profile of another version, whose digest may be another.
+        ValueError: no JSON.
+    """
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise FormatError("the metadata of a profile must be an object")
+    if data.get("format") != FORMAT:
+        raise FormatError(f"not a cuvee profile but {data.get('format')!r}")
+    if data.get("version") != VERSION:
+        raise VersionError(f"profile version {data.get('version')}; this build reads version {VERSION}")
+    digest = data.pop("digest", None)
+    if json.loads(sealed(data))["digest"] != digest:
+        raise FormatError("the metadata of the profile are damaged: they do not hash to their digest")
+    return data
 
 
 def _canonical(data: dict[str, Any]) -> str:

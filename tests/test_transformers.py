@@ -10,6 +10,8 @@ import pytest
 import torch
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
+from cuvee.codec import profile as codec_profile
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.integrations.transformers import CacheCodec, chunks_from_cache, decode_cache, encode_cache
@@ -46,10 +48,7 @@ def memory_codec(layout: KVLayout) -> CacheCodec:
 
 
 def lossless_codec(layout: KVLayout) -> CacheCodec:
-    codec = pytest.importorskip("cuvee.codec.codec")
-    profile = pytest.importorskip("cuvee.codec.profile")
-    made: CacheCodec = codec.Codec(profile.Profile.generic(layout), quality="lossless")
-    return made
+    return Codec(codec_profile.Profile.generic(layout), quality="lossless")
 
 
 @pytest.fixture(params=[memory_codec, lossless_codec])
