@@ -210,8 +210,14 @@ class Codec:
         """Run the jobs on this codec's threads; the first error ends the rest."""
         if self.threads == 1 or len(jobs) == 1:
             return [_without_gradients(job) for job in jobs]
-        with ThreadPoolExecutor(min(self.threads, len(jobs))) as pool:
-            return list(pool.map(_without_gradients, jobs))
+        # One thread for each product: torch would start as many more from every worker. Its setting is the worker's
+        # own, but also becomes the default of threads to come; the caller's call puts that back.
+        try:
+            workers = min(self.threads, len(jobs))
+            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+                return list(pool.map(_without_gradients, jobs))
+        finally:
+            torch.set_num_threads(torch.get_num_threads())
 
 
 def _without_gradients(job: Callable[[], T]) -> T:

@@ -130,6 +130,27 @@ def sample_gradients(
     return CacheSample(detached(keys), detached(values), gradients(keys), gradients(values))
 
 
+def compare(
+    exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
+) -> tuple[list[float], list[float], list[float]]:
+    """What another cache does to predictions, one number a sequence.
+
+    Args:
+        exact: log-probabilities `[B, T, V]` after the exact cache.
+        other: the same after the other one.
+        targets: `[B, T]` int64, the tokens that really came next.
+
+    Returns:
+        KL(exact || other) in nats a token, nats a token lost on the targets, share of tokens whose most likely
+        successor stays the same.
+    """
+    chosen = targets[..., None].to(exact.device)
+    kl = (exact.exp() * (exact - other)).sum(-1).mean(-1)
+    loss = (exact.gather(-1, chosen) - other.gather(-1, chosen)).squeeze(-1).mean(-1)
+    same = (exact.argmax(-1) == other.argmax(-1)).float().mean(-1)
+    return kl.tolist(), loss.tolist(), same.tolist()
+
+
 def prefill(model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout) -> list[KVChunk]:
     """The cache of `tokens [B, T]`, one chunk a sequence, on the CPU and in the layout's dtype."""
     cache = _new_cache()

@@ -10,6 +10,7 @@ the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +25,7 @@ from transformers.cache_utils import (
 )
 
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
 
 # Exact types: subclasses keep further state (quantised, indexed, recurrent) that keys and values do not hold.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -63,10 +64,10 @@ def encode_cache(
     *,
     attention_mask: torch.Tensor | None = None,
 ) -> list[bytes]:
-    """Compress a transformers cache.
+    """Compress a transformers cache. One on a GPU is copied to the CPU, where the codec runs.
 
     Args:
-        codec: codec whose profile belongs to the model.
+        codec: codec whose profile belongs to the model; its dtype may be another than the cache's.
         cache: `DynamicCache` or `StaticCache`, keys and values [B, H, T, D] per layer, from position 0 on.
         chunk_tokens: tokens per blob; the last blob of a row may hold fewer.
         attention_mask: [B, T], needed for a left-padded batch. Padding is not stored. Positions must count
@@ -82,11 +83,12 @@ def encode_cache(
         UnsupportedModel: a sliding-window layer has dropped tokens, or a layer does not hold plain keys and
             values.
     """
-    tensors = _plain_tensors(cache)
+    tensors = [(keys.cpu(), values.cpu()) for keys, values in _plain_tensors(cache)]
+    layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     blobs = []
     for row, padding in enumerate(_paddings(attention_mask, rows, width)):
-        for chunk in _row_chunks(tensors, codec.profile.layout, chunk_tokens, row, padding):
+        for chunk in _row_chunks(tensors, layout, chunk_tokens, row, padding):
             blobs.append(codec.encode(chunk))
     return blobs
 
@@ -113,7 +115,7 @@ def decode_cache(
         attention_mask: [B, T] of a left-padded batch; padded columns are filled with zeros.
 
     Returns:
-        `DynamicCache` in the dtype of the layout.
+        `DynamicCache` in the dtype of the cache that was encoded.
 
     Raises:
         InputError: no blobs, or blobs missing, repeated or out of order (the message names the index).
@@ -121,10 +123,10 @@ def decode_cache(
     """
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs must be a non-empty list of bytes, as encode_cache returns it")
-    layout = codec.profile.layout
-    _check_config(config, layout)
+    _check_config(config, codec.profile.layout)
     # The last blob tells the length of a row, so that every row is allocated once at its full size.
     last = codec.decode(blobs[-1])
+    layout = replace(codec.profile.layout, dtype=last.layout.dtype)
     if device is None:
         device = last.device
     if attention_mask is None:
@@ -137,7 +139,9 @@ def decode_cache(
     for index, blob in enumerate(blobs):
         chunk = last if index == len(blobs) - 1 else codec.decode(blob)
         if chunk.layout.fingerprint != layout.fingerprint:
-            raise ProfileMismatch(f"blobs[{index}] has another layout than the codec's profile")
+            raise ProfileMismatch(
+                f"blobs[{index}] has another layout than the codec's profile, or another dtype than the last blob"
+            )
         if chunk.start == 0 and (not rows or rows[-1].missing == 0):
             if paddings is not None and len(rows) == len(paddings):
                 raise InputError(f"blobs[{index}] starts row {len(rows)}, but attention_mask has {len(paddings)} rows")
@@ -289,6 +293,12 @@ def _paddings(attention_mask: torch.Tensor | None, rows: int, width: int) -> lis
                 "holes and empty rows are not supported"
             )
     return paddings
+
+
+def _with_dtype(layout: KVLayout, dtype: torch.dtype) -> KVLayout:
+    """The layout for a cache of this dtype; as it is where `KVChunk` will refuse the dtype."""
+    names = {value: name for name, value in TORCH_DTYPES.items()}
+    return replace(layout, dtype=names.get(dtype, layout.dtype))
 
 
 def _check_config(config: Any, layout: KVLayout) -> None:

@@ -14,7 +14,7 @@ import torch
 from transformers import DynamicCache
 
 from cuvee.codec import calibrate, model
-from cuvee.codec.calibrate import Moments, _Transposed
+from cuvee.codec.calibrate import SHRINKAGE, Moments, _Transposed
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatch
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
@@ -588,7 +588,7 @@ def test_what_the_loss_does_not_see_is_not_coded(tiny_model: Callable[..., Any])
     assert len(seen) > 10 and len(ignored) == 0
 
 
-def test_with_little_text_the_metric_keeps_layers_apart() -> None:
+def test_the_metric_keeps_layers_apart_and_shrinks_towards_its_diagonal() -> None:
     layout = no_rope(3, layers=2)
     (section,) = partition(layout, "all")
     generator = torch.Generator().manual_seed(0)
@@ -599,4 +599,8 @@ def test_with_little_text_the_metric_keeps_layers_apart() -> None:
     assert bool((metric[:6, 6:] == 0).all() and (metric[6:, :6] == 0).all())
     expected = (gradient.T @ gradient).double()
     for block in (slice(0, 6), slice(6, 12)):
-        torch.testing.assert_close(metric[block, block], expected[block, block], rtol=0.05, atol=0)
+        shrunk = (1 - SHRINKAGE) * expected[block, block]
+        # The mean sensitivity of each unit (3 values) comes back on its diagonal.
+        for unit in (slice(0, 3), slice(3, 6)):
+            shrunk[unit, unit] += SHRINKAGE * expected[block, block].diagonal()[unit].mean() * torch.eye(3)
+        torch.testing.assert_close(metric[block, block], shrunk, rtol=1e-5, atol=0)

@@ -249,8 +249,8 @@ def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_mode
         encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=3), prompt(1)))
     with pytest.raises(InputError, match="keys of layer 0 must have shape"):
         encode_cache(codec, prefill(tiny_model("llama", num_key_value_heads=4), prompt(1)))
-    with pytest.raises(InputError, match=r"torch\.bfloat16, the layout says float32"):
-        encode_cache(codec, prefill(tiny_model("llama", dtype=torch.bfloat16), prompt(1)))
+    with pytest.raises(InputError, match=r"torch\.float64, the layout says float32"):
+        encode_cache(codec, prefill(tiny_model("llama", dtype=torch.float64), prompt(1)))
     uneven = prefill(model, prompt(1))
     uneven.layers[1].crop(-1)
     with pytest.raises(InputError, match="keys of layer 1 have shape"):
@@ -359,3 +359,21 @@ def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[...
     codec = memory_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
     cache = prefill(model, prompt(1))
     same(decode_cache(codec, encode_cache(codec, cache, CHUNK), config), cache)
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: Any, layout: KVLayout) -> None:
+    """Calibrated in float32, served in bfloat16: the blob's own dtype decides."""
+    codec = Codec(codec_profile.Profile.generic(layout), quality)
+    narrow = DynamicCache()
+    for index, layer in enumerate(prefill(model, prompt(1)).layers):
+        narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
+    back = decode_cache(codec, encode_cache(codec, narrow, CHUNK), model.config)
+    for ours, theirs in zip(back.layers, narrow.layers, strict=True):
+        assert ours.keys.dtype == torch.bfloat16
+        assert ours.keys.shape == theirs.keys.shape
+        if quality == "lossless":
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+    other = Codec(codec_profile.Profile.generic(replace(layout, dtype="bfloat16")), quality)
+    assert other.profile.id == codec.profile.id

@@ -74,9 +74,12 @@ if not TYPE_CHECKING:
             AttributeError: `name` is not public.
         """
         if name == "__version__":
-            from importlib.metadata import version
+            from importlib.metadata import PackageNotFoundError, version
 
-            value: Any = version("cuvee")
+            try:
+                value: Any = version("cuvee")
+            except PackageNotFoundError:  # a source tree on the path, not an installation
+                value = "0+uninstalled"
         elif name in _HOME:
             value = getattr(import_module(_HOME[name]), name)
         else:

@@ -1,0 +1,6 @@
+"""`python -m cuvee`."""
+
+from cuvee.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,707 @@
+"""The command line. Exit codes: 0 done, 1 the input or the files at fault (one line says how), 2 wrong usage.
+
+Heavy modules are imported inside the commands, so that `cuvee --help` is quick. What a program would read goes to
+standard output as JSON (`--json`); progress and errors go to standard error.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cuvee.codec.errors import CuveeError, FormatError, InputError
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+    from transformers import PreTrainedModel
+
+    from cuvee.codec.codec import Codec
+    from cuvee.codec.layout import KVChunk, KVLayout
+    from cuvee.codec.profile import Profile
+
+
+class _State:
+    """What the options before the command say."""
+
+    debug = False
+
+
+class _Commands(typer.core.TyperGroup):
+    """Turns the errors a user can mend into one line on standard error and exit code 1."""
+
+    def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override, unused-ignore]
+        """Run a command."""
+        try:
+            return super().invoke(ctx)
+        except (CuveeError, OSError, ImportError) as error:
+            if _State.debug or (isinstance(error, OSError) and error.errno == errno.EPIPE):
+                raise
+            typer.echo(f"error: {_one_line(error)}", err=True)
+            raise typer.Exit(1) from None
+
+
+app = typer.Typer(
+    name="cuvee",
+    cls=_Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+profile_app = typer.Typer(no_args_is_help=True, help="Learn a profile for a model, or look at one.")
+app.add_typer(profile_app, name="profile")
+
+_DEFAULT_CHUNK = 256
+_NAME_DIGITS = 5  # of a blob's number in a folder: 00000.cuvee
+_SUFFIX = ".cuvee"
+
+
+class _Dtype(StrEnum):
+    auto = "auto"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+
+class _Device(StrEnum):
+    cpu = "cpu"
+
+
+_ProfileFile = Annotated[Path | None, typer.Option("--profile", help="The profile.")]
+_Config = Annotated[
+    Path | None,
+    typer.Option("--config", help="Instead of a profile: the model's config.json (lossless, or nothing learned)."),
+]
+_Force = Annotated[bool, typer.Option("--force", help="Replace the output if it exists.")]
+_Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+def main() -> None:
+    """Entry point of the `cuvee` script."""
+    app(prog_name="cuvee")
+
+
+def _one_line(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from cuvee import __version__
+
+        print(f"cuvee {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Compress the KV cache of a language model into small files and back."""
+    _State.debug = debug
+
+
+# demo ----------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
+    plot: Annotated[bool, typer.Option(help="Draw the plot.")] = True,
+    json_to: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON; - is standard output.")
+    ] = None,
+) -> None:
+    """Compress the cache of the bundled model and show what that saves and costs. Needs no network."""
+    from rich.console import Console
+
+    from cuvee.eval.demo import run_demo
+
+    report = run_demo(Console(stderr=json_to == "-"), out if plot else None)
+    if json_to is not None:
+        if json_to == "-":
+            _print_json(report)
+        else:
+            _write(Path(json_to), json.dumps(report, indent=2, allow_nan=False).encode() + b"\n", force=True)
+
+
+# profile -------------------------------------------------------------------------------------------------------------
+
+
+@profile_app.command("learn")
+def profile_learn(
+    model_path: Annotated[str, typer.Argument(metavar="MODEL", help="Folder or name of a transformers model.")],
+    texts: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Text files, or .jsonl files: a line is a list of token ids, or an object with input_ids or text.",
+        ),
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")],
+    group: Annotated[
+        str, typer.Option(help="What one basis spans: head, unit, layer, layers:n or all. Larger is smaller on disk.")
+    ] = "layer",
+    sequences: Annotated[int, typer.Option(min=3, help="At most so many sequences, spread over the text.")] = 128,
+    length: Annotated[int, typer.Option(min=8, help="Tokens in a sequence.")] = 512,
+    prefix: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence that count as cached; default: three quarters.")
+    ] = None,
+    repeat: Annotated[
+        bool,
+        typer.Option(
+            "--reread/--no-reread",
+            help="Let the rest of every second sequence repeat a part of its cache, so that the cache matters.",
+        ),
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the sampled targets and of --reread.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences a forward and backward pass.")] = 4,
+    dtype: Annotated[_Dtype, typer.Option(help="Of the model; auto: as its files say.")] = _Dtype.auto,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1 …")] = "cpu",
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Learn a profile: the directions of the cache that the model's loss depends on, and what each quality costs."""
+    from cuvee.codec.profile import Profile
+    from cuvee.eval.protocol import reread
+
+    _check_absent(out, force)
+    model, tokens = _model_and_tokens(model_path, texts, length, sequences, dtype, device)
+    prefix = 3 * length // 4 if prefix is None else prefix
+    if repeat:
+        tokens = reread(tokens, prefix, seed)
+    profile = Profile.calibrate(model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(out)
+    _show_profile(profile, out, as_json)
+
+
+def _model_and_tokens(
+    model_path: str, texts: Sequence[Path], length: int, sequences: int, dtype: _Dtype, device: str
+) -> tuple[PreTrainedModel, torch.Tensor]:
+    """The model, and `[N, length]` token ids spread evenly over the texts."""
+    import torch
+
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise typer.BadParameter(f"{device!r} is not a device of torch", param_hint="--device") from error
+    for text in texts:
+        if not text.is_file():
+            raise FileNotFoundError(errno.ENOENT, "no such text file", str(text))
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("learning a profile needs transformers: install cuvee[transformers]") from error
+
+    tokenizer: Any = None
+    cut: list[torch.Tensor] = []
+    for path in texts:
+        for item in _documents(path):
+            if isinstance(item, str) and tokenizer is None:
+                with _as_input_error(model_path):
+                    tokenizer = AutoTokenizer.from_pretrained(model_path)
+            ids = tokenizer(item, verbose=False).input_ids if isinstance(item, str) else item
+            cut += torch.tensor(ids, dtype=torch.int64).split(length)
+    whole = [piece for piece in cut if len(piece) == length]
+    if not whole:
+        raise InputError(f"the text holds no sequence of {length} tokens: give more of it, or a smaller --length")
+    count = min(sequences, len(whole))
+    tokens = torch.stack([whole[i * len(whole) // count] for i in range(count)])
+    with _as_input_error(model_path):
+        model: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=dtype.value)
+    return model.to(place).eval(), tokens
+
+
+def _documents(path: Path) -> Iterator[str | list[int]]:
+    """A text file as one string; each line of a .jsonl file as a string or a list of token ids."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    if path.suffix != ".jsonl":
+        yield text
+        return
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError as error:
+            raise InputError(f"{path}:{number} is not JSON: {error}") from error
+        if isinstance(item, dict):
+            item = item.get("input_ids", item.get("text"))
+        if not isinstance(item, str) and not (
+            isinstance(item, list) and all(type(t) is int and 0 <= t < 1 << 31 for t in item)
+        ):
+            raise InputError(f"{path}:{number} is neither a list of token ids nor an object with input_ids or text")
+        yield item
+
+
+@contextmanager
+def _as_input_error(what: str) -> Iterator[None]:
+    """A ValueError of transformers means files it cannot make sense of."""
+    try:
+        yield
+    except ValueError as error:
+        raise InputError(f"{what}: {error}") from error
+
+
+@profile_app.command("show")
+def profile_show(
+    file: Annotated[Path, typer.Argument(help="A profile.")],
+    as_json: _Json = False,
+) -> None:
+    """Say what a profile is for and what each quality costs with it."""
+    from cuvee.codec.profile import Profile
+
+    _show_profile(Profile.load(file), file, as_json)
+
+
+def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
+    layout = profile.layout
+    data = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "id": profile.id.hex(),
+        "source": profile.source,
+        "group": profile.group,
+        "model": profile.model,
+        "layout": {**layout.to_dict(), "fingerprint": layout.fingerprint.hex()},
+        "values_per_token": layout.values_per_token,
+        "sections": [
+            {
+                "first_layer": section.first_layer,
+                "end_layer": section.end_layer,
+                "values": section.values,
+                "blocks": list(section.blocks),
+                "components": len(learned.scale),
+                "prediction": learned.prediction.name.lower(),
+                "sinks": len(learned.basis.sinks),
+            }
+            for section, learned in zip(profile.sections, profile.learned, strict=bool(profile.learned))
+        ],
+        "curve": [{**asdict(point), "step": 2.0 ** (point.step / 64)} for point in profile.curve],
+    }
+    if as_json:
+        _print_json(data)
+        return
+    first, kinds = layout.layers[0], len(set(layout.layers))
+    shape = f"{layout.num_layers} layers" + (f" of {kinds} kinds, the first" if kinds > 1 else "")
+    facts = {
+        "profile": f"{path} ({data['bytes']:,} bytes)",
+        "id": data["id"],
+        "model": f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}",
+        "weights": profile.model or "not recorded",
+        "learned by": profile.source,
+        "group": f"{profile.group}: {len(profile.sections)} sections, {_predictions(profile)}",
+    }
+    console = _console()
+    grid = _table_class().grid(padding=(0, 2))
+    for name, value in facts.items():
+        grid.add_row(f"[dim]{name}[/dim]", str(value))
+    console.print(grid)
+    if not profile.curve:
+        console.print("No curve was measured: ask for a quality by step.")
+        return
+    table = _new_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1", "error")
+    width = 8 * layout.torch_dtype.itemsize
+    for point in profile.curve:
+        table.add_row(
+            f"{2.0 ** (point.step / 64):.4g}",
+            f"{point.bits_per_value:.3f}",
+            f"{width / point.bits_per_value:.1f}x",
+            _with_error(point.kl, point.kl_stderr),
+            _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
+            "" if point.top1 is None else f"{100 * point.top1:.1f} %",
+            f"{point.error:.2g}",
+        )
+    console.print(table)
+
+
+def _predictions(profile: Profile) -> str:
+    kinds = {section.prediction.name.lower() for section in profile.learned} - {"none"}
+    return f"prediction {', '.join(sorted(kinds))}" if kinds else "no prediction between tokens"
+
+
+def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    if value is None:
+        return ""
+    return f"{value:{sign}.5f}" + ("" if error is None else f" ± {error:.5f}")
+
+
+# encode, decode ------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def encode(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="CACHE",
+            help="safetensors file: layer.0.keys [T, H, D], layer.0.values, … ; keys after RoPE; metadata start.",
+        ),
+    ],
+    target: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="A folder for 00000.cuvee, 00001.cuvee …, or x.cuvee where one chunk holds everything."
+        ),
+    ],
+    profile: _ProfileFile = None,
+    config: _Config = None,
+    quality: Annotated[
+        str | None, typer.Option(help="lossless, high, balanced (the default) or small.", show_default=False)
+    ] = None,
+    kl: Annotated[float | None, typer.Option(help="Instead: nats a token the predictions may move.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Instead: bits a value.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Instead: how many times smaller.")] = None,
+    step: Annotated[float | None, typer.Option(help="Instead: the quantiser step.")] = None,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a blob.")] = _DEFAULT_CHUNK,
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Compress a saved cache."""
+    asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
+    given = [f"--{name}" for name, value in asked.items() if value is not None]
+    if len(given) > 1:
+        raise typer.BadParameter(f"give one of them, not {' and '.join(given)}")
+    _one_of_profile_and_config(profile, config)
+
+    from cuvee.codec.codec import Codec
+
+    tensors, start = _read_cache(source)
+    dtype = _dtype_of(tensors)
+    known = _profile(profile, config, dtype)
+    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step)
+    chunk = _to_chunk(source, tensors, start, replace(known.layout, dtype=dtype))
+    pieces = range(0, chunk.tokens, chunk_tokens)
+    single = target.suffix == _SUFFIX
+    if single and len(pieces) > 1:
+        raise InputError(
+            f"{target} can hold one chunk, the cache has {chunk.tokens} tokens and so {len(pieces)} chunks: "
+            f"name a folder, or give --chunk-tokens {chunk.tokens}"
+        )
+    _check_absent(target, force)
+    with _naming(source):
+        blobs = _encode_all(codec, chunk, chunk_tokens)
+    if single:
+        _write(target, blobs[0], force)
+    else:
+        _write_folder(target, {f"{i:0{_NAME_DIGITS}}{_SUFFIX}": blob for i, blob in enumerate(blobs)}, force)
+    size = sum(map(len, blobs))
+    values = chunk.tokens * chunk.layout.values_per_token
+    report = {
+        "out": str(target),
+        "chunks": len(blobs),
+        "tokens": chunk.tokens,
+        "start": start,
+        "raw_bytes": chunk.nbytes,
+        "bytes": size,
+        "bits_per_value": 8 * size / values,
+        "ratio": chunk.nbytes / size,
+    }
+    if as_json:
+        _print_json(report)
+    else:
+        print(
+            f"{target}: {chunk.tokens} tokens, {chunk.nbytes:,} -> {size:,} bytes, {report['ratio']:.2f}x, "
+            f"{report['bits_per_value']:.3f} bits a value, {_count(len(blobs), 'chunk')}"
+        )
+
+
+def _encode_all(codec: Codec, chunk: KVChunk, chunk_tokens: int) -> list[bytes]:
+    from rich.progress import track
+
+    starts = range(0, chunk.tokens, chunk_tokens)
+    shown = track(starts, "encoding", console=_console(stderr=True), transient=True, disable=len(starts) < 4)
+    return [codec.encode(chunk.slice(t, min(t + chunk_tokens, chunk.tokens))) for t in shown]
+
+
+@app.command()
+def decode(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="What encode wrote: a .cuvee file, or a folder of them.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
+    profile: _ProfileFile = None,
+    config: _Config = None,
+    start: Annotated[
+        int | None, typer.Option(min=0, help="Position of the first token; default: where it was.")
+    ] = None,
+    force: _Force = False,
+    as_json: _Json = False,
+) -> None:
+    """Restore a cache, where it was or at another position."""
+    _one_of_profile_and_config(profile, config)
+
+    from safetensors.torch import save
+
+    from cuvee.codec.codec import Codec
+    from cuvee.codec.container import inspect
+    from cuvee.codec.layout import KVChunk
+
+    _check_absent(target, force)
+    chunks: list[KVChunk] = []
+    codec: Codec | None = None
+    for path in _blob_files(source):
+        blob = path.read_bytes()
+        with _naming(path):
+            info = inspect(blob)
+            if codec is None:
+                # A codec decodes blobs of any quality of its profile; this one is always to be had.
+                codec = Codec(_profile(profile, config, info.dtype), "lossless")
+                moved = 0 if start is None else start - info.start
+            chunks.append(codec.decode(blob, info.start + moved))
+    with _naming(source):
+        whole = KVChunk.concat(chunks)
+    tensors = {}
+    for layer, (keys, values) in enumerate(zip(whole.keys, whole.values, strict=True)):
+        tensors[f"layer.{layer}.keys"] = keys.contiguous()
+        tensors[f"layer.{layer}.values"] = values.contiguous()
+    _write(target, save(tensors, {"start": str(whole.start)}), force)
+    report = {"out": str(target), "chunks": len(chunks), "tokens": whole.tokens, "start": whole.start}
+    if as_json:
+        _print_json(report)
+    else:
+        print(f"{target}: {whole.tokens} tokens from position {whole.start} on, {_count(len(chunks), 'chunk')}")
+
+
+def _one_of_profile_and_config(profile: Path | None, config: Path | None) -> None:
+    if (profile is None) == (config is None):
+        raise typer.BadParameter(
+            "give --profile, or --config for coding without one (lossless, or statistics in the blob)"
+        )
+
+
+def _profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
+    """The profile in a file, or the generic one for the model of a config."""
+    from cuvee.codec.layout import KVLayout
+    from cuvee.codec.profile import Profile
+
+    if file is not None:
+        return Profile.load(file)
+    assert config is not None
+    if not config.exists():
+        raise FileNotFoundError(errno.ENOENT, "no such config", str(config))
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        raise ImportError("--config needs transformers: install cuvee[transformers], or use --profile") from error
+    with _as_input_error(str(config)):
+        read = AutoConfig.from_pretrained(str(config)).get_text_config(decoder=True)
+    return Profile.generic(KVLayout.from_config(read, dtype=dtype))
+
+
+def _read_cache(path: Path) -> tuple[dict[str, torch.Tensor], int]:
+    """The tensors of a saved cache and the position of its first token."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such cache file", str(path))
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise FormatError(f"{path} is not a safetensors file: {error}") from error
+    text = metadata.get("start", "0")
+    if not (text.isascii() and text.isdigit()):
+        raise InputError(f"{path}: its metadata says start={text!r}, which is not a position")
+    return tensors, int(text)
+
+
+def _dtype_of(tensors: dict[str, torch.Tensor]) -> str:
+    dtypes = {str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()}
+    if len(dtypes) != 1:
+        raise InputError(f"the cache mixes dtypes: {', '.join(sorted(dtypes)) or 'it is empty'}")
+    return dtypes.pop()
+
+
+def _to_chunk(path: Path, tensors: dict[str, torch.Tensor], start: int, layout: KVLayout) -> KVChunk:
+    from cuvee.codec.layout import KVChunk
+
+    expected = [f"layer.{i}.{kind}" for i in range(layout.num_layers) for kind in ("keys", "values")]
+    if missing := [name for name in expected if name not in tensors]:
+        raise InputError(f"{path} has no tensor {missing[0]!r}; a cache of this model has {layout.num_layers} layers")
+    if extra := sorted(tensors.keys() - set(expected)):
+        raise InputError(f"{path} has a tensor {extra[0]!r}, which a cache of this model does not have")
+    with _naming(path):
+        return KVChunk(
+            [tensors[name] for name in expected[::2]], [tensors[name] for name in expected[1::2]], layout, start
+        )
+
+
+# inspect -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def inspect(
+    sources: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Blobs, or folders of them.")],
+    as_json: _Json = False,
+) -> None:
+    """Say what blobs hold. Needs no profile."""
+    from cuvee.codec.container import inspect as read
+
+    infos = []
+    for source in sources:
+        for path in _blob_files(source):
+            with _naming(path):
+                infos.append((path, read(path.read_bytes())))
+    if as_json:
+        _print_json(
+            [
+                {"file": str(path), **asdict(info), "bits_per_value": info.bits_per_value, "ratio": info.ratio}
+                for path, info in infos
+            ]
+        )
+        return
+    table = _new_table(
+        "file", "scheme", "tokens", "dtype", "step", "sections", "bytes", "bits/value", "ratio", "profile"
+    )
+    for path, info in infos:
+        table.add_row(
+            str(path),
+            info.scheme,
+            f"{info.start} … {info.start + info.tokens - 1}",
+            info.dtype,
+            "" if info.step is None else f"{info.step:.4g}",
+            str(len(info.section_bytes)),
+            f"{info.total_bytes:,}",
+            f"{info.bits_per_value:.3f}",
+            f"{info.ratio:.2f}x",
+            "" if info.profile_id is None else info.profile_id[:8],
+        )
+    raw, size = sum(info.raw_bytes for _, info in infos), sum(info.total_bytes for _, info in infos)
+    console = _console()
+    console.print(table)
+    if len(infos) > 1:
+        console.print(f"{len(infos)} blobs: {raw:,} -> {size:,} bytes, {raw / size:.2f}x", highlight=False)
+
+
+def _blob_files(source: Path) -> list[Path]:
+    """The blobs of a folder in order, or the file itself."""
+    if not source.is_dir():
+        return [source]
+    files = sorted(source.glob(f"*{_SUFFIX}"))
+    if not files:
+        raise InputError(f"{source} holds no {_SUFFIX} files")
+    return files
+
+
+# bench ---------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def bench(
+    as_json: _Json = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: under half a minute.")] = False,
+    device: Annotated[_Device, typer.Option(help="Where the tensors are.")] = _Device.cpu,
+) -> None:
+    """Measure speed and memory on this machine: every stage alone, and whole encodes and decodes."""
+    from cuvee.eval.bench import print_report, run_bench
+
+    report = run_bench(quick=quick, progress=_console(stderr=True))
+    if as_json:
+        _print_json(report)
+    else:
+        print_report(report, _console())
+
+
+# Shared --------------------------------------------------------------------------------------------------------------
+
+
+def _console(stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(stderr=stderr)
+
+
+def _table_class() -> type[Table]:
+    from rich.table import Table
+
+    return Table
+
+
+def _new_table(*columns: str) -> Table:
+    from rich import box
+
+    table = _table_class()(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
+    return table
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name before an error about its contents."""
+    try:
+        yield
+    except CuveeError as error:
+        raise type(error)(f"{path}: {error}") from error
+
+
+def _check_absent(path: Path, force: bool) -> None:
+    if path.exists() and not force:
+        raise InputError(f"{path} exists already: choose another name, or --force to replace it")
+
+
+def _write(path: Path, data: bytes, force: bool) -> None:
+    """Write a file in one step: nobody reads half of it."""
+    _check_absent(path, force)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
+    """Write a folder in one step. Only a folder that holds nothing but blobs is ever replaced."""
+    _check_absent(path, force)
+    if path.exists() and not (path.is_dir() and all(file.suffix == _SUFFIX for file in path.iterdir())):
+        raise InputError(f"{path} is not a folder of {_SUFFIX} files alone, so --force leaves it as it is")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    new.mkdir()
+    try:
+        for name, data in files.items():
+            (new / name).write_bytes(data)
+        if path.exists():
+            os.rename(path, old)
+        os.rename(new, path)
+    except BaseException:
+        shutil.rmtree(new, ignore_errors=True)
+        if old.exists() and not path.exists():
+            os.rename(old, path)
+        raise
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,117 @@
+"""What a codec costs in quality, on the bundled model."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVChunk
+from cuvee.eval.baselines import Identity
+from cuvee.eval.demo import calibration_windows
+from cuvee.eval.plots import plot_quality
+from cuvee.eval.protocol import LENGTH
+from cuvee.eval.quality import CodecMethod, QualityBench, measure_quality
+
+
+@pytest.fixture(scope="module")
+def bench(books: Any) -> QualityBench:
+    return QualityBench(books.model, books.orchard[:6], books.prefix, batch_size=4)
+
+
+def zeroed(chunks: list[KVChunk]) -> tuple[list[KVChunk], float]:
+    gone = [
+        KVChunk([torch.zeros_like(k) for k in c.keys], [torch.zeros_like(v) for v in c.values], c.layout, c.start)
+        for c in chunks
+    ]
+    return gone, 1.0
+
+
+def test_an_identity_costs_nothing(bench: QualityBench, books: Any) -> None:
+    q = bench.run("same", Identity())
+    assert (q.delta_nll, q.top1, q.bits_per_value, q.ratio) == (0, 1, 32, 0.5)
+    assert abs(q.kl) < 1e-7 and q.kl_stderr is not None and q.kl_stderr < 1e-7
+    assert (q.sequences, q.cached_tokens, q.scored_tokens) == (6, 6 * 192, 6 * 63)
+    assert q.encode_seconds is None and q.decode_gb_per_s is None
+    assert json.loads(json.dumps(q.to_dict()))["name"] == "same"
+
+
+def test_a_destroyed_cache_costs_much(bench: QualityBench) -> None:
+    q = bench.run("nothing", zeroed)
+    assert q.kl > 0.3 and q.delta_nll > 0.1 and q.top1 < 0.8
+    assert q.kl_stderr is not None and 0 < q.kl_stderr < q.kl
+
+
+def test_the_cast_to_sixteen_bits_is_part_of_the_figures(books: Any) -> None:
+    q = measure_quality(books.model, books.orchard[:2], books.prefix, Identity(), dtype="bfloat16")
+    assert 1e-7 < q.kl < 1e-3 and q.bits_per_value == 16 and q.ratio == 1
+
+
+def test_a_codec_is_measured_with_every_byte_and_its_time(bench: QualityBench, books: Any) -> None:
+    codec = Codec(books.profile, "balanced")
+    q = bench.run("cuvee", CodecMethod(codec), chunk_tokens=128)
+    blobs = [codec.encode(c.slice(t, min(t + 128, 192))) for c in bench.caches for t in (0, 128)]
+    values = 6 * 192 * books.layout.values_per_token
+    assert q.bits_per_value == pytest.approx(8 * sum(map(len, blobs)) / values)
+    assert 0 < q.kl < 0.05 and q.top1 > 0.85 and q.ratio > 5
+    assert q.encode_seconds is not None and q.decode_seconds is not None
+    assert q.encode_gb_per_s == pytest.approx(2e-9 * values / q.encode_seconds)
+    assert q.chunk_tokens == 128
+
+
+def test_smaller_chunks_cost_bytes(bench: QualityBench, books: Any) -> None:
+    method = CodecMethod(Codec(books.profile, "small"))
+    assert bench.run("", method, 16).bits_per_value > bench.run("", method, 192).bits_per_value
+
+
+def test_batches_do_not_matter(bench: QualityBench, books: Any) -> None:
+    other = QualityBench(books.model, books.orchard[:6], books.prefix, batch_size=1).run("nothing", zeroed)
+    assert other.kl == pytest.approx(bench.run("nothing", zeroed).kl, rel=1e-4)
+
+
+def test_a_single_sequence_has_no_standard_error(books: Any) -> None:
+    q = measure_quality(books.model, books.orchard[:1], books.prefix, zeroed)
+    assert q.kl_stderr is None and q.delta_nll_stderr is None and q.top1_stderr is None
+    json.dumps(q.to_dict(), allow_nan=False)
+
+
+def test_the_model_comes_back_as_it_was(books: Any) -> None:
+    books.model.train()
+    try:
+        measure_quality(books.model, books.orchard[:1], books.prefix, Identity())
+        assert books.model.training and all(p.requires_grad for p in books.model.parameters())
+    finally:
+        books.model.eval()
+
+
+def test_chunks_that_do_not_come_back_are_an_error(bench: QualityBench) -> None:
+    with pytest.raises(InputError, match=r"^method: short"):
+        bench.run("short", lambda chunks: (chunks[:-1], 1.0))
+    with pytest.raises(InputError, match=r"^chunk_tokens"):
+        bench.run("", Identity(), 0)
+
+
+def test_the_windows_of_the_curve_share_no_token_with_the_others() -> None:
+    windows = calibration_windows(torch.arange(6444))
+    held_out = min(max(len(windows) // 8, 2), 32)  # as Profile.calibrate does
+    learned = set(windows[:-held_out].flatten().tolist())
+    assert windows.shape[1] == LENGTH and len(windows) > 40
+    assert not learned & set(windows[-held_out:].flatten().tolist())
+
+
+def test_a_plot_is_a_png_and_leaves_the_backend_alone(bench: QualityBench, tmp_path: Path) -> None:
+    mpl = pytest.importorskip("matplotlib")
+    before = dict(mpl.rcParams)
+    lost = bench.run("nothing", zeroed)
+    series = [lost, replace(lost, bits_per_value=2.0, kl=0.01, kl_stderr=0.1), replace(lost, kl=0.0)]
+    path = tmp_path / "deep" / "plot.png"
+    plot_quality(path, {"curve": series}, [lost, replace(lost, kl_stderr=None)], "title")
+    assert path.read_bytes().startswith(b"\x89PNG") and dict(mpl.rcParams) == before
+    assert math.isfinite(lost.kl)
