@@ -25,6 +25,8 @@ from cuvee.codec.transform import Rotation, tile_tokens
 
 T = TypeVar("T")
 
+PARALLEL_VALUES = 1 << 20  # in a smaller chunk the threads take longer to start than to help
+
 
 class Codec:
     """Compresses chunks with one profile at one quality. Immutable and safe to share between threads.
@@ -37,7 +39,7 @@ class Codec:
         ratio: uncompressed over compressed size;
         step: the quantiser step itself, in the profile's units.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"`.
-        threads: sections coded at the same time. Default: the number of CPUs.
+        threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
         key: 16 to 64 secret bytes; blobs then carry an authentication tag, and only blobs with a valid one decode.
 
     Raises:
@@ -86,7 +88,7 @@ class Codec:
         scheme = self._scheme(self._own, self.step, get_backend(self._backend_name, chunk.device.type))
         unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
         jobs = [partial(scheme.encode, chunk, index, unrotation) for index in range(len(scheme.sections))]
-        sections = self._run(jobs)
+        sections = self._run(jobs, self._workers(chunk.tokens, chunk.layout))
         profile = bytes(ID_BYTES) if self.lossless else self.profile.id
         return write_blob(
             self._own, chunk.layout.dtype, chunk.tokens, chunk.start, self.step, chunk.layout.values_per_token,
@@ -183,13 +185,14 @@ class Codec:
         views = {index: read_section(blob, header, index) for index in chosen}
         # Too few sections for the threads: cut the tokens into runs as well, where tiles end.
         unit = max(tile_tokens(scheme.sections[index], layout) for index in chosen)
-        parts = _split(wanted, -(-self.threads // len(chosen)), unit)
+        workers = self._workers(count, layout)
+        parts = _split(wanted, -(-workers // len(chosen)), unit)
         jobs = []
         for part in parts:
             run = _part_of(target, part)
             rotation = Rotation(layout, run.start, part.stop - part.start, torch.device("cpu"))
             jobs += [partial(scheme.decode, views[index], index, run, rotation) for index in chosen]
-        self._run(jobs)
+        self._run(jobs, workers)
         return target
 
     def _scheme(self, scheme: Scheme, step: int, backend: Backend) -> SectionScheme:
@@ -206,15 +209,19 @@ class Codec:
             self._schemes[key] = made
         return self._schemes[key]
 
-    def _run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the jobs on this codec's threads; the first error ends the rest."""
-        if self.threads == 1 or len(jobs) == 1:
+    def _workers(self, tokens: int, layout: KVLayout) -> int:
+        """Threads worth starting for so many tokens."""
+        return self.threads if tokens * layout.values_per_token >= PARALLEL_VALUES else 1
+
+    @staticmethod
+    def _run(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
+        """Run the jobs on so many threads; the first error ends the rest."""
+        if workers == 1 or len(jobs) == 1:
             return [_without_gradients(job) for job in jobs]
         # One thread for each product: torch would start as many more from every worker. Its setting is the worker's
         # own, but also becomes the default of threads to come; the caller's call puts that back.
         try:
-            workers = min(self.threads, len(jobs))
-            with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            with ThreadPoolExecutor(min(workers, len(jobs)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
                 return list(pool.map(_without_gradients, jobs))
         finally:
             torch.set_num_threads(torch.get_num_threads())

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -127,8 +129,9 @@ def test_tensors_that_require_gradients(
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_same_bytes_and_values_from_every_backend_and_thread_count(
-    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("cuvee.codec.codec.PARALLEL_VALUES", 1)
     chunk = make_chunk(layouts["irregular"], 200, seed=4)
     settings: list[dict[str, object]] = [
         {"backend": "numba", "threads": 1},
@@ -142,6 +145,34 @@ def test_same_bytes_and_values_from_every_backend_and_thread_count(
     assert len(set(blobs)) == 1
     whole = codecs[0].decode(blobs[0])
     assert all(same(codec.decode(blobs[0]), whole) for codec in codecs[1:])
+
+
+def test_threads_leave_torchs_own_as_they_were(
+    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers use one torch thread each; neither the caller's setting nor that of new threads may change."""
+    started: list[int] = []
+    real = ThreadPoolExecutor
+
+    def counting(workers: int, **arguments: Any) -> ThreadPoolExecutor:
+        started.append(workers)
+        return real(workers, **arguments)
+
+    monkeypatch.setattr("cuvee.codec.codec.ThreadPoolExecutor", counting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        chunk = make_chunk(layouts["gqa"], 300)
+        codec = make_codec("gqa", "layer", step=0.2, threads=2)
+        codec.decode(codec.encode(chunk))
+        assert started == []  # too small to be worth a thread
+        monkeypatch.setattr("cuvee.codec.codec.PARALLEL_VALUES", 1)
+        codec.decode(codec.encode(chunk))
+        assert started == [2, 2]
+        with real(1) as pool:
+            assert (torch.get_num_threads(), pool.submit(torch.get_num_threads).result()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("name", [n for n in NAMES if n != "no-rope"])

@@ -365,10 +365,10 @@ def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[...
 def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: Any, layout: KVLayout) -> None:
     """Calibrated in float32, served in bfloat16: the blob's own dtype decides."""
     codec = Codec(codec_profile.Profile.generic(layout), quality)
-    narrow = DynamicCache()
+    narrow: Any = DynamicCache()
     for index, layer in enumerate(prefill(model, prompt(1)).layers):
         narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
-    back = decode_cache(codec, encode_cache(codec, narrow, CHUNK), model.config)
+    back: Any = decode_cache(codec, encode_cache(codec, narrow, CHUNK), model.config)
     for ours, theirs in zip(back.layers, narrow.layers, strict=True):
         assert ours.keys.dtype == torch.bfloat16
         assert ours.keys.shape == theirs.keys.shape
