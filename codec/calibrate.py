@@ -5,7 +5,6 @@ Only second moments and a bounded sample of tokens are kept, whatever the length
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,6 +29,7 @@ from cuvee.codec.model import (
     prefill,
     sample_gradients,
     score,
+    stderr,
 )
 from cuvee.codec.profile import CurvePoint, Profile, SectionProfile
 from cuvee.codec.symbols import F32, I16, I32, RHO_BITS, CodingPlan, Prediction, pack, predict, quantize
@@ -300,11 +300,6 @@ class _Tally:
             delta_nll_stderr=stderr(self.loss),
             top1=float(np.mean(self.same)),
         )
-
-
-def stderr(values: Sequence[float]) -> float | None:
-    """Standard error of the mean; None of a single value."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def _track(batches: Sequence[torch.Tensor], what: str, progress: bool) -> Iterable[torch.Tensor]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from cuvee.codec.errors import InputError
@@ -149,6 +151,11 @@ def compare(
     loss = (exact.gather(-1, chosen) - other.gather(-1, chosen)).squeeze(-1).mean(-1)
     same = (exact.argmax(-1) == other.argmax(-1)).float().mean(-1)
     return kl.tolist(), loss.tolist(), same.tolist()
+
+
+def stderr(values: Sequence[float]) -> float | None:
+    """Standard error of the mean; None of a single value."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def prefill(model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout) -> list[KVChunk]:

@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
-from cuvee.codec.calibrate import stderr
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk, KVLayout
-from cuvee.codec.model import check_tokens, compare, frozen, prefill, score
+from cuvee.codec.model import check_tokens, compare, frozen, prefill, score, stderr
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -169,6 +169,16 @@ def calibrated(tiny: Any, rows: torch.Tensor, group: str = "unit", **arguments: 
     return Profile.calibrate(tiny, rows, group, progress=False, **arguments)
 
 
+def test_calibrates_every_family(family: str, tiny_model: Callable[..., Any]) -> None:
+    """Gradients, sinks, curve and a round trip, on models whose attention, positions and masks differ."""
+    tiny = tiny_model(family)
+    profile = calibrated(tiny, tokens_of(12, 32), "head", prefix=20)
+    assert profile.curve[0].kl is not None and profile.curve[-1].kl is not None
+    assert -1e-6 < profile.curve[0].kl < profile.curve[-1].kl  # random weights: a KL below float32's rounding
+    assert all(len(section.scale) for section in profile.learned)  # the loss depends on every layer's cache
+    assert profile.curve[0].kl < 1e-3 and profile.curve[0].bits_per_value < 12
+
+
 def test_the_same_arguments_give_the_same_profile(tiny_model: Callable[..., Any]) -> None:
     tiny, rows = tiny_model("llama"), tokens_of(12, 40)
     first = calibrated(tiny, rows)

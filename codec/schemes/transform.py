@@ -15,7 +15,8 @@ from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import F32
 from cuvee.codec.transform import Rotation, Section, as_numpy, gather, require_finite, synthesise, tile_tokens, tiles
 
-FAST_BFLOAT16 = bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # matrix products in hardware
+# Matrix products in hardware.
+FAST_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class TransformScheme:
