@@ -25,6 +25,7 @@ from cuvee.codec.transform import Rotation, tile_tokens
 
 T = TypeVar("T")
 
+MAX_SCHEMES = 8  # kept: the codec's own, and those of the blobs decoded last
 PARALLEL_VALUES = 1 << 20  # in a smaller chunk the threads take longer to start than to help
 
 
@@ -206,7 +207,12 @@ class Codec:
                 made = TransformScheme(self.profile, step, backend)
             else:
                 made = GenericScheme(self.profile.layout, self.profile.family, step, backend)
+            # A scheme holds copies of the bases: blobs of ever other steps must not pile them up.
+            excess = max(len(self._schemes) + 1 - MAX_SCHEMES, 0)
+            for old in list(self._schemes)[1 : 1 + excess]:
+                self._schemes.pop(old, None)
             self._schemes[key] = made
+            return made
         return self._schemes[key]
 
     def _workers(self, tokens: int, layout: KVLayout) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import MAX_SCHEMES, Codec
 from cuvee.codec.container import inspect
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileError, ProfileMismatch
 from cuvee.codec.layout import KVChunk, KVLayout
@@ -145,6 +145,18 @@ def test_same_bytes_and_values_from_every_backend_and_thread_count(
     assert len(set(blobs)) == 1
     whole = codecs[0].decode(blobs[0])
     assert all(same(codec.decode(blobs[0]), whole) for codec in codecs[1:])
+
+
+def test_blobs_of_many_steps_do_not_pile_up(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 20)
+    codec = make_codec("gqa", "layer", step=0.2)
+    own = next(iter(codec._schemes))
+    for power in range(-20, 1):
+        blob = make_codec("gqa", "layer", step=2 ** (power / 4)).encode(chunk)
+        assert codec.decode(blob).tokens == 20
+        assert len(codec._schemes) <= MAX_SCHEMES
+        assert own in codec._schemes
+    assert len(codec._schemes) == MAX_SCHEMES
 
 
 def test_threads_leave_torchs_own_as_they_were(
