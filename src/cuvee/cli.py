@@ -321,17 +321,16 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
     if not profile.curve:
         console.print("No curve was measured: ask for a quality by step.")
         return
-    table = _new_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1", "error")
+    table = _new_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
     width = 8 * layout.torch_dtype.itemsize
     for point in profile.curve:
         table.add_row(
-            f"{2.0 ** (point.step / 64):.4g}",
+            f"{2.0 ** (point.step / 64):.3g}",
             f"{point.bits_per_value:.3f}",
             f"{width / point.bits_per_value:.1f}x",
             _with_error(point.kl, point.kl_stderr),
             _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
             "" if point.top1 is None else f"{100 * point.top1:.1f} %",
-            f"{point.error:.2g}",
         )
     console.print(table)
 
@@ -573,9 +572,7 @@ def inspect(
             ]
         )
         return
-    table = _new_table(
-        "file", "scheme", "tokens", "dtype", "step", "sections", "bytes", "bits/value", "ratio", "profile"
-    )
+    table = _new_table("file", "scheme", "tokens", "dtype", "step", "bytes", "bits/value", "ratio")
     for path, info in infos:
         table.add_row(
             str(path),
@@ -583,11 +580,9 @@ def inspect(
             f"{info.start} … {info.start + info.tokens - 1}",
             info.dtype,
             "" if info.step is None else f"{info.step:.4g}",
-            str(len(info.section_bytes)),
             f"{info.total_bytes:,}",
             f"{info.bits_per_value:.3f}",
             f"{info.ratio:.2f}x",
-            "" if info.profile_id is None else info.profile_id[:8],
         )
     raw, size = sum(info.raw_bytes for _, info in infos), sum(info.total_bytes for _, info in infos)
     console = _console()
@@ -643,9 +638,10 @@ def _table_class() -> type[Table]:
 def _new_table(*columns: str) -> Table:
     from rich import box
 
-    table = _table_class()(box=box.SIMPLE_HEAD, pad_edge=False)
+    # Narrow enough for 80 columns; where it is not, the first column gives way.
+    table = _table_class()(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold")
+        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=bool(index))
     return table
 
 
