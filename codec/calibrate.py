@@ -33,7 +33,16 @@ from cuvee.codec.model import (
 )
 from cuvee.codec.profile import CurvePoint, Profile, SectionProfile
 from cuvee.codec.symbols import F32, I16, I32, RHO_BITS, CodingPlan, Prediction, pack, predict, quantize
-from cuvee.codec.transform import Rotation, Section, SectionBasis, eigenbasis, gather, partition, require_finite
+from cuvee.codec.transform import (
+    WEIGHT_RANGE,
+    Rotation,
+    Section,
+    SectionBasis,
+    eigenbasis,
+    gather,
+    partition,
+    require_finite,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -61,6 +70,9 @@ class Moments:
     def __init__(self, section: Section, layout: KVLayout, limit: int) -> None:
         self.section = section
         self.count = 0
+        # Everything is summed relative to the mean of the first run: a channel's mean may be far larger than its
+        # deviation (the key biases of Qwen2), and the covariance would drown in the rounding of their squares.
+        self.origin = torch.zeros(section.values)
         self.total = torch.zeros(section.values, dtype=torch.float64)
         self.products = [torch.zeros(size, size, dtype=torch.float64) for size in section.blocks]
         self.metrics = [torch.zeros(size, size, dtype=torch.float64) for size in section.blocks]
@@ -69,8 +81,7 @@ class Moments:
         self.sample: list[tuple[int, torch.Tensor]] = []  # (position of the first token, [t, N])
         self._limit = limit
         self._stride, self._seen = 1, 0
-        units = [s for x in section.layers(layout) for s in (x.key_values, x.value_values)]
-        self.units = units
+        self._units = [s for x in section.layers(layout) for s in (x.key_values, x.value_values)]
         # The metric of several layers is gathered layer by layer: block-diagonal measured as good as the full one
         # (0.74 against 0.73 bits a value on books-3m) and needs far fewer samples.
         self._metric_runs = [x.key_values + x.value_values for x in section.layers(layout)]
@@ -81,6 +92,9 @@ class Moments:
             self.sink_total[position] += x[position - start]
             self.sink_count[position] += 1
         ordinary = x[max(0, SINKS - start) :]
+        if not self.count and len(ordinary):
+            self.origin = ordinary.mean(0)
+        ordinary = ordinary - self.origin
         self.count += len(ordinary)
         self.total += ordinary.sum(0, dtype=torch.float64)
         column = 0
@@ -107,13 +121,13 @@ class Moments:
 
     def mean(self) -> torch.Tensor:
         """`[N]` float64."""
-        return self.total / self.count
+        return self.origin + self.total / self.count
 
     def covariances(self) -> list[torch.Tensor]:
         """Covariance of each block, float64."""
-        out, column, mean = [], 0, self.mean()
+        out, column, offset = [], 0, self.total / self.count
         for products in self.products:
-            part = mean[column : column + len(products)]
+            part = offset[column : column + len(products)]
             out.append(products / self.count - torch.outer(part, part))
             column += len(products)
         return out
@@ -137,8 +151,12 @@ class Moments:
         for covariance in self.covariances():
             size = len(covariance)
             weight = torch.ones(size, dtype=torch.float64)
+            power = self.mean()[column : column + size].square()
+            # A unit that does not vary has nothing but rounding to its variance, which must not count as the others'.
+            most = float(covariance.diagonal().max()) * WEIGHT_RANGE
             for low, high in self._unit_runs(column, size):
-                weight[low:high] = 1 / covariance.diagonal()[low:high].mean().clamp_min(1e-30)
+                floor = max(float(power[low:high].mean()) * 1e-12, most, 1e-30)
+                weight[low:high] = 1 / covariance.diagonal()[low:high].mean().clamp_min(floor)
             out.append(weight.diag())
             column += size
         return out
@@ -146,7 +164,7 @@ class Moments:
     def _unit_runs(self, column: int, size: int) -> list[tuple[int, int]]:
         """The parts of the block at `column` that belong to different units, numbered within the block."""
         runs, edge = [], 0
-        for unit in self.units:
+        for unit in self._units:
             low, high = max(edge, column), min(edge + unit, column + size)
             if low < high:
                 runs.append((low - column, high - column))
@@ -371,6 +389,8 @@ def _build(
     # Step 1 is the root mean square of a coefficient, so that steps mean the same in every profile.
     everything = torch.cat([d for section in deviations for d in section])
     unit = float(everything.square().mean().sqrt())
+    if not 0 < unit < float("inf"):
+        raise ProfileError("the samples do not vary, or the loss does not depend on them: there is nothing to learn")
     built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
     family = fit_family(_family_samples(moments, built), FAMILY_STEPS)
     learned = tuple(_with_prediction(m, section, family) for m, section in zip(moments, built, strict=True))

@@ -27,7 +27,6 @@ LOWEST = -2 * OCTAVE  # scale of table 0, relative to the step
 TABLES = 25  # up to 2**4 steps of deviation
 PROB_BITS = 12
 _TABLE = OCTAVE // TABLES_PER_OCTAVE
-_RESERVED = 4  # tables at the top that wide components use
 
 # Trade-off of rate-distortion optimised quantisation: squared steps a bit. The tangent of the rate-distortion curve
 # at high rate is 2 ln 2 / 12 = 0.116; 0.06, 0.10 and 0.14 measured alike on books-3m, 0.10 best at KL 0.0065.

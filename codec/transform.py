@@ -22,6 +22,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin, turn
 
+WEIGHT_RANGE = 1e-7  # least over largest weight of a metric: float32 maps cannot hold a wider range
+
 
 @dataclass(frozen=True, slots=True)
 class Section:
@@ -239,7 +241,7 @@ def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Te
         forward `[n, n]`, inverse `[n, n]`, deviation `[n]` (falling), float64.
     """
     weight, vectors = torch.linalg.eigh(metric)
-    weight = weight.clamp_min(max(float(weight.max()) * 1e-7, 1e-300))
+    weight = weight.clamp_min(max(float(weight.max()) * WEIGHT_RANGE, 1e-300))
     root = (vectors * weight.sqrt()) @ vectors.T
     inverse_root = (vectors * weight.rsqrt()) @ vectors.T
     energy, axes = torch.linalg.eigh(root @ covariance @ root)

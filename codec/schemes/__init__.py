@@ -24,7 +24,7 @@ class Target:
 
     Attributes:
         layout: of the chunk, with the blob's dtype.
-        keys, values: per layer `[t, H, D]` outputs for the wanted tokens; None for layers not asked for.
+        keys, values: per layer `[t, H, D]` outputs for the wanted tokens; empty for sections not asked for.
         wanted: the tokens of the blob to decode; token `wanted.start` goes to row 0 of the outputs.
         tokens: tokens in the blob.
         source_start: the position at which the blob's first token was encoded.

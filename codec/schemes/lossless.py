@@ -95,7 +95,6 @@ class LosslessScheme:
     """Codes sections of any model bit for bit."""
 
     def __init__(self, layout: KVLayout, backend: Backend) -> None:
-        self._layout = layout
         self._sections = partition(layout, "unit")
         self._backend = backend
 
