@@ -255,11 +255,23 @@ def read_section(blob: bytes | memoryview, header: Header, index: int) -> memory
     Raises:
         CorruptError: its checksum does not match.
     """
-    offset = header.section_offset(index)
-    view = memoryview(blob)[offset : offset + header.section_bytes[index]]
-    if xxhash.xxh3_64_intdigest(view) != header.section_hashes[index]:
-        raise CorruptError(f"the checksum of section {index} does not match: the bytes are damaged")
-    return view
+    return read_sections(blob, header, range(index, index + 1))[0]
+
+
+def read_sections(blob: bytes | memoryview, header: Header, indices: range) -> list[memoryview]:
+    """The bytes of adjacent sections, verified.
+
+    Raises:
+        CorruptError: a checksum does not match.
+    """
+    views, offset = [], header.section_offset(indices.start)
+    for index in indices:
+        view = memoryview(blob)[offset : offset + header.section_bytes[index]]
+        if xxhash.xxh3_64_intdigest(view) != header.section_hashes[index]:
+            raise CorruptError(f"the checksum of section {index} does not match: the bytes are damaged")
+        views.append(view)
+        offset += header.section_bytes[index]
+    return views
 
 
 def inspect(blob: bytes | memoryview) -> BlobInfo:
@@ -298,6 +310,11 @@ class Reader:
     def __init__(self, view: memoryview) -> None:
         self._view = view
         self._at = 0
+
+    @property
+    def position(self) -> int:
+        """Bytes taken so far."""
+        return self._at
 
     def take(self, count: int) -> memoryview:
         """The next `count` bytes. Raises FormatError when fewer are left."""

@@ -14,7 +14,8 @@ Coefficients are (x - mean) / unit scale; the blob's step is relative to that.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,91 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.family import OCTAVE, Family, coding_plan, scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.schemes import Target, overlap
-from cuvee.codec.symbols import F32
+from cuvee.codec.symbols import F32, CodingPlan
 from cuvee.codec.transform import Rotation, Section, gather, partition, require_finite, tile_tokens, tiles
 
 _SCALE = struct.Struct("<h")
 _DEAD = 255
 _MAX_SCALE = 126 * OCTAVE  # within float32
 _MAX_CODE = 24 + 4 * 8  # the widest component: see `family.split_wide`
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """What a section says of its channels.
+
+    Attributes:
+        mean: `[N]` float32, exact in bfloat16.
+        scale: `[N]` float32, that of the channel's unit: a coefficient is (x - mean) / scale.
+        code: `[N]` int32 scale code; -1: not coded.
+    """
+
+    mean: npt.NDArray[np.float32]
+    scale: npt.NDArray[np.float32]
+    code: npt.NDArray[np.int32]
+
+    @property
+    def live(self) -> npt.NDArray[np.intp]:
+        """The coded channels, in order: the rows of the coefficients."""
+        return np.flatnonzero(self.code >= 0)
+
+    def plan(self) -> CodingPlan:
+        """How the coded channels are coded."""
+        return coding_plan(self.code[self.live])
+
+
+def write_channels(
+    blocks: Sequence[int], mean: npt.NDArray[np.float32], deviation: npt.NDArray[np.float64], step: int
+) -> tuple[bytes, Channels]:
+    """Choose scales and codes, and write the side information of a section.
+
+    Args:
+        blocks: values of each unit.
+        mean: `[N]` of each channel, exact in bfloat16.
+        deviation: `[N]` from that mean.
+        step: relative step index.
+    """
+    side = bytearray()
+    scales, codes = np.empty(len(mean), np.float32), np.empty(len(mean), np.int32)
+    column = 0
+    for size in blocks:
+        own = slice(column, column + size)
+        unit = np.array([np.linalg.norm(deviation[own]) / size**0.5])
+        scale = int(np.clip(scale_index(unit)[0], -_MAX_SCALE, _MAX_SCALE))
+        code = np.minimum(scale_codes(scale_index(deviation[own] / step_value(scale)), step), _MAX_CODE)
+        bits = mean[own].view(np.uint32) >> np.uint32(16)
+        side += _SCALE.pack(scale) + bits.astype("<u2").tobytes()
+        side += np.where(code < 0, _DEAD, code).astype(np.uint8).tobytes()
+        scales[own], codes[own] = step_value(scale), np.maximum(code, -1)
+        column += size
+    return bytes(side) + bytes(-len(side) % 4), Channels(mean, scales, codes)
+
+
+def read_channels(reader: Reader, blocks: Sequence[int], index: int) -> Channels:
+    """Read the side information of section `index`.
+
+    Raises:
+        FormatError: it ends too early, or names what no encoder writes.
+    """
+    means: list[npt.NDArray[np.float32]] = []
+    scales: list[npt.NDArray[np.float32]] = []
+    codes: list[npt.NDArray[np.int32]] = []
+    for size in blocks:
+        (scale,) = reader.unpack(_SCALE)
+        if abs(scale) > _MAX_SCALE:
+            raise FormatError(f"section {index} names a scale beyond {_MAX_SCALE}")
+        bits = reader.array("u2", size).astype(np.uint32)
+        means.append((bits << np.uint32(16)).view(np.float32))
+        scales.append(np.full(size, step_value(scale), np.float32))
+        codes.append(reader.array("u1", size).astype(np.int32))
+    reader.skip_padding()
+    mean, code = np.concatenate(means), np.concatenate(codes)
+    code[code == _DEAD] = -1
+    if not np.isfinite(mean).all():
+        raise FormatError(f"section {index} has a mean that is not finite")
+    if code.max(initial=-1) > _MAX_CODE:
+        raise FormatError(f"section {index} names a scale code beyond {_MAX_CODE}")
+    return Channels(mean, np.concatenate(scales), code)
 
 
 class GenericScheme:
@@ -56,60 +135,31 @@ class GenericScheme:
         tile = tile_tokens(section, chunk.layout)
         x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])
         require_finite(x, section)
-        side = bytearray()
-        codes = np.full(section.values, _DEAD, np.int32)
-        column = 0
-        for size in section.blocks:
-            part = x[:, column : column + size]
-            mean = part.mean(0, dtype=torch.float64).bfloat16()
-            part -= mean.float()
-            # Sums of squares in float64: those of large values overflow float32.
-            deviation = torch.linalg.vector_norm(part, dim=0, dtype=torch.float64) / len(part) ** 0.5
-            unit = torch.linalg.vector_norm(deviation).numpy() / size**0.5
-            scale = int(np.clip(scale_index(unit), -_MAX_SCALE, _MAX_SCALE))
-            part /= step_value(scale)
-            code = scale_codes(scale_index(deviation.numpy() / step_value(scale)), self._step)
-            code = np.where(code < 0, _DEAD, np.minimum(code, _MAX_CODE))
-            side += _SCALE.pack(scale)
-            side += mean.view(torch.int16).numpy().astype("<i2").tobytes() + code.astype(np.uint8).tobytes()
-            codes[column : column + size] = code
-            column += size
-        live = np.flatnonzero(codes != _DEAD)
-        side += bytes(-len(side) % 4)
+        mean = x.mean(0, dtype=torch.float64).bfloat16().float()
+        x -= mean
+        # Sums of squares in float64: those of large values overflow float32.
+        deviation = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64) / len(x) ** 0.5
+        side, channels = write_channels(section.blocks, mean.numpy(), deviation.numpy(), self._step)
+        x /= torch.from_numpy(channels.scale)
+        live = channels.live
 
         def coefficients() -> Iterator[tuple[slice, F32]]:
             for at in tiles(chunk.tokens, tile):
                 yield at, np.ascontiguousarray(x[at].numpy().T[live])
 
-        return bytes(side) + self._coder.encode(coefficients(), coding_plan(codes[live]), chunk.tokens)
+        return side + self._coder.encode(coefficients(), channels.plan(), chunk.tokens)
 
     def decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
         """See `SectionScheme.decode`."""
         section = self._sections[index]
         reader = Reader(data)
-        means: list[torch.Tensor] = []
-        scales: list[npt.NDArray[np.float32]] = []
-        codes: list[npt.NDArray[np.int32]] = []
-        for size in section.blocks:
-            (scale,) = reader.unpack(_SCALE)
-            if abs(scale) > _MAX_SCALE:
-                raise FormatError(f"section {index} names a scale beyond {_MAX_SCALE}")
-            means.append(torch.from_numpy(reader.array("i2", size).view(np.int16)).view(torch.bfloat16).float())
-            scales.append(np.full(size, step_value(scale), np.float32))
-            codes.append(reader.array("u1", size).astype(np.int32))
-        reader.skip_padding()
-        if not all(bool(torch.isfinite(mean).all()) for mean in means):
-            raise FormatError(f"section {index} has a mean that is not finite")
-        code = np.concatenate(codes)
-        live = np.flatnonzero(code != _DEAD)
-        if live.size and code[live].max() > _MAX_CODE:
-            raise FormatError(f"section {index} names a scale code beyond {_MAX_CODE}")
-        mean, scale_of = torch.cat(means), torch.from_numpy(np.concatenate(scales)[live])
-        where = torch.from_numpy(live)
+        channels = read_channels(reader, section.blocks, index)
+        live = channels.live
+        mean, scale, where = (torch.from_numpy(a) for a in (channels.mean, channels.scale[live], live))
         tile = tile_tokens(section, target.layout)
-        for at, y in self._coder.decode(reader, coding_plan(code[live]), target.tokens, target.wanted, tile):
+        for at, y in self._coder.decode(reader, channels.plan(), target.tokens, target.wanted, tile):
             x = torch.zeros(at.stop - at.start, section.values)
-            x[:, where] = torch.from_numpy(y).T * scale_of
+            x[:, where] = torch.from_numpy(y).T * scale
             inside, rows = overlap(at, target.wanted)
             self._backend.place(
                 x[inside], mean[None], section, target.layout, rotation, rows, target.keys, target.values

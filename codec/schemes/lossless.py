@@ -76,19 +76,31 @@ def _from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(signed).view(dtype)
 
 
-def _model(data: U8) -> _Plane:
-    """Choose between storing and coding a plane, and the references and the table if coded."""
-    channels = len(data)
-    # Exponents of a channel gather around their mean (for a Gaussian: half of them within one of it).
-    reference = np.rint(data.mean(1))
-    symbols = (data - reference.astype(np.uint8)[:, None]).astype(np.uint8)
-    counts = np.bincount(symbols.ravel(), minlength=SYMBOLS)
+def choose_table(counts: npt.NDArray[np.integer], channels: int) -> npt.NDArray[np.uint16] | None:
+    """The table that codes a plane of `channels` whose symbols (bytes less references) come up so often.
+
+    None where coding, table and references included, saves less than a hundredth: the plane is stored.
+    """
     freq = normalize_counts(counts, PROB_BITS)
     used = counts > 0
     size = (counts[used] * (PROB_BITS - np.log2(freq[used]))).sum() / 8
-    if size + channels + 3 * int((freq > 0).sum()) >= 0.99 * data.size:
-        return _Plane(data, None, None)
-    return _Plane(symbols, reference.astype(np.uint8), freq)
+    return None if size + channels + 3 * int((freq > 0).sum()) >= 0.99 * counts.sum() else freq
+
+
+def write_model(reference: U8, freq: npt.NDArray[np.uint16]) -> bytes:
+    """References and table of a coded plane."""
+    used = np.flatnonzero(freq)
+    pairs = b"".join(_PAIR.pack(symbol, freq[symbol]) for symbol in used)
+    return reference.tobytes() + _COUNT.pack(len(used)) + pairs
+
+
+def _model(data: U8) -> _Plane:
+    """Choose between storing and coding a plane, and the references and the table if coded."""
+    # Exponents of a channel gather around their mean (for a Gaussian: half of them within one of it).
+    reference = np.rint(data.mean(1)).astype(np.uint8)
+    symbols = (data - reference[:, None]).astype(np.uint8)
+    freq = choose_table(np.bincount(symbols.ravel(), minlength=SYMBOLS), len(data))
+    return _Plane(data, None, None) if freq is None else _Plane(symbols, reference, freq)
 
 
 class LosslessScheme:
@@ -115,10 +127,7 @@ class LosslessScheme:
             if plane.freq is None or plane.reference is None:
                 stored += plane.data.tobytes()
                 continue
-            used = np.flatnonzero(plane.freq)
-            head += plane.reference.tobytes() + _COUNT.pack(len(used))
-            for symbol in used:
-                head += _PAIR.pack(symbol, plane.freq[symbol])
+            head += write_model(plane.reference, plane.freq)
         head += bytes(-len(head) % 4)
         stored += bytes(-len(stored) % 4)
         if not coded:
@@ -136,7 +145,7 @@ class LosslessScheme:
         itemsize = target.layout.torch_dtype.itemsize
         reader = Reader(data)
         channels = [size for size in section.blocks for _ in range(itemsize)]
-        models = [_read_model(reader, size) for size in channels]
+        models = [read_model(reader, size) for size in channels]
         reader.skip_padding()
         stored = [
             reader.array("u1", size * target.tokens).view(np.uint8).reshape(size, target.tokens)
@@ -177,7 +186,7 @@ class LosslessScheme:
             )
 
 
-def _read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16]] | None:
+def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16]] | None:
     """References and table of a coded plane, None of a stored one."""
     mode = reader.take(1)[0]
     if mode > 1:
