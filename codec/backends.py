@@ -1,13 +1,18 @@
 """The registry of backends: who runs the stages. Every backend produces and reads the same bytes.
 
-A backend is a set of functions with the signatures of the reference (`rans.py`, `symbols.py`, `place`). A faster one
-registers itself under a name and for the device types it serves; nothing else in the codec knows of it.
+There are two kinds. A `Backend` serves the CPU: a set of functions with the signatures of the reference (`rans.py`,
+`symbols.py`, `place`), which `schemes/` calls one after the other. A `DeviceBackend` takes over where the data lie on
+a device and many chunks and layers have to go through one launch: it codes whole chunks, from and into a
+`PagedCache`. Either registers itself under a name and for the device types it serves; nothing else in the codec knows
+of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -18,6 +23,11 @@ from cuvee.codec.rans import U8, U16, Streams
 from cuvee.codec.symbols import F32, I32, CodingPlan, Escapes, Quantizer
 from cuvee.codec.tables import EntropyTables
 from cuvee.codec.transform import Rotation, Section
+
+if TYPE_CHECKING:
+    from cuvee.codec.container import Header, Scheme
+    from cuvee.codec.paged import PagedCache
+    from cuvee.codec.profile import Profile
 
 Place = Callable[
     [torch.Tensor, torch.Tensor, Section, KVLayout, Rotation, slice, list[torch.Tensor], list[torch.Tensor]], None
@@ -41,7 +51,83 @@ class Backend:
     place: Place
 
 
+@dataclass(frozen=True, slots=True)
+class Coding:
+    """How the sections of a blob are coded.
+
+    Attributes:
+        profile: whose bases and tables; for lossless its layout alone matters.
+        scheme: lossless, transform or generic.
+        step: step index, 0 for lossless.
+        dtype: of the values: the blob's.
+    """
+
+    profile: Profile
+    scheme: Scheme
+    step: int
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class CodedChunk:
+    """A blob to be decoded into a cache: its header is verified, its sections are not yet.
+
+    Attributes:
+        blob: all of its bytes.
+        header: what `read_header` returned.
+        slots: int64 `[tokens]` on the cache's device, -1 for tokens that are not to be written.
+        start: position that its first token gets.
+        number: of the blob in its call, for messages.
+    """
+
+    blob: bytes | memoryview
+    header: Header
+    slots: torch.Tensor
+    start: int
+    number: int = 0
+
+
+class DeviceBackend(Protocol):
+    """Codes whole chunks where they lie. Works on the device's current stream."""
+
+    @property
+    def name(self) -> str:
+        """Name in the registry."""
+        ...
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Device types it serves."""
+        ...
+
+    def encode(
+        self, coding: Coding, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> list[list[bytes]]:
+        """The sections of each chunk: chunk i is the tokens at `slots[i]`, the first at position `starts[i]`.
+
+        Raises:
+            InputError: values that the scheme cannot code, or a slot beyond the cache.
+        """
+        ...
+
+    def decode(
+        self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
+    ) -> Callable[[], None]:
+        """Start writing the chunks into the cache; returns a function that waits and raises what went wrong.
+
+        Raises:
+            FormatError, CorruptError: at once, if a section's checksum or its lengths are wrong; from the returned
+                function, if the streams are.
+        """
+        ...
+
+
 _BACKENDS: dict[str, Backend] = {}
+_DEVICE_BACKENDS: dict[str, DeviceBackend] = {}
+
+# Registered by modules that are imported when a device asks for them: the codec does not depend on them.
+_MODULES = {"triton": "cuvee.kernels.backend"}
+_OF_DEVICE = {"cuda": "triton"}
 
 
 def register(backend: Backend) -> None:
@@ -49,9 +135,22 @@ def register(backend: Backend) -> None:
     _BACKENDS[backend.name] = backend
 
 
+def register_device(backend: DeviceBackend) -> None:
+    """Make a device backend known."""
+    _DEVICE_BACKENDS[backend.name] = backend
+
+
 def backend_names() -> list[str]:
     """The names that `get_backend` accepts, besides `"auto"`."""
     return list(_BACKENDS)
+
+
+def check_backend(name: str) -> str:
+    """`name`, if it is `"auto"` or a backend of either kind; else raises InputError."""
+    known = ["auto", *_BACKENDS, *_MODULES]
+    if name not in known:
+        raise InputError(f"backend={name!r} is not known; choose one of {known}")
+    return name
 
 
 def get_backend(name: str, device_type: str = "cpu") -> Backend:
@@ -68,6 +167,26 @@ def get_backend(name: str, device_type: str = "cpu") -> Backend:
     if name not in _BACKENDS:
         raise InputError(f"backend={name!r} is not known; choose 'auto' or one of {backend_names()}")
     backend = _BACKENDS[name]
+    if device_type not in backend.devices:
+        raise InputError(f"backend {name!r} serves {backend.devices}, not tensors on {device_type!r}")
+    return backend
+
+
+def get_device_backend(name: str, device_type: str) -> DeviceBackend | None:
+    """The device backend for tensors on `device_type`; None where a `Backend` is to serve them.
+
+    Raises:
+        InputError: the backend cannot run here, or does not serve that device.
+    """
+    if name == "auto":
+        name = _OF_DEVICE.get(device_type, "")
+    if name not in _MODULES:
+        return None
+    try:
+        import_module(_MODULES[name])
+    except ModuleNotFoundError as error:
+        raise InputError(f"backend {name!r} needs the package {error.name!r}, which is not installed") from error
+    backend = _DEVICE_BACKENDS[name]
     if device_type not in backend.devices:
         raise InputError(f"backend {name!r} serves {backend.devices}, not tensors on {device_type!r}")
     return backend

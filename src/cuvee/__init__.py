@@ -3,6 +3,7 @@
 Everything public is imported on first use (PEP 562), so that `import cuvee` does not load torch:
 
     KVLayout, KVChunk   what a cache looks like, and a run of tokens of one
+    PagedCache          where the pages of a serving engine's cache lie
     Profile             what was learned offline for one model
     Codec               encode a chunk to bytes, decode bytes to a chunk
     inspect             what a blob says about itself, without its profile
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
         VersionError,
     )
     from cuvee.codec.layout import KVChunk, KVLayout
+    from cuvee.codec.paged import PagedCache
     from cuvee.codec.profile import Profile
 
     __version__: str
@@ -38,6 +40,7 @@ __all__ = [
     "InputError",
     "KVChunk",
     "KVLayout",
+    "PagedCache",
     "Profile",
     "ProfileError",
     "ProfileMismatch",
@@ -55,6 +58,7 @@ _HOME = {
     "InputError": "cuvee.codec.errors",
     "KVChunk": "cuvee.codec.layout",
     "KVLayout": "cuvee.codec.layout",
+    "PagedCache": "cuvee.codec.paged",
     "Profile": "cuvee.codec.profile",
     "ProfileError": "cuvee.codec.errors",
     "ProfileMismatch": "cuvee.codec.errors",

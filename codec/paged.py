@@ -1,0 +1,174 @@
+"""A KV cache as a serving engine holds it: blocks of tokens, in any physical order, addressed by slots.
+
+    slot s of a layer = token s % block_tokens of block s // block_tokens
+
+`PagedCache` describes tensors that are there already; it owns nothing and copies nothing. A dense cache is one whose
+single block holds all tokens, so whoever reads or writes a `PagedCache` serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+NOWHERE = -1  # the slot of a token that is not to be written
+
+
+class PagedCache:
+    """Where the KV cache of a model lies in memory.
+
+    Args:
+        layout: of the model. Its dtype is that of the values; an fp8 cache holds them divided by a scale.
+        keys: per layer `[blocks, block_tokens, heads, head_dim]`, keys post-RoPE. Any strides: a view of the engine's
+            tensor in that logical order (`kv[..., :D]`, `.permute(...)`), K and V packed or apart.
+        values: per layer `[blocks, block_tokens, heads, value_dim]`, likewise.
+        key_scales: per layer, for fp8: a key is the stored number times this. Default 1.
+        value_scales: likewise.
+
+    Raises:
+        InputError: tensors of another shape than the layout's, or not all of one dtype and one device.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        key_scales: Sequence[float] | None = None,
+        value_scales: Sequence[float] | None = None,
+    ) -> None:
+        for name, given in (
+            ("keys", keys), ("values", values), ("key_scales", key_scales), ("value_scales", value_scales)
+        ):  # fmt: skip
+            if given is not None and len(given) != layout.num_layers:
+                raise InputError(f"{name} has {len(given)} layers, the layout {layout.num_layers}")
+        self.layout = layout
+        self.keys = tuple(keys)
+        self.values = tuple(values)
+        self.key_scales = _scales("key_scales", key_scales, layout)
+        self.value_scales = _scales("value_scales", value_scales, layout)
+        first = self.keys[0]
+        self.device, self.dtype = first.device, first.dtype
+        if self.dtype not in (*TORCH_DTYPES.values(), *FP8_DTYPES):
+            raise InputError(f"keys are {self.dtype}: a cache must be {', '.join(TORCH_DTYPES)} or fp8 (e4m3fn, e5m2)")
+        for index, layer in enumerate(layout.layers):
+            for name, tensor, size in (
+                ("keys", self.keys[index], layer.head_dim),
+                ("values", self.values[index], layer.value_dim),
+            ):
+                if tensor.ndim != 4 or tuple(tensor.shape[2:]) != (layer.kv_heads, size):
+                    raise InputError(
+                        f"{name} of layer {index} must have shape [blocks, block_tokens, {layer.kv_heads}, {size}], "
+                        f"got {list(tensor.shape)}"
+                    )
+                if tensor.dtype != self.dtype or tensor.device != self.device:
+                    raise InputError(
+                        f"{name} of layer {index} are {tensor.dtype} on {tensor.device}, keys of layer 0 {self.dtype} "
+                        f"on {self.device}: all must be alike"
+                    )
+        if not self.scaled and any(scale != 1.0 for scale in self.key_scales + self.value_scales):
+            raise InputError(f"a {self.dtype} cache has no scales: key_scales and value_scales are for fp8")
+
+    @classmethod
+    def dense(cls, layout: KVLayout, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> PagedCache:
+        """Tensors `[T, H, D]` a layer, as one block each: slot t is token t."""
+        return cls(layout, [tensor[None] for tensor in keys], [tensor[None] for tensor in values])
+
+    @property
+    def scaled(self) -> bool:
+        """Whether stored numbers are fp8, to be multiplied by a scale."""
+        return self.dtype in FP8_DTYPES
+
+    def slots(self, layer: int) -> int:
+        """How many slots the layer has."""
+        blocks, block_tokens = self.keys[layer].shape[:2]
+        return int(blocks * block_tokens)
+
+    def check_slots(self, slots: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
+        """`slots`, if it is int64 [T] on the cache's device (and of `tokens` tokens); else raises InputError."""
+        if slots.ndim != 1 or slots.dtype != torch.int64 or slots.device != self.device:
+            raise InputError(
+                f"slots must be int64 [T] on {self.device}, got {slots.dtype} {list(slots.shape)} on {slots.device}"
+            )
+        if tokens is not None and len(slots) != tokens:
+            raise InputError(f"slots name {len(slots)} tokens, the blob holds {tokens}: use -1 for those to leave out")
+        return slots
+
+    def read(self, slots: torch.Tensor, start: int) -> KVChunk:
+        """The tokens at `slots`, int64 `[T]`, as a chunk that begins at position `start` (a copy).
+
+        Raises:
+            InputError: a slot that the cache does not have.
+        """
+        self.check_slots(slots)
+        dtype = self.layout.torch_dtype
+        out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
+        for name, tensors, scales in (
+            ("keys", self.keys, self.key_scales),
+            ("values", self.values, self.value_scales),
+        ):
+            for layer, (tensor, scale) in enumerate(zip(tensors, scales, strict=True)):
+                block, token = self._locate(slots, layer, tensor, allow_nowhere=False)
+                part = tensor[block, token]
+                out[name].append((part.float() * scale).to(dtype) if self.scaled else part.to(dtype))
+        return KVChunk(out["keys"], out["values"], self.layout, start)
+
+    def write(
+        self,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor],
+        slots: torch.Tensor,
+        layers: range | None = None,
+    ) -> None:
+        """Write tokens `[T, H, D]` a layer to `slots`, int64 `[T]`; NOWHERE leaves a token out.
+
+        Args:
+            keys: one tensor for each of `layers`.
+            values: likewise.
+            slots: where the tokens go.
+            layers: which layers; default all.
+
+        Raises:
+            InputError: a slot that the cache does not have; then nothing is written.
+        """
+        self.check_slots(slots)
+        layers = layers or range(self.layout.num_layers)
+        for layer in layers:
+            self._locate(slots, layer, self.keys[layer], allow_nowhere=True)
+        wanted = slots != NOWHERE
+        for given, tensors, scales in (
+            (keys, self.keys, self.key_scales),
+            (values, self.values, self.value_scales),
+        ):
+            for layer, source in zip(layers, given, strict=True):
+                tensor = tensors[layer]
+                block, token = self._locate(slots[wanted], layer, tensor, allow_nowhere=False)
+                part = source[wanted]
+                if self.scaled:
+                    limit = torch.finfo(self.dtype).max
+                    part = (part.float() / scales[layer]).clamp(-limit, limit)
+                tensor[block, token] = part.to(self.dtype)
+
+    def _locate(
+        self, slots: torch.Tensor, layer: int, tensor: torch.Tensor, allow_nowhere: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        count = tensor.shape[0] * tensor.shape[1]
+        least = NOWHERE if allow_nowhere else 0
+        if len(slots) and not least <= int(slots.min()) <= int(slots.max()) < count:
+            raise InputError(
+                f"slots reach from {int(slots.min())} to {int(slots.max())}, layer {layer} has {count} slots"
+            )
+        block = torch.div(slots, max(tensor.shape[1], 1), rounding_mode="floor")
+        return block, slots - block * tensor.shape[1]
+
+
+def _scales(name: str, scales: Sequence[float] | None, layout: KVLayout) -> tuple[float, ...]:
+    given = (1.0,) * layout.num_layers if scales is None else tuple(float(scale) for scale in scales)
+    if not all(0.0 < scale < float("inf") for scale in given):
+        raise InputError(f"{name} must be positive and finite, got {given}")
+    return given
