@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+
+# Triton reads this when a kernel is defined: without a GPU the same kernels run in its interpreter.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
 import transformers
 
 from cuvee.codec.codec import Codec
@@ -93,6 +100,28 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _HEAD),
     "qwen3_moe": ("Qwen3MoeConfig", {**_HEAD, **_MOE}),
 }
+
+
+@pytest.fixture(scope="session", autouse=True)
+def quick_interpreter() -> None:
+    """Halve the time of kernels: the interpreter computes every sum twice, for an assertion that is switched off."""
+    if not torch.cuda.is_available() and find_spec("triton") is not None:
+        from triton.runtime.interpreter import interpreter_builder
+
+        object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run: a GPU, or the CPU under Triton's interpreter. Tests that use it carry the marker `gpu`."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests of kernels, so that `-m gpu` selects them."""
+    for item in items:
+        if "device" in getattr(item, "fixturenames", ()):
+            item.add_marker("gpu")
 
 
 @pytest.fixture(params=sorted(_FAMILIES))

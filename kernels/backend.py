@@ -1,0 +1,162 @@
+"""The backend `triton`: whole chunks through a handful of launches, from and into a `PagedCache`.
+
+    decode   blobs --verify, upload--> rans_decode --> dequantize --> synthesize (product, mean, RoPE, pages)
+    encode   pages --> gather (un-rotate, centre) --> analyze --> quantize --> rans_encode --> write_coded --> blobs
+
+Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device;
+encoding does twice a batch: for the sizes of its output, and for the bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, Protocol
+
+import torch
+
+from cuvee.codec.backends import CodedChunk, Coding, register_device
+from cuvee.codec.container import Scheme
+from cuvee.codec.errors import InputError
+from cuvee.codec.family import Family
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.transform import Section, partition
+from cuvee.kernels.batch import batches, raise_status, touched
+from cuvee.kernels.coded import wait_for
+from cuvee.kernels.generic_scheme import GenericDevice
+from cuvee.kernels.lossless_scheme import LosslessDevice
+from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan
+from cuvee.kernels.transform_scheme import TransformDevice
+
+WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches
+MAX_SCHEMES = 8  # kept, with the bases they hold: those used last
+MAX_GRID = 65_535  # programs along the second and third axis of a launch
+MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 a program
+
+
+class DeviceScheme(Protocol):
+    """One scheme at one step on one device."""
+
+    @property
+    def sections(self) -> tuple[Section, ...]:
+        """What is coded alone, in order of layers."""
+        ...
+
+    def decode_bytes(self, tokens: int) -> int:
+        """Scratch that decoding a chunk of so many tokens takes."""
+        ...
+
+    def encode_bytes(self, tokens: int) -> int:
+        """Scratch that encoding a chunk of so many tokens takes."""
+        ...
+
+    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Any:
+        """Verify blobs and pack what goes to the device; starts nothing there."""
+        ...
+
+    def launch(self, batch: Any) -> torch.Tensor:
+        """Decode what `prepare` returned; the status of its jobs, int32 on the device."""
+        ...
+
+    def encode(
+        self, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int], first_chunk: int
+    ) -> list[list[bytes]]:
+        """The sections of each chunk, of which the first has number `first_chunk`."""
+        ...
+
+
+class TritonBackend:
+    """Runs the kernels.
+
+    Args:
+        interpreted: Triton's interpreter stands in for a GPU, so tensors on the CPU are served as well.
+        workspace_bytes: scratch of one batch of launches; at least one chunk is taken, whatever it needs.
+    """
+
+    name = "triton"
+
+    def __init__(self, interpreted: bool, workspace_bytes: int = WORKSPACE_BYTES) -> None:
+        self.devices: tuple[str, ...] = ("cuda", "cpu") if interpreted else ("cuda",)
+        self.workspace_bytes = workspace_bytes
+        self._schemes: OrderedDict[tuple[Any, ...], DeviceScheme] = OrderedDict()
+        self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
+        self._making = threading.Lock()  # a codec may be used by several threads
+
+    def encode(
+        self, coding: Coding, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int]
+    ) -> list[list[bytes]]:
+        """See `DeviceBackend.encode`."""
+        scheme = self._scheme(coding, cache)
+        weights = [scheme.encode_bytes(_check_tokens(len(at))) for at in slots]
+        out: list[list[bytes]] = []
+        with _on(cache.device), torch.no_grad():
+            for run in batches(weights, self.workspace_bytes, MAX_GRID):
+                out += scheme.encode(cache, slots[run], starts[run], run.start)
+        return out
+
+    def decode(
+        self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
+    ) -> Callable[[], None]:
+        """See `DeviceBackend.decode`."""
+        scheme = self._scheme(coding, cache)
+        weights = [scheme.decode_bytes(_check_tokens(chunk.header.tokens)) for chunk in chunks]
+        with _on(cache.device), torch.no_grad():
+            # The host verifies the next batch while the device works on the one before.
+            runs = list(batches(weights, self.workspace_bytes, MAX_GRID))
+            statuses = [scheme.launch(scheme.prepare(chunks[run], cache, layers)) for run in runs]
+        used, numbers = touched(scheme.sections, layers), [chunk.number for chunk in chunks]
+
+        def check() -> None:
+            for run, status in zip(runs, statuses, strict=True):
+                raise_status(status.cpu().numpy(), scheme.sections[used.start : used.stop], numbers[run])
+
+        return check
+
+    def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
+        # A cache of 16 bits or fewer is no finer than a bfloat16 product, but for float16's mantissa.
+        product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
+        key = (coding.profile.id, coding.scheme, coding.step, coding.dtype, cache.device, product)
+        with self._making:
+            if key not in self._schemes:
+                self._schemes[key] = self._make(coding, cache, product)
+                wait_for(cache.device)  # what was made on this stream may next be used on another
+                if len(self._schemes) > MAX_SCHEMES:
+                    self._schemes.popitem(last=False)
+            self._schemes.move_to_end(key)
+            return self._schemes[key]
+
+    def _make(self, coding: Coding, cache: PagedCache, product: torch.dtype) -> DeviceScheme:
+        device, layout = cache.device, replace(coding.profile.layout, dtype=coding.dtype)
+        if coding.scheme is Scheme.LOSSLESS:
+            return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
+        tables = self._family_tables(coding.profile.family, device)
+        if coding.scheme is Scheme.TRANSFORM:
+            return TransformDevice(coding, TransformPlan(coding.profile, coding.step, device, product), tables)
+        return GenericDevice(coding, Geometry(layout, coding.profile.sections, device), tables, device)
+
+    def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:
+        key = (id(family), device)
+        if key not in self._tables:
+            self._tables[key] = (family, FamilyTables.of(family, device))  # the family lives, so its id stays its own
+            if len(self._tables) > MAX_SCHEMES:
+                self._tables.popitem(last=False)
+        return self._tables[key][1]
+
+
+def _check_tokens(tokens: int) -> int:
+    """`tokens` of a chunk, if a launch takes so many; else raises InputError."""
+    if tokens > MAX_TOKENS:
+        raise InputError(f"a chunk of {tokens} tokens is beyond the {MAX_TOKENS} that a GPU codes: use smaller ones")
+    return tokens
+
+
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """Make `device` the current one, which is where Triton launches."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+register_device(TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1"))

@@ -1,0 +1,836 @@
+"""Lossless sections: bytes of values to and from planes, and what models them.
+
+    cache --sum_bytes--> sums --count_symbols--> references, counts --(host)--> which planes are coded, their tables
+    cache, references --split_planes--> coded planes, stored planes           slot_tables: frequencies -> decode slots
+    stored planes, coded planes, references --merge_planes--> cache
+
+Encoding reads the cache three times and writes each byte once: less traffic than keeping planes between the steps,
+and whether a plane is coded, and so where it goes, is known only once its symbols are counted.
+
+A section is one layer, K then V. `jobs` holds the sections of one chunk after the other, so that the job of a tile is
+chunk * sections + Tile.SECTION - first_section. Values are rotated left by one bit before they are cut into bytes: see
+`schemes/lossless.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.codec.schemes.lossless import PROB_BITS, _byte_planes, _from_byte_planes
+from cuvee.codec.tables import SYMBOLS, EntropyTables
+from cuvee.kernels.jobs import (
+    CHUNK_FIELDS,
+    CHUNK_FIRST,
+    CHUNK_SOURCE,
+    CHUNK_TARGET,
+    ELEMENTS,
+    JOB_CHUNK,
+    JOB_FIELDS,
+    JOB_TOKENS,
+    TILE_ANGLE,
+    TILE_COUNT0,
+    TILE_COUNT1,
+    TILE_DIM0,
+    TILE_DIM1,
+    TILE_FIELDS,
+    TILE_HEAD,
+    TILE_SECTION,
+    TILE_STEP,
+    TILE_UNIT,
+    Chunk,
+    Job,
+    Tile,
+)
+from cuvee.kernels.pages import (
+    COMPILED,
+    check_slots,
+    half_addresses,
+    half_views,
+    load_pairs,
+    load_pairs_reference,
+    store_pairs,
+    store_pairs_reference,
+    token_offsets,
+    turn_pairs,
+)
+from cuvee.kernels.spec import KernelSpec
+
+WARPS = 8  # 64 tokens of 64 pairs at 4 spill
+TOKENS = 64  # a program's: two sectors of a plane's row
+
+WORDS = {2: tl.uint16, 4: tl.uint32}
+_INTEGERS = {2: torch.int16, 4: torch.int32}
+
+
+class BytePlane(IntEnum):
+    """Columns of `bytes`: one row for each byte of the values of each unit of each job, least significant first.
+
+    The row is (2 * job + unit) * itemsize + byte, with unit 0 for K and 1 for V.
+    """
+
+    PLANE = 0  # of the plane `[C, T]`: in `planes` if it is coded, else in `data` or `out`
+    REFERENCE = 1  # of the reference bytes `[C]`, in `data` or `references` (and of `sums`); -1: the plane is stored
+    HEAD_DIM = 2  # values of a head: the channel is head * HEAD_DIM + dimension
+
+
+BYTE_FIELDS = tl.constexpr(len(BytePlane))
+BYTE_PLANE = tl.constexpr(int(BytePlane.PLANE))
+BYTE_REFERENCE = tl.constexpr(int(BytePlane.REFERENCE))
+BYTE_HEAD_DIM = tl.constexpr(int(BytePlane.HEAD_DIM))
+
+SLOTS = tl.constexpr(1 << PROB_BITS)
+VALUES = tl.constexpr(SYMBOLS)
+FREQUENCY_BIT = tl.constexpr(PROB_BITS)
+
+
+@triton.jit
+def _slot_tables(freq, slots):  # type: ignore[no-untyped-def]
+    table = tl.program_id(0)
+    symbol = tl.arange(0, VALUES)
+    frequency = tl.load(freq + table.to(tl.int64) * VALUES + symbol).to(tl.int32)
+    low = tl.cumsum(frequency, 0) - frequency
+    # The symbol of a slot is the last that begins at or below it; one without slots begins where the next one does.
+    begun = tl.cumsum(tl.histogram(low, SLOTS, mask=low < SLOTS), 0)
+    entry = (symbol << 24 | frequency << FREQUENCY_BIT) - low
+    slot = tl.arange(0, SLOTS)
+    value = tl.gather(entry, begun - 1, 0) + slot
+    tl.store(slots + table.to(tl.int64) * SLOTS + slot, value.to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def _half_channels(tile, pair, head_dim, DIM: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Channels of a tile's first or second dimensions, and which exist."""
+    dim = tl.load(tile + DIM) + pair * tl.load(tile + TILE_STEP)
+    return tl.load(tile + TILE_HEAD) * head_dim + dim, pair < tl.load(tile + COUNT)
+
+
+@triton.jit
+def _multiple(number, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`number`, known to the compiler as a multiple of FACTOR."""
+    return number // FACTOR * FACTOR
+
+
+@triton.jit
+def _merge_half(data, planes, row, channel, has, token, inside, tokens, WORD: tl.constexpr, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The values `[tokens, PAIRS]` of some channels as words, from their planes (`row` and the rows after it)."""
+    at = (channel * tokens)[None, :] + token[:, None]
+    mask = inside[:, None] & has[None, :]
+    word = tl.zeros(at.shape, WORD)
+    for index in tl.static_range(WORD.primitive_bitwidth // 8):
+        plane = _multiple(tl.load(row + index * BYTE_FIELDS + BYTE_PLANE), FACTOR)
+        reference = tl.load(row + index * BYTE_FIELDS + BYTE_REFERENCE)
+        if reference < 0:
+            byte = tl.load(data + plane + at, mask=mask, other=0)
+        else:
+            centre = tl.load(data + reference + channel, mask=has, other=0)
+            byte = tl.load(planes + plane + at, mask=mask, other=0) + centre[None, :]
+        word = word | byte.to(WORD) << 8 * index
+    return word >> 1 | word << WORD.primitive_bitwidth - 1
+
+
+@triton.jit
+def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """What words mean, float32; zero for tokens beyond the chunk, whose words are made of references alone."""
+    return tl.where(inside[:, None], word, 0).to(word.dtype).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _words(x, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The inverse of `_values`, rounded to nearest, ties to even."""
+    # Triton's interpreter cuts bfloat16 off instead of rounding, and mistakes its subnormals.
+    if DTYPE == tl.bfloat16 and not COMPILED:  # noqa: SIM300
+        bits = x.to(tl.uint32, bitcast=True)
+        nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        word = tl.where(nan, 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(WORD)
+    else:
+        word = x.to(DTYPE).to(WORD, bitcast=True)
+    return word
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _merge_planes(  # type: ignore[no-untyped-def]
+    data, planes, table, jobs, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
+    sections, first_section, angles,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr, MOVED: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    unit = tl.load(tile + TILE_UNIT)
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
+    if tl.program_id(0) * TOKENS >= tokens:
+        return
+    chunk = chunks + tl.load(jobs + job * JOB_FIELDS + JOB_CHUNK) * CHUNK_FIELDS
+    first = tl.load(chunk + CHUNK_FIRST)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    pair = tl.arange(0, PAIRS)
+    row = table + (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8 * BYTE_FIELDS)
+    head_dim = tl.load(row + BYTE_HEAD_DIM)
+    channel0, has0 = _half_channels(tile, pair, head_dim, TILE_DIM0, TILE_COUNT0)
+    channel1, has1 = _half_channels(tile, pair, head_dim, TILE_DIM1, TILE_COUNT1)
+    a = _merge_half(data, planes, row, channel0, has0, token, inside, tokens, WORD, FACTOR)
+    b = _merge_half(data, planes, row, channel1, has1, token, inside, tokens, WORD, FACTOR)
+    if MOVED:
+        angle = tl.load(tile + TILE_ANGLE)
+        if (angle >= 0) & (tl.load(chunk + CHUNK_SOURCE) != tl.load(chunk + CHUNK_TARGET)):
+            x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
+            at = first + token
+            x, y = turn_pairs(x, y, source_cos, source_sin, at, inside, angles, angle, PAIRS, True, ALIGNED)
+            x, y = turn_pairs(x, y, cos, sin, at, inside, angles, angle, PAIRS, False, ALIGNED)
+            a, b = _words(x, DTYPE, WORD), _words(y, DTYPE, WORD)
+    offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
+    if ELEMENT == DTYPE:
+        at0, mask0 = half_addresses(
+            places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        at1, mask1 = half_addresses(
+            places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        tl.store(at0, a, mask=mask0)
+        tl.store(at1, b, mask=mask1)
+    else:
+        x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
+        store_pairs(places, scales, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+
+
+@triton.jit
+def _load_words(  # type: ignore[no-untyped-def]
+    places, scales, tile, offset, exists,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """A tile of the cache as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
+    if ELEMENT == DTYPE:
+        at0, mask0 = half_addresses(
+            places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        at1, mask1 = half_addresses(
+            places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
+    else:
+        x, y = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+        a, b = _words(x, DTYPE, WORD), _words(y, DTYPE, WORD)
+    top: tl.constexpr = WORD.primitive_bitwidth - 1
+    return a << 1 | a >> top, b << 1 | b >> top
+
+
+@triton.jit
+def _read_tile(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """What the encoding kernels begin with: the words of this program and the channels they belong to."""
+    unit = tl.load(tile + TILE_UNIT)
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
+    first = tl.load(chunks + tl.load(jobs + job * JOB_FIELDS + JOB_CHUNK) * CHUNK_FIELDS + CHUNK_FIRST)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
+    a, b = _load_words(places, scales, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
+    index = (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8)
+    head_dim = tl.load(table + index * BYTE_FIELDS + BYTE_HEAD_DIM)
+    pair = tl.arange(0, PAIRS)
+    channel0, has0 = _half_channels(tile, pair, head_dim, TILE_DIM0, TILE_COUNT0)
+    channel1, has1 = _half_channels(tile, pair, head_dim, TILE_DIM1, TILE_COUNT1)
+    return a, b, channel0, has0, channel1, has1, index, token, inside, tokens
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _sum_bytes(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+        return
+    a, b, channel0, has0, channel1, has1, index, _, _, _ = _read_tile(
+        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+    )  # fmt: skip
+    for byte in tl.static_range(WORD.primitive_bitwidth // 8):
+        sum_of = sums + tl.load(table + (index + byte) * BYTE_FIELDS + BYTE_REFERENCE)
+        sum0 = tl.sum((a >> 8 * byte & 255).to(tl.int32), 0)
+        sum1 = tl.sum((b >> 8 * byte & 255).to(tl.int32), 0)
+        tl.atomic_add(sum_of + channel0, sum0.to(tl.int64), mask=has0, sem="relaxed")
+        tl.atomic_add(sum_of + channel1, sum1.to(tl.int64), mask=has1, sem="relaxed")
+
+
+@triton.jit
+def _mean_byte(total, tokens):  # type: ignore[no-untyped-def]
+    """The mean of `tokens` bytes, rounded to nearest, ties to even. Sums of up to 2**24 bytes fit 32 bits."""
+    total, tokens = total.to(tl.uint32), tokens.to(tl.uint32)
+    quotient = total // tokens
+    twice = 2 * (total - quotient * tokens)
+    return quotient + ((twice > tokens) | ((twice == tokens) & (quotient % 2 == 1))).to(tl.uint32)
+
+
+@triton.jit
+def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside, tokens):  # type: ignore[no-untyped-def]
+    """Histogram of one byte's symbols; the first program of a tile writes the references."""
+    reference = _mean_byte(tl.load(sums + channel, mask=has, other=0), tokens)
+    if tl.program_id(0) == 0:
+        tl.store(references + channel, reference.to(tl.uint8), mask=has)
+    symbol = (word.to(tl.int32) >> 8 * byte) - reference.to(tl.int32)[None, :] & 255
+    mask = inside[:, None] & has[None, :]
+    flat: tl.constexpr = [symbol.shape[0] * symbol.shape[1]]
+    return tl.histogram(tl.reshape(symbol, flat), VALUES, mask=tl.reshape(mask, flat))
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _count_symbols(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+        return
+    a, b, channel0, has0, channel1, has1, index, _, inside, tokens = _read_tile(
+        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+    )  # fmt: skip
+    symbol = tl.arange(0, VALUES)
+    for byte in tl.static_range(WORD.primitive_bitwidth // 8):
+        at = tl.load(table + (index + byte) * BYTE_FIELDS + BYTE_REFERENCE)
+        count = _count_half(a, byte, sums + at, references + at, channel0, has0, inside, tokens)
+        count += _count_half(b, byte, sums + at, references + at, channel1, has1, inside, tokens)
+        tl.atomic_add(counts + (index + byte) * VALUES + symbol, count, mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _split_half(  # type: ignore[no-untyped-def]
+    word, row, references, planes, out, channel, has, token, inside, tokens, WORD: tl.constexpr, FACTOR: tl.constexpr
+):
+    """Write words `[tokens, PAIRS]` into the planes of `row` and the rows after it."""
+    at = (channel * tokens)[None, :] + token[:, None]
+    mask = inside[:, None] & has[None, :]
+    for index in tl.static_range(WORD.primitive_bitwidth // 8):
+        plane = _multiple(tl.load(row + index * BYTE_FIELDS + BYTE_PLANE), FACTOR)
+        reference = tl.load(row + index * BYTE_FIELDS + BYTE_REFERENCE)
+        byte = (word >> 8 * index).to(tl.uint8)
+        if reference < 0:
+            tl.store(out + plane + at, byte, mask=mask)
+        else:
+            centre = tl.load(references + reference + channel, mask=has, other=0)
+            tl.store(planes + plane + at, byte - centre[None, :], mask=mask)
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _split_planes(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+        return
+    a, b, channel0, has0, channel1, has1, index, token, inside, tokens = _read_tile(
+        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+    )  # fmt: skip
+    row = table + index * BYTE_FIELDS
+    _split_half(a, row, references, planes, out, channel0, has0, token, inside, tokens, WORD, FACTOR)
+    _split_half(b, row, references, planes, out, channel1, has1, token, inside, tokens, WORD, FACTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class TilePart:
+    """One tile of one chunk, for the references.
+
+    Attributes:
+        job: row of `jobs`.
+        tokens: T.
+        chunk, tile, place: rows of their tables.
+        slots: `[T]`, and which of them `exist`.
+        dims: `[n]` dimensions of the head, the first of each pair before the second.
+    """
+
+    job: int
+    tokens: int
+    chunk: list[int]
+    tile: list[int]
+    place: list[int]
+    slots: torch.Tensor
+    exist: torch.Tensor
+    dims: torch.Tensor
+
+    def bits(self, dtype: torch.dtype) -> torch.Tensor:
+        """The stored elements `[T, n]`, untouched; zero where there is none."""
+        slots = self.slots[self.exist]
+        halves = []
+        for view in half_views(self.place, self.tile, _INTEGERS[dtype.itemsize], self.slots.device):
+            half = view.new_zeros(self.tokens, view.shape[2])
+            half[self.exist] = view[slots // view.shape[1], slots % view.shape[1]]
+            halves.append(half)
+        return torch.cat(halves, dim=1).view(dtype)
+
+    def values(self, scales: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+        """The values `[T, n]` float32."""
+        scale, count0, count1 = float(scales[self.tile[Tile.UNIT]]), self.tile[Tile.COUNT0], self.tile[Tile.COUNT1]
+        a, b = load_pairs_reference(
+            self.place, scale, self.tile, self.slots, self.exist, element, max(count0, count1)
+        )  # fmt: skip
+        return torch.cat([a[:, :count0], b[:, :count1]], dim=1)
+
+    def store(self, x: torch.Tensor, scales: torch.Tensor, element: torch.dtype) -> None:
+        """Write `[T, n]`; bits stay as they are if `element` is an integer type."""
+        count = self.tile[Tile.COUNT0]
+        scale = float(scales[self.tile[Tile.UNIT]])
+        halves = (x[:, :count], x[:, count:])
+        store_pairs_reference(self.place, scale, self.tile, self.slots, self.exist, halves, element)
+
+
+def tile_parts(
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    slots: torch.Tensor,
+    status: torch.Tensor,
+    sections: int,
+    first_section: int,
+) -> Iterator[TilePart]:
+    """What the programs of a launch over chunks and tiles handle; flags slots beyond the cache."""
+    for first in range(0, len(jobs), sections):
+        for tile in tiles.tolist():
+            job = first + tile[Tile.SECTION] - first_section
+            tokens, row = int(jobs[job, Job.TOKENS]), int(jobs[job, Job.CHUNK])
+            chunk, place = chunks[row].tolist(), places[tile[Tile.UNIT]].tolist()
+            own = slots[chunk[Chunk.FIRST] : chunk[Chunk.FIRST] + tokens]
+            exist = check_slots(own, place, status[job : job + 1])
+            dims = torch.cat(
+                [
+                    tile[dim] + tile[Tile.STEP] * torch.arange(tile[count], device=slots.device)
+                    for dim, count in ((Tile.DIM0, Tile.COUNT0), (Tile.DIM1, Tile.COUNT1))
+                ]
+            )
+            yield TilePart(job, tokens, chunk, tile, place, own, exist, dims)
+
+
+def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Turn pairs `[T, n]`, the first of each in the left half."""
+    a, b = x.chunk(2, dim=1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)
+
+
+def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int, list[list[int]], torch.Tensor]:
+    """First row of `table` for a part, its rows, and the channels `[n]` of the part."""
+    first = (2 * part.job + part.tile[Tile.UNIT] % 2) * dtype.itemsize
+    rows = table[first : first + dtype.itemsize].tolist()
+    return first, rows, part.tile[Tile.HEAD] * rows[0][BytePlane.HEAD_DIM] + part.dims
+
+
+def _part_bytes(part: TilePart, scales: torch.Tensor, dtype: torch.dtype, element: torch.dtype) -> list[torch.Tensor]:
+    """Byte planes `[n, T]` of a part, cut from the cache."""
+    x = part.bits(dtype) if element == dtype else part.values(scales, element).to(dtype)
+    return [torch.from_numpy(plane).to(x.device) for plane in _byte_planes(x.cpu())]
+
+
+def slot_tables(freq: torch.Tensor, slots: torch.Tensor) -> None:
+    """Decode tables of many frequency tables: `EntropyTables.slots`, on the device.
+
+    Args:
+        freq: uint16 `[K, 256]`; rows add up to 2**12 (unchecked: others give slots that mean nothing).
+        slots: uint32 `[K, 4096]`, written.
+    """
+    if len(freq):
+        _slot_tables[(len(freq),)](freq, slots, num_warps=WARPS)
+
+
+def slot_tables_reference(freq: torch.Tensor, slots: torch.Tensor) -> None:
+    """`slot_tables` as the codec does it."""
+    slots.copy_(torch.from_numpy(EntropyTables(freq.cpu().numpy(), PROB_BITS).slots))
+
+
+def merge_planes(
+    data: torch.Tensor,
+    planes: torch.Tensor,
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    source_cos: torch.Tensor,
+    source_sin: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    moved: bool,
+    even: bool,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """Byte planes -> cache. Bits are written as they are, NaN payloads included, unless keys turn or types differ.
+
+    Keys of a chunk that moves are turned back from their old positions and on to the new ones in float32 and rounded
+    to `dtype`. A cache of another type gets the values, through `scales`.
+
+    Args:
+        data: uint8, stored planes and reference bytes.
+        planes: uint8, decoded symbols of the coded planes.
+        table: int64 `[2 * jobs * itemsize, len(BytePlane)]`.
+        jobs: see `jobs.py`, as the next three; TOKENS and CHUNK are read.
+        chunks: the rows that `jobs` names.
+        tiles: of one chunk.
+        places: of all units.
+        scales: float32 a unit, for 8-bit caches.
+        slots: int64, of each token; -1: not wanted.
+        source_cos: float32 `[rows, angles]`: `rotation_tables` that turn keys back from their old positions. This and
+            the next three are not read unless `moved`.
+        source_sin: likewise.
+        cos: of the target positions.
+        sin: likewise.
+        status: int32 a job.
+        sections: jobs of a chunk.
+        first_section: number of the first of them.
+        max_tokens: of a chunk.
+        pairs: of `lay_out_tiles`.
+        dtype: of the blobs.
+        element: of the cache.
+        moved: whether any chunk has another target than its source.
+        even: every chunk's tokens and every BytePlane.PLANE are multiples of four.
+        unit_stride: see `pages.contiguity`.
+        aligned: see `pages.contiguity`.
+    """
+    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    if 0 in grid:
+        return
+    # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
+    _merge_planes[grid](
+        data, planes, table, jobs, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
+        sections, first_section, cos.shape[1],
+        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize], FACTOR=4 if even else 1,
+        MOVED=moved, UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def merge_planes_reference(
+    data: torch.Tensor,
+    planes: torch.Tensor,
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    source_cos: torch.Tensor,
+    source_sin: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    moved: bool,
+    even: bool,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """`merge_planes` with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
+        _, rows, channels = _rows(part, table, dtype)
+        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
+        parts = []
+        for plane, reference, _ in rows:
+            if reference >= 0:
+                parts.append(planes[plane + values] + data[reference + channels][:, None])
+            else:
+                parts.append(data[plane + values])
+        x = _from_byte_planes([part.cpu().numpy() for part in parts], dtype).to(data.device)
+        angle, chunk = part.tile[Tile.ANGLE], part.chunk
+        if moved and angle >= 0 and chunk[Chunk.SOURCE] != chunk[Chunk.TARGET]:
+            at = slice(chunk[Chunk.FIRST], chunk[Chunk.FIRST] + part.tokens)
+            pair = slice(angle, angle + part.tile[Tile.COUNT0])
+            free = turn_halves(x.float(), source_cos[at, pair], -source_sin[at, pair])
+            x = turn_halves(free, cos[at, pair], sin[at, pair]).to(dtype)
+        if element == dtype:
+            part.store(x.view(_INTEGERS[dtype.itemsize]), scales, _INTEGERS[dtype.itemsize])
+        else:
+            part.store(x.float(), scales, element)
+
+
+def sum_bytes(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    sums: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """Cache -> sums of each byte of each channel over the tokens of a chunk.
+
+    A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros. `sums` is
+    int64 and added to: zero before. Of `table` the columns REFERENCE (in `sums`) and HEAD_DIM are read. All other
+    arguments are as for `merge_planes`.
+    """
+    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    if 0 in grid:
+        return
+    _sum_bytes[grid](
+        table, jobs, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
+        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize],
+        UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def sum_bytes_reference(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    sums: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """`sum_bytes` with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
+        _, rows, channels = _rows(part, table, dtype)
+        for row, plane in zip(rows, _part_bytes(part, scales, dtype, element), strict=True):
+            sums[row[BytePlane.REFERENCE] + channels] += plane.sum(1, dtype=torch.int64)
+
+
+def count_symbols(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    sums: torch.Tensor,
+    references: torch.Tensor,
+    counts: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """Cache and sums -> reference byte of each channel, and how often each symbol occurs in each plane.
+
+    With the counts the host decides which planes to code, exactly as `_model` in `schemes/lossless.py`. References,
+    uint8 and indexed as the sums, are means, rounded to nearest, ties to even. `counts`, int32 `[rows of table, 256]`,
+    is added to: zero before. A plane holds less than 2**31 bytes. All other arguments are as for `sum_bytes`.
+    """
+    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    if 0 in grid:
+        return
+    _count_symbols[grid](
+        table, jobs, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
+        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize],
+        UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def count_symbols_reference(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    sums: torch.Tensor,
+    references: torch.Tensor,
+    counts: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """`count_symbols` with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
+        first, rows, channels = _rows(part, table, dtype)
+        for index, (row, plane) in enumerate(zip(rows, _part_bytes(part, scales, dtype, element), strict=True)):
+            at = row[BytePlane.REFERENCE] + channels
+            mean = sums[at].cpu().numpy() / np.float64(part.tokens)
+            references[at] = torch.from_numpy(np.rint(mean).astype(np.uint8)).to(references.device)
+            symbols = plane - references[at][:, None]
+            counts[first + index] += torch.bincount(symbols.flatten(), minlength=SYMBOLS).int()
+
+
+def split_planes(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    references: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    even: bool,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """Cache -> byte planes, each where it belongs: coded ones less their references, stored ones as they are.
+
+    `table` now says where each plane goes: its symbols to `planes`, or, if REFERENCE is -1, its bytes to `out` (both
+    uint8). All other arguments are as for `count_symbols` and `merge_planes`.
+    """
+    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    if 0 in grid:
+        return
+    _split_planes[grid](
+        table, jobs, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
+        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize], FACTOR=4 if even else 1,
+        UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+    )  # fmt: skip
+
+
+def split_planes_reference(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    chunks: torch.Tensor,
+    tiles: torch.Tensor,
+    places: torch.Tensor,
+    scales: torch.Tensor,
+    slots: torch.Tensor,
+    references: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    status: torch.Tensor,
+    *,
+    sections: int,
+    first_section: int,
+    max_tokens: int,
+    pairs: int,
+    dtype: torch.dtype,
+    element: torch.dtype,
+    even: bool,
+    unit_stride: bool,
+    aligned: bool,
+) -> None:
+    """`split_planes` with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
+        _, rows, channels = _rows(part, table, dtype)
+        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
+        for (at, reference, _), plane in zip(rows, _part_bytes(part, scales, dtype, element), strict=True):
+            if reference >= 0:
+                planes[at + values] = plane - references[reference + channels][:, None]
+            else:
+                out[at + values] = plane
+
+
+_TABLES = dict.fromkeys(("table", "jobs", "chunks", "tiles", "places"), "*i64")
+_ROTATIONS = dict.fromkeys(("source_cos", "source_sin", "cos", "sin"), "*fp32")
+_LLAMA = {
+    "DTYPE": tl.bfloat16,
+    "ELEMENT": tl.bfloat16,
+    "WORD": tl.uint16,
+    "UNIT_STRIDE": True,
+    "ALIGNED": True,
+    "PAIRS": 64,
+    "TOKENS": TOKENS,
+}
+_READ = {**_TABLES, "scales": "*fp32", "slots": "*i64"}
+_END = {"status": "*i32", "sections": "i32", "first_section": "i32"}
+
+
+def _spec(name: str, kernel: Any, signature: dict[str, str], options: dict[str, Any], **constants: Any) -> KernelSpec:
+    pointers = tuple(argument for argument, kind in signature.items() if kind.startswith("*"))
+    return KernelSpec(name, kernel, signature, constants, WARPS, options=options, divisible=pointers)
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    _spec("slot_tables", _slot_tables, {"freq": "*u16", "slots": "*u32"}, {}),
+    _spec(
+        "merge_planes",
+        _merge_planes,
+        {"data": "*u8", "planes": "*u8", **_READ, **_ROTATIONS, **_END, "angles": "i32"},
+        {"enable_fp_fusion": False},
+        **_LLAMA,
+        FACTOR=4,
+        MOVED=True,
+    ),
+    _spec("sum_bytes", _sum_bytes, {**_READ, "sums": "*i64", **_END}, {}, **_LLAMA),
+    _spec(
+        "count_symbols",
+        _count_symbols,
+        {**_READ, "sums": "*i64", "references": "*u8", "counts": "*i32", **_END},
+        {},
+        **_LLAMA,
+    ),
+    _spec(
+        "split_planes",
+        _split_planes,
+        {**_READ, "references": "*u8", "planes": "*u8", "out": "*u8", **_END},
+        {},
+        **_LLAMA,
+        FACTOR=4,
+    ),
+)

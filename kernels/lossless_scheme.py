@@ -1,0 +1,289 @@
+"""The lossless scheme on the device: each blob brings its own tables, and says which byte planes it stores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.backends import CodedChunk
+from cuvee.codec.coefficients import tokens_per_stream
+from cuvee.codec.container import Reader
+from cuvee.codec.errors import FormatError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.schemes.lossless import PROB_BITS, choose_table, read_model, write_model
+from cuvee.codec.symbols import Prediction
+from cuvee.codec.tables import SYMBOLS, EntropyTables, raw_bit_tables
+from cuvee.codec.transform import partition
+from cuvee.kernels.batch import Incoming, Memory, join, of_layers, outgoing, place_jobs, raise_status, stage, touched
+from cuvee.kernels.coded import encode_planes, place_streams
+from cuvee.kernels.jobs import Chunk, Job, Plan
+from cuvee.kernels.lossless import BytePlane, count_symbols, merge_planes, slot_tables, split_planes, sum_bytes
+from cuvee.kernels.pages import contiguity
+from cuvee.kernels.plans import Geometry
+from cuvee.kernels.rans import coding_table, rans_decode
+from cuvee.kernels.staging import ALIGNMENT, Packed, Upload
+
+I64 = npt.NDArray[np.int64]
+STORED = -1  # BytePlane.REFERENCE of a plane that is not coded
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
+
+    cache: PagedCache
+    incoming: Incoming
+    sections: range
+    packed: Packed
+    parts: dict[str, tuple[int, npt.NDArray[Any]]]
+    planes: int
+
+
+def _plans(planes: Sequence[int]) -> I64:
+    """Plans of jobs with so many coded planes of channels each, whose tables follow each other."""
+    plans = np.zeros((len(planes), len(Plan)), np.int64)
+    plans[:, Plan.PLANES] = planes
+    plans[:, Plan.FIRST] = plans[:, Plan.REST] = np.cumsum([0, *planes])[:-1]
+    plans[:, Plan.PREDICTION] = Prediction.NONE
+    return plans
+
+
+class LosslessDevice:
+    """Codes chunks of any model bit for bit.
+
+    Args:
+        layout: of the model, with the dtype of the blobs.
+        geometry: its tiles, one section a layer.
+        device: where.
+    """
+
+    def __init__(self, layout: KVLayout, geometry: Geometry, device: torch.device) -> None:
+        self.sections = partition(layout, "unit")
+        self._layout = layout
+        self._geometry = geometry
+        self._device = device
+        self._dtype = layout.torch_dtype
+
+    def _empty_table(self, jobs: int, sections: range) -> I64:
+        """A table of `BytePlane` for so many jobs with HEAD_DIM filled in."""
+        heads = [
+            size
+            for layer in self._layout.layers[sections.start : sections.stop]
+            for size in (layer.head_dim, layer.value_dim)
+        ]
+        table = np.zeros((2 * jobs * self._dtype.itemsize, len(BytePlane)), np.int64)
+        table[:, BytePlane.HEAD_DIM] = np.tile(np.repeat(heads, self._dtype.itemsize), jobs // len(sections))
+        return table
+
+    def _even(self, table: I64, tokens: npt.NDArray[np.int64]) -> bool:
+        return not (np.any(table[:, BytePlane.PLANE] % 4) or np.any(tokens % 4))
+
+    # Decoding --------------------------------------------------------------------------------------------------
+
+    def decode_bytes(self, tokens: int) -> int:
+        """Scratch that decoding a chunk of so many tokens takes, at most."""
+        return tokens * self._layout.bytes_per_token
+
+    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Prepared:
+        """Verify the sections of these layers, and pack what goes to the device."""
+        sections = touched(self.sections, layers)
+        incoming = Incoming(chunks, sections)
+        jobs, width = incoming.jobs, self._dtype.itemsize
+        table = self._empty_table(len(jobs), sections)
+        freq: list[npt.NDArray[np.uint16]] = []
+        which: list[int] = []  # table of each coded plane of a channel
+        planes: list[int] = []
+        coded: list[int] = []
+        for job, view in enumerate(incoming.views):
+            index, tokens = sections[job % len(sections)], int(jobs[job, Job.TOKENS])
+            channels = [size for size in self.sections[index].blocks for _ in range(width)]
+            reader, base, count = Reader(view), incoming.offset(job), 0
+            rows = table[2 * job * width : 2 * (job + 1) * width]
+            for row, size in zip(rows, channels, strict=True):
+                at = base + reader.position + 1  # the references follow the mode
+                model = read_model(reader, size)
+                row[BytePlane.REFERENCE] = STORED if model is None else at
+                if model is not None:
+                    row[BytePlane.PLANE] = count * tokens  # within the job's planes, for now
+                    which += [len(freq)] * size
+                    freq.append(model[1])
+                    count += size
+            reader.skip_padding()
+            for row, size in zip(rows, channels, strict=True):
+                if row[BytePlane.REFERENCE] == STORED:
+                    row[BytePlane.PLANE] = base + reader.position
+                    reader.take(size * tokens)
+            reader.skip_padding()
+            if not count:
+                reader.finish()
+            planes.append(count)
+            coded.append(reader.position)
+        plans = _plans(planes)
+        jobs[:, Job.PLAN] = np.arange(len(jobs))
+        tables = np.array(which, np.int32)
+        # The tables are checked here; their slots are made on the device.
+        entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
+        parts: dict[str, tuple[int, npt.NDArray[Any]]] = {}
+        tiles = of_layers(self._geometry.tiles.tiles, layers)
+        for name, array in (
+            ("plans", plans), ("tables", tables), ("freq", entropy), ("tiles", tiles), ("table", table)
+        ):  # fmt: skip
+            parts[name] = (incoming.upload.add(array), array)
+        packed, size, _ = incoming.pack(self._device, plans, coded, np.flatnonzero(planes))
+        if np.any(jobs[:, Job.ESCAPE_COUNT]):
+            raise FormatError("a lossless section has escapes")
+        is_coded = table[:, BytePlane.REFERENCE] != STORED
+        table[is_coded, BytePlane.PLANE] += np.repeat(jobs[:, Job.PLANES], 2 * width)[is_coded]
+        packed.host(*parts["table"])[:] = table
+        return Prepared(cache, incoming, sections, packed, parts, size)
+
+    def launch(self, batch: Prepared) -> torch.Tensor:
+        """Decode a batch; returns the status of its jobs, int32 on the device."""
+        memory, incoming, geometry = Memory.of(batch.cache), batch.incoming, self._geometry
+        with stage("upload"):
+            sent = batch.packed.send(self._device)
+        part = {name: sent.view(*where) for name, where in batch.parts.items()}
+        jobs = sent.view(incoming.at_jobs, incoming.jobs)
+        chunks = sent.view(incoming.at_chunks, incoming.chunks)
+        status = torch.zeros(len(incoming.jobs), dtype=torch.int32, device=self._device)
+        planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
+        slots = torch.empty(len(part["freq"]), 1 << PROB_BITS, dtype=torch.uint32, device=self._device)
+        max_tokens = int(incoming.jobs[:, Job.TOKENS].max())
+        moved = bool(np.any(incoming.chunks[:, Chunk.SOURCE] != incoming.chunks[:, Chunk.TARGET]))
+        rows = len(incoming.slots) if moved else 0
+        with stage("rotation tables"):
+            cos, sin = geometry.rotations(chunks, rows, max_tokens if moved else 0)
+            source = geometry.rotations(chunks, rows, max_tokens if moved else 0, use_source=True, inverse=True)
+        with stage("rans"):
+            slot_tables(part["freq"], slots)
+            rans_decode(
+                sent.bytes, jobs, part["plans"], part["tables"], slots, planes, status,
+                max_streams=int(incoming.jobs[:, Job.STREAMS].max()),
+            )  # fmt: skip
+        table, tiles = batch.parts["table"][1], batch.parts["tiles"][1]
+        unit_stride, aligned = contiguity(memory.table, tiles, memory.element)
+        with stage("merge"):
+            merge_planes(
+                sent.bytes, planes, part["table"], jobs, chunks, part["tiles"], memory.places, memory.scales,
+                incoming.slots, *source, cos, sin, status, sections=len(batch.sections),
+                first_section=batch.sections.start, max_tokens=max_tokens, pairs=geometry.tiles.pairs,
+                dtype=self._dtype, element=memory.element, moved=moved,
+                even=self._even(table, incoming.chunks[:, Chunk.TOKENS]), unit_stride=unit_stride, aligned=aligned,
+            )  # fmt: skip
+        return status
+
+    # Encoding --------------------------------------------------------------------------------------------------
+
+    def encode_bytes(self, tokens: int) -> int:
+        """Scratch that encoding a chunk of so many tokens takes, at most."""
+        return 3 * tokens * self._layout.bytes_per_token
+
+    def encode(
+        self, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int], first_chunk: int
+    ) -> list[list[bytes]]:
+        """The sections of each chunk. Waits for the device three times: the first is for the counts of symbols."""
+        memory, geometry, device = Memory.of(cache), self._geometry, self._device
+        count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
+        chunks, jobs = outgoing(slots, starts, count)
+        tokens = chunks[:, Chunk.TOKENS]
+        table = self._empty_table(len(jobs), range(count))
+        channels = np.tile([size for s in self.sections for size in s.blocks for _ in range(width)], len(slots))
+        table[:, BytePlane.REFERENCE] = np.cumsum(channels) - channels
+        tiles = geometry.tiles.tiles
+        unit_stride, aligned = contiguity(memory.table, tiles, memory.element)
+        common: dict[str, Any] = {
+            "sections": count, "first_section": 0, "max_tokens": int(tokens.max()), "pairs": geometry.tiles.pairs,
+            "dtype": self._dtype, "element": memory.element, "unit_stride": unit_stride, "aligned": aligned,
+        }  # fmt: skip
+
+        upload = Upload()
+        arrays: dict[str, npt.NDArray[Any]] = {"table": table, "jobs": jobs, "chunks": chunks, "tiles": tiles}
+        at = {name: upload.add(array) for name, array in arrays.items()}
+        sent = upload.pack(device).send(device)
+        part = {name: sent.view(at[name], array) for name, array in arrays.items()}
+        status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        total = int(channels.sum())
+        sums = torch.zeros(total, dtype=torch.int64, device=device)
+        references = torch.empty(total, dtype=torch.uint8, device=device)
+        counts = torch.zeros(len(table), SYMBOLS, dtype=torch.int32, device=device)
+        source = (part["table"], part["jobs"], part["chunks"], part["tiles"], memory.places, memory.scales, joined)
+        with stage("statistics"):
+            sum_bytes(*source, sums, status, **common)
+            count_symbols(*source, sums, references, counts, status, **common)
+        measured = torch.cat([counts.flatten(), status, references.int()]).cpu().numpy()
+        symbol_counts = measured[: counts.numel()].reshape(counts.shape)
+        numbers = range(first_chunk, first_chunk + len(slots))
+        raise_status(measured[counts.numel() : counts.numel() + len(jobs)], self.sections, numbers)
+        reference = measured[counts.numel() + len(jobs) :].astype(np.uint8)
+
+        heads = [b""] * len(jobs)
+        freq: list[npt.NDArray[np.uint16]] = []
+        which: list[int] = []
+        planes: list[int] = []
+        kept_at: list[slice] = []  # where the stored planes of each job lie
+        stored = 0
+        for job in range(len(jobs)):
+            length, coded, kept = int(jobs[job, Job.TOKENS]), 0, 0
+            parts: list[bytes] = []
+            for row in range(2 * job * width, 2 * (job + 1) * width):
+                size, first = int(channels[row]), int(table[row, BytePlane.REFERENCE])
+                chosen = choose_table(symbol_counts[row], size)
+                parts.append(bytes([chosen is not None]))
+                if chosen is None:
+                    table[row, BytePlane.REFERENCE], table[row, BytePlane.PLANE] = STORED, stored + kept
+                    kept += size * length
+                    continue
+                parts.append(write_model(reference[first : first + size], chosen))
+                table[row, BytePlane.PLANE] = coded * length  # within the job's planes, for now
+                which += [len(freq)] * size
+                freq.append(chosen)
+                coded += size
+            heads[job] = b"".join(parts)
+            planes.append(coded)
+            kept_at.append(slice(stored, stored + kept))
+            stored += -(-kept // ALIGNMENT) * ALIGNMENT
+        plans = _plans(planes)
+        jobs[:, Job.PLAN] = np.arange(len(jobs))
+        plane_bytes, _ = place_jobs(jobs, plans)
+        is_coded = table[:, BytePlane.REFERENCE] != STORED
+        table[is_coded, BytePlane.PLANE] += np.repeat(jobs[:, Job.PLANES], 2 * width)[is_coded]
+        tables = EntropyTables(np.stack(freq), PROB_BITS) if freq else None
+        used = np.array(which, np.int32)
+        ends = np.cumsum(planes)
+        for job, end in enumerate(ends):
+            own_tables = used[end - planes[job] : end]
+            bits = 0.0 if tables is None else float(tables.entropy[own_tables].sum())
+            jobs[job, Job.PER_STREAM] = tokens_per_stream(planes[job], bits)
+        place_streams(jobs, plans)
+
+        upload = Upload()
+        coding = coding_table(tables or raw_bit_tables(PROB_BITS))  # some table, even where no plane is coded
+        arrays = {"plans": plans, "tables": used, "coding": coding, "table": table, "jobs": jobs}
+        at = {name: upload.add(array) for name, array in arrays.items()}
+        sent = upload.pack(device).send(device)
+        part |= {name: sent.view(at[name], array) for name, array in arrays.items()}
+        out = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
+        kept_out = torch.empty(stored, dtype=torch.uint8, device=device)
+        with stage("split"):
+            split_planes(
+                part["table"], *source[1:], references, out, kept_out, status, even=self._even(table, tokens), **common
+            )
+        download = torch.empty(stored, dtype=torch.uint8, pin_memory=device.type != "cpu")
+        download.copy_(kept_out, non_blocking=True)
+        bodies = encode_planes(
+            jobs, part["jobs"], plans, part["plans"], part["tables"], part["coding"], out, status, self.sections,
+            first_chunk,
+        )  # fmt: skip
+        raw = download.numpy()
+        whole = []
+        for job, (head, body) in enumerate(zip(heads, bodies, strict=True)):
+            kept_bytes = raw[kept_at[job]].tobytes()
+            padded = [part + bytes(-len(part) % 4) for part in (head, kept_bytes)]
+            whole.append(b"".join([*padded, body] if planes[job] else padded))
+        return [whole[first : first + count] for first in range(0, len(whole), count)]

@@ -1,0 +1,349 @@
+"""Pieces of heads to and from memory, wherever it lies: dense tensors, pages of any physical order, any of `ELEMENTS`.
+
+A program handles tokens (rows) of one tile (columns): the first and the second dimension of up to PAIRS pairs, as two
+`[tokens, PAIRS]` float32 blocks that RoPE turns together. The device functions are shared by the kernels; the host
+functions beside them do the same for their references, and describe memory to them.
+
+FP8 is converted here, bit by bit, so that every GPU writes the same bytes, whether it has instructions for it or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.codec.errors import InputError
+from cuvee.kernels.jobs import (
+    PLACE_BLOCK,
+    PLACE_BLOCK_TOKENS,
+    PLACE_DIM,
+    PLACE_FIELDS,
+    PLACE_HEAD,
+    PLACE_POINTER,
+    PLACE_SLOTS,
+    PLACE_TOKEN,
+    STATUS_SLOT,
+    TILE_COUNT0,
+    TILE_COUNT1,
+    TILE_DIM0,
+    TILE_DIM1,
+    TILE_HEAD,
+    TILE_STEP,
+    TILE_UNIT,
+    Place,
+    Status,
+    Tile,
+)
+
+MAX_SLOTS = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def token_offsets(places, unit, slots, token, inside, status):  # type: ignore[no-untyped-def]
+    """Where tokens of a unit lie.
+
+    Args:
+        places: table of `Place`.
+        unit: row of it.
+        slots: int64, the slot of each token; -1: nowhere.
+        token: indices into `slots`.
+        inside: which of them exist.
+        status: int32 of the job; gets STATUS_SLOT for a slot beyond the cache.
+
+    Returns:
+        offsets in elements (int64), and which tokens have a place.
+    """
+    place = places + unit * PLACE_FIELDS
+    slot = tl.load(slots + token, mask=inside, other=-1)
+    # A slot fits 32 bits, whose division is several times cheaper.
+    total = tl.minimum(tl.load(place + PLACE_SLOTS), MAX_SLOTS)
+    beyond = inside & ((slot >= total) | (slot < -1))
+    tl.atomic_or(status, STATUS_SLOT, mask=tl.max(beyond.to(tl.int32), 0) > 0)
+    exists = inside & (slot >= 0) & (slot < total)
+    small = tl.where(exists, slot, 0).to(tl.uint32)
+    block_tokens = tl.load(place + PLACE_BLOCK_TOKENS).to(tl.uint32)
+    block = small // block_tokens
+    row = (small - block * block_tokens).to(tl.int64)
+    return block.to(tl.int64) * tl.load(place + PLACE_BLOCK) + row * tl.load(place + PLACE_TOKEN), exists
+
+
+@triton.jit
+def half_addresses(  # type: ignore[no-untyped-def]
+    places, tile, offset, exists, DIM: tl.constexpr, COUNT: tl.constexpr, ELEMENT: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIRST: tl.constexpr,
+):  # fmt: skip
+    """Addresses `[tokens, PAIRS]` of a tile's first or second dimensions, and which of them exist."""
+    unit = tl.load(tile + TILE_UNIT)
+    place = places + unit * PLACE_FIELDS
+    pair = FIRST + tl.arange(0, PAIRS)
+    count = tl.load(tile + COUNT).to(tl.int32)
+    row = offset + tl.load(tile + TILE_HEAD) * tl.load(place + PLACE_HEAD)
+    row += tl.load(tile + DIM) * tl.load(place + PLACE_DIM)
+    # FP8 is read and written as bytes.
+    if ELEMENT.primitive_bitwidth == 8:
+        base = tl.load(place + PLACE_POINTER).to(tl.pointer_type(tl.uint8))
+    else:
+        base = tl.load(place + PLACE_POINTER).to(tl.pointer_type(ELEMENT))
+    if ALIGNED:
+        row = tl.multiple_of(row, 128 // ELEMENT.primitive_bitwidth)
+        count = tl.multiple_of(count, 128 // ELEMENT.primitive_bitwidth)
+        base = tl.multiple_of(base, 16)
+    address = base + row[:, None]
+    if UNIT_STRIDE:
+        address = address + pair[None, :]
+    else:
+        step = tl.load(tile + TILE_STEP) * tl.load(place + PLACE_DIM)
+        address = address + (pair * step)[None, :]
+    return address, exists[:, None] & (pair < count)[None, :]
+
+
+@triton.jit
+def load_pairs(  # type: ignore[no-untyped-def]
+    places, scales, tile, offset, exists, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    ALIGNED: tl.constexpr = False, FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """Read a tile: the values of tokens at `offset` (see `token_offsets`); zero where there is none.
+
+    Args:
+        places: table of `Place`.
+        scales: float32 a unit, what a stored FP8 value is multiplied by (others are not).
+        tile: address of a row of `tiles`.
+        offset: `[tokens]` of `token_offsets`.
+        exists: likewise.
+        ELEMENT: type of the cache.
+        UNIT_STRIDE: see `contiguity`.
+        PAIRS: width of a half tile.
+        ALIGNED: see `contiguity`.
+        FIRST: pairs FIRST … FIRST + PAIRS - 1 of the tile are read.
+
+    Returns:
+        two `[tokens, PAIRS]` float32.
+    """
+    at0, mask0 = half_addresses(
+        places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+    )  # fmt: skip
+    at1, mask1 = half_addresses(
+        places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+    )  # fmt: skip
+    if ELEMENT.primitive_bitwidth == 8:
+        scale = tl.load(scales + tl.load(tile + TILE_UNIT))
+        a = _from_fp8(tl.load(at0, mask=mask0, other=0), ELEMENT) * scale
+        b = _from_fp8(tl.load(at1, mask=mask1, other=0), ELEMENT) * scale
+    else:
+        a = tl.load(at0, mask=mask0, other=0.0).to(tl.float32)
+        b = tl.load(at1, mask=mask1, other=0.0).to(tl.float32)
+    return a, b
+
+
+@triton.jit
+def store_pairs(  # type: ignore[no-untyped-def]
+    places, scales, tile, offset, exists, a, b, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, PAIRS: tl.constexpr,
+    ALIGNED: tl.constexpr = False, FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """Write a tile: the inverse of `load_pairs`, rounded to nearest even; FP8 is divided by its scale and saturates."""
+    at0, mask0 = half_addresses(
+        places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+    )  # fmt: skip
+    at1, mask1 = half_addresses(
+        places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, FIRST
+    )  # fmt: skip
+    if ELEMENT.primitive_bitwidth == 8:
+        scale = tl.div_rn(1.0, tl.load(scales + tl.load(tile + TILE_UNIT)))
+        tl.store(at0, _to_fp8(a * scale, ELEMENT), mask=mask0)
+        tl.store(at1, _to_fp8(b * scale, ELEMENT), mask=mask1)
+    else:
+        tl.store(at0, _rounded(a, ELEMENT), mask=mask0)
+        tl.store(at1, _rounded(b, ELEMENT), mask=mask1)
+
+
+# Triton's interpreter differs from its compiler in two points that matter here: it cuts bfloat16 off instead of
+# rounding, and multiplies the bits of bfloat16 matrices.
+COMPILED = tl.constexpr(isinstance(token_offsets, triton.JITFunction))
+
+
+@triton.jit
+def _rounded(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The nearest `ELEMENT`, ties to even."""
+    if tl.bfloat16 == ELEMENT and not COMPILED:
+        bits = x.to(tl.uint32, bitcast=True)
+        number = (bits & 0x7FFFFFFF) <= 0x7F800000
+        bits = tl.where(number, bits + 0x7FFF + ((bits >> 16) & 1), bits)
+        x = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        x = x.to(ELEMENT)
+    return x
+
+
+@triton.jit
+def _from_fp8(byte, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bytes of an FP8 `ELEMENT` -> float32, exact."""
+    if tl.float8e5 == ELEMENT:
+        # The upper byte of a float16.
+        return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    tl.static_assert(tl.float8e4nv == ELEMENT)
+    wide = byte.to(tl.uint32)
+    # Exponent and mantissa at their places in a float32, which is then too small by the difference of the biases.
+    bits = tl.where((wide & 0x7F) == 0x7F, 0x7FC00000, ((wide & 0x80) << 24) | ((wide & 0x7F) << 20))
+    return bits.to(tl.uint32).to(tl.float32, bitcast=True) * 1.329227995784916e36
+
+
+@triton.jit
+def _to_fp8(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 -> the bytes of the nearest FP8 `ELEMENT`, ties to even, saturated."""
+    e4m3: tl.constexpr = tl.float8e4nv == ELEMENT
+    tl.static_assert(e4m3 or tl.float8e5 == ELEMENT)
+    limit: tl.constexpr = 448.0 if e4m3 else 57344.0
+    least: tl.constexpr = 0.015625 if e4m3 else 6.103515625e-05  # the smallest normal number
+    dropped: tl.constexpr = 20 if e4m3 else 21  # of 23 mantissa bits
+    rebias: tl.constexpr = (127 - 7) << 3 if e4m3 else (127 - 15) << 2
+    magic: tl.constexpr = 16384.0 if e4m3 else 128.0  # 2**23 smallest subnormals: the last bit of a sum counts them
+    sign = (x.to(tl.uint32, bitcast=True) >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), limit)
+    bits = size.to(tl.uint32, bitcast=True)
+    normal = ((bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped) - rebias
+    subnormal = (size + magic).to(tl.uint32, bitcast=True) & 0xFF
+    return (sign | tl.where(size < least, subnormal, normal)).to(tl.uint8)
+
+
+@triton.jit
+def turn_pairs(  # type: ignore[no-untyped-def]
+    a, b, cos, sin, row, inside, ANGLES, column, PAIRS: tl.constexpr, INVERSE: tl.constexpr,
+    ALIGNED: tl.constexpr = False,
+):  # fmt: skip
+    """Turn pairs by the angles in rows `row`, columns `column …` of `[rows, ANGLES]` tables; INVERSE turns back.
+
+    ALIGNED: `column` is a multiple of 4.
+    """
+    pair = tl.arange(0, PAIRS)
+    column = column.to(tl.int32)
+    if ALIGNED:
+        column = tl.multiple_of(column, 4)
+    at = (row.to(tl.int64) * ANGLES)[:, None] + (column + pair)[None, :]
+    # The last tile of a head may reach past the tables; what lies there is not stored.
+    mask = inside[:, None] & ((column + pair) < ANGLES)[None, :]
+    c = tl.load(cos + at, mask=mask, other=0.0)
+    s = tl.load(sin + at, mask=mask, other=0.0)
+    if INVERSE:
+        s = -s
+    return a * c - b * s, b * c + a * s
+
+
+def place_row(memory: torch.Tensor) -> list[int]:
+    """A row of `places`: where a unit lies.
+
+    Args:
+        memory: view `[blocks, tokens a block, heads, dimensions]` with whatever strides; for `[T, H, D]` a view
+            `[1, T, H, D]`. Slot s is token s % tokens of block s // tokens.
+
+    Raises:
+        InputError: another number of dimensions, or 2**31 slots and more.
+    """
+    if memory.ndim != 4:
+        raise InputError(f"a unit's memory must be [blocks, tokens, heads, dimensions], got {list(memory.shape)}")
+    blocks, tokens = memory.shape[:2]
+    if blocks * tokens >= 2**31:
+        raise InputError(f"a cache of {blocks * tokens} slots is beyond the {2**31 - 1} that kernels address")
+    # Kernels divide by the tokens of a block, even where a cache has no slots.
+    return [memory.data_ptr(), *memory.stride(), max(tokens, 1), blocks * tokens]
+
+
+def contiguity(
+    places: npt.NDArray[np.int64], tiles: npt.NDArray[np.int64], element: torch.dtype
+) -> tuple[bool, bool]:  # fmt: skip
+    """Which fast ways to memory the tables allow: `(unit_stride, aligned)`.
+
+    Args:
+        places: rows of `Place`.
+        tiles: rows of `Tile`.
+        element: type of the cache.
+
+    Returns:
+        unit_stride: pairs lie one element apart in every tile.
+        aligned: moreover every run of a tile begins and ends at a multiple of 16 bytes, and its angles at a multiple
+            of 4 columns, so that 16 bytes can be moved at a time.
+    """
+    used = places[np.unique(tiles[:, Tile.UNIT])]
+    unit_stride = bool(np.all(used[:, Place.DIM] == 1) and np.all(tiles[:, Tile.STEP] == 1))
+    strides = used[:, [Place.BLOCK, Place.TOKEN, Place.HEAD]] * element.itemsize
+    runs = tiles[:, [Tile.DIM0, Tile.DIM1, Tile.COUNT0, Tile.COUNT1]] * element.itemsize
+    angles = np.maximum(tiles[:, Tile.ANGLE], 0)
+    whole = not np.any(used[:, Place.POINTER] % 16) and not np.any(strides % 16) and not np.any(runs % 16)
+    return unit_stride, unit_stride and whole and not np.any(angles % 4)
+
+
+class _Memory:
+    """Elements at an address, for numpy and torch."""
+
+    def __init__(self, pointer: int, shape: Sequence[int], strides: Sequence[int], size: int) -> None:
+        interface = {
+            "data": (pointer, False),
+            "shape": tuple(shape),
+            "strides": tuple(stride * size for stride in strides),
+            "typestr": {1: "|u1", 2: "<i2", 4: "<i4"}[size],
+            "version": 3,
+        }
+        self.__array_interface__ = self.__cuda_array_interface__ = interface
+
+
+def half_views(
+    place: Sequence[int], tile: Sequence[int], element: torch.dtype, device: torch.device
+) -> list[torch.Tensor]:
+    """Views `[blocks, tokens a block, count]` of a tile's first and second dimensions."""
+    views = []
+    for first, count in ((tile[Tile.DIM0], tile[Tile.COUNT0]), (tile[Tile.DIM1], tile[Tile.COUNT1])):
+        offset = tile[Tile.HEAD] * place[Place.HEAD] + first * place[Place.DIM]
+        memory: Any = _Memory(
+            place[Place.POINTER] + offset * element.itemsize,
+            (place[Place.SLOTS] // place[Place.BLOCK_TOKENS], place[Place.BLOCK_TOKENS], count),
+            (place[Place.BLOCK], place[Place.TOKEN], tile[Tile.STEP] * place[Place.DIM]),
+            element.itemsize,
+        )
+        raw = torch.as_tensor(memory, device=device) if device.type == "cuda" else torch.from_numpy(np.asarray(memory))
+        views.append(raw.view(element))
+    return views
+
+
+def check_slots(slots: torch.Tensor, place: Sequence[int], status: torch.Tensor) -> torch.Tensor:
+    """Which `slots` have a place; flags Status.SLOT in `status` (one element) for those beyond the cache."""
+    total = place[Place.SLOTS]
+    if bool(((slots >= total) | (slots < -1)).any()):
+        status |= int(Status.SLOT)
+    return (slots >= 0) & (slots < total)
+
+
+def load_pairs_reference(
+    place: Sequence[int], scale: float, tile: Sequence[int], slots: torch.Tensor, exists: torch.Tensor,
+    element: torch.dtype, pairs: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What `load_pairs` reads: two `[tokens, pairs]` float32; `exists` is from `check_slots`."""
+    found = []
+    for view in half_views(place, tile, element, slots.device):
+        values = torch.zeros(len(slots), pairs, device=slots.device)
+        at = slots[exists]
+        rows = view[at // view.shape[1], at % view.shape[1]].float()
+        values[exists, : view.shape[2]] = rows * np.float32(scale).item() if element.itemsize == 1 else rows
+        found.append(values)
+    return found[0], found[1]
+
+
+def store_pairs_reference(
+    place: Sequence[int], scale: float, tile: Sequence[int], slots: torch.Tensor, exists: torch.Tensor,
+    values: tuple[torch.Tensor, torch.Tensor], element: torch.dtype,
+) -> None:  # fmt: skip
+    """What `store_pairs` writes."""
+    for view, source in zip(half_views(place, tile, element, slots.device), values, strict=True):
+        at = slots[exists]
+        rows = source[exists, : view.shape[2]]
+        if element.itemsize == 1:
+            limit = torch.finfo(element).max
+            rows = (rows * float(np.float32(1) / np.float32(scale))).clamp(-limit, limit)
+        # Advanced indexing does not exist for every FP8 type: bytes do.
+        raw = rows.to(element)
+        whole = torch.uint8 if element.itemsize == 1 else element
+        view.view(whole)[at // view.shape[1], at % view.shape[1]] = raw.view(whole)

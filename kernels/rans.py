@@ -1,0 +1,633 @@
+"""The entropy coder on the GPU: decode and encode interleaved rANS, and lay out the coded part of a section.
+
+    decode   data --rans_decode--> planes [P, T]
+    encode   planes --rans_encode--> words, states, lengths --count_words--> totals --write_coded--> out
+
+`codec/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. A lane is a stream: all lanes of a
+program use one table at one step, and the symbols they store or load lie side by side.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.codec import rans
+from cuvee.codec.container import write_streams
+from cuvee.codec.rans import LOWER_BOUND, U32, WORD_BITS, Streams
+from cuvee.codec.symbols import Escapes
+from cuvee.codec.tables import SYMBOLS, EntropyTables
+from cuvee.kernels.jobs import (
+    JOB_ESCAPE_COUNT,
+    JOB_ESCAPES,
+    JOB_FIELDS,
+    JOB_LENGTHS,
+    JOB_LONG_LENGTHS,
+    JOB_PER_STREAM,
+    JOB_PLAN,
+    JOB_PLANES,
+    JOB_SECTION,
+    JOB_STATES,
+    JOB_STREAMS,
+    JOB_TOKENS,
+    JOB_WORD_COUNT,
+    JOB_WORDS,
+    PLAN_FIELDS,
+    PLAN_FIRST,
+    PLAN_PLANES,
+    PLAN_REST,
+    STATUS_STREAMS,
+    Job,
+    Plan,
+    Status,
+)
+from cuvee.kernels.spec import Budget, KernelSpec
+
+_BOUND = tl.constexpr(LOWER_BOUND)
+_SYMBOLS = tl.constexpr(SYMBOLS)
+_HEADER_BYTES = 12  # W, E, log2 n, zeros
+_HEADER = tl.constexpr(_HEADER_BYTES // 4)
+_SHORT_LENGTH = tl.constexpr(0xFFFF)  # the most symbols of a stream for which two bytes hold its words
+
+# Streams of a program: one warp, so that the streams of a single chunk already spread over many multiprocessors.
+_LANES = 64 if torch.version.hip else 32
+# What the inner loops need. Without a limit the compiler takes more for the code around them. AMD has no such option.
+_REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 40}
+_PRECEDING = 64  # lengths read at a time to find where a stream begins; more would take the inner loop's registers
+_WRITE_STREAMS = 16
+_WRITE_PRECEDING = 256
+_WRITE_WORDS = 128
+_WRITE_ESCAPES = 1024
+
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
+
+
+@triton.jit
+def _length(lengths, stream, long, exists):  # type: ignore[no-untyped-def]
+    """Words of streams, int64, from the bytes of a section: one or (`long` = 1) two uint16 each."""
+    at = lengths + stream * (1 + long)
+    low = tl.load(at, mask=exists, other=0).to(tl.int64)
+    high = tl.load(at + 1, mask=tl.where(exists, long, 0) > 0, other=0).to(tl.int64)
+    return low + (high << 16)
+
+
+@triton.jit
+def _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One symbol of every lane: stores it, returns the new state, position and the word there."""
+    slot = tl.load(slots + (table | (x & ((1 << PROB_BITS) - 1)).to(tl.int32)))
+    tl.store(out, (slot >> 24).to(tl.uint8), mask=active)
+    x = ((slot >> 12) & 0xFFF) * (x >> PROB_BITS) + (slot & 0xFFF)
+    need = x < _BOUND
+    x = tl.where(need, (x << 16) | word.to(tl.uint32), x)
+    at += need.to(tl.int32)
+    # The next word is fetched as soon as this one is used, so that the chain state -> slot -> state does not wait for
+    # it. Lanes that used none load none: each lane reads a cache line of its own. Beyond the end there are zeros.
+    word = tl.where(need, 0, word)
+    word = tl.load(words + at, mask=need & (at < end), other=word)
+    return x, at, word
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _decode_kernel(  # type: ignore[no-untyped-def]
+    data16, data32, jobs, plans, tables, slots, planes, status, blocks,
+    PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * LANES
+    job = jobs + index * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    if first >= streams:
+        return
+    plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
+    steps = tl.load(plan + PLAN_PLANES).to(tl.int32)
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
+    stream = first + tl.arange(0, LANES)
+    exists = stream < streams
+
+    # Where the words of each stream lie. The sums are exact, then clamped to the words that there are: lengths that
+    # lie shift a stream, and are found out, but no read leaves the words. Positions fit int32: a section has less than
+    # 2**32 bytes.
+    lengths = data16 + tl.load(job + JOB_LENGTHS)
+    before = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, first, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        before += _length(lengths, other, long, other < first)
+    length = _length(lengths, stream, long, exists)
+    ends = tl.sum(before, 0) + tl.cumsum(length, 0)
+    word_count = tl.load(job + JOB_WORD_COUNT)
+    end = tl.minimum(ends, word_count).to(tl.int32)
+    at = tl.minimum(ends - length, word_count).to(tl.int32)
+
+    x = tl.load(data32 + tl.load(job + JOB_STATES) + stream, mask=exists, other=_BOUND)
+    bad = x < _BOUND
+    words = data16 + tl.load(job + JOB_WORDS)
+    word = tl.load(words + at, mask=at < end, other=0)
+    last_x, last_at = x, at
+    token = stream * per_stream
+    column = planes + tl.load(job + JOB_PLANES) + token
+    # Without planes there is nothing to decode, and the last step below would be one too many.
+    turns = tl.where(steps > 0, tl.minimum(per_stream, tokens - first * per_stream), 0)
+    for j in range(turns):
+        # Lanes without a token run along, store nothing, and keep the state they ended in.
+        active = exists & (token + j < tokens)
+        table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST))
+        out = column
+        # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
+        table = tl.load(table_of) << PROB_BITS
+        for _ in range(1, steps):
+            table_of += 1
+            following = tl.load(table_of)
+            x, at, word = _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
+            table = following << PROB_BITS
+            out += tokens
+        x, at, word = _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
+        last_x = tl.where(active, x, last_x)
+        last_at = tl.where(active, at, last_at)
+        column += 1
+    bad |= (last_x != _BOUND) | (last_at != end)
+    wrong = tl.max((bad & exists).to(tl.int32), 0) > 0
+    wrong |= (first + LANES >= streams) & (tl.max(ends, 0) != word_count)
+    tl.atomic_or(status + index, STATUS_STREAMS, mask=wrong)
+
+
+def rans_decode(
+    data: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    planes: torch.Tensor,
+    status: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """Decode the streams of all jobs.
+
+    The caller has checked that the states, lengths and words of a job lie within `data`; what they say is not trusted.
+    Every program reads the lengths of all streams before its own: S**2 / 64 lengths a job, few beside its symbols up
+    to some thousand streams.
+
+    Args:
+        data: `[bytes]` uint8, a multiple of 4: the coded parts.
+        jobs: `[J, len(Job)]` int64, see `Job`; read are STATES, LENGTHS, WORDS, WORD_COUNT, STREAMS, TOKENS,
+            PER_STREAM, LONG_LENGTHS, PLAN and PLANES.
+        plans: `[Q, len(Plan)]` int64, see `Plan`; read are PLANES, FIRST and REST.
+        tables: int32, the entropy table of each plane, at `Plan.FIRST` and `Plan.REST`.
+        slots: `[K, 2**prob_bits]` uint32, `EntropyTables.slots`.
+        planes: uint8, receives `[P, T]` at `Job.PLANES`.
+        status: `[J]` int32, gets `Status.STREAMS` where the lengths do not add up to WORD_COUNT, or a stream begins in
+            a state below 2**16, does not end in 2**16, or does not end with its words. Its symbols are then anything.
+        max_streams: the largest STREAMS of a job.
+    """
+    blocks = triton.cdiv(max_streams, _LANES)
+    _decode_kernel[(blocks * len(jobs),)](
+        data.view(torch.uint16), data.view(torch.uint32), jobs, plans, tables, slots, planes, status, blocks,
+        PROB_BITS=slots.shape[1].bit_length() - 1, LANES=_LANES, BLOCK=_PRECEDING,
+        num_warps=1, **_REGISTERS,
+    )  # fmt: skip
+
+
+def rans_decode_reference(
+    data: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    planes: torch.Tensor,
+    status: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """See `rans_decode`. Unlike `codec.rans.rans_decode` it says what damaged streams decode to."""
+    raw, table_of, slot_of = data.cpu().numpy(), tables.cpu().numpy(), slots.cpu().numpy().astype(np.uint64)
+    prob_bits = np.uint64(slots.shape[1].bit_length() - 1)
+    for index, job in enumerate(jobs.cpu().numpy()):
+        plan = plans[job[Job.PLAN]].tolist()
+        count, tokens, per_stream = (int(job[k]) for k in (Job.STREAMS, Job.TOKENS, Job.PER_STREAM))
+        steps = plan[Plan.PLANES]
+        state = raw.view(np.uint32)[job[Job.STATES] :][:count].astype(np.uint64)
+        wire = raw.view(np.uint16)[job[Job.LENGTHS] :][: count << job[Job.LONG_LENGTHS]]
+        length = (wire.view(np.uint32) if job[Job.LONG_LENGTHS] else wire).astype(np.int64)
+        words = raw.view(np.uint16)[job[Job.WORDS] :][: job[Job.WORD_COUNT]]
+        ends = np.cumsum(length)
+        at, end = np.minimum(ends - length, len(words)), np.minimum(ends, len(words))
+        out = np.empty((steps, tokens), np.uint8)
+        bad = bool((state < LOWER_BOUND).any()) or ends[-1] != len(words)
+        for j in range(per_stream):
+            lanes = np.arange(count)[np.arange(count) * per_stream + j < tokens]
+            for c in range(steps):
+                x = state[lanes]
+                table = slot_of[table_of[plan[Plan.REST if j else Plan.FIRST] + c]]
+                slot = table[(x & np.uint64(len(table) - 1)).astype(np.int64)]
+                out[c, lanes * per_stream + j] = slot >> np.uint64(24)
+                x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> prob_bits) + (slot & np.uint64(0xFFF))
+                need = x < LOWER_BOUND
+                inside = need & (at[lanes] < end[lanes])
+                word = np.zeros(len(lanes), np.uint64)
+                word[inside] = words[at[lanes[inside]]]
+                state[lanes] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
+                at[lanes] += need
+        if bad or bool(((state != LOWER_BOUND) | (at != end)).any()):
+            status[index] |= int(Status.STREAMS)
+        planes[job[Job.PLANES] :][: steps * tokens] = torch.from_numpy(out.ravel()).to(planes.device)
+
+
+def coding_table(tables: EntropyTables) -> U32:
+    """What the encoder looks up: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
+
+    The reciprocal of a frequency f is m = min(floor(2**32 / f), 2**32 - 1), 0 for a byte that cannot be coded. Then
+    q = floor(x m / 2**32) is floor(x / f) or one less, for every x < 2**32: m = 2**32 / f - e with 0 <= e <= 1, so
+    x m / 2**32 = x / f - e x / 2**32 lies above x / f - 1 and not above x / f. One comparison, of x - q f with f,
+    tells which.
+    """
+    freq = tables.freq.astype(np.uint64)
+    reciprocal = np.minimum((1 << 32) // np.maximum(freq, 1), (1 << 32) - 1)
+    packed = freq << np.uint64(16) | tables.cumulative
+    return np.stack([packed, np.where(freq > 0, reciprocal, 0)], axis=-1).astype(np.uint32)
+
+
+@triton.jit
+def _entry(coding, table_of, symbols, active):  # type: ignore[no-untyped-def]
+    """Of one symbol a lane: frequency << 16 | cumulative, and the reciprocal."""
+    symbol = tl.load(symbols, mask=active, other=0).to(tl.int32)
+    entry = tl.load(coding + (tl.load(table_of) * _SYMBOLS + symbol))
+    return entry.to(tl.uint32), (entry >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type: ignore[no-untyped-def]
+    """Code one symbol a lane: stores a word where the state is full, returns the new state and position below `top`."""
+    frequency = packed >> 16
+    full = x >= frequency * scale
+    at -= full.to(tl.int32)
+    tl.store(top + at, x.to(tl.uint16), mask=full & active)
+    x = tl.where(full, x >> 16, x)
+    quotient = tl.umulhi(x, reciprocal)
+    # (x div f) * total + x mod f + cumulative, with x mod f = x - (x div f) * f. See `coding_table` for the correction.
+    gap = total - frequency
+    correction = tl.where(x - quotient * frequency >= frequency, gap, 0)
+    return x + (packed & 0xFFFF) + quotient * gap + correction, at
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, blocks, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+    index = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * LANES
+    job = jobs + index * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    if first >= streams:
+        return
+    plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
+    steps = tl.load(plan + PLAN_PLANES).to(tl.int32)
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    # The frequencies of a table add up to 2**prob_bits: those of all bytes before the last, and its own.
+    last = tl.load(coding + (_SYMBOLS - 1)).to(tl.uint32)
+    total = (last >> 16) + (last & 0xFFFF)
+    scale = 0xFFFFFFFF // total + 1  # 2**(32 - prob_bits)
+    stream = first + tl.arange(0, LANES)
+    exists = stream < streams
+    token = stream * per_stream
+    top = words + tl.load(job + JOB_WORDS) + (stream + 1).to(tl.int64) * (steps * per_stream)
+    last_row = planes + tl.load(job + JOB_PLANES) + (steps - 1).to(tl.int64) * tokens + token
+    x = tl.full([LANES], _BOUND, tl.uint32)
+    at = tl.zeros([LANES], tl.int32)
+    longest = tl.minimum(per_stream, tokens - first * per_stream)
+    for back in range(longest):
+        j = longest - 1 - back
+        active = exists & (token + j < tokens)
+        table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST)) + (steps - 1)
+        row = last_row + j
+        for _ in range(steps % 4):
+            packed, reciprocal = _entry(coding, table_of, row, active)
+            x, at = _encode_step(x, at, top, packed, reciprocal, total, scale, active)
+            row -= tokens
+            table_of -= 1
+        # Four at a time: their symbols and entries do not depend on the state, and are fetched together.
+        for _ in range(steps // 4):
+            packed0, reciprocal0 = _entry(coding, table_of, row, active)
+            row -= tokens
+            packed1, reciprocal1 = _entry(coding, table_of - 1, row, active)
+            row -= tokens
+            packed2, reciprocal2 = _entry(coding, table_of - 2, row, active)
+            row -= tokens
+            packed3, reciprocal3 = _entry(coding, table_of - 3, row, active)
+            row -= tokens
+            table_of -= 4
+            x, at = _encode_step(x, at, top, packed0, reciprocal0, total, scale, active)
+            x, at = _encode_step(x, at, top, packed1, reciprocal1, total, scale, active)
+            x, at = _encode_step(x, at, top, packed2, reciprocal2, total, scale, active)
+            x, at = _encode_step(x, at, top, packed3, reciprocal3, total, scale, active)
+        # Lanes without a token run along, store nothing, and begin where the others do.
+        x = tl.where(active, x, _BOUND)
+        at = tl.where(active, at, 0)
+    tl.store(states + tl.load(job + JOB_STATES) + stream, x, mask=exists)
+    tl.store(lengths + tl.load(job + JOB_LENGTHS) + stream, (-at).to(tl.uint32), mask=exists)
+
+
+def rans_encode(
+    planes: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    coding: torch.Tensor,
+    words: torch.Tensor,
+    states: torch.Tensor,
+    lengths: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """Code the planes of all jobs: the words of `codec.rans.rans_encode`, each stream in a region of its own.
+
+    A byte whose frequency is zero leaves its stream meaningless, but harms no other (escape it instead).
+
+    Args:
+        planes: uint8, `[P, T]` of each job at `Job.PLANES`.
+        jobs: `[J, len(Job)]` int64; read are STATES, LENGTHS and WORDS, which here count in `states`, `lengths` and
+            `words`, STREAMS, TOKENS, PER_STREAM, PLAN and PLANES.
+        plans: `[Q, len(Plan)]` int64; read are PLANES, FIRST and REST.
+        tables: int32, the entropy table of each plane, at `Plan.FIRST` and `Plan.REST`.
+        coding: `[K, 256, 2]` uint32 of `coding_table`.
+        words: uint16 scratch. Stream s of a job owns P n of them from `Job.WORDS` + s P n on, and fills them from the
+            end backwards.
+        states: uint32, receives the initial state for the decoder of stream s at `Job.STATES` + s.
+        lengths: uint32, receives the words of stream s at `Job.LENGTHS` + s.
+        max_streams: the largest STREAMS of a job.
+    """
+    blocks = triton.cdiv(max_streams, _LANES)
+    _encode_kernel[(blocks * len(jobs),)](
+        planes, jobs, plans, tables, coding.view(torch.int64), words, states, lengths, blocks,
+        LANES=_LANES, num_warps=1,
+    )  # fmt: skip
+
+
+def rans_encode_reference(
+    planes: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    coding: torch.Tensor,
+    words: torch.Tensor,
+    states: torch.Tensor,
+    lengths: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """See `rans_encode`."""
+    freq = coding.cpu().numpy()[:, :, 0] >> 16
+    model = EntropyTables(freq, int(freq[0].sum()).bit_length() - 1)
+    table_of = tables.cpu().numpy().astype(np.uint16)
+    for job in jobs.tolist():
+        plan = plans[job[Job.PLAN]].tolist()
+        steps, tokens, per_stream = plan[Plan.PLANES], job[Job.TOKENS], job[Job.PER_STREAM]
+        symbols = planes[job[Job.PLANES] :][: steps * tokens].cpu().numpy().reshape(steps, tokens)
+        first, rest = (table_of[plan[k] :][:steps] for k in (Plan.FIRST, Plan.REST))
+        streams = rans.rans_encode(symbols, first, rest, model, per_stream)
+        states[job[Job.STATES] :][: job[Job.STREAMS]] = torch.from_numpy(streams.states).to(states.device)
+        lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]] = torch.from_numpy(streams.lengths).to(lengths.device)
+        ends = np.cumsum(streams.lengths, dtype=np.int64)
+        for s, (end, length) in enumerate(zip(ends.tolist(), streams.lengths.tolist(), strict=True)):
+            top = job[Job.WORDS] + (s + 1) * steps * per_stream
+            words[top - length : top] = torch.from_numpy(streams.words[end - length : end]).to(words.device)
+
+
+@triton.jit
+def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    job = jobs + tl.program_id(0) * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    first = lengths + tl.load(job + JOB_LENGTHS)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, streams, BLOCK):
+        stream = start + tl.arange(0, BLOCK)
+        total += tl.load(first + stream, mask=stream < streams, other=0).to(tl.int64)
+    tl.store(totals + tl.program_id(0), tl.sum(total, 0))
+
+
+def count_words(jobs: torch.Tensor, lengths: torch.Tensor, totals: torch.Tensor, max_streams: int) -> None:
+    """Add up the words of each job, which the host must know to place the coded parts.
+
+    Args:
+        jobs: `[J, len(Job)]` int64; read are LENGTHS and STREAMS.
+        lengths: uint32 of `rans_encode`.
+        totals: `[J]` int64, receives the words of each job.
+        max_streams: the largest STREAMS of a job.
+    """
+    _count_kernel[(len(jobs),)](jobs, lengths, totals, BLOCK=min(2048, max(256, triton.next_power_of_2(max_streams))))
+
+
+def count_words_reference(jobs: torch.Tensor, lengths: torch.Tensor, totals: torch.Tensor, max_streams: int) -> None:
+    """See `count_words`."""
+    for index, job in enumerate(jobs.tolist()):
+        totals[index] = lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]].to(torch.int64).sum()
+
+
+def coded_bytes(streams: Count, planes: Count, per_stream: Count, words: Count, escapes: Count) -> Count:
+    """Size of coded parts: of one (ints) or of many (int64 arrays).
+
+    Args:
+        streams: S.
+        planes: P.
+        per_stream: n.
+        words: W, of all streams.
+        escapes: E.
+    """
+    length_bytes = 2 + 2 * (planes * per_stream > _SHORT_LENGTH.value)
+    coded = _HEADER_BYTES + (4 + length_bytes) * streams + 2 * words
+    size: Count = coded + -coded % 4 + 8 * escapes
+    return size
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _write_kernel(  # type: ignore[no-untyped-def]
+    jobs, plans, words, states, lengths, escape_index, escape_value, out16, out32, blocks,
+    STREAMS: tl.constexpr, WORDS: tl.constexpr, ESCAPES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % blocks
+    first = block * STREAMS
+    job = jobs + tl.program_id(0) // blocks * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    if first >= streams:
+        return
+    steps = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_PLANES)
+    region = steps * tl.load(job + JOB_PER_STREAM)
+    long = (region > _SHORT_LENGTH).to(tl.int32)
+    word_count = tl.load(job + JOB_WORD_COUNT)
+    escape_count = tl.load(job + JOB_ESCAPE_COUNT)
+    section = out32 + tl.load(job + JOB_SECTION) // 4
+    coded_lengths = out16 + tl.load(job + JOB_SECTION) // 2 + 2 * (_HEADER + streams)
+    coded_words = coded_lengths + streams * (1 + long)
+    coded = 2 * (_HEADER + streams) + streams * (1 + long) + word_count  # in uint16, padding apart
+    if block == 0:
+        per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+        log2 = tl.sum((per_stream >> tl.arange(0, 8) > 0).to(tl.int32), 0) - 1
+        tl.store(section, word_count.to(tl.uint32))
+        tl.store(section + 1, escape_count.to(tl.uint32))
+        tl.store(section + 2, log2.to(tl.uint32))
+        tl.store(coded_words + word_count, 0, mask=coded % 2 > 0)
+
+    lengths += tl.load(job + JOB_LENGTHS)
+    before = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, first, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        before += tl.load(lengths + other, mask=other < first, other=0).to(tl.int64)
+    stream = first + tl.arange(0, STREAMS)
+    exists = stream < streams
+    length = tl.load(lengths + stream, mask=exists, other=0)
+    written = coded_lengths + stream * (1 + long)
+    tl.store(written, length.to(tl.uint16), mask=exists)
+    tl.store(written + 1, (length >> 16).to(tl.uint16), mask=tl.where(exists, long, 0) > 0)
+    state = tl.load(states + tl.load(job + JOB_STATES) + stream, mask=exists, other=0)
+    tl.store(section + _HEADER + stream, state, mask=exists)
+
+    size = length.to(tl.int64)
+    source = words + tl.load(job + JOB_WORDS) + (stream + 1) * region - size
+    target = coded_words + tl.sum(before, 0) + tl.cumsum(size, 0) - size
+    for start in range(0, tl.max(length, 0).to(tl.int32), WORDS):
+        at = start + tl.arange(0, WORDS)
+        inside = at[None, :] < length.to(tl.int32)[:, None]
+        word = tl.load(source[:, None] + at[None, :], mask=inside, other=0)
+        tl.store(target[:, None] + at[None, :], word, mask=inside)
+
+    # The programs of a job share its escapes.
+    index = section + (coded + 1) // 2
+    escapes = tl.load(job + JOB_ESCAPES)
+    for start in range(block * ESCAPES, escape_count, tl.cdiv(streams, STREAMS) * ESCAPES):
+        escape = start + tl.arange(0, ESCAPES)
+        inside = escape < escape_count
+        tl.store(index + escape, tl.load(escape_index + escapes + escape, mask=inside, other=0), mask=inside)
+        value = tl.load(escape_value + escapes + escape, mask=inside, other=0)
+        tl.store(index + escape_count + escape, value.to(tl.uint32, bitcast=True), mask=inside)
+
+
+def write_coded(
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    words: torch.Tensor,
+    states: torch.Tensor,
+    lengths: torch.Tensor,
+    escape_index: torch.Tensor,
+    escape_value: torch.Tensor,
+    out: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
+
+    Args:
+        jobs: `[J, len(Job)]` int64 as for `rans_encode`; read are also WORD_COUNT (of `count_words`), ESCAPE_COUNT,
+            ESCAPES, which here counts in `escape_index` and `escape_value`, and SECTION.
+        plans: `[Q, len(Plan)]` int64; read is PLANES.
+        words: uint16, of `rans_encode`.
+        states: uint32, of `rans_encode`.
+        lengths: uint32, of `rans_encode`.
+        escape_index: uint32, row * T + token, rising within a job.
+        escape_value: int32.
+        out: uint8, a multiple of 4; receives each coded part at `Job.SECTION`.
+        max_streams: the largest STREAMS of a job.
+    """
+    blocks = triton.cdiv(max_streams, _WRITE_STREAMS)
+    _write_kernel[(blocks * len(jobs),)](
+        jobs, plans, words, states, lengths, escape_index, escape_value,
+        out.view(torch.uint16), out.view(torch.uint32), blocks,
+        STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
+    )  # fmt: skip
+
+
+def write_coded_reference(
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    words: torch.Tensor,
+    states: torch.Tensor,
+    lengths: torch.Tensor,
+    escape_index: torch.Tensor,
+    escape_value: torch.Tensor,
+    out: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """See `write_coded`."""
+    for job in jobs.tolist():
+        steps, per_stream, count = int(plans[job[Job.PLAN], Plan.PLANES]), job[Job.PER_STREAM], job[Job.STREAMS]
+        length = lengths[job[Job.LENGTHS] :][:count].cpu().numpy()
+        region = words[job[Job.WORDS] :][: count * steps * per_stream].cpu().numpy().reshape(count, -1)
+        coded = np.concatenate([row[len(row) - n :] for row, n in zip(region, length.tolist(), strict=True)])
+        streams = Streams(states[job[Job.STATES] :][:count].cpu().numpy(), length, coded)
+        listed = slice(job[Job.ESCAPES], job[Job.ESCAPES] + job[Job.ESCAPE_COUNT])
+        escapes = Escapes(escape_index[listed].cpu().numpy(), escape_value[listed].cpu().numpy())
+        part = np.frombuffer(write_streams(streams, escapes, steps, per_stream), np.uint8)
+        out[job[Job.SECTION] :][: len(part)] = torch.from_numpy(part.copy()).to(out.device)
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        "rans_decode",
+        _decode_kernel,
+        {
+            "data16": "*u16",
+            "data32": "*u32",
+            "jobs": "*i64",
+            "plans": "*i64",
+            "tables": "*i32",
+            "slots": "*u32",
+            "planes": "*u8",
+            "status": "*i32",
+            "blocks": "i32",
+        },
+        {"PROB_BITS": 12, "LANES": 32, "BLOCK": _PRECEDING},
+        num_warps=1,
+        options={"maxnreg": 40},
+        divisible=("data16", "data32", "jobs", "plans", "tables", "slots", "planes", "status"),
+        symbol_access="store8",
+        budgets={"sm_90": Budget(instructions_per_symbol=28, registers=40, spilled_bytes=0)},
+        changes={"gfx942": {"constants": {"LANES": 64}}},
+    ),
+    KernelSpec(
+        "rans_encode",
+        _encode_kernel,
+        {
+            "planes": "*u8",
+            "jobs": "*i64",
+            "plans": "*i64",
+            "tables": "*i32",
+            "coding": "*i64",
+            "words": "*u16",
+            "states": "*u32",
+            "lengths": "*u32",
+            "blocks": "i32",
+        },
+        {"LANES": 32},
+        num_warps=1,
+        divisible=("planes", "jobs", "plans", "tables", "coding", "words", "states", "lengths"),
+        symbol_access="load8",
+        budgets={"sm_90": Budget(instructions_per_symbol=34, registers=64, spilled_bytes=0)},
+        changes={"gfx942": {"constants": {"LANES": 64}}},
+    ),
+    KernelSpec(
+        "count_words",
+        _count_kernel,
+        {"jobs": "*i64", "lengths": "*u32", "totals": "*i64"},
+        {"BLOCK": 256},
+        divisible=("jobs", "lengths", "totals"),
+    ),
+    KernelSpec(
+        "write_coded",
+        _write_kernel,
+        {
+            "jobs": "*i64",
+            "plans": "*i64",
+            "words": "*u16",
+            "states": "*u32",
+            "lengths": "*u32",
+            "escape_index": "*u32",
+            "escape_value": "*i32",
+            "out16": "*u16",
+            "out32": "*u32",
+            "blocks": "i32",
+        },
+        {"STREAMS": _WRITE_STREAMS, "WORDS": _WRITE_WORDS, "ESCAPES": _WRITE_ESCAPES, "BLOCK": _WRITE_PRECEDING},
+        divisible=(
+            "jobs", "plans", "words", "states", "lengths", "escape_index", "escape_value", "out16", "out32",
+        ),
+    ),
+)  # fmt: skip

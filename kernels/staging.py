@@ -1,0 +1,126 @@
+"""Blobs on their way to the device: verified, put side by side, uploaded in one copy; and what their parts are.
+
+The host checks what it can without touching every byte twice: checksums, and that the parts of each coded section
+fill it exactly (`FORMAT.md`). What it takes the streams themselves to know, the kernels flag in `Status`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.container import MAX_TOKENS_PER_STREAM_LOG2
+from cuvee.codec.errors import FormatError
+from cuvee.kernels.jobs import Job
+
+ALIGNMENT = 16  # bytes: the widest load of a thread
+STREAM_HEADER = 12  # bytes of W, E, log2 n and what is reserved
+
+I64 = npt.NDArray[np.int64]
+
+
+class Upload:
+    """Arrays that travel to the device together: laid out first, packed into pinned memory, sent in one copy."""
+
+    def __init__(self) -> None:
+        self._parts: list[memoryview | npt.NDArray[Any]] = []
+        self._offsets: list[int] = []
+        self._size = 0
+
+    def add(self, part: memoryview | npt.NDArray[Any]) -> int:
+        """Append an array or bytes; returns the byte offset it will have, a multiple of ALIGNMENT."""
+        offset = self._size
+        self._parts.append(part)
+        self._offsets.append(offset)
+        self._size = offset + -(-part.nbytes // ALIGNMENT) * ALIGNMENT
+        return offset
+
+    def pack(self, device: torch.device) -> Packed:
+        """Copy all parts into one buffer, pinned if `device` is not the CPU; gaps are zero."""
+        buffer = torch.empty(max(self._size, ALIGNMENT), dtype=torch.uint8, pin_memory=device.type != "cpu")
+        raw = buffer.numpy()
+        for part, offset, end in zip(self._parts, self._offsets, [*self._offsets[1:], self._size], strict=True):
+            flat = np.frombuffer(part, np.uint8)
+            raw[offset : offset + len(flat)] = flat
+            raw[offset + len(flat) : end] = 0
+        return Packed(buffer)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The buffer of an `Upload`, on the host or on the device."""
+
+    bytes: torch.Tensor
+
+    def host(self, offset: int, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The part at `offset` with the dtype and shape of `like`, to be read or filled in before `send`."""
+        raw: npt.NDArray[Any] = self.bytes.numpy()[offset : offset + like.nbytes]
+        return raw.view(like.dtype).reshape(like.shape)
+
+    def send(self, device: torch.device) -> Packed:
+        """Start the copy to the device."""
+        return Packed(self.bytes.to(device, non_blocking=True))
+
+    def view(self, offset: int, like: npt.NDArray[Any]) -> torch.Tensor:
+        """The part at `offset` as a tensor with the dtype and shape of `like`."""
+        dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
+        return self.bytes[offset : offset + like.nbytes].view(dtype).view(like.shape)
+
+
+def read_coded(
+    data: npt.NDArray[np.uint8], begin: I64, end: I64, tokens: I64, planes: I64, jobs: I64, names: list[str]
+) -> None:
+    """Find the parts of coded sections and fill in what `jobs` `[J, len(Job)]` says of them.
+
+    Args:
+        data: bytes that hold the coded parts.
+        begin: `[J]` where each coded part begins, a multiple of four.
+        end: `[J]` where it must end.
+        tokens: `[J]` tokens of each job.
+        planes: `[J]` byte planes of each job.
+        jobs: the table; the columns STATES … PER_STREAM and LONG_LENGTHS are written.
+        names: of each job, for messages.
+
+    Raises:
+        FormatError: parts that do not fill their section.
+    """
+
+    def require(good: npt.NDArray[np.bool_], what: str) -> None:
+        if not good.all():
+            raise FormatError(f"{names[int(np.argmin(good))]} {what}")
+
+    require(end - begin >= STREAM_HEADER, "ends before its stream header does")
+    words32, words16 = data.view(np.uint32), data.view(np.uint16)
+    at = begin // 4
+    words, escapes = words32[at].astype(np.int64), words32[at + 1].astype(np.int64)
+    packed = words32[at + 2].astype(np.int64)
+    require(packed <= MAX_TOKENS_PER_STREAM_LOG2, "has a stream header that is out of range")
+    per_stream = np.left_shift(np.int64(1), packed)
+    streams = -(-tokens // per_stream)
+    long = planes * per_stream > 0xFFFF
+    states = begin + STREAM_HEADER
+    lengths = states + 4 * streams
+    first_word = lengths + streams * np.where(long, 4, 2)
+    last_word = first_word + 2 * words
+    listed = last_word + (begin - last_word) % 4
+    require(listed + 8 * escapes == end, "is not filled exactly by its streams and escapes")
+    padded = listed != last_word
+    zero = words16[np.where(padded, last_word // 2, 0)] == 0
+    require(zero | ~padded, "has padding that is not zero")
+    for field, value in (
+        (Job.STATES, states // 4),
+        (Job.LENGTHS, lengths // 2),
+        (Job.WORDS, first_word // 2),
+        (Job.ESCAPES, listed // 4),
+        (Job.WORD_COUNT, words),
+        (Job.ESCAPE_COUNT, escapes),
+        (Job.STREAMS, streams),
+        (Job.TOKENS, tokens),
+        (Job.PER_STREAM, per_stream),
+        (Job.LONG_LENGTHS, long),
+    ):
+        jobs[:, field] = value

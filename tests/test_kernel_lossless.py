@@ -1,0 +1,482 @@
+"""The kernels of lossless sections against the codec: every bit, wherever the cache lies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuvee.codec.layout import KVLayout, Rope
+from cuvee.codec.rope import cos_sin, rotate, unrotate
+from cuvee.codec.schemes.lossless import _byte_planes, _model
+from cuvee.codec.tables import EntropyTables, normalize_counts
+from cuvee.codec.transform import partition
+from cuvee.kernels import lossless
+from cuvee.kernels.jobs import Chunk, Job, Status, Tile
+from cuvee.kernels.lossless import BytePlane
+from cuvee.kernels.pages import contiguity, place_row
+from cuvee.kernels.transform import lay_out_tiles
+
+POISON = 0xAB
+ODD, EVEN = (1, 63, 70), (64, 8)
+BITS = {2: torch.int16, 4: torch.int32}
+STEPS = ("sum_bytes", "count_symbols", "split_planes")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Units in memory, poisoned: `[blocks, tokens a block, heads, dimensions]` views of `raw`."""
+
+    raw: list[torch.Tensor]
+    units: list[torch.Tensor]
+    places: torch.Tensor
+    slots: torch.Tensor
+
+    def bytes(self) -> list[torch.Tensor]:
+        return [raw.view(torch.uint8).cpu() for raw in self.raw]
+
+    def rows(self, unit: int, at: slice) -> torch.Tensor:
+        """The values of some tokens, `[t, H, D]`."""
+        view = self.units[unit]
+        slot = self.slots[at]
+        bits = view.view(BITS.get(view.element_size(), torch.uint8))
+        return bits[slot // view.shape[1], slot % view.shape[1]].view(view.dtype)
+
+    def fill(self, unit: int, at: slice, rows: torch.Tensor) -> None:
+        view = self.units[unit]
+        slot = self.slots[at]
+        whole = BITS.get(view.element_size(), torch.uint8)
+        view.view(whole)[slot // view.shape[1], slot % view.shape[1]] = rows.to(view.dtype).to(slot.device).view(whole)
+
+
+def make_cache(layout: KVLayout, tokens: int, kind: str, element: torch.dtype, device: torch.device) -> Cache:
+    block = tokens + 3 if kind == "dense" else 16
+    blocks = 1 if kind == "dense" else -(-tokens // block) + 2
+    raw, units = [], []
+    for layer in layout.layers:
+        for size in (layer.head_dim, layer.value_dim):
+            shape = [blocks, block, layer.kv_heads, size]
+            if kind == "pages by head":  # [blocks, heads, tokens, dimensions]
+                shape = [blocks, layer.kv_heads, block, size]
+            memory = torch.full((int(np.prod(shape)) * element.itemsize,), POISON, dtype=torch.uint8, device=device)
+            raw.append(memory)
+            view = memory.view(element).view(shape)
+            units.append(view.transpose(1, 2) if kind == "pages by head" else view)
+    places = torch.tensor([place_row(view) for view in units], device=device)
+    order = torch.randperm(blocks * block, generator=torch.Generator().manual_seed(5))
+    slots = torch.arange(2, 2 + tokens) if kind == "dense" else order[:tokens]
+    return Cache(raw, units, places, slots.to(device))
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What all launches of a test share."""
+
+    layout: KVLayout
+    tokens: tuple[int, ...]
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    device: torch.device
+
+    @property
+    def total(self) -> int:
+        return sum(self.tokens)
+
+    @property
+    def itemsize(self) -> int:
+        return self.layout.torch_dtype.itemsize
+
+    def at(self, chunk: int) -> slice:
+        first = sum(self.tokens[:chunk])
+        return slice(first, first + self.tokens[chunk])
+
+    def angles(self) -> dict[Rope, int]:
+        columns: dict[Rope, int] = {}
+        for layer in self.layout.layers:
+            if layer.rope is not None and layer.rope not in columns:
+                columns[layer.rope] = sum(rope.rotary_dim // 2 for rope in columns)
+        return columns
+
+    def rotations(self, source: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tables as `codec.rope` makes them; those of the source turn back."""
+        starts = self.sources if source else self.targets
+        positions = torch.cat([torch.arange(s, s + t) for s, t in zip(starts, self.tokens, strict=True)])
+        parts = [torch.zeros(2, self.total, 1)]
+        for rope in self.angles():
+            scale = rope.attention_scaling**2 if source else 1.0
+            parts.append(torch.stack(cos_sin(rope, positions)) / scale)
+        cos, sin = torch.cat(parts[1:] or parts, dim=2).to(self.device).unbind()
+        return cos.contiguous(), sin.contiguous()
+
+    def values(self, layer: int, unit: int) -> int:
+        sizes = self.layout.layers[layer]
+        return (sizes.key_values, sizes.value_values)[unit]
+
+    def arguments(self, cache: Cache, element: torch.dtype, **changes: Any) -> dict[str, Any]:
+        """The arguments of `merge_planes` and its kin but for the arrays of bytes."""
+        sections = partition(self.layout, "unit")
+        laid = lay_out_tiles(self.layout, sections, self.angles())
+        jobs = np.full((len(self.tokens) * len(sections), len(Job)), -(1 << 40), np.int64)
+        jobs[:, Job.TOKENS] = np.repeat(self.tokens, len(sections))
+        jobs[:, Job.CHUNK] = np.repeat(np.arange(len(self.tokens)), len(sections))
+        chunks = np.zeros((len(self.tokens), len(Chunk)), np.int64)
+        chunks[:, Chunk.TOKENS] = self.tokens
+        chunks[:, Chunk.FIRST] = np.cumsum(self.tokens) - self.tokens
+        chunks[:, Chunk.SOURCE], chunks[:, Chunk.TARGET] = self.sources, self.targets
+        unit_stride, aligned = contiguity(cache.places.cpu().numpy(), laid.tiles, element)
+        return {
+            "jobs": torch.from_numpy(jobs).to(self.device),
+            "chunks": torch.from_numpy(chunks).to(self.device),
+            "tiles": torch.from_numpy(laid.tiles).to(self.device),
+            "places": cache.places,
+            "scales": torch.rand(len(cache.places), generator=torch.Generator().manual_seed(8)).to(self.device) + 0.01,
+            "slots": cache.slots,
+            "status": torch.zeros(len(jobs), dtype=torch.int32, device=self.device),
+            "sections": len(sections),
+            "first_section": 0,
+            "max_tokens": max(self.tokens),
+            "pairs": laid.pairs,
+            "dtype": self.layout.torch_dtype,
+            "element": element,
+            "unit_stride": unit_stride,
+            "aligned": aligned,
+            **changes,
+        }
+
+    def turning(self) -> dict[str, Any]:
+        """The further arguments of `merge_planes`."""
+        source_cos, source_sin = self.rotations(True)
+        cos, sin = self.rotations(False)
+        return {
+            "source_cos": source_cos, "source_sin": source_sin, "cos": cos, "sin": sin,
+            "moved": self.sources != self.targets, "even": not any(t % 4 for t in self.tokens),
+        }  # fmt: skip
+
+    def units(self) -> list[tuple[int, int, int, int]]:
+        """(chunk, layer, unit, values a token) in the order of the rows of `table`."""
+        layers = range(self.layout.num_layers)
+        return [(c, x, u, self.values(x, u)) for c in range(len(self.tokens)) for x in layers for u in (0, 1)]
+
+    def coded(self, values: Sequence[Sequence[torch.Tensor]], base: int = 0) -> dict[str, Any]:
+        """Chunks' values `[chunk][2 * layer + unit]` -> data, planes, table, with some planes coded, some stored."""
+        choose = np.random.default_rng(4)
+        data, planes, table = bytearray(b"head"), bytearray(), []
+        for chunk, layer, unit, width in self.units():
+            head_dim = values[chunk][2 * layer + unit].shape[2]
+            for plane in _byte_planes(values[chunk][2 * layer + unit].flatten(1)):
+                if choose.random() < 0.5:
+                    table.append((len(data), -1, head_dim))
+                    data += plane.tobytes()
+                    continue
+                reference = choose.integers(0, 256, width, dtype=np.uint8)
+                table.append((base + len(planes), len(data), head_dim))
+                data += reference.tobytes() + bytes(-width % 4)
+                planes += (plane - reference[:, None]).tobytes()
+        coded = torch.frombuffer(planes or bytearray(1), dtype=torch.uint8).to(self.device)
+        if base:
+            there = torch.empty(base + len(coded), dtype=torch.uint8, device=self.device)
+            there[base:] = coded
+            coded = there
+        return {
+            "data": torch.frombuffer(data, dtype=torch.uint8).to(self.device),
+            "planes": coded,
+            "table": torch.tensor(table, device=self.device),
+        }
+
+
+def random_values(tables: Tables, noise: bool, seed: int = 0) -> list[list[torch.Tensor]]:
+    """`[chunk][unit]` of values: all bit patterns, or what a cache may hold."""
+    generator = torch.Generator().manual_seed(seed)
+    dtype = tables.layout.torch_dtype
+    chunks = []
+    for tokens in tables.tokens:
+        units = []
+        for layer in tables.layout.layers:
+            for size in (layer.head_dim, layer.value_dim):
+                shape = (tokens, layer.kv_heads, size)
+                if noise:
+                    bits = torch.randint(-(1 << 31), 1 << 31, shape, generator=generator)
+                    units.append(bits.to(BITS[dtype.itemsize]).view(dtype))
+                else:
+                    units.append((4 * torch.randn(shape, generator=generator)).to(dtype))
+        chunks.append(units)
+    return chunks
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    whole = BITS.get(left.element_size(), torch.uint8)
+    return torch.equal(left.contiguous().view(whole).cpu(), right.contiguous().view(whole).cpu())
+
+
+def setting(layout: KVLayout, device: torch.device, dtype: str, tokens: tuple[int, ...], moved: bool = False) -> Tables:
+    sources = tuple(10 + 7 * i for i in range(len(tokens)))
+    targets = tuple(s + 500 * (i % 2) for i, s in enumerate(sources)) if moved else sources
+    return Tables(replace(layout, dtype=dtype), tokens, sources, targets, device)
+
+
+def merge_both(
+    tables: Tables, kind: str, element: torch.dtype, coded: dict[str, Any], **changes: Any
+) -> tuple[Cache, torch.Tensor]:
+    """Run kernel and reference on caches of their own; the same bytes everywhere."""
+    results = []
+    for merge in (lossless.merge_planes, lossless.merge_planes_reference):
+        cache = make_cache(tables.layout, tables.total, kind, element, tables.device)
+        arguments = tables.arguments(cache, element, **changes)
+        merge(**coded, **arguments, **tables.turning())
+        results.append((cache, arguments["status"]))
+    (cache, status), (other, expected) = results
+    assert all(torch.equal(a, b) for a, b in zip(cache.bytes(), other.bytes(), strict=True))
+    assert torch.equal(status, expected)
+    return cache, status
+
+
+def test_slot_tables(device: torch.device) -> None:
+    generator = np.random.default_rng(0)
+    counts = [np.bincount([s], minlength=256) for s in (0, 1, 254, 255)]
+    counts += [np.ones(256, np.int64), np.arange(256), np.bincount([0, 255, 255], minlength=256)]
+    counts += [generator.geometric(p, 256) * (generator.random(256) < 0.5) for p in (0.5, 0.01, 0.0001)]
+    tables = EntropyTables(np.stack([normalize_counts(count, 12) for count in counts]), 12)
+    slots = torch.full((len(counts) + 1, 4096), POISON, dtype=torch.int32).view(torch.uint32).to(device)
+    lossless.slot_tables(torch.from_numpy(tables.freq).to(device), slots[:-1])
+    expected = torch.full_like(slots.view(torch.int32), POISON).view(torch.uint32)
+    lossless.slot_tables_reference(torch.from_numpy(tables.freq).to(device), expected[:-1])
+    assert slots.cpu().numpy().tobytes() == expected.cpu().numpy().tobytes()
+    assert slots[:-1].cpu().numpy().tobytes() == tables.slots.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "kind", "tokens"),
+    [
+        ("irregular", "bfloat16", "dense", ODD),
+        ("irregular", "float16", "pages", (15, 8)),
+        ("irregular", "float32", "pages by head", (2, 65)),
+        ("gqa", "bfloat16", "pages by head", EVEN),
+        ("gqa", "bfloat16", "pages", EVEN),
+        ("mqa", "float16", "dense", (256,)),
+        ("mqa", "float32", "dense", EVEN),
+    ],
+)
+def test_merge_restores_every_bit(
+    layouts: dict[str, KVLayout], device: torch.device, name: str, dtype: str, kind: str, tokens: tuple[int, ...]
+) -> None:  # fmt: skip
+    tables = setting(layouts[name], device, dtype, tokens)
+    values = random_values(tables, noise=True)
+    cache, status = merge_both(tables, kind, tables.layout.torch_dtype, tables.coded(values))
+    assert not status.any()
+    for chunk, units in enumerate(values):
+        for unit, expected in enumerate(units):
+            assert same_bits(cache.rows(unit, tables.at(chunk)), expected)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("irregular", "float32"), ("partial", "bfloat16"), ("yarn", "float16")])
+def test_merge_turns_the_keys_of_chunks_that_move(
+    layouts: dict[str, KVLayout], device: torch.device, name: str, dtype: str
+) -> None:  # fmt: skip
+    tables = setting(layouts[name], device, dtype, (15, 70, 3), moved=True)
+    values = random_values(tables, noise=False)
+    cache, status = merge_both(tables, "pages", tables.layout.torch_dtype, tables.coded(values))
+    assert not status.any()
+    for chunk, units in enumerate(values):
+        source, target = (torch.arange(tables.tokens[chunk]) + x[chunk] for x in (tables.sources, tables.targets))
+        for index, layer in enumerate(tables.layout.layers):
+            expected = units[2 * index]
+            if chunk == 1 and layer.rope is not None:
+                free = unrotate(expected, layer.rope, source)
+                expected = rotate(free, layer.rope, target).to(tables.layout.torch_dtype)
+                assert not same_bits(expected, units[2 * index])
+            assert same_bits(cache.rows(2 * index, tables.at(chunk)), expected)
+            assert same_bits(cache.rows(2 * index + 1, tables.at(chunk)), units[2 * index + 1])
+
+
+@pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float8_e5m2, torch.float32])
+def test_a_cache_of_another_type_gets_the_values(
+    layouts: dict[str, KVLayout], device: torch.device, element: torch.dtype
+) -> None:  # fmt: skip
+    tables = setting(layouts["gqa"], device, "bfloat16", (15, 20), moved=True)
+    values = random_values(tables, noise=False)
+    cache, _ = merge_both(tables, "pages", element, tables.coded(values))
+    scale = tables.arguments(cache, element)["scales"].cpu()
+    expected = values[0][1].float()
+    if element.itemsize == 1:
+        limit = torch.finfo(element).max
+        expected = (expected * (1 / scale[1])).clamp(-limit, limit)
+    assert same_bits(cache.rows(1, tables.at(0)), expected.to(element))
+
+
+@pytest.mark.parametrize("element", [torch.float16, torch.float8_e5m2])
+def test_tokens_without_a_slot(layouts: dict[str, KVLayout], device: torch.device, element: torch.dtype) -> None:
+    tables = setting(layouts["mqa"], device, "float16", (9, 5))
+    coded = tables.coded(random_values(tables, noise=False))
+    cache = make_cache(tables.layout, tables.total, "pages", element, device)
+    slots = cache.slots.clone()
+    slots[:3] = -1  # as for tokens that nobody asked for
+    slots[10], slots[11] = 1 << 40, -2
+    result, status = merge_both(tables, "pages", element, coded, slots=slots)
+    assert [int(x) for x in status] == [0] * 3 + [int(Status.SLOT)] * 3
+    for at in (slice(0, 3), slice(10, 12)):
+        assert bool((result.rows(0, at).view(torch.uint8) == POISON).all())
+
+
+def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> None:
+    tables = setting(layouts["irregular"], device, "bfloat16", (9, 18))
+    values = random_values(tables, noise=True)
+    coded = tables.coded(values)
+    cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
+    whole = tables.arguments(cache, torch.bfloat16)
+    layer = torch.arange(len(whole["jobs"]), device=device) % 3
+    tiles = whole["tiles"][whole["tiles"][:, Tile.SECTION] >= 1]
+    own = {"jobs": whole["jobs"][layer >= 1], "tiles": tiles, "sections": 2, "first_section": 1}
+    coded["table"] = coded["table"].view(2, 3, -1, len(BytePlane))[:, 1:].reshape(-1, len(BytePlane))
+    own["status"] = torch.zeros(4, dtype=torch.int32, device=device)
+    cache, _ = merge_both(tables, "dense", torch.bfloat16, coded, **own)
+    for unit in range(6):
+        assert same_bits(cache.rows(unit, tables.at(1)), values[1][unit]) == (unit >= 2)
+    assert bool((cache.raw[0] == POISON).all())
+
+
+def run_step(name: str, reference: bool, arguments: dict[str, Any], **arrays: Any) -> torch.Tensor:
+    step: Callable[..., None] = getattr(lossless, name + "_reference" * reference)
+    status = torch.zeros_like(arguments["status"])
+    step(**{**arguments, **arrays, "status": status})
+    return status
+
+
+def poisoned(size: int, device: torch.device) -> torch.Tensor:
+    return torch.full((size,), POISON, dtype=torch.uint8, device=device)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "element", "tokens", "kind", "noise"),
+    [
+        ("irregular", "bfloat16", torch.bfloat16, ODD, "pages", True),
+        ("irregular", "float32", torch.float32, (15, 3), "dense", True),
+        ("gqa", "float16", torch.float16, EVEN, "pages by head", True),
+        ("mqa", "bfloat16", torch.bfloat16, (257, 1), "pages", False),
+        ("interleaved", "bfloat16", torch.float8_e4m3fn, (15, 20), "pages", False),
+        ("mqa", "float16", torch.float8_e5m2, (4, 8), "pages", False),
+    ],
+)
+def test_encoding(
+    layouts: dict[str, KVLayout], device: torch.device, name: str, dtype: str, element: torch.dtype,
+    tokens: tuple[int, ...], kind: str, noise: bool,
+) -> None:  # fmt: skip
+    tables = setting(layouts[name], device, dtype, tokens)
+    cache = make_cache(tables.layout, tables.total, kind, element, device)
+    values = random_values(tables, noise)
+    for chunk, units in enumerate(values):
+        for unit, rows in enumerate(units):
+            cache.fill(unit, tables.at(chunk), rows)
+    arguments = tables.arguments(cache, element)
+    # What the codec would encode: the bits as they are, or the values of another type.
+    if element != tables.layout.torch_dtype:
+        scale = arguments["scales"]
+        values = [
+            [
+                (cache.rows(u, tables.at(c)).float() * scale[u]).to(tables.layout.torch_dtype).cpu()
+                for u in range(len(units))
+            ]
+            for c, units in enumerate(values)
+        ]
+    planes = [
+        plane
+        for chunk, layer, unit, _ in tables.units()
+        for plane in _byte_planes(values[chunk][2 * layer + unit].flatten(1))
+    ]
+    models = [_model(plane) for plane in planes]
+    head_dims = [
+        values[chunk][2 * layer + unit].shape[2] for chunk, layer, unit, _ in tables.units()
+        for _ in range(tables.itemsize)
+    ]  # fmt: skip
+    channels = [len(plane) for plane in planes]
+    first = np.cumsum(channels) - channels + 5
+    total = int(first[-1]) + channels[-1] + 3
+    table = torch.tensor([(-(1 << 40), r, d) for r, d in zip(first, head_dims, strict=True)], device=device)
+
+    sums = torch.zeros(2, total, dtype=torch.int64, device=device)
+    references = torch.stack([poisoned(total, device)] * 2)
+    counts = torch.zeros(2, len(planes), 256, dtype=torch.int32, device=device)
+    for i in (0, 1):
+        assert not run_step("sum_bytes", bool(i), arguments, table=table, sums=sums[i]).any()
+        arrays = {"table": table, "sums": sums[i], "references": references[i], "counts": counts[i]}
+        assert not run_step("count_symbols", bool(i), arguments, **arrays).any()
+    assert torch.equal(sums[0], sums[1])
+    assert torch.equal(references[0], references[1])
+    assert torch.equal(counts[0], counts[1])
+    for index, (plane, at) in enumerate(zip(planes, first, strict=True)):
+        mean = np.rint(plane.mean(1)).astype(np.uint8)
+        assert np.array_equal(references[0, at : at + len(mean)].cpu().numpy(), mean)
+        symbols = (plane - mean[:, None]).astype(np.uint8)
+        assert np.array_equal(counts[0, index].cpu().numpy(), np.bincount(symbols.ravel(), minlength=256))
+        if models[index].freq is not None:
+            assert np.array_equal(models[index].data, symbols)
+
+    # As the codec chooses; where it stores all planes, code one all the same.
+    stored = np.array([model.freq is None for model in models])
+    stored[1] = False
+    sizes = np.array([plane.size for plane in planes])
+    offsets = np.where(stored, np.cumsum(sizes * stored) - sizes, np.cumsum(sizes * ~stored) - sizes) + 8
+    table[:, BytePlane.PLANE] = torch.from_numpy(offsets).to(device)
+    table[:, BytePlane.REFERENCE] = torch.from_numpy(np.where(stored, -1, first)).to(device)
+    even = not any(t % 4 for t in tokens)
+    coded = torch.stack([poisoned(int(sizes.sum()) + 16, device)] * 2)
+    out = torch.stack([poisoned(int(sizes.sum()) + 16, device)] * 2)
+    for i in (0, 1):
+        arrays = {"table": table, "references": references[0], "planes": coded[i], "out": out[i]}
+        assert not run_step("split_planes", bool(i), arguments, **arrays, even=even).any()
+    assert torch.equal(coded[0], coded[1])
+    assert torch.equal(out[0], out[1])
+    for plane, at, kept, low in zip(planes, offsets, stored, first, strict=True):
+        source = (out if kept else coded)[0, at : at + plane.size].cpu().numpy().reshape(plane.shape)
+        reference = references[0, low : low + len(plane)].cpu().numpy()[:, None]
+        assert np.array_equal(source if kept else (source + reference).astype(np.uint8), plane)
+
+
+def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLayout]) -> None:
+    """Ties, and sums near 2**32, which the largest chunk may reach."""
+    tables = setting(layouts["mqa"], device, "bfloat16", (16,))
+    cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
+    arguments = tables.arguments(cache, torch.bfloat16)
+    head_dim = tables.layout.layers[0].head_dim
+    table = torch.tensor([(0, index * 32, head_dim) for index in range(12)], device=device)
+    for tokens in (2, 16, (1 << 24) - 1):
+        exact = torch.arange(32) * tokens // 2 if tokens < 99 else 255 * tokens - torch.arange(32) * (tokens // 2)
+        arguments["jobs"][:, Job.TOKENS] = tokens
+        arguments["max_tokens"] = 1  # the first programs write the references
+        references, sums = poisoned(12 * 32, device), exact.repeat(12).to(device)
+        counts = torch.zeros(12, 256, dtype=torch.int32, device=device)
+        slots = cache.slots.new_full((64,), -1)
+        arrays = {"table": table, "sums": sums, "references": references, "counts": counts, "slots": slots}
+        run_step("count_symbols", False, arguments, **arrays)
+        expected = np.rint(exact.numpy() / tokens).astype(np.uint8)
+        assert np.array_equal(references.cpu().numpy().reshape(12, 32), np.broadcast_to(expected, (12, 32)))
+
+
+def test_planes_beyond_two_gigabytes(layouts: dict[str, KVLayout], device: torch.device) -> None:
+    tables = setting(layouts["mqa"], device, "bfloat16", (3,))
+    values = random_values(tables, noise=True)
+    coded = tables.coded(values, base=(1 << 31) + 8)
+    cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
+    arguments = tables.arguments(cache, torch.bfloat16)
+    lossless.merge_planes(**coded, **arguments, **tables.turning())
+    for unit, expected in enumerate(values[0]):
+        assert same_bits(cache.rows(unit, tables.at(0)), expected)
+    back, out = torch.empty_like(coded["planes"]), torch.zeros_like(coded["data"])
+    arrays = {"table": coded["table"], "references": coded["data"], "planes": back, "out": out}
+    run_step("split_planes", False, arguments, **arrays, even=False)
+    assert torch.equal(back[(1 << 31) + 8 :], coded["planes"][(1 << 31) + 8 :])
+
+
+def test_nothing_to_do(layouts: dict[str, KVLayout], device: torch.device) -> None:
+    tables = setting(layouts["mqa"], device, "bfloat16", (3,))
+    cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
+    none = torch.empty(0, dtype=torch.uint8, device=device)
+    table = torch.empty(0, len(BytePlane), dtype=torch.int64, device=device)
+    arguments = tables.arguments(cache, torch.bfloat16)
+    arguments["tiles"] = arguments["tiles"][:0]
+    lossless.merge_planes(none, none, table, **arguments, **tables.turning())
+    lossless.slot_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, 4096, dtype=torch.uint32))
+    assert all(bool((raw == POISON).all()) for raw in cache.raw)

@@ -1,0 +1,283 @@
+"""Tiles of heads to and from memory: every physical order, every element type, hostile slots, far addresses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.transform import partition
+from cuvee.kernels import pages
+from cuvee.kernels.jobs import ELEMENTS, Place, Status, Tile
+from cuvee.kernels.pages import check_slots, contiguity, load_pairs_reference, place_row, store_pairs_reference
+from cuvee.kernels.transform import TileLayout, lay_out_tiles
+
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
+HEADS = 2
+
+
+@triton.jit
+def _read(  # type: ignore[no-untyped-def]
+    places, scales, tiles, slots, out, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0) * FIELDS
+    token = tl.arange(0, BLOCK_T)
+    offset, exists = pages.token_offsets(places, tl.load(tile + UNIT), slots, token, token < count, status)
+    a, b = pages.load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+    at = out + (tl.program_id(0) * count + token[:, None]) * (2 * PAIRS) + tl.arange(0, PAIRS)[None, :]
+    tl.store(at, a, mask=(token < count)[:, None])
+    tl.store(at + PAIRS, b, mask=(token < count)[:, None])
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    places, scales, tiles, slots, values, status, count, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, FIELDS: tl.constexpr, UNIT: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0) * FIELDS
+    token = tl.arange(0, BLOCK_T)
+    offset, exists = pages.token_offsets(places, tl.load(tile + UNIT), slots, token, token < count, status)
+    at = values + (tl.program_id(0) * count + token[:, None]) * (2 * PAIRS) + tl.arange(0, PAIRS)[None, :]
+    a = tl.load(at, mask=(token < count)[:, None])
+    b = tl.load(at + PAIRS, mask=(token < count)[:, None])
+    pages.store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+
+
+@triton.jit
+def _offsets(places, slots, offsets, exist, status, count, BLOCK_T: tl.constexpr):  # type: ignore[no-untyped-def]
+    token = tl.arange(0, BLOCK_T)
+    offset, exists = pages.token_offsets(places, tl.program_id(0), slots, token, token < count, status)
+    tl.store(offsets + tl.program_id(0) * count + token, tl.where(exists, offset, -1), mask=token < count)
+    tl.store(exist + tl.program_id(0) * count + token, exists.to(tl.int32), mask=token < count)
+
+
+def cache(
+    order: str, element: torch.dtype, device: torch.device, blocks: int, tokens: int, dims: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A poisoned allocation (bytes), and in it a unit `[blocks, tokens, HEADS, dims]` with axes in physical `order`."""
+    sizes = {"b": blocks, "t": tokens, "h": HEADS, "d": dims}
+    axes = [axis for axis in order if axis in sizes]
+    shape = [sizes[axis] for axis in axes]
+    if "2" in order:  # K and V packed, `[..., :D]` and `[..., D:]`
+        shape[-1] *= 2
+    raw = torch.full((int(np.prod(shape)) * element.itemsize,), 0xAB, dtype=torch.uint8, device=device)
+    whole = raw.view(element).view(shape)
+    if "2" in order:
+        whole = whole[..., dims:]
+    return raw, whole.permute([axes.index(axis) for axis in "bthd"])
+
+
+def one_layer(dims: int, rotary: int = 0, interleaved: bool = False) -> TileLayout:
+    rope = Rope(tuple(0.5**i for i in range(rotary // 2)), 1.0, interleaved) if rotary else None
+    layout = KVLayout("synthetic", (LayerLayout(HEADS, dims, dims, rope),), "float32", None)
+    return lay_out_tiles(layout, partition(layout, "unit"), {rope: 0} if rope else {})
+
+
+def launch(
+    kernel: object, tables: TileLayout, units: list[torch.Tensor], scales: torch.Tensor, slots: torch.Tensor,
+    array: torch.Tensor, element: torch.dtype,
+) -> int:  # fmt: skip
+    """Run a kernel over all tiles; returns the status."""
+    places = np.array([place_row(unit) for unit in units], np.int64)
+    unit_stride, aligned = contiguity(places, tables.tiles, element)
+    status = torch.zeros(1, dtype=torch.int32, device=slots.device)
+    kernel[(len(tables.tiles),)](  # type: ignore[index]
+        torch.from_numpy(places).to(slots.device), scales, torch.from_numpy(tables.tiles).to(slots.device), slots,
+        array, status, len(slots), ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride, ALIGNED=aligned,
+        PAIRS=tables.pairs, FIELDS=len(Tile), UNIT=int(Tile.UNIT),
+        BLOCK_T=max(16, triton.next_power_of_2(len(slots))),
+    )  # fmt: skip
+    return int(status)
+
+
+ORDERS = ["bthd", "bhtd", "tbhd", "bhdt", "hbtd", "bdht", "bthd2", "bhtd2"]
+
+
+@pytest.mark.parametrize("element", FLOATS + FP8)
+@pytest.mark.parametrize(
+    ("order", "tokens", "dims", "rotary", "interleaved"),
+    [
+        *((order, 16, 32, 32, False) for order in ORDERS),
+        ("bthd", 32, 80, 80, False), ("bthd", 1, 96, 64, False), ("bhtd", 16, 7, 0, False),
+        ("bthd", 16, 33, 10, True), ("bhdt", 16, 40, 40, True), ("bthd", 16, 256, 256, False),
+    ],
+)  # fmt: skip
+def test_read_and_write(
+    element: torch.dtype, order: str, tokens: int, dims: int, rotary: int, interleaved: bool, device: torch.device
+) -> None:
+    tables = one_layer(dims, rotary, interleaved)
+    blocks = 64 // tokens
+    generator = torch.Generator().manual_seed(0)
+    slots = torch.randperm(blocks * tokens, generator=generator)[:21]
+    slots[[3, 20]] = -1
+    slots = slots.to(device)
+    exists = slots >= 0
+    scales = torch.tensor([0.5, 0.37], device=device)
+    caches, copies = ([cache(order, element, device, blocks, tokens, dims) for _ in range(2)] for _ in range(2))
+    values = (torch.randn(len(tables.tiles), 21, 2 * tables.pairs, generator=generator) * 3).to(device)
+    assert launch(_write, tables, [unit for _, unit in caches], scales, slots, values, element) == 0
+    for index, tile in enumerate(tables.tiles.tolist()):
+        place, scale = place_row(copies[tile[Tile.UNIT]][1]), float(scales[tile[Tile.UNIT]])
+        halves = (values[index, :, : tables.pairs], values[index, :, tables.pairs :])
+        store_pairs_reference(place, scale, tile, slots, exists, halves, element)
+    for (got, unit), (want, _) in zip(caches, copies, strict=True):
+        assert torch.equal(got, want)
+        untouched = torch.ones(blocks * tokens, dtype=torch.bool, device=device)
+        untouched[slots[exists]] = False
+        bits = bytes_of(unit).flatten(0, 1)
+        assert bool((bits[untouched] == 0xAB).all()) and bool((bits[~untouched] != 0xAB).any())
+    out = torch.full_like(values, float("nan"))
+    assert launch(_read, tables, [unit for _, unit in caches], scales, slots, out, element) == 0
+    for index, tile in enumerate(tables.tiles.tolist()):
+        unit, scale = caches[tile[Tile.UNIT]][1], float(scales[tile[Tile.UNIT]])
+        halves = load_pairs_reference(place_row(unit), scale, tile, slots, exists, element, tables.pairs)
+        assert torch.equal(out[index], torch.cat(halves, 1))
+        # The reference against plain indexing.
+        rows = unit.flatten(0, 1)[slots[exists]][:, tile[Tile.HEAD]].float() * (scale if element in FP8 else 1)
+        first = tile[Tile.DIM0] + tile[Tile.STEP] * torch.arange(tile[Tile.COUNT0], device=device)
+        second = tile[Tile.DIM1] + tile[Tile.STEP] * torch.arange(tile[Tile.COUNT1], device=device)
+        want = torch.zeros(21, 2 * tables.pairs, device=device)
+        want[exists, : len(first)] = rows[:, first]
+        want[exists, tables.pairs : tables.pairs + len(second)] = rows[:, second]
+        assert torch.equal(out[index], want)
+
+
+def bytes_of(unit: torch.Tensor) -> torch.Tensor:
+    """`[blocks, tokens, n]` bytes of a unit."""
+    return unit.contiguous().flatten(2).view(torch.uint8)
+
+
+def dense(element: torch.dtype, slots: int, dims: int, device: torch.device) -> torch.Tensor:
+    return cache("bthd", element, device, 1, slots, dims)[1]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # NaN times a scale, in numpy
+@pytest.mark.parametrize("element", FP8)
+def test_fp8_agrees_with_torch(element: torch.dtype, device: torch.device) -> None:
+    tables = one_layer(64)
+    unit = torch.arange(256, dtype=torch.uint8, device=device).view(1, 2, HEADS, 64).view(element)
+    slots, scales = torch.arange(2, device=device), torch.ones(2, device=device)
+    out = torch.full((len(tables.tiles), 2, 2 * tables.pairs), float("nan"), device=device)
+    assert launch(_read, tables, [unit, unit], scales, slots, out, element) == 0
+    want = unit.float().permute(2, 1, 0, 3).reshape(HEADS, 2, 64)
+    torch.testing.assert_close(out[:HEADS], want, rtol=0, atol=0, equal_nan=True)
+
+    limit = torch.finfo(element).max
+    grid = torch.arange(256, dtype=torch.uint8).view(element).float()
+    grid = grid[grid.isfinite()].sort().values
+    ties = (grid[1:] + grid[:-1]) / 2
+    near = torch.cat([ties, ties.nextafter(torch.tensor(1e9)), ties.nextafter(torch.tensor(-1e9)), grid])
+    tiny = torch.tensor([0.0, -0.0, 1e-40, -1e-40, 1e-9, limit, -limit, 2 * limit, -1e30, 3e38])
+    wild = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-8, 5, 4096)
+    values = torch.cat([near, tiny, wild])
+    values = torch.cat([values, torch.zeros(-len(values) % (HEADS * 64))])
+    packed = values.view(-1, HEADS, 64).permute(1, 0, 2)
+    packed = torch.cat([packed, packed]).contiguous().to(device)
+    units = [dense(element, packed.shape[1], 64, device) for _ in range(2)]
+    slots = torch.arange(packed.shape[1], device=device)
+    assert launch(_write, tables, units, scales, slots, packed, element) == 0
+    want = values.clamp(-limit, limit).to(element).view(torch.uint8).to(device)
+    for unit in units:
+        assert torch.equal(bytes_of(unit).flatten(), want)
+
+
+@pytest.mark.parametrize("element", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("bad", [64, 65, 2**31, 2**32, 2**32 + 5, 2**63 - 1, -2, -(2**32), -(2**63)])
+def test_slots_beyond_the_cache(element: torch.dtype, bad: int, device: torch.device) -> None:
+    tables = one_layer(32)
+    scales = torch.ones(2, device=device)
+    slots = torch.tensor([5, bad, 7, -1, 63], device=device)
+    raws, units = zip(*(cache("bhtd", element, device, 4, 16, 32) for _ in range(2)), strict=True)
+    values = torch.ones(len(tables.tiles), 5, 2 * tables.pairs, device=device)
+    assert launch(_write, tables, list(units), scales, slots, values, element) == Status.SLOT
+    for raw, unit in zip(raws, units, strict=True):
+        written = (bytes_of(unit).flatten(0, 1) != 0xAB).any(1)
+        assert written.nonzero().flatten().tolist() == [5, 7, 63]
+        assert len(raw) == 64 * HEADS * 32 * element.itemsize
+    out = torch.full_like(values, float("nan"))
+    assert launch(_read, tables, list(units), scales, slots, out, element) == Status.SLOT
+    assert bool((out[:, [1, 3]] == 0).all()) and bool((out[:, [0, 2, 4], : 32 // 2] == 1).all())
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    assert check_slots(slots, place_row(units[0]), status).tolist() == [True, False, True, False, True]
+    assert int(status) == Status.SLOT
+
+
+def test_offsets_beyond_32_bits(device: torch.device) -> None:
+    #         pointer, block,    token,     head, dim, tokens a block, slots
+    places = [
+        [0, 2**33 + 24, 2**20, 128, 1, 16, 2**20],
+        [0, 64, 2**31 + 8, 8, 1, 2**20, 2**20],
+        [0, 1, 7, 1, 1, 48, 960],
+    ]
+    slots = torch.tensor([0, 1, 15, 16, 47, 48, 2**20 - 1, 959, 960, 2**20])
+    offsets = torch.full((3, 10), -7, dtype=torch.int64, device=device)
+    exist = torch.zeros(3, 10, dtype=torch.int32, device=device)
+    status = torch.zeros(1, dtype=torch.int32, device=device)
+    _offsets[(3,)](torch.tensor(places, device=device), slots.to(device), offsets, exist, status, 10, BLOCK_T=16)
+    for unit, place in enumerate(places):
+        for i, slot in enumerate(slots.tolist()):
+            inside = slot < place[Place.SLOTS]
+            block, token = divmod(slot, place[Place.BLOCK_TOKENS])
+            want = block * place[Place.BLOCK] + token * place[Place.TOKEN] if inside else -1
+            assert int(offsets[unit, i]) == want and bool(exist[unit, i]) == inside
+    assert int(status) == Status.SLOT
+
+
+@pytest.mark.parametrize(("order", "element"), [("far blocks", torch.bfloat16), ("far dimensions", torch.float8_e5m2)])
+def test_memory_beyond_32_bits(order: str, element: torch.dtype, device: torch.device, tmp_path: Path) -> None:
+    far = 2**31 + 4096
+    strides = (far, 64, 32, 1) if order == "far blocks" else (64, 1, 16, far // 16)
+    size = (far + 4096) * element.itemsize if order == "far blocks" else (2 * far + 4096) * element.itemsize
+    if device.type == "cpu":  # a sparse file takes no memory
+        raw = torch.from_numpy(np.memmap(tmp_path / "sparse", np.uint8, "w+", shape=(size,)))
+    else:
+        raw = torch.zeros(size, dtype=torch.uint8, device=device)
+    unit = raw.view(element).as_strided((2, 2, HEADS, 32), strides)
+    other = dense(element, 4, 32, device)
+    tables = one_layer(32)
+    slots, scales = torch.tensor([3, 0, 2], device=device), torch.ones(2, device=device)
+    values = torch.randint(1, 8, (len(tables.tiles), 3, 2 * tables.pairs), device=device).float()
+    assert launch(_write, tables, [unit, other], scales, slots, values, element) == 0
+    for head in range(HEADS):
+        assert torch.equal(unit.flatten(0, 1)[slots][:, head].float(), values[head])
+    assert not bool(unit.flatten(0, 1)[1].float().any())
+    out = torch.full_like(values, float("nan"))
+    assert launch(_read, tables, [unit, other], scales, slots, out, element) == 0
+    assert torch.equal(out, values)
+
+
+def test_place_row_and_contiguity(device: torch.device) -> None:
+    unit = cache("bhtd", torch.bfloat16, device, 3, 16, 32)[1]
+    assert place_row(unit) == [unit.data_ptr(), 16 * HEADS * 32, 32, 16 * 32, 1, 16, 48]
+    with pytest.raises(InputError, match="blocks, tokens, heads, dimensions"):
+        place_row(unit[0])
+    with pytest.raises(InputError, match="slots"):
+        place_row(torch.zeros(1).expand(2**16, 2**15, 1, 1))
+    tiles = one_layer(32).tiles
+    for order, element, dims, want in (
+        ("bthd", torch.bfloat16, 32, (True, True)),
+        ("bthd", torch.float8_e4m3fn, 32, (True, True)),
+        ("bthd", torch.bfloat16, 36, (True, False)),
+        ("bdht", torch.bfloat16, 32, (False, False)),
+    ):
+        unit = cache(order, element, torch.device("cpu"), 3, 16, dims)[1]
+        places = np.array([place_row(unit)] * 2, np.int64)
+        tiles = one_layer(dims).tiles
+        assert contiguity(places, tiles, element) == want
+        places[1, Place.POINTER] += 8
+        assert contiguity(places, tiles, element) == (want[0], False)
+    interleaved = one_layer(32, 32, True).tiles
+    places = np.array([place_row(dense(torch.float32, 4, 32, torch.device("cpu")))] * 2, np.int64)
+    assert contiguity(places, interleaved, torch.float32) == (False, False)
+    turned = one_layer(32, 32).tiles
+    assert contiguity(places, turned, torch.float32) == (True, True)
+    turned[0, Tile.ANGLE] = 2
+    assert contiguity(places, turned, torch.float32) == (True, False)
