@@ -29,6 +29,9 @@ ROPE = Rope((1.0, 0.1, 0.01, 0.001))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "bfloat16", 4096)
 TOKENS, START = 20, 3
 SCHEMES = ("lossless", "generic", "transform")
+# The interpreter of the device backend computes with NumPy, which warns where damaged numbers overflow.
+TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
+BACKENDS = [*backend_names(), TRITON]
 HEADER = 72
 OFFSETS = {"version": 4, "scheme": 5, "dtype": 6, "tokens": 8, "start": 12, "values": 16, "step": 20, "count": 24}
 
@@ -121,10 +124,16 @@ def lossless_head(section: bytes) -> tuple[int, int]:
     return at, stored
 
 
+def decode(scheme: str, blob: bytes, backend: str = "auto") -> KVChunk:
+    """On the CPU, but where `triton` has a GPU."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    return codec_of(scheme, backend).decode(blob, device=device)
+
+
 def attempt(scheme: str, blob: bytes, backend: str = "auto", tokens: int = TOKENS) -> bool:
     """Decode; True if that gave a chunk. Anything but a chunk of the right shape or an error of ours fails the test."""
     try:
-        chunk = codec_of(scheme, backend).decode(blob)
+        chunk = decode(scheme, blob, backend)
     except CuveeError:
         return False
     for layer, keys, values in zip(LAYOUT.layers, chunk.keys, chunk.values, strict=True):
@@ -206,23 +215,25 @@ def test_every_byte_of_the_sections_changed_with_right_checksums(scheme: str) ->
     assert not all(decoded) and any(decoded)
 
 
-def test_sections_cut_or_grown_with_right_checksums(scheme: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", TRITON])
+def test_sections_cut_or_grown_with_right_checksums(scheme: str, backend: str) -> None:
     blob = blob_of(scheme)
     sections = sections_of(blob)
     for length in range(len(sections[0])):
         with pytest.raises(FormatError):
-            codec_of(scheme).decode(reseal(blob, [sections[0][:length], *sections[1:]]))
+            decode(scheme, reseal(blob, [sections[0][:length], *sections[1:]]), backend)
     for tail in (b"\0", bytes(4), b"\xff" * 64):
         with pytest.raises(FormatError):
-            codec_of(scheme).decode(reseal(blob, [sections[0] + tail, *sections[1:]]))
+            decode(scheme, reseal(blob, [sections[0] + tail, *sections[1:]]), backend)
 
 
-def test_sections_of_random_bytes_with_right_checksums(scheme: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", TRITON])
+def test_sections_of_random_bytes_with_right_checksums(scheme: str, backend: str) -> None:
     source = random.Random(1)
     blob = blob_of(scheme)
     for length in (*range(1, 200, 3), 1000):
-        attempt(scheme, reseal(blob, [source.randbytes(length), sections_of(blob)[1]]))
-        attempt(scheme, reseal(blob, [bytes(length), sections_of(blob)[1]]))
+        attempt(scheme, reseal(blob, [source.randbytes(length), sections_of(blob)[1]]), backend)
+        attempt(scheme, reseal(blob, [bytes(length), sections_of(blob)[1]]), backend)
 
 
 def test_header_fields_changed_with_right_checksums(scheme: str) -> None:
@@ -237,14 +248,15 @@ def test_header_fields_changed_with_right_checksums(scheme: str) -> None:
             attempt(scheme, bytes(changed), tokens=tokens)
 
 
-@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_agrees_about_forged_sections(scheme: str, backend: str) -> None:
+    every = 1741 if backend == "triton" else 67  # its interpreter takes a second or two a blob
     for number, forged in enumerate(resealed_flips(blob_of(scheme))):
-        if number % 67 == 0:
+        if number % every == 0:
             assert attempt(scheme, forged, backend) == attempt(scheme, forged, "numba")
 
 
-@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [-(2**31), 2**31 - 1, 0, 1])
 @pytest.mark.parametrize("lossy", ["generic", "transform"])
 def test_escapes_of_any_value_decode(lossy: str, value: int, backend: str) -> None:
@@ -257,7 +269,7 @@ def test_escapes_of_any_value_decode(lossy: str, value: int, backend: str) -> No
 
 
 @pytest.mark.parametrize("scale", [-(2**15), -16384, 16383, 2**15 - 1])
-@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_generic_scales_of_any_value_are_refused_or_decode(scale: int, backend: str) -> None:
     blob = blob_of("generic")
     section = bytearray(sections_of(blob)[0])
@@ -266,7 +278,7 @@ def test_generic_scales_of_any_value_are_refused_or_decode(scale: int, backend: 
 
 
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FFF, 0xFFC1])
-@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_generic_means_that_are_no_numbers_are_refused_or_decode(bits: int, backend: str) -> None:
     blob = blob_of("generic")
     section = bytearray(sections_of(blob)[0])
@@ -276,12 +288,13 @@ def test_generic_means_that_are_no_numbers_are_refused_or_decode(bits: int, back
 
 
 @pytest.mark.parametrize("code", [57, 100, 254])
-def test_generic_scale_codes_beyond_the_widest_are_refused(code: int) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_generic_scale_codes_beyond_the_widest_are_refused(code: int, backend: str) -> None:
     blob = blob_of("generic")
     section = bytearray(sections_of(blob)[0])
     section[2 + 2 * 8] = code
     with pytest.raises(FormatError, match="scale code"):
-        codec_of("generic").decode(reseal(blob, [bytes(section), sections_of(blob)[1]]))
+        decode("generic", reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
 
 
 @pytest.mark.parametrize(
@@ -296,18 +309,20 @@ def test_generic_scale_codes_beyond_the_widest_are_refused(code: int) -> None:
         pytest.param(10, "<H", 1, id="reserved word"),
     ],
 )
-def test_counts_that_overflow_are_refused(scheme: str, offset: int, fmt: str, value: int) -> None:
+@pytest.mark.parametrize("backend", ["auto", TRITON])
+def test_counts_that_overflow_are_refused(scheme: str, offset: int, fmt: str, value: int, backend: str) -> None:
     blob = blob_of(scheme)
     section = bytearray(sections_of(blob)[0])
     struct.pack_into(fmt, section, coded_offset(scheme, bytes(section)) + offset, value)
     with pytest.raises(FormatError):
-        codec_of(scheme).decode(reseal(blob, [bytes(section), sections_of(blob)[1]]))
+        decode(scheme, reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS - 1, TOKENS + 1, 128, 1 << 20, 1 << 24, (1 << 24) + 1, 2**32 - 1])
-def test_other_numbers_of_tokens_are_refused(scheme: str, tokens: int) -> None:
+@pytest.mark.parametrize("backend", ["auto", TRITON])
+def test_other_numbers_of_tokens_are_refused(scheme: str, tokens: int, backend: str) -> None:
     with pytest.raises((FormatError, InputError)):
-        codec_of(scheme).decode(reseal(blob_of(scheme), tokens=tokens))
+        decode(scheme, reseal(blob_of(scheme), tokens=tokens), backend)
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 2**16, 2**32 - 1])
@@ -319,9 +334,10 @@ def test_other_numbers_of_sections_are_refused(scheme: str, count: int) -> None:
         codec_of(scheme).decode(reseal(blob_of(scheme), (sections * 3)[: min(count, 5) or 3], count=min(count, 5) or 3))
 
 
-def test_swapped_sections_are_refused(scheme: str) -> None:
+@pytest.mark.parametrize("backend", ["auto", TRITON])
+def test_swapped_sections_are_refused(scheme: str, backend: str) -> None:
     with pytest.raises(FormatError):
-        codec_of(scheme).decode(reseal(blob_of(scheme), sections_of(blob_of(scheme))[::-1]))
+        decode(scheme, reseal(blob_of(scheme), sections_of(blob_of(scheme))[::-1]), backend)
 
 
 @pytest.mark.parametrize("values", [1, 95, 97, 2**32 - 1])
@@ -384,12 +400,13 @@ def lossless_table(change: Callable[[list[tuple[int, int]]], list[tuple[int, int
         pytest.param(lambda t: t * 1000, id="many"),
     ],
 )
+@pytest.mark.parametrize("backend", ["auto", TRITON])
 def test_lossless_tables_that_break_a_rule_are_refused(
-    change: Callable[[list[tuple[int, int]]], list[tuple[int, int]]],
+    change: Callable[[list[tuple[int, int]]], list[tuple[int, int]]], backend: str
 ) -> None:
     assert lossless_table(lambda t: t) == blob_of("lossless")
     with pytest.raises(FormatError):
-        codec_of("lossless").decode(lossless_table(change))
+        decode("lossless", lossless_table(change), backend)
 
 
 # --- blobs of others
@@ -436,11 +453,13 @@ def test_one_codec_reads_the_dtype_from_the_blob(scheme: str) -> None:
         assert back.layout.dtype == dtype and back.keys[1].dtype == chunk.keys[1].dtype
 
 
-@pytest.mark.parametrize("backend", backend_names())
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_reads_the_blob(scheme: str, backend: str) -> None:
-    want, got = codec_of(scheme, "reference").decode(blob_of(scheme)), codec_of(scheme, backend).decode(blob_of(scheme))
+    want, got = codec_of(scheme, "reference").decode(blob_of(scheme)), decode(scheme, blob_of(scheme), backend)
+    # Only the device backend sums in another order: a last bit of bfloat16, at the size of the largest value.
+    rounding = 2.0**-6 if backend == "triton" and scheme != "lossless" else 0.0
     for a, b in zip([*want.keys, *want.values], [*got.keys, *got.values], strict=True):
-        assert torch.equal(a, b)
+        assert (a.float() - b.cpu().float()).abs().max() <= rounding * a.float().abs().max()
 
 
 def test_an_error_in_one_thread_is_raised(scheme: str) -> None:
