@@ -77,6 +77,14 @@ class _Dtype(StrEnum):
 
 class _Device(StrEnum):
     cpu = "cpu"
+    cuda = "cuda"
+
+
+class _Target(StrEnum):
+    sm_80 = "sm_80"
+    sm_90 = "sm_90"
+    sm_100 = "sm_100"
+    gfx942 = "gfx942"
 
 
 _ProfileFile = Annotated[Path | None, typer.Option("--profile", help="The profile.")]
@@ -607,17 +615,94 @@ def _blob_files(source: Path) -> list[Path]:
 @app.command()
 def bench(
     as_json: _Json = False,
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: under half a minute.")] = False,
-    device: Annotated[_Device, typer.Option(help="Where the tensors are.")] = _Device.cpu,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer cases and repeats: half a minute on a CPU, two on a GPU.")
+    ] = False,
+    device: Annotated[_Device, typer.Option(help="What to measure.")] = _Device.cpu,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the report to this file, too, as JSON.", show_default=False)
+    ] = None,
+    force: _Force = False,
 ) -> None:
-    """Measure speed and memory on this machine: every stage alone, and whole encodes and decodes."""
-    from cuvee.eval.bench import print_report, run_bench
+    """Measure speed and memory on this machine: every stage alone, and whole encodes and decodes.
 
-    report = run_bench(quick=quick, progress=_console(stderr=True))
+    On a GPU also what the machine could do at best, and a CacheGen-style decoder.
+    """
+    if out is not None:
+        _check_absent(out, force)
+    progress = _console(stderr=True)
+    if device is _Device.cuda:
+        from cuvee.eval.bench_gpu import print_gpu_report as print_report
+        from cuvee.eval.bench_gpu import run_gpu_bench
+
+        report = run_gpu_bench(quick, progress)
+    else:
+        from cuvee.eval.bench import print_report, run_bench
+
+        report = run_bench(quick, progress)
+    if out is not None:
+        _write(out, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode(), force)
     if as_json:
         _print_json(report)
     else:
         print_report(report, _console())
+
+
+# kernels -------------------------------------------------------------------------------------------------------------
+
+
+@app.command()
+def kernels(
+    targets: Annotated[
+        list[_Target] | None,
+        typer.Option("--target", help="Compile for it; may be given several times. Default: all.", show_default=False),
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Compile the Triton kernels without a GPU and say what they cost. Exit code 1 where one exceeds its budget.
+
+    The instructions of the innermost loop, of the entropy coder also for one symbol; registers, spills, memory, code.
+    """
+    from cuvee.kernels.static import TARGETS, check, report
+
+    with _console(stderr=True).status("compiling"):
+        data = report([target.value for target in targets] if targets else TARGETS)
+    wrong = check(data)
+    if as_json:
+        _print_json({**data, "violations": wrong})
+    else:
+        _show_kernels(data)
+    for line in wrong:
+        typer.echo(f"error: {line}", err=True)
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _show_kernels(data: dict[str, Any]) -> None:
+    from cuvee.kernels.static import shared_bytes
+
+    table = _new_table("kernel", "target", "loop", "each", "regs", "spill", "shared", "code", "s")
+    for entry in data["kernels"]:
+        if entry["error"] is not None:
+            table.add_row(entry["kernel"], entry["target"], "failed")
+            continue
+        loop = entry["loop"] or {"instructions": 0, "instructions_per_symbol": None}
+        each = loop["instructions_per_symbol"]
+        table.add_row(
+            entry["kernel"],
+            entry["target"],
+            str(loop["instructions"] or ""),
+            "" if each is None else f"{each:.1f}",
+            str(entry["registers"]),
+            str(entry["spilled_bytes"]),
+            str(shared_bytes(entry)),
+            str(entry["code_bytes"]),
+            f"{entry['seconds']:.1f}",
+        )
+    console = _console()
+    console.print(table)
+    console.print("loop: instructions; each: for one symbol; spill, shared and code: bytes", highlight=False)
+    console.print(", ".join(f"{name} {version}" for name, version in data["versions"].items()), highlight=False)
 
 
 # Shared --------------------------------------------------------------------------------------------------------------
