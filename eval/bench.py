@@ -33,7 +33,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import constriction
 import numpy as np
 import torch
 from rich import box
@@ -118,8 +117,10 @@ def run_bench(quick: bool = False, progress: Console | None = None) -> dict[str,
         A JSON-ready report.
 
     Raises:
+        InputError: constriction is not installed.
         CuveeError: something did not come back as it went in; then nothing is reported.
     """
+    _constriction()  # if it is missing, say so at once
     effort = Effort(0.05, 3, 10) if quick else Effort(RUN_SECONDS, *RUNS)
     began = time.perf_counter()
 
@@ -420,8 +421,21 @@ def _draw(steps: int, tokens: int) -> _Symbols:
     return _Symbols(data, plan.rest, tables)
 
 
+def _constriction() -> Any:
+    """The package, which a machine that only measures its GPU does not need."""
+    try:
+        import constriction
+    except ModuleNotFoundError as error:
+        raise InputError(
+            "bench: the CPU's entropy coder is measured beside constriction, which is not installed: "
+            "pip install constriction"
+        ) from error
+    return constriction
+
+
 def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, Any]:
     """Our rANS beside constriction's AnsCoder and a torch decoder: one core, the same symbols and quantised model."""
+    constriction = _constriction()
     symbols = _draw(steps, tokens)
     data, which, tables = symbols.data, symbols.which, symbols.tables
     backend = get_backend(BACKEND)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,6 +104,20 @@ def test_a_wrong_coder_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "get_backend", lambda name: Wrong)
     with pytest.raises(CuveeError, match="did not give back"):
         compare_coders(Effort(0.0, 1, 1), 256, 8)
+
+
+def test_without_constriction_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    with pytest.raises(InputError, match="pip install constriction"):
+        module.run_bench(quick=True)
+    with pytest.raises(InputError, match="pip install constriction"):
+        compare_coders(Effort(0.0, 1, 1), 256, 8)
+
+
+def test_the_gpu_bench_needs_no_constriction() -> None:
+    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench_gpu, cuvee.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_torch_decoder_wants_full_lanes() -> None:
