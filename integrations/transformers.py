@@ -2,6 +2,9 @@
 
     cache.layers[l].keys [B, H, T, D]  --row b, tokens t0..t1-->  KVChunk [T, H, D] views  --codec-->  blob
 
+On a device that the codec serves, nothing is copied to the CPU, and all chunks of all rows are coded in one go: there
+the cache is a `PagedCache` of B blocks, whose slot b * T + t is column t of row b.
+
 A list of blobs is row-major: all chunks of row 0 in order, then row 1, and so on. Each row's first chunk
 starts at position 0, which is how `decode_cache` finds the rows again; the blobs themselves know nothing of
 the batch.
@@ -9,7 +12,7 @@ the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -24,8 +27,10 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
+from cuvee.codec.paged import PagedCache
 
 # Exact types: subclasses keep further state (quantised, indexed, recurrent) that keys and values do not hold.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -41,7 +46,7 @@ class HasLayout(Protocol):
 
 
 class CacheCodec(Protocol):
-    """What is needed of a codec; `cuvee.Codec` is one."""
+    """What is needed of a codec; `cuvee.Codec` is one, and alone has a way of its own for caches on a device."""
 
     @property
     def profile(self) -> HasLayout:
@@ -64,7 +69,7 @@ def encode_cache(
     *,
     attention_mask: torch.Tensor | None = None,
 ) -> list[bytes]:
-    """Compress a transformers cache. One on a GPU is copied to the CPU, where the codec runs.
+    """Compress a transformers cache where it lies, if the codec serves that device; else a copy on the CPU.
 
     Args:
         codec: codec whose profile belongs to the model; its dtype may be another than the cache's.
@@ -83,11 +88,16 @@ def encode_cache(
         UnsupportedModel: a sliding-window layer has dropped tokens, or a layer does not hold plain keys and
             values.
     """
-    tensors = [(keys.cpu(), values.cpu()) for keys, values in _plain_tensors(cache)]
+    tensors = _plain_tensors(cache)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
+    paddings = _paddings(attention_mask, rows, width)
+    devices = {tensor.device for pair in tensors for tensor in pair}
+    if isinstance(codec, Codec) and len(devices) == 1 and codec.on_device(*devices):
+        return _encode_batch(codec, tensors, layout, chunk_tokens, paddings)
+    tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
     blobs = []
-    for row, padding in enumerate(_paddings(attention_mask, rows, width)):
+    for row, padding in enumerate(paddings):
         for chunk in _row_chunks(tensors, layout, chunk_tokens, row, padding):
             blobs.append(codec.encode(chunk))
     return blobs
@@ -111,7 +121,8 @@ def decode_cache(
         codec: codec with the profile the blobs were made with.
         blobs: the list in the order `encode_cache` returned it.
         config: transformers config of the model; sliding-window layers keep what the model itself would keep.
-        device: where the cache goes; None leaves it where the codec decodes.
+        device: where the cache goes; None leaves it where the codec decodes, which for `cuvee.Codec` is the CPU.
+            On a device that the codec serves, all blobs are decoded there in one go.
         attention_mask: [B, T] of a left-padded batch; padded columns are filled with zeros.
 
     Returns:
@@ -120,48 +131,18 @@ def decode_cache(
     Raises:
         InputError: no blobs, or blobs missing, repeated or out of order (the message names the index).
         ProfileMismatch: `config` is another model than the profile's, or a blob decodes to another layout.
+        FormatError, VersionError, CorruptError: a blob is damaged.
     """
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs must be a non-empty list of bytes, as encode_cache returns it")
     _check_config(config, codec.profile.layout)
-    # The last blob tells the length of a row, so that every row is allocated once at its full size.
-    last = codec.decode(blobs[-1])
-    layout = replace(codec.profile.layout, dtype=last.layout.dtype)
-    if device is None:
-        device = last.device
-    if attention_mask is None:
-        paddings, width = None, last.end
+    if isinstance(codec, Codec) and codec.on_device("cpu" if device is None else device):
+        layers = _decode_batch(codec, blobs, "cpu" if device is None else device, attention_mask)
     else:
-        width = attention_mask.shape[-1]
-        paddings = _paddings(attention_mask, attention_mask.shape[0], width)
-
-    rows: list[_Row] = []
-    for index, blob in enumerate(blobs):
-        chunk = last if index == len(blobs) - 1 else codec.decode(blob)
-        if chunk.layout.fingerprint != layout.fingerprint:
-            raise ProfileMismatch(
-                f"blobs[{index}] has another layout than the codec's profile, or another dtype than the last blob"
-            )
-        if chunk.start == 0 and (not rows or rows[-1].missing == 0):
-            if paddings is not None and len(rows) == len(paddings):
-                raise InputError(f"blobs[{index}] starts row {len(rows)}, but attention_mask has {len(paddings)} rows")
-            rows.append(_Row(layout, 0 if paddings is None else paddings[len(rows)], width, device))
-        position = rows[-1].position if rows else 0
-        if not rows or chunk.start != position or chunk.tokens > rows[-1].missing:
-            raise InputError(
-                f"blobs[{index}] holds tokens {chunk.start} to {chunk.end} where token {position} of row "
-                f"{max(len(rows) - 1, 0)} comes next: blobs are missing, repeated, out of order or of other "
-                "lengths"
-            )
-        rows[-1].write(chunk)
-    if rows[-1].missing:
-        raise InputError(f"row {len(rows) - 1} lacks its last {rows[-1].missing} tokens: blobs are missing at the end")
-    if paddings is not None and len(rows) != len(paddings):
-        raise InputError(f"blobs hold {len(rows)} rows, attention_mask has {len(paddings)}")
-
+        layers = _decode_each(codec, blobs, device, attention_mask)
     cache = DynamicCache(config=config)
-    for layer in range(layout.num_layers):
-        cache.update(_take_layer([row.keys for row in rows]), _take_layer([row.values for row in rows]), layer)
+    for layer in range(codec.profile.layout.num_layers):
+        cache.update(*next(layers), layer)
     return cache
 
 
@@ -183,30 +164,153 @@ def chunks_from_cache(
     return _row_chunks(_plain_tensors(cache), layout, chunk_tokens, row, padding)
 
 
+def _encode_batch(
+    codec: Codec,
+    tensors: list[tuple[torch.Tensor, torch.Tensor]],
+    layout: KVLayout,
+    chunk_tokens: int,
+    paddings: list[int],
+) -> list[bytes]:
+    """All chunks of all rows in one go, on their device."""
+    width = tensors[0][0].shape[2]
+    all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
+    slots, starts = [], []
+    for row, padding in enumerate(paddings):
+        first = row * width + padding
+        for start, end in _spans(_whole_row(tensors, layout, row, padding).tokens, chunk_tokens):
+            slots.append(all_slots[first + start : first + end])
+            starts.append(start)
+    cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
+    return codec.encode_paged(cache, slots, starts)
+
+
+def _decode_batch(
+    codec: Codec, blobs: Sequence[bytes], device: torch.device | str, attention_mask: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values `[B, H, T, D]` of each layer in turn, decoded in one go on `device`."""
+    # Nothing is allocated before all headers agree.
+    headers = [codec.check(blob) for blob in blobs]
+    layout = replace(codec.profile.layout, dtype=headers[-1].dtype)
+    rows = _Rows(layout, headers[-1].start + headers[-1].tokens, attention_mask)
+    places = [rows.take(index, h.layout, h.start, h.tokens) for index, h in enumerate(headers)]
+    rows.finish()
+    allocate = torch.zeros if any(rows.paddings) else torch.empty
+
+    def empty(heads: int, size: int) -> torch.Tensor:
+        return allocate(rows.count, heads, rows.width, size, dtype=layout.torch_dtype, device=device)
+
+    keys = [empty(layer.kv_heads, layer.head_dim) for layer in layout.layers]
+    values = [empty(layer.kv_heads, layer.value_dim) for layer in layout.layers]
+    cache = PagedCache(layout, [k.transpose(1, 2) for k in keys], [v.transpose(1, 2) for v in values])
+    all_slots = torch.arange(rows.count * rows.width, device=device)
+    slots = []
+    for (row, column), header in zip(places, headers, strict=True):
+        first = row * rows.width + column
+        slots.append(all_slots[first : first + header.tokens])
+    codec.decode_paged(blobs, cache, slots).check()
+    return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
+
+
+def _decode_each(
+    codec: CacheCodec,
+    blobs: Sequence[bytes],
+    device: torch.device | str | None,
+    attention_mask: torch.Tensor | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values `[B, H, T, D]` of each layer in turn, decoded blob by blob and moved to `device`."""
+    # The last blob tells the length of a row, so that every row is allocated once at its full size.
+    last = codec.decode(blobs[-1])
+    layout = replace(codec.profile.layout, dtype=last.layout.dtype)
+    rows = _Rows(layout, last.end, attention_mask)
+    filled: list[_Row] = []
+    for index, blob in enumerate(blobs):
+        chunk = last if index == len(blobs) - 1 else codec.decode(blob)
+        row, column = rows.take(index, chunk.layout.fingerprint, chunk.start, chunk.tokens)
+        if row == len(filled):
+            filled.append(_Row(layout, column, rows.width, last.device if device is None else device))
+        filled[row].write(chunk, column)
+    rows.finish()
+    keys, values = [row.keys for row in filled], [row.values for row in filled]
+    return ((_take_layer(keys), _take_layer(values)) for _ in layout.layers)
+
+
+class _Rows:
+    """Finds where the blobs of a list go, in order, and refuses a list that is not whole rows.
+
+    Args:
+        layout: what every blob must hold.
+        width: columns of a row where there is no mask.
+        attention_mask: `[B, T]` of a left-padded batch, or None.
+
+    Attributes:
+        width: columns of every row.
+        paddings: of the rows begun so far.
+    """
+
+    def __init__(self, layout: KVLayout, width: int, attention_mask: torch.Tensor | None) -> None:
+        self._fingerprint = layout.fingerprint
+        self._masked: list[int] | None = None
+        self.width = width
+        if attention_mask is not None:
+            self.width = attention_mask.shape[-1]
+            self._masked = _paddings(attention_mask, attention_mask.shape[0], self.width)
+        self.paddings: list[int] = []
+        self._position = 0  # tokens of the last row that are there
+        self._missing = 0  # and that are not
+
+    @property
+    def count(self) -> int:
+        """Rows begun so far."""
+        return len(self.paddings)
+
+    def take(self, index: int, fingerprint: bytes, start: int, tokens: int) -> tuple[int, int]:
+        """Row and first column of the next blob, `index`; `fingerprint` is that of its layout."""
+        if fingerprint != self._fingerprint:
+            raise ProfileMismatch(
+                f"blobs[{index}] has another layout than the codec's profile, or another dtype than the last blob"
+            )
+        if start == 0 and not self._missing:
+            if self._masked is not None and self.count == len(self._masked):
+                raise InputError(f"blobs[{index}] starts row {self.count}, but attention_mask has {self.count} rows")
+            self.paddings.append(0 if self._masked is None else self._masked[self.count])
+            self._position, self._missing = 0, self.width - self.paddings[-1]
+        if not self.count or start != self._position or tokens > self._missing:
+            raise InputError(
+                f"blobs[{index}] holds tokens {start} to {start + tokens} where token {self._position} of row "
+                f"{max(self.count - 1, 0)} comes next: blobs are missing, repeated, out of order or of other "
+                "lengths"
+            )
+        self._position += tokens
+        self._missing -= tokens
+        return self.count - 1, self.paddings[-1] + start
+
+    def finish(self) -> None:
+        """Refuse rows that are missing, or missing tokens, at the end of the list."""
+        if self._missing:
+            raise InputError(
+                f"row {self.count - 1} lacks its last {self._missing} tokens: blobs are missing at the end"
+            )
+        if self._masked is not None and self.count != len(self._masked):
+            raise InputError(f"blobs hold {self.count} rows, attention_mask has {len(self._masked)}")
+
+
 class _Row:
     """One sequence being put together: per layer [H, width, D], the leading padding zero."""
 
     def __init__(self, layout: KVLayout, padding: int, width: int, device: torch.device | str) -> None:
-        self._padding = padding
-        self._width = width
-        self.position = 0
-        self.keys = [self._empty(layout, layer.kv_heads, layer.head_dim, device) for layer in layout.layers]
-        self.values = [self._empty(layout, layer.kv_heads, layer.value_dim, device) for layer in layout.layers]
+        def empty(heads: int, size: int) -> torch.Tensor:
+            tensor = torch.empty(heads, width, size, dtype=layout.torch_dtype, device=device)
+            tensor[:, :padding].zero_()
+            return tensor
 
-    def _empty(self, layout: KVLayout, heads: int, size: int, device: torch.device | str) -> torch.Tensor:
-        tensor = torch.empty(heads, self._width, size, dtype=layout.torch_dtype, device=device)
-        tensor[:, : self._padding].zero_()
-        return tensor
+        self.keys = [empty(layer.kv_heads, layer.head_dim) for layer in layout.layers]
+        self.values = [empty(layer.kv_heads, layer.value_dim) for layer in layout.layers]
 
-    @property
-    def missing(self) -> int:
-        return self._width - self._padding - self.position
-
-    def write(self, chunk: KVChunk) -> None:
-        columns = slice(self._padding + chunk.start, self._padding + chunk.end)
+    def write(self, chunk: KVChunk, column: int) -> None:
+        """Put a chunk where it belongs, its first token in `column`."""
+        columns = slice(column, column + chunk.tokens)
         for target, source in zip(self.keys + self.values, chunk.keys + chunk.values, strict=True):
             target[:, columns].copy_(source.transpose(0, 1))
-        self.position = chunk.end
 
 
 def _take_layer(rows: list[list[torch.Tensor]]) -> torch.Tensor:
@@ -260,19 +364,28 @@ def _row_chunks(
     row: int,
     padding: int,
 ) -> list[KVChunk]:
+    whole = _whole_row(tensors, layout, row, padding)
+    return [whole.slice(first, end) for first, end in _spans(whole.tokens, chunk_tokens)]
+
+
+def _whole_row(tensors: list[tuple[torch.Tensor, torch.Tensor]], layout: KVLayout, row: int, padding: int) -> KVChunk:
     rows, _, width, _ = tensors[0][0].shape
-    if type(chunk_tokens) is not int or chunk_tokens <= 0:
-        raise InputError(f"chunk_tokens must be an int above 0, got {chunk_tokens!r}")
     if type(row) is not int or not 0 <= row < rows:
         raise InputError(f"row must be an int from 0 to {rows - 1}, got {row!r}")
     if type(padding) is not int or not 0 <= padding < width:
         raise InputError(f"padding must be an int from 0 to {width - 1}, got {padding!r}")
-    whole = KVChunk(
+    return KVChunk(
         [keys[row, :, padding:].transpose(0, 1) for keys, _ in tensors],
         [values[row, :, padding:].transpose(0, 1) for _, values in tensors],
         layout,
     )
-    return [whole.slice(t, min(t + chunk_tokens, whole.tokens)) for t in range(0, whole.tokens, chunk_tokens)]
+
+
+def _spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
+    """First and end token of each chunk of a row."""
+    if type(chunk_tokens) is not int or chunk_tokens <= 0:
+        raise InputError(f"chunk_tokens must be an int above 0, got {chunk_tokens!r}")
+    return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
 
 
 def _paddings(attention_mask: torch.Tensor | None, rows: int, width: int) -> list[int]:

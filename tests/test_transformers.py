@@ -11,9 +11,11 @@ import torch
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from cuvee.codec import profile as codec_profile
-from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.codec import Codec, PendingDecode
+from cuvee.codec.container import Scheme, read_header, write_blob
+from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.profile import ID_BYTES
 from cuvee.integrations.transformers import CacheCodec, chunks_from_cache, decode_cache, encode_cache
 
 TOKENS, CHUNK = 21, 8
@@ -377,3 +379,213 @@ def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: A
             assert torch.equal(ours.values, theirs.values)
     other = Codec(codec_profile.Profile.generic(replace(layout, dtype="bfloat16")), quality)
     assert other.profile.id == codec.profile.id
+
+
+# A cache on a device ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Both:
+    """Codecs of one profile for the CPU and for a device; they read each other's blobs."""
+
+    cpu: Codec
+    device: Codec
+
+
+@pytest.fixture
+def both(layout: KVLayout) -> Callable[..., Both]:
+    """both(quality) -> Both."""
+
+    def make(quality: str, **changes: Any) -> Both:
+        profile = codec_profile.Profile.generic(layout)
+        return Both(Codec(profile, quality, **changes), Codec(profile, quality, backend="triton", **changes))
+
+    return make
+
+
+@pytest.fixture
+def whole_batches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that the device's codec gets, and of waits for it; blob by blob is an error."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        right = getattr(Codec, name)
+
+        def call(self: Codec, *args: Any, **kwargs: Any) -> Any:
+            if self._backend_name == "triton":
+                assert name.endswith("_paged"), "one by one"
+                calls.append(name)
+            return right(self, *args, **kwargs)
+
+        monkeypatch.setattr(Codec, name, call)
+
+    for name in ("encode", "decode", "encode_paged", "decode_paged"):
+        watch(name)
+    waits = PendingDecode.check
+
+    def check(self: PendingDecode) -> None:
+        calls.append("check")
+        waits(self)
+
+    monkeypatch.setattr(PendingDecode, "check", check)
+    return calls
+
+
+def filled(
+    layout: KVLayout, rows: int, tokens: int, dtype: torch.dtype, device: torch.device, mask: torch.Tensor | None = None
+) -> Any:
+    """A cache of noise; padded columns are zero."""
+    cache, noise = DynamicCache(), torch.Generator().manual_seed(0)
+    for index, layer in enumerate(layout.layers):
+        pair = [torch.randn(rows, layer.kv_heads, tokens, size, generator=noise) for size in (layer.head_dim,) * 2]
+        kept = [tensor if mask is None else tensor * mask[:, None, :, None] for tensor in pair]
+        keys, values = (tensor.to(device, dtype) for tensor in kept)
+        cache.update(keys, values, index)
+    return cache
+
+
+@pytest.mark.parametrize(("dtype", "quality"), [(torch.float32, "lossless"), (torch.bfloat16, "high")])
+def test_a_cache_on_a_device_is_coded_there_in_one_batch(
+    dtype: torch.dtype,
+    quality: str,
+    device: torch.device,
+    model: Any,
+    layout: KVLayout,
+    both: Callable[..., Both],
+    whole_batches: list[str],
+) -> None:
+    codecs = both(quality)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
+    cache, cpu_cache = (filled(layout, 2, 7, dtype, at, mask) for at in (device, torch.device("cpu")))
+    blobs = encode_cache(codecs.device, cache, 3, attention_mask=mask.to(device))
+    assert whole_batches == ["encode_paged"]
+    theirs = encode_cache(codecs.cpu, cpu_cache, 3, attention_mask=mask)
+    headers = [read_header(blob) for blob in blobs]
+    assert [(h.start, h.tokens) for h in headers] == [(0, 3), (3, 3), (6, 1), (0, 3), (3, 2)]
+    if quality == "lossless":
+        assert blobs == theirs
+    got: Any = decode_cache(codecs.device, theirs, model.config, device, attention_mask=mask.to(device))
+    assert whole_batches == ["encode_paged", "decode_paged", "check"]
+    want: Any = decode_cache(codecs.cpu, theirs, model.config, attention_mask=mask)
+    mine: Any = decode_cache(codecs.cpu, blobs, model.config, attention_mask=mask)
+    for ours, others, again, raw in zip(got.layers, want.layers, mine.layers, cpu_cache.layers, strict=True):
+        for name in ("keys", "values"):
+            a, b, c, exact = (getattr(layer, name) for layer in (ours, others, again, raw))
+            assert a.shape == b.shape == (2, 2, 7, 12) and a.dtype == dtype and a.device.type == device.type
+            assert bool((a[1, :, :2] == 0).all())
+            if quality == "lossless":
+                assert torch.equal(a.cpu(), exact)
+            else:  # the rounding of float32 sums, seen through that of the dtype
+                torch.testing.assert_close(a.cpu(), b, rtol=2**-7, atol=1e-5)
+                assert float((c.float() - exact.float()).norm()) < 0.1 * float(exact.float().norm())
+
+
+def test_a_static_cache_is_read_where_it_is(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    static = StaticCache(config=model.config, max_cache_len=16)
+    cache = filled(layout, 2, 5, torch.bfloat16, device)
+    for index, layer in enumerate(cache.layers):
+        static.update(layer.keys, layer.values, index)
+    blobs = encode_cache(both("lossless").device, static, 4)
+    assert whole_batches == ["encode_paged"] and len(blobs) == 4
+    same(decode_cache(both("lossless").cpu, blobs, model.config, device), cache)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_continues_identically_from_a_device(
+    name: str, device: torch.device, tiny_model: Callable[..., Any], whole_batches: list[str]
+) -> None:
+    model = tiny_model(name)
+    profile = codec_profile.Profile.generic(KVLayout.from_config(model.config, dtype="float32"))
+    ids = prompt(1, 9)
+    full = prefill(model, ids)
+    blobs = encode_cache(Codec(profile, "lossless"), full, 5)
+    decoded: Any = decode_cache(Codec(profile, "lossless", backend="triton"), blobs, model.config, device)
+    assert whole_batches == ["decode_paged", "check"]
+    expected: Any = prefill(model, ids, DynamicCache(config=model.config))
+    for got, want in zip(decoded.layers, expected.layers, strict=True):
+        assert torch.equal(got.keys.cpu(), want.keys) and torch.equal(got.values.cpu(), want.values)
+        assert got.get_seq_length() == want.get_seq_length() == 9
+
+
+def test_lists_that_are_not_whole_rows_never_reach_a_device(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    codecs = both("lossless")
+    blobs = encode_cache(codecs.cpu, filled(layout, 2, 5, torch.float32, torch.device("cpu")), 2)
+
+    def decode(order: Sequence[int], mask: torch.Tensor | None = None) -> None:
+        chosen = [blobs[index] for index in order]
+        decode_cache(codecs.device, chosen, model.config, device, attention_mask=mask)
+
+    for order, message in (
+        ([1, 2], r"blobs\[0\] holds tokens 2 to 4 where token 0 of row 0 comes next"),
+        ([0, 2, 3, 4, 5], r"blobs\[1\] holds tokens 4 to 5 where token 2 of row 0"),
+        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\] holds tokens 2 to 4 where token 4 of row 0"),
+        ([0, 1, 3, 4, 5], r"blobs\[2\] holds tokens 0 to 2 where token 4 of row 0"),
+        ([0, 1, 2, 4, 5], r"blobs\[3\] holds tokens 2 to 4 where token 5 of row 0"),
+        ([0, 1, 2, 3, 4], r"blobs\[2\] holds tokens 4 to 5 where token 4 of row 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            decode(order)
+    for count, rows, message in (
+        (2, 1, "row 0 lacks its last 1 tokens"),
+        (3, 2, "blobs hold 1 rows, attention_mask has 2"),
+        (6, 1, r"blobs\[3\] starts row 1, but attention_mask has 1 rows"),
+    ):
+        with pytest.raises(InputError, match=message):
+            decode(range(count), torch.ones(rows, 5, dtype=torch.int64))
+    other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), 2)
+    with pytest.raises(ProfileMismatch, match=r"blobs\[0\] has another layout .* or another dtype"):
+        decode_cache(codecs.device, [*other, *blobs[1:3]], model.config, device)
+    assert whole_batches == []
+
+
+def test_damaged_blobs_on_the_way_to_a_device(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    codecs = both("lossless", key=bytes(range(32)))
+    blobs = encode_cache(codecs.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 3)
+    forged = [blobs[0], blobs[1][:-1] + bytes([blobs[1][-1] ^ 1])]
+    with pytest.raises(CorruptError, match="tag"):
+        decode_cache(codecs.device, forged, model.config, device)
+    with pytest.raises(FormatError, match="truncated"):
+        decode_cache(codecs.device, [blobs[0], blobs[1][:-1]], model.config, device)
+    plain = both("lossless")
+    huge = write_blob(
+        Scheme.LOSSLESS, "float32", 1 << 20, 0, 0, layout.values_per_token, layout.fingerprint, bytes(ID_BYTES),
+        [bytes(16)] * 2, None,
+    )  # fmt: skip
+    with pytest.raises(FormatError, match="cannot hold 1048576 tokens"):
+        decode_cache(plain.device, [huge], model.config, device)
+    assert whole_batches == []  # nor was anything allocated
+    unsigned = encode_cache(plain.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 3)
+    damaged = [unsigned[0][:-1] + bytes([unsigned[0][-1] ^ 1]), unsigned[1]]
+    with pytest.raises(CorruptError, match="section 1"):
+        decode_cache(plain.device, damaged, model.config, device)
+
+
+def test_bad_caches_on_a_device(
+    device: torch.device, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    codec = both("high").device
+    with pytest.raises(InputError, match="chunk_tokens must be"):
+        encode_cache(codec, filled(layout, 1, 3, torch.float32, device), 0)
+    with pytest.raises(InputError, match=r"torch\.float64, the layout says float32"):
+        encode_cache(codec, filled(layout, 1, 3, torch.float64, device))
+    with pytest.raises(InputError, match="beyond the 4096 positions"):
+        encode_cache(codec, filled(layout, 1, 4097, torch.float32, device))
+    assert whole_batches == []
+    cache = filled(layout, 1, 3, torch.float32, device)
+    cache.layers[1].values[0, 1, 2, 3] = float("nan")
+    with pytest.raises(InputError, match="NaN or infinite values in layers 1"):
+        encode_cache(codec, cache)
+
+
+def test_a_device_that_the_codec_does_not_serve_gets_a_copy(model: Any, layout: KVLayout) -> None:
+    codec = Codec(codec_profile.Profile.generic(layout), "lossless", backend="numba")
+    assert not codec.on_device("cpu") and not codec.on_device("cuda")
+    blobs = encode_cache(codec, prefill(model, prompt(1, 4)))
+    decoded: Any = decode_cache(codec, blobs, model.config, device="meta")
+    assert decoded.layers[0].keys.device.type == "meta"
