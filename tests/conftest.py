@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -20,6 +20,7 @@ import transformers
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate
 
@@ -202,6 +203,13 @@ def synthetic_chunk(layout: KVLayout, tokens: int, seed: int = 0, start: int = 0
             turned = rotate(x, rope, torch.arange(start, start + tokens))
             out.append(turned.to(layout.torch_dtype))
     return KVChunk(keys, values, layout, start)
+
+
+def dense_pages(layout: KVLayout, chunks: Sequence[KVChunk]) -> PagedCache:
+    """The tokens of some chunks, one after the other, as the one block of a cache."""
+    keys = [torch.cat(layer) for layer in zip(*(chunk.keys for chunk in chunks), strict=True)]
+    values = [torch.cat(layer) for layer in zip(*(chunk.values for chunk in chunks), strict=True)]
+    return PagedCache.dense(layout, keys, values)
 
 
 @cache
