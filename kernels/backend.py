@@ -32,7 +32,9 @@ from cuvee.kernels.lossless_scheme import LosslessDevice
 from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan
 from cuvee.kernels.transform_scheme import TransformDevice
 
-WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches
+WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
+# Decoding needs less to fill a device, and takes smaller batches: while it works on one, the host verifies the next.
+DECODE_SHARE = 4
 MAX_SCHEMES = 8  # kept, with the bases they hold: those used last
 MAX_GRID = 65_535  # programs along the second and third axis of a launch
 MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 a program
@@ -74,7 +76,8 @@ class TritonBackend:
 
     Args:
         interpreted: Triton's interpreter stands in for a GPU, so tensors on the CPU are served as well.
-        workspace_bytes: scratch of one batch of launches; at least one chunk is taken, whatever it needs.
+        workspace_bytes: scratch of one batch of launches that encode, four times that of one that decodes. At least
+            one chunk is taken, whatever it needs.
     """
 
     name = "triton"
@@ -105,8 +108,7 @@ class TritonBackend:
         scheme = self._scheme(coding, cache)
         weights = [scheme.decode_bytes(_check_tokens(chunk.header.tokens)) for chunk in chunks]
         with _on(cache.device), torch.no_grad():
-            # The host verifies the next batch while the device works on the one before.
-            runs = list(batches(weights, self.workspace_bytes, MAX_GRID))
+            runs = list(batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID))
             statuses = [scheme.launch(scheme.prepare(chunks[run], cache, layers)) for run in runs]
         used, numbers = touched(scheme.sections, layers), [chunk.number for chunk in chunks]
 

@@ -20,7 +20,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.transform import Section
 from cuvee.kernels.jobs import Chunk, Job, Plan, Status, Tile
 from cuvee.kernels.pages import place_row
-from cuvee.kernels.staging import ALIGNMENT, Packed, Upload, read_coded
+from cuvee.kernels.staging import ALIGNMENT, Packed, Upload, for_each, read_coded
 
 I64 = npt.NDArray[np.int64]
 
@@ -147,8 +147,12 @@ class Incoming:
         self.views: list[memoryview] = []
         self._begin: list[int] = []
         self._names: list[str] = []
-        for chunk in chunks:
-            views = read_sections(chunk.blob, chunk.header, sections)
+        verified = for_each(
+            lambda chunk: read_sections(chunk.blob, chunk.header, sections),
+            chunks,
+            sum(len(chunk.blob) for chunk in chunks),
+        )
+        for chunk, views in zip(chunks, verified, strict=True):
             size = sum(map(len, views))
             offset = chunk.header.section_offset(sections.start)
             at = self.upload.add(memoryview(chunk.blob)[offset : offset + size])

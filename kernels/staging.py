@@ -6,8 +6,12 @@ fill it exactly (`FORMAT.md`). What it takes the streams themselves to know, the
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -20,7 +24,31 @@ from cuvee.kernels.jobs import Job
 ALIGNMENT = 16  # bytes: the widest load of a thread
 STREAM_HEADER = 12  # bytes of W, E, log2 n and what is reserved
 
+PARALLEL_BYTES = 1 << 20  # fewer are moved faster than they are handed to threads
+MAX_THREADS = 8
+
 I64 = npt.NDArray[np.int64]
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "cuvee-staging")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork
+
+
+def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -> list[T]:
+    """Apply a function that reads or copies so many bytes in all; on several threads if they are many.
+
+    Hashing and copying let go of the interpreter's lock. One core does both at about 11 GB/s of blobs, a third of
+    what a device decodes.
+    """
+    if len(items) < 2 or total_bytes < PARALLEL_BYTES:
+        return [function(item) for item in items]
+    return list(_threads().map(function, items))
 
 
 class Upload:
@@ -43,10 +71,15 @@ class Upload:
         """Copy all parts into one buffer, pinned if `device` is not the CPU; gaps are zero."""
         buffer = torch.empty(max(self._size, ALIGNMENT), dtype=torch.uint8, pin_memory=device.type != "cpu")
         raw = buffer.numpy()
-        for part, offset, end in zip(self._parts, self._offsets, [*self._offsets[1:], self._size], strict=True):
-            flat = np.frombuffer(part, np.uint8)
+
+        def copy(index: int) -> None:
+            flat = np.frombuffer(self._parts[index], np.uint8)
+            offset = self._offsets[index]
             raw[offset : offset + len(flat)] = flat
-            raw[offset + len(flat) : end] = 0
+            raw[offset + len(flat) : ends[index]] = 0
+
+        ends = [*self._offsets[1:], self._size]
+        for_each(copy, range(len(self._parts)), self._size)
         return Packed(buffer)
 
 

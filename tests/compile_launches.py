@@ -80,9 +80,10 @@ def add_references() -> int:
             launcher: Any = getattr(home, name.removesuffix("_reference"))
             if name.endswith("_reference") and callable(launcher):
                 for user in users:
-                    if getattr(user, launcher.__name__, None) is launcher:
-                        setattr(user, launcher.__name__, both(launcher, reference))
-                        wrapped.add(launcher.__name__)
+                    own = name.removesuffix("_reference")
+                    if getattr(user, own, None) is launcher:
+                        setattr(user, own, both(launcher, reference))
+                        wrapped.add(own)
     return len(wrapped)
 
 

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -366,3 +372,50 @@ def test_batches_keep_to_both_limits() -> None:
     runs = list(batches([3, 3, 3, 9, 1, 1, 1], 6, 2))
     assert [(run.start, run.stop) for run in runs] == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
     assert list(batches([], 6, 2)) == []
+
+
+def test_many_bytes_go_through_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuvee.kernels import staging
+
+    def thread(item: int) -> tuple[int, int]:
+        if item == 7:
+            raise CorruptError("the seventh")
+        return item, threading.get_ident()
+
+    own = threading.get_ident()
+    assert staging.for_each(thread, range(5), staging.PARALLEL_BYTES - 1) == [(item, own) for item in range(5)]
+    items, threads = zip(*staging.for_each(thread, range(5), staging.PARALLEL_BYTES), strict=True)
+    assert items == (0, 1, 2, 3, 4) and own not in threads
+    with pytest.raises(CorruptError, match="the seventh"):
+        staging.for_each(thread, range(9), staging.PARALLEL_BYTES)
+    upload = staging.Upload()
+    parts = [np.arange(size, dtype=np.uint8) for size in (5, 16, 1, 33)]
+    offsets = [upload.add(part) for part in parts]
+    monkeypatch.setattr(staging, "PARALLEL_BYTES", 0)
+    raw = upload.pack(torch.device("cpu")).bytes.numpy()
+    assert offsets == [0, 16, 32, 48] and len(raw) == 96
+    expected = np.zeros(96, np.uint8)
+    for offset, part in zip(offsets, parts, strict=True):
+        expected[offset : offset + len(part)] = part
+    np.testing.assert_array_equal(raw, expected)
+
+
+def test_a_forked_process_stages_on_threads_of_its_own() -> None:
+    from cuvee.kernels import staging
+
+    staging.for_each(abs, [1, 2], staging.PARALLEL_BYTES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks of threaded processes
+        child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = staging.for_each(abs, [-1, -2], staging.PARALLEL_BYTES) != [1, 2]
+        os._exit(status)
+    deadline = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
