@@ -403,7 +403,7 @@ def test_many_bytes_go_through_several_threads(monkeypatch: pytest.MonkeyPatch) 
 def test_a_forked_process_stages_on_threads_of_its_own() -> None:
     from cuvee.kernels import staging
 
-    staging.for_each(abs, [1, 2], staging.PARALLEL_BYTES)
+    staging.for_each(time.sleep, [0.02] * 32, staging.PARALLEL_BYTES)  # long enough to start all threads there may be
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks of threaded processes
         child = os.fork()
