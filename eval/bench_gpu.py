@@ -708,7 +708,9 @@ class Synthesis:
             "sections": sections, "first_section": 0, "max_tokens": tokens, "element": memory.element,
             "unit_stride": unit_stride, "aligned": aligned, "pairs": plan.geometry.tiles.pairs,
         }  # fmt: skip
-        self.chosen = synthesis_config(plan.product, int(plan.tiles[:, Tile.RANK].max()), tokens, aligned)
+        self.chosen = synthesis_config(
+            plan.product, memory.element, int(plan.tiles[:, Tile.RANK].max()), tokens, aligned
+        )
 
     def reference(self) -> None:
         """Write the first region."""

@@ -578,21 +578,35 @@ SYNTHESIS_CONFIGS = (
     SynthesisConfig(128, 64, 8, 3),
     SynthesisConfig(64, 64, 4, 3),  # three programs a multiprocessor: one stores while others multiply
     SynthesisConfig(64, 32, 8, 2),  # short sums: memory is the limit, the more warps the better
+    SynthesisConfig(128, 32, 8, 3),  # coefficients of four bytes
     SynthesisConfig(32, 32, 4, 2),
     SynthesisConfig(16, 32, 4, 2),
 )
 
 
-def synthesis_config(dtype: torch.dtype, max_rank: int, max_tokens: int, aligned: bool = True) -> SynthesisConfig:
-    """The config for coefficients of `dtype`, blocks of at most `max_rank` components, chunks of `max_tokens`.
+def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
+    """Triton's `input_precision` for coefficients of `dtype` that become `element`.
 
-    `aligned` as in `synthesize`: narrow stores need registers that the longest step does not leave.
+    float16 has the 11 significant bits of a TF32 factor, so that products on tensor cores lose nothing it could hold;
+    float32 gets float32 products. AMD has no TF32.
     """
-    long, usual, narrow, short, exact, few = SYNTHESIS_CONFIGS
+    return "tf32" if dtype != torch.float32 or (element == torch.float16 and not torch.version.hip) else "ieee"
+
+
+def synthesis_config(
+    dtype: torch.dtype, element: torch.dtype, max_rank: int, max_tokens: int, aligned: bool = True
+) -> SynthesisConfig:
+    """The config for coefficients of `dtype` that become `element`.
+
+    Blocks have at most `max_rank` components, chunks `max_tokens` tokens. `aligned` as in `synthesize`: narrow stores
+    need registers that the longest step does not leave.
+    """
+    long, usual, narrow, short, wide, exact, few = SYNTHESIS_CONFIGS
     if max_tokens <= 16:
         return few
-    if dtype == torch.float32:  # no matrix instructions: float32 products take registers
-        return exact
+    if dtype == torch.float32:
+        # Without matrix instructions products take registers, and leave few for the sums.
+        return wide if product_precision(dtype, element) == "tf32" and max_tokens > 32 else exact
     if max_rank <= 128:
         return short
     if max_tokens <= 64:
@@ -742,14 +756,14 @@ def synthesize(
         aligned: see `pages.contiguity`.
         config: None: `synthesis_config` of a large rank.
     """
-    chosen = config or synthesis_config(y.dtype, 1 << 16, max_tokens, aligned)
+    chosen = config or synthesis_config(y.dtype, element, 1 << 16, max_tokens, aligned)
     token_blocks = triton.cdiv(max_tokens, chosen.block_t)
     group = max(min(len(tiles) // sections, MAX_GROUP), 1)
     _synthesize[(len(tiles) * len(chunks) * token_blocks,)](
         y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, sections, first_section,
         len(tiles), group, len(chunks), token_blocks, len(means) - 1, means.stride(0), cos.shape[1],
         BLOCK_T=chosen.block_t, BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride,
-        ALIGNED=aligned, PAIRS=pairs, PRECISION="ieee" if y.dtype == torch.float32 else "tf32",
+        ALIGNED=aligned, PAIRS=pairs, PRECISION=product_precision(y.dtype, element),
         num_warps=chosen.num_warps,
         num_stages=min(chosen.num_stages, HIP_STAGES) if torch.version.hip else chosen.num_stages,
     )  # fmt: skip
@@ -819,14 +833,18 @@ def _spec(
     )
 
 
-def _synthesis_spec(name: str, config: SynthesisConfig) -> KernelSpec:
+def _synthesis_spec(name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int) -> KernelSpec:
+    config = synthesis_config(dtype, element, max_rank, 256)
+    y = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants = {
-        "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": tl.bfloat16, "UNIT_STRIDE": True,
-        "ALIGNED": True, "PAIRS": 64, "PRECISION": "tf32",
+        "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": ELEMENTS[element], "UNIT_STRIDE": True,
+        "ALIGNED": True, "PAIRS": 64, "PRECISION": product_precision(dtype, element),
     }  # fmt: skip
-    changes = {"gfx942": {"num_stages": min(config.num_stages, HIP_STAGES)}}
+    hip: dict[str, object] = {"num_stages": min(config.num_stages, HIP_STAGES)}
+    if dtype == torch.float32:
+        hip["constants"] = {"PRECISION": "ieee"}
     return _spec(
-        name, _synthesize, constants, config.num_warps, config.num_stages, changes=changes, y="*bf16", basis="*bf16"
+        name, _synthesize, constants, config.num_warps, config.num_stages, changes={"gfx942": hip}, y=y, basis=y
     )
 
 
@@ -858,6 +876,7 @@ SPECS: tuple[KernelSpec, ...] = (
         y="*fp32",
         basis="*fp32",
     ),
-    _synthesis_spec("synthesize layer", synthesis_config(torch.bfloat16, 1400, 256)),
-    _synthesis_spec("synthesize head", synthesis_config(torch.bfloat16, 128, 256)),
+    _synthesis_spec("synthesize layer", torch.bfloat16, torch.bfloat16, 1400),
+    _synthesis_spec("synthesize head", torch.bfloat16, torch.bfloat16, 128),
+    _synthesis_spec("synthesize float16", torch.float32, torch.float16, 1400),
 )

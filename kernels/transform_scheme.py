@@ -107,7 +107,9 @@ class TransformDevice:
                 memory.scales, status, sections=len(batch.sections), first_section=batch.sections.start,
                 max_tokens=max_tokens, element=memory.element, unit_stride=unit_stride, aligned=aligned,
                 pairs=geometry.tiles.pairs,
-                config=synthesis_config(y.dtype, int(host_tiles[:, Tile.RANK].max()), max_tokens, aligned),
+                config=synthesis_config(
+                    y.dtype, memory.element, int(host_tiles[:, Tile.RANK].max()), max_tokens, aligned
+                ),
             )  # fmt: skip
         return status
 
