@@ -75,7 +75,8 @@ def test_peak_is_below_three_times_the_chunk(scheme: str) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["raw"] == 2 * 1024 * 16384
-    assert result["decode"] >= result["raw"]  # its output: the measurement works
+    # Its output: the measurement works. A little of it may fall on pages that were there before.
+    assert result["decode"] >= 0.95 * result["raw"]
     assert result["encode"] < 3 * result["raw"] and result["decode"] < 3 * result["raw"], result
 
 
