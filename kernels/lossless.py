@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.schemes.lossless import PROB_BITS, _byte_planes, _from_byte_planes
+from cuvee.codec.schemes.lossless import PROB_BITS, byte_planes, from_byte_planes
 from cuvee.codec.tables import SYMBOLS, EntropyTables
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
@@ -439,7 +439,7 @@ def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int,
 def _part_bytes(part: TilePart, scales: torch.Tensor, dtype: torch.dtype, element: torch.dtype) -> list[torch.Tensor]:
     """Byte planes `[n, T]` of a part, cut from the cache."""
     x = part.bits(dtype) if element == dtype else part.values(scales, element).to(dtype)
-    return [torch.from_numpy(plane).to(x.device) for plane in _byte_planes(x.cpu())]
+    return [torch.from_numpy(plane).to(x.device) for plane in byte_planes(x.cpu())]
 
 
 def slot_tables(freq: torch.Tensor, slots: torch.Tensor) -> None:
@@ -567,7 +567,7 @@ def merge_planes_reference(
                 parts.append(planes[plane + values] + data[reference + channels][:, None])
             else:
                 parts.append(data[plane + values])
-        x = _from_byte_planes([part.cpu().numpy() for part in parts], dtype).to(data.device)
+        x = from_byte_planes([part.cpu().numpy() for part in parts], dtype).to(data.device)
         angle, chunk = part.tile[Tile.ANGLE], part.chunk
         if moved and angle >= 0 and chunk[Chunk.SOURCE] != chunk[Chunk.TARGET]:
             at = slice(chunk[Chunk.FIRST], chunk[Chunk.FIRST] + part.tokens)

@@ -250,8 +250,16 @@ def test_a_slot_beyond_the_cache_is_an_error(
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
-@pytest.mark.parametrize("group", ["layer", "generic"])
-@pytest.mark.parametrize(("bad", "message"), [(float("nan"), "NaN"), (float("inf"), "NaN"), (1e30, "steps large")])
+@pytest.mark.parametrize(
+    ("group", "bad", "message"),
+    [
+        ("layer", float("nan"), "NaN"),
+        ("layer", float("inf"), "NaN"),
+        ("layer", 1e30, "steps large"),
+        ("generic", float("nan"), "NaN"),
+        ("generic", float("inf"), "NaN"),
+    ],
+)
 def test_values_that_cannot_be_coded(
     device: torch.device,
     layouts: dict[str, KVLayout],
@@ -261,8 +269,6 @@ def test_values_that_cannot_be_coded(
     bad: float,
     message: str,
 ) -> None:
-    if group == "generic" and bad == 1e30:
-        pytest.skip("its step is relative to the values")
     chunk = on(device, make_chunk(layouts["gqa"], 5))
     chunk.values[1][4, 1, 3] = bad
     with pytest.raises(InputError, match=message):

@@ -12,7 +12,7 @@ import torch
 
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.rope import cos_sin, rotate, unrotate
-from cuvee.codec.schemes.lossless import _byte_planes, _model
+from cuvee.codec.schemes.lossless import _model, byte_planes
 from cuvee.codec.tables import EntropyTables, normalize_counts
 from cuvee.codec.transform import partition
 from cuvee.kernels import lossless
@@ -167,7 +167,7 @@ class Tables:
         data, planes, table = bytearray(b"head"), bytearray(), []
         for chunk, layer, unit, width in self.units():
             head_dim = values[chunk][2 * layer + unit].shape[2]
-            for plane in _byte_planes(values[chunk][2 * layer + unit].flatten(1)):
+            for plane in byte_planes(values[chunk][2 * layer + unit].flatten(1)):
                 if choose.random() < 0.5:
                     table.append((len(data), -1, head_dim))
                     data += plane.tobytes()
@@ -384,7 +384,7 @@ def test_encoding(
     planes = [
         plane
         for chunk, layer, unit, _ in tables.units()
-        for plane in _byte_planes(values[chunk][2 * layer + unit].flatten(1))
+        for plane in byte_planes(values[chunk][2 * layer + unit].flatten(1))
     ]
     models = [_model(plane) for plane in planes]
     head_dims = [

@@ -55,7 +55,7 @@ class _Plane:
     freq: npt.NDArray[np.uint16] | None
 
 
-def _byte_planes(x: torch.Tensor) -> list[U8]:
+def byte_planes(x: torch.Tensor) -> list[U8]:
     """`[T, C]` of a 16- or 32-bit dtype -> byte planes `[C, T]`, least significant first."""
     bits = 8 * x.element_size()
     raw = x.contiguous().view(torch.int16 if bits == 16 else torch.int32).numpy()
@@ -64,8 +64,8 @@ def _byte_planes(x: torch.Tensor) -> list[U8]:
     return [np.ascontiguousarray((turned >> shift).astype(np.uint8)) for shift in range(0, bits, 8)]
 
 
-def _from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `_byte_planes`."""
+def from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `byte_planes`."""
     wide = np.uint16 if dtype.itemsize == 2 else np.uint32
     turned: npt.NDArray[Any] = np.zeros(planes[0].shape, wide)
     for index, plane in enumerate(planes):
@@ -119,7 +119,7 @@ class LosslessScheme:
         """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
         layer = self._sections[index].first_layer
         units = (chunk.keys[layer].flatten(1), chunk.values[layer].flatten(1))
-        planes = [_model(data) for unit in units for data in _byte_planes(unit)]
+        planes = [_model(data) for unit in units for data in byte_planes(unit)]
         coded = [plane for plane in planes if plane.freq is not None]
         head, stored = bytearray(), bytearray()
         for plane in planes:
@@ -176,12 +176,12 @@ class LosslessScheme:
                 else:
                     planes.append(symbols[row : row + size, columns] + model[0][:, None])
                     row += size
-            keys = _from_byte_planes(planes[:itemsize], dtype).unflatten(1, (layer.kv_heads, layer.head_dim))
+            keys = from_byte_planes(planes[:itemsize], dtype).unflatten(1, (layer.kv_heads, layer.head_dim))
             if moved:
                 positions = torch.arange(inside.start, inside.stop) + target.source_start
                 keys = rotation.apply(unrotate(keys, layer.rope, positions), layer.rope, rows).to(dtype)
             out_keys[rows] = keys
-            out_values[rows] = _from_byte_planes(planes[itemsize:], dtype).unflatten(
+            out_values[rows] = from_byte_planes(planes[itemsize:], dtype).unflatten(
                 1, (layer.kv_heads, layer.value_dim)
             )
 
