@@ -84,11 +84,6 @@ class PagedCache:
         """Whether stored numbers are fp8, to be multiplied by a scale."""
         return self.dtype in FP8_DTYPES
 
-    def slots(self, layer: int) -> int:
-        """How many slots the layer has."""
-        blocks, block_tokens = self.keys[layer].shape[:2]
-        return int(blocks * block_tokens)
-
     def check_slots(self, slots: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
         """`slots`, if it is int64 [T] on the cache's device (and of `tokens` tokens); else raises InputError."""
         if slots.ndim != 1 or slots.dtype != torch.int64 or slots.device != self.device:

@@ -50,12 +50,12 @@ from cuvee.kernels.jobs import (
     Tile,
 )
 from cuvee.kernels.pages import (
-    COMPILED,
     check_slots,
     half_addresses,
     half_views,
     load_pairs,
     load_pairs_reference,
+    rounded,
     store_pairs,
     store_pairs_reference,
     token_offsets,
@@ -145,14 +145,7 @@ def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _words(x, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyped-def]
     """The inverse of `_values`, rounded to nearest, ties to even."""
-    # Triton's interpreter cuts bfloat16 off instead of rounding, and mistakes its subnormals.
-    if DTYPE == tl.bfloat16 and not COMPILED:  # noqa: SIM300
-        bits = x.to(tl.uint32, bitcast=True)
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        word = tl.where(nan, 0x7FC0, (bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(WORD)
-    else:
-        word = x.to(DTYPE).to(WORD, bitcast=True)
-    return word
+    return rounded(x, DTYPE).to(WORD, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["sections", "first_section"])

@@ -51,7 +51,7 @@ from cuvee.kernels.jobs import (
     Plan,
     Status,
 )
-from cuvee.kernels.pages import COMPILED
+from cuvee.kernels.pages import rounded
 from cuvee.kernels.spec import Budget, KernelSpec
 
 ESCAPE = tl.constexpr(symbols.ESCAPE)
@@ -117,17 +117,6 @@ def _coefficient(level, shrink_one, shrink_more, step):  # type: ignore[no-untyp
     # The sign bit, rather than a subtraction from 0, which would lose the sign of a zero.
     sign = level & -0x80000000
     return (back.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True) * step
-
-
-@triton.jit
-def _rounded(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The `ELEMENT` nearest to a finite x, ties to even."""
-    if ELEMENT == tl.bfloat16 and not COMPILED:  # noqa: SIM300 - the dtype is the constant
-        # The interpreter would cut off.
-        bits = x.to(tl.uint32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:  # noqa: RET505 - only one of the two is compiled
-        return x.to(ELEMENT)
 
 
 @triton.jit
@@ -207,7 +196,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
                     d, source = _unpredict(d, source, gain, first, per_stream, kind == LAG1, ROWS, GROUPS, RUN)
                     d = tl.where(inside, d, 0)
             value = _coefficient(d, shrink_one, shrink_more, step)
-            tl.store(y_row + token, _rounded(value, y.dtype.element_ty), mask=exists & (token < stride))
+            tl.store(y_row + token, rounded(value, y.dtype.element_ty), mask=exists & (token < stride))
         count = tl.sum(escapes, 1)
         tl.atomic_add(found + tl.zeros((ROWS,), tl.int32), count, mask=count > 0, sem="relaxed")
 
@@ -307,7 +296,7 @@ def _place_escapes(  # type: ignore[no-untyped-def]
                     d += _predicted(source, gain)
                 source = tl.where((place == 0) | (kind == LAG1), d, source)
             back = _coefficient(d, shrink_one, shrink_more, step)
-            tl.store(y + at + to_y, _rounded(back, y.dtype.element_ty), mask=inside & (at >= cell))
+            tl.store(y + at + to_y, rounded(back, y.dtype.element_ty), mask=inside & (at >= cell))
 
 
 def dequantize(

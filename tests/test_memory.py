@@ -17,7 +17,7 @@ from cuvee.codec.layout import KVChunk, KVLayout
 # 8 layers of 2 heads of 32: 1024 values a token, 32 MB at 16384 tokens. Peaks are read from the kernel in a process of
 # its own, after a warm-up has loaded and compiled everything.
 SCRIPT = """
-import json, sys, torch
+import ctypes, gc, json, sys, torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.profile import Profile
@@ -42,6 +42,9 @@ def status(name):
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
 
 def peak(job):
+    # What is free must not be counted as taken before, or a job that takes it would look smaller than it is.
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
     before = status("VmRSS")
@@ -75,8 +78,7 @@ def test_peak_is_below_three_times_the_chunk(scheme: str) -> None:
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["raw"] == 2 * 1024 * 16384
-    # Its output: the measurement works. A little of it may fall on pages that were there before.
-    assert result["decode"] >= 0.95 * result["raw"]
+    assert result["decode"] >= result["raw"]  # its output: the measurement works
     assert result["encode"] < 3 * result["raw"] and result["decode"] < 3 * result["raw"], result
 
 
