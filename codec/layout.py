@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +210,44 @@ class KVLayout:
     def relocatable(self) -> bool:
         """Whether cached keys can be moved to other positions: False where no layer has RoPE (GPT-2)."""
         return any(layer.rope is not None for layer in self.layers)
+
+    def shard_heads(self, rank: int, size: int) -> tuple[range, ...]:
+        """The KV heads, a range per layer, that a rank of a tensor-parallel group holds, as vLLM deals them out.
+
+        Adjacent heads in equal parts; where there are more ranks than heads, adjacent ranks share one.
+
+        Args:
+            rank: of the group, 0 … size - 1.
+            size: ranks in the group.
+
+        Raises:
+            InputError: a rank outside the group, or a layer whose heads cannot be dealt out evenly.
+        """
+        _check_positive("size", size)
+        if type(rank) is not int or not 0 <= rank < size:
+            raise InputError(f"rank must be one of 0 … {size - 1}, got {rank!r}")
+        parts = []
+        for index, layer in enumerate(self.layers):
+            heads = layer.kv_heads
+            if heads % size and size % heads:
+                raise InputError(
+                    f"size must divide the {heads} KV heads of layer {index} or be a multiple of them, got {size}"
+                )
+            first = rank * heads // size
+            parts.append(range(first, first + max(heads // size, 1)))
+        return tuple(parts)
+
+    def shard(self, rank: int, size: int) -> KVLayout:
+        """The layout of one tensor-parallel rank's part of the cache: fewer heads a layer, all else alike.
+
+        Ranks have equal layouts, so a fingerprint does not tell them apart: whoever stores chunks of several ranks
+        must name the rank.
+
+        Args, Raises: as `shard_heads`.
+        """
+        parts = self.shard_heads(rank, size)
+        layers = (replace(layer, kv_heads=len(heads)) for layer, heads in zip(self.layers, parts, strict=True))
+        return replace(self, layers=tuple(layers))
 
     @property
     def fingerprint(self) -> bytes:

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
@@ -128,6 +128,25 @@ class SectionProfile:
             return ranks, coding_plan(codes)
         rest = scale_codes(self.rest_scale[chosen], step)
         return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
+
+    def take(self, blocks: Sequence[int]) -> SectionProfile:
+        """What is known of some blocks of the section, in this order: each is coded as it is among the others."""
+        basis = self.basis
+        columns = torch.from_numpy(_members([matrix.shape[1] for matrix in basis.forward], blocks))
+        rows = _members(basis.block_ranks, blocks)
+        taken = SectionBasis(
+            basis.mean[columns],
+            basis.sinks.index_select(1, columns),
+            tuple(basis.forward[block] for block in blocks),
+            tuple(basis.inverse[block] for block in blocks),
+        )
+        return SectionProfile(taken, self.scale[rows], self.prediction, self.rest_scale[rows], self.rho[rows])
+
+
+def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:
+    """The places that some of adjacent blocks of these sizes take up."""
+    ends = np.cumsum(sizes)
+    return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
 
 
 class Profile:
@@ -252,6 +271,42 @@ class Profile:
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
             min_step=self.min_step, model=self.model, curve=curve,
+        )  # fmt: skip
+
+    def shard(self, rank: int, size: int) -> Profile:
+        """The profile of one tensor-parallel rank, which holds `layout.shard_heads(rank, size)` of each layer.
+
+        At one step its codec codes those heads as this profile's codes them among all: same maps, scales and tables,
+        so the same levels, and the same decoded bits but where BLAS rounds a product otherwise at another alignment.
+        A generic profile has nothing to cut: its steps are relative to the deviation of the rank's own heads.
+
+        The curve is kept, so that a quality means the same step on every rank. Its KL is that of all ranks together;
+        its bits a value are the mean over them, without the headers that each rank's blobs have of their own.
+
+        The id is the shard's own: ranks that hold the same heads share one, as do all ranks of a generic profile.
+
+        Args:
+            rank: of the group, 0 … size - 1.
+            size: ranks in the group; 1 gives this profile itself.
+
+        Raises:
+            InputError: see `KVLayout.shard_heads`.
+            ProfileError: bases that mix heads of several ranks: any group but `"head"`.
+        """
+        layout = self.layout.shard(rank, size)
+        if layout == self.layout:  # every rank holds all heads
+            return self
+        if self.learned and self.group != "head":
+            raise ProfileError(
+                f"group {self.group!r} crosses tensor-parallel shards: its bases mix heads of several of the {size} "
+                "ranks. Learn a profile with group='head', or one for each rank with Profile.fit on its own heads"
+            )
+        heads = self.layout.shard_heads(rank, size)
+        parts = zip(self.learned, self.layout.layers, heads, strict=True) if self.learned else ()
+        learned = tuple(known.take([*own, *(layer.kv_heads + head for head in own)]) for known, layer, own in parts)
+        return Profile(
+            layout, self.group, self.source, self.family, learned,
+            min_step=self.min_step, model=self.model, curve=self.curve,
         )  # fmt: skip
 
     # Identity --------------------------------------------------------------------------------------------------
