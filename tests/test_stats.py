@@ -12,7 +12,7 @@ from cuvee.eval import stats
 from cuvee.eval.stats import Curve, bits_at_kl, bootstrap_ratio, compare_at_equal_kl, paired_difference
 
 F64 = npt.NDArray[np.float64]
-SIZES = np.array([0.5, 1.0, 2.0, 4.0])
+SIZES: npt.NDArray[np.float64] = np.array([0.5, 1.0, 2.0, 4.0])
 
 
 def power_law(scale: float, sequences: int, seed: int, noise: float = 0.4, shared: F64 | None = None) -> Curve:
@@ -92,8 +92,8 @@ def test_equal_points_are_one() -> None:
 def test_pooling_is_the_closest_decreasing_curve() -> None:
     draw = np.random.default_rng(0)
     for _ in range(20):
-        y = draw.normal(size=(1, 7)) - 0.3 * np.arange(7)
-        _, level = stats._pooled(np.arange(7.0)[None], y)
+        y: npt.NDArray[np.float64] = draw.normal(size=(1, 7)) - 0.3 * np.arange(7.0)
+        _, level = stats._pooled(np.arange(7, dtype=np.float64)[None], y)
         # Pool adjacent violators, one step at a time.
         pools = [[v] for v in y[0]]
         while (
@@ -152,7 +152,7 @@ def test_what_is_hard_for_both_cancels() -> None:
 def test_the_anchor_is_resampled_with_the_curve() -> None:
     # The curve's KL is the anchor's times a constant on every sequence: the size at its KL is the same in every draw.
     hard = np.random.default_rng(3).lognormal(0, 1, 20)
-    of = Curve(np.repeat(SIZES[:, None], 20, 1), np.outer(0.04 / SIZES**2, hard))
+    of = Curve(np.repeat(SIZES[:, None], 20, 1), 0.04 / SIZES[:, None] ** 2 * hard)
     anchor = Curve(np.full((1, 20), 8.0), 0.01 * hard[None])
     low, high = bootstrap_ratio(of, anchor, anchor.kl[0])
     assert low == pytest.approx(4) and high == pytest.approx(4)
