@@ -1,0 +1,280 @@
+"""Identity: the names under which chunks of KV are stored and found again.
+
+Two digests a chunk, BLAKE2b over canonical bytes:
+
+    prefix    root ─┬─> digest 0 ─┬─> digest 1 ─┬─> …     this chunk after exactly that prefix: what a cache looks up
+                 chunk 0       chunk 1       chunk 2
+    content   root ───> digest of one run of tokens       these tokens, wherever they stand: what blending looks up
+
+The root holds all that decides what KV a token gets (`Identity`) and who may have it (`Scope`). A store's key is
+made of tenant, digest and tensor-parallel shard.
+
+**Keys are a persistent format.** Stores outlive processes and are shared by replicas of several versions: any change of
+the bytes hashed here orphans every entry ever stored. A change on purpose raises `VERSION`, which enters every digest,
+and is a line in the changelog; `tests/test_identity.py` holds the values.
+
+The bytes are canonical: every field is preceded by its length, numbers are little-endian int64, strings are UTF-8 (lone
+surrogates included, as JSON requests may hold them; never normalised), so no two inputs give the same bytes. Each kind
+of digest has its own `person` tag, so that one can never be taken for another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cuvee.codec.errors import InputError
+
+VERSION = 1
+DIGEST_BYTES = 32
+TENANT_BYTES = 16
+MAX_SHARDS = 1 << 16
+
+_LOSSLESS = "lossless"
+_STEP = "step:"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """All that decides what a cached chunk holds, its tokens and its `Scope` apart.
+
+    Attributes:
+        model: names weights and configuration.
+        tokenizer: names the tokenizer; empty where sequences come as token ids alone.
+        layout: `KVLayout.fingerprint` of the whole model, not of one shard: heads, RoPE, dtype.
+        profile: `Profile.id`; empty for lossless, which needs none.
+        quality: `"lossless"` or `"step:<index>"`. Part of the key: a lossless reader must never find lossy bytes.
+        shards: tensor-parallel size.
+
+    Raises:
+        InputError: a field of another type, an empty model or layout, or a quality and a profile that do not agree.
+    """
+
+    model: str
+    tokenizer: str
+    layout: bytes
+    profile: bytes
+    quality: str
+    shards: int = 1
+
+    def __post_init__(self) -> None:
+        for name, kind in (("model", str), ("tokenizer", str), ("layout", bytes), ("profile", bytes), ("quality", str)):
+            _check_type(f"identity.{name}", getattr(self, name), kind)
+        _check_type("identity.shards", self.shards, int)
+        if not self.model or not self.layout:
+            raise InputError("identity.model and identity.layout must not be empty: they tell models apart")
+        if self.quality == _LOSSLESS:
+            if self.profile:
+                raise InputError("identity.profile: must be empty for lossless, whose bytes depend on no profile")
+        elif not _is_step(self.quality):
+            raise InputError(f"identity.quality: must be 'lossless' or 'step:<index>', got {self.quality!r}")
+        elif not self.profile:
+            raise InputError(f"identity.profile: must be Profile.id for quality {self.quality!r}, got no bytes")
+        if not 1 <= self.shards <= MAX_SHARDS:
+            raise InputError(f"identity.shards: must be 1 … {MAX_SHARDS}, got {self.shards}")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Media:
+    """A multimodal item: its placeholder tokens stand at `[start, end)` of the sequence, `id` names its content."""
+
+    start: int
+    end: int
+    id: str
+
+    def __post_init__(self) -> None:
+        _check_type("media.start", self.start, int)
+        _check_type("media.end", self.end, int)
+        _check_type("media.id", self.id, str)
+        if not 0 <= self.start < self.end:
+            raise InputError(f"media.start, media.end: must be 0 <= start < end, got {self.start}, {self.end}")
+        if not self.id:
+            raise InputError("media.id: must name the item's content (its hash), got an empty string")
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a request brings along besides its tokens.
+
+    Attributes:
+        tenant: cache salt; sequences of different tenants never share a key. Empty: everybody who names none.
+        adapter: names the LoRA adapter and its weights; empty for none.
+        media: multimodal items, in any order; they may overlap.
+    """
+
+    tenant: str = ""
+    adapter: str = ""
+    media: tuple[Media, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_type("scope.tenant", self.tenant, str)
+        _check_type("scope.adapter", self.adapter, str)
+        _check_type("scope.media", self.media, tuple)
+        for item in self.media:
+            _check_type("scope.media[]", item, Media)
+
+
+class PrefixChain:
+    """Prefix digests of one growing sequence: digest i names the KV of chunk i after exactly chunks 0 … i-1.
+
+    A chunk is hashed once. **Contract:** a chain serves one sequence that only grows at its end; tokens of chunks
+    hashed already are not looked at again. Whoever changes them (or takes them back and goes on differently) makes a
+    new chain: the old one would give the digests of the old tokens. Not for use by several threads at once.
+
+    Args:
+        identity: of the model and its codec.
+        scope: of the request; its media items stand at positions of this sequence.
+        chunk_tokens: tokens a chunk.
+    """
+
+    __slots__ = ("_digests", "_media", "_root", "chunk_tokens")
+
+    def __init__(self, identity: Identity, scope: Scope, chunk_tokens: int) -> None:
+        _check_type("chunk_tokens", chunk_tokens, int)
+        if chunk_tokens < 1:
+            raise InputError(f"chunk_tokens: must be at least 1, got {chunk_tokens}")
+        self.chunk_tokens = chunk_tokens
+        self._media = sorted(scope.media)
+        self._root = _blake2b(b"cuvee-root", _root(identity, scope) + canonical(_int(chunk_tokens)))
+        self._digests: list[bytes] = []
+
+    def digests(self, tokens: Sequence[int], chunks: int) -> list[bytes]:
+        """Digests of the first `chunks` full chunks, 32 bytes each; fewer than before is a prefix of those.
+
+        Args:
+            tokens: the sequence so far (list, NumPy array, CPU tensor, …), any integers within int64.
+            chunks: how many; must be full.
+
+        Raises:
+            InputError: `tokens` holds fewer than `chunks` full chunks, or something else than such integers.
+        """
+        size = self.chunk_tokens
+        if not 0 <= chunks <= len(tokens) // size:
+            raise InputError(
+                f"chunks: must be 0 … {len(tokens) // size}, the full chunks of {size} tokens, got {chunks}"
+            )
+        done = len(self._digests)
+        if chunks > done:
+            new = memoryview(_tokens(tokens[done * size : chunks * size]))
+            width = 8 * size
+            previous = self._digests[-1] if done else self._root
+            for index in range(done, chunks):
+                at = (index - done) * width
+                media = _media(self._media, index * size, (index + 1) * size)
+                # The number of tokens is fixed by the root, so they need no length here.
+                previous = _blake2b(b"cuvee-prefix", previous, new[at : at + width], media)
+                self._digests.append(previous)
+        return self._digests[:chunks]
+
+
+def content_digest(identity: Identity, scope: Scope, tokens: Sequence[int], *, start: int = 0) -> bytes:
+    """Name a run of tokens wherever it stands: 32 bytes.
+
+    Args:
+        identity: of the model and its codec.
+        scope: of the request.
+        tokens: the run, at least one token, any integers within int64.
+        start: position of its first token among those that `scope.media` counts. Matters only where media items
+            overlap the run: they enter with their place relative to it.
+
+    Raises:
+        InputError: no tokens, something else than such integers, or a negative start.
+    """
+    _check_type("start", start, int)
+    if start < 0:
+        raise InputError(f"start: must be at least 0, got {start}")
+    if not len(tokens):
+        raise InputError("tokens: must hold at least one token")
+    data = _tokens(tokens)
+    media = _media(sorted(scope.media), start, start + len(tokens))
+    return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media)
+
+
+def tenant_id(tenant: str) -> str:
+    """The tenant's part of a store key: 32 hex digits, BLAKE2b of the cache salt. No salt is a tenant, too.
+
+    It hides a salt that is hard to guess, and only such a one, from those who can list the store.
+    """
+    _check_type("tenant", tenant, str)
+    data = bytes([VERSION]) + canonical(_text(tenant))
+    return hashlib.blake2b(data, digest_size=TENANT_BYTES, person=b"cuvee-tenant").hexdigest()
+
+
+def store_key(tenant: str, digest: bytes, shard: int = 0) -> str:
+    """The key of one shard of a chunk: `tenant_id/digest shard`, in hex: 32 digits, a slash, 64 + 4 digits.
+
+    Args:
+        tenant: cache salt, as in the scope that the digest was made with.
+        digest: of `PrefixChain.digests` or `content_digest`.
+        shard: tensor-parallel rank; the digest knows how many there are.
+
+    Raises:
+        InputError: a digest of another length, or a shard out of range.
+    """
+    _check_type("digest", digest, bytes)
+    if len(digest) != DIGEST_BYTES:
+        raise InputError(f"digest: must be {DIGEST_BYTES} bytes, got {len(digest)}")
+    _check_type("shard", shard, int)
+    if not 0 <= shard < MAX_SHARDS:
+        raise InputError(f"shard: must be 0 … {MAX_SHARDS - 1}, got {shard}")
+    return f"{tenant_id(tenant)}/{digest.hex()}{shard:04x}"
+
+
+def canonical(*fields: bytes) -> bytes:
+    """The fields in a row, each after its length: other fields, or the same cut elsewhere, give other bytes."""
+    return b"".join(_int(len(field)) + field for field in fields)
+
+
+def _root(identity: Identity, scope: Scope) -> bytes:
+    return bytes([VERSION]) + canonical(
+        _text(identity.model), _text(identity.tokenizer), identity.layout, identity.profile, _text(identity.quality),
+        _int(identity.shards), _text(scope.tenant), _text(scope.adapter),
+    )  # fmt: skip
+
+
+def _media(items: Iterable[Media], start: int, end: int) -> bytes:
+    """Canonical bytes of the items that overlap `[start, end)`, their places relative to `start`."""
+    fields = [
+        canonical(_int(item.start - start), _int(item.end - start), _text(item.id))
+        for item in items
+        if item.start < end and item.end > start
+    ]
+    return _int(len(fields)) + b"".join(fields)
+
+
+def _tokens(tokens: Sequence[int]) -> bytes:
+    array = np.asarray(tokens)
+    # Only what int64 holds exactly: a float or an unsigned 64-bit number would be cut to another token.
+    if array.ndim != 1 or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
+        raise InputError(f"tokens: must be a row of integers within int64, got {array.dtype} {list(array.shape)}")
+    return array.astype("<i8", copy=False).tobytes()
+
+
+def _blake2b(person: bytes, *parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(digest_size=DIGEST_BYTES, person=person)
+    for part in parts:
+        digest.update(part)
+    return digest.digest()
+
+
+def _int(value: int) -> bytes:
+    return value.to_bytes(8, "little", signed=True)
+
+
+def _text(value: str) -> bytes:
+    return value.encode("utf-8", "surrogatepass")
+
+
+def _is_step(quality: str) -> bool:
+    index = quality.removeprefix(_STEP)
+    # One spelling a number: "step:+5" or "step:05" would be other keys for the same bytes.
+    return quality.startswith(_STEP) and index.removeprefix("-").isdecimal() and str(int(index)) == index
+
+
+def _check_type(name: str, value: Any, kind: type) -> None:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise InputError(f"{name}: must be {kind.__name__}, got {type(value).__name__}")

@@ -1,0 +1,430 @@
+"""Keys: golden values, every field counts, nothing is ambiguous, chains are incremental."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import struct
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuvee.codec import identity as module
+from cuvee.codec.errors import InputError
+from cuvee.codec.identity import (
+    Identity,
+    Media,
+    PrefixChain,
+    Scope,
+    canonical,
+    content_digest,
+    store_key,
+    tenant_id,
+)
+
+LOSSY = Identity("llama-7b", "spm", b"layout-16-bytes!", b"profile-16-bytes", "step:-64", 2)
+EXACT = Identity("llama-7b", "spm", b"layout-16-bytes!", b"", "lossless")
+SCOPE = Scope("acme", "sql-lora", (Media(3, 6, "image-1"),))
+
+
+def chain(tokens: Any, chunks: int, identity: Identity = LOSSY, scope: Scope = SCOPE, size: int = 4) -> list[bytes]:
+    return PrefixChain(identity, scope, size).digests(tokens, chunks)
+
+
+# The bytes of a key are a persistent format: whoever has to change a value below orphans every stored entry, raises
+# identity.VERSION and says so in the changelog.
+GOLDEN_PREFIX = [
+    "27960fc446471b07e874b0b361b2660abda9e8a8709b37d7ae4c121e740ce56d",
+    "24033403f2b6d780e3817662b7292592a93a265485e022c320d3daea5193718b",
+]
+GOLDEN_CONTENT = "162dfe769b7a5689f5ab118ac98d453ee4f78e1c9f3a849bbddc075565abcaeb"
+
+
+def test_golden_values() -> None:
+    assert [digest.hex() for digest in chain(range(100, 108), 2)] == GOLDEN_PREFIX
+    assert content_digest(LOSSY, SCOPE, range(100, 108)).hex() == GOLDEN_CONTENT
+    assert tenant_id("") == "399a81219c4b118d05336784dfd82aa0"
+    assert tenant_id("acme") == "fde3980a662832b5d524682ec0731094"
+    assert store_key("acme", bytes(range(32)), 258) == f"{tenant_id('acme')}/{bytes(range(32)).hex()}0102"
+
+
+def test_canonical_bytes_written_out_by_hand() -> None:
+    def field(data: bytes) -> bytes:
+        return struct.pack("<q", len(data)) + data
+
+    def number(value: int) -> bytes:
+        return struct.pack("<q", value)
+
+    def blake2b(data: bytes, person: bytes, size: int = 32) -> bytes:
+        return hashlib.blake2b(data, digest_size=size, person=person).digest()
+
+    root = b"\x01" + b"".join(
+        map(
+            field,
+            [
+                b"llama-7b",
+                b"spm",
+                b"layout-16-bytes!",
+                b"profile-16-bytes",
+                b"step:-64",
+                number(2),
+                b"acme",
+                b"sql-lora",
+            ],
+        )
+    )
+    tokens = list(range(100, 108))
+    first = blake2b(root + field(number(4)), b"cuvee-root")
+    second = blake2b(
+        first + struct.pack("<4q", *tokens[:4]) + number(1) + field(number(3)) + field(number(6)) + field(b"image-1"),
+        b"cuvee-prefix",
+    )
+    third = blake2b(
+        second + struct.pack("<4q", *tokens[4:]) + number(1) + field(number(-1)) + field(number(2)) + field(b"image-1"),
+        b"cuvee-prefix",
+    )
+    assert chain(tokens, 2) == [second, third]
+    content = root + field(struct.pack("<4q", *tokens[:4]))
+    media = number(1) + field(number(3)) + field(number(6)) + field(b"image-1")
+    assert content_digest(LOSSY, SCOPE, tokens[:4]) == blake2b(content + media, b"cuvee-content")
+    assert tenant_id("é\ud800") == blake2b(b"\x01" + field(b"\xc3\xa9\xed\xa0\x80"), b"cuvee-tenant", 16).hex()
+
+
+def test_a_store_key_is_one() -> None:
+    from cuvee.integrations.stores.base import check_key
+
+    tenant, name = check_key(store_key("acme", chain(range(4), 1)[0], 3))
+    assert tenant == tenant_id("acme") and len(tenant) == 32 and len(name) == 68
+
+
+# Everything counts -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "llama-7c"},
+        {"tokenizer": ""},
+        {"layout": b"layout-16-bytes?"},
+        {"profile": b"profile-16-byteS"},
+        {"quality": "step:64"},
+        {"shards": 1},
+        {"quality": "lossless", "profile": b""},
+    ],
+    ids=str,
+)
+def test_every_field_of_the_identity_changes_every_key(change: dict[str, Any]) -> None:
+    other = replace(LOSSY, **change)
+    assert set(chain(range(8), 2)).isdisjoint(chain(range(8), 2, identity=other))
+    assert content_digest(LOSSY, SCOPE, range(8)) != content_digest(other, SCOPE, range(8))
+
+
+@pytest.mark.parametrize("change", [{"tenant": ""}, {"tenant": "acmE"}, {"adapter": ""}, {"adapter": "acme"}], ids=str)
+def test_tenant_and_adapter_change_every_key(change: dict[str, Any]) -> None:
+    other = replace(SCOPE, **change)
+    assert set(chain(range(8), 2)).isdisjoint(chain(range(8), 2, scope=other))
+    assert content_digest(LOSSY, SCOPE, range(8)) != content_digest(LOSSY, other, range(8))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        (),
+        (Media(3, 6, "image-2"),),
+        (Media(2, 6, "image-1"),),
+        (Media(3, 7, "image-1"),),
+        (Media(3, 6, "image-1"), Media(3, 6, "image-1")),
+        (Media(3, 5, "image-1"), Media(5, 6, "image-1")),
+    ],
+    ids=str,
+)
+def test_media_change_the_keys_of_the_chunks_they_touch(other: tuple[Media, ...]) -> None:
+    scope = replace(SCOPE, media=other)
+    assert set(chain(range(8), 2)).isdisjoint(chain(range(8), 2, scope=scope))
+    for run in (range(4), range(8)):
+        assert content_digest(LOSSY, SCOPE, run) != content_digest(LOSSY, scope, run)
+
+
+def test_media_enter_only_the_chunks_they_overlap() -> None:
+    late = replace(SCOPE, media=(Media(4, 8, "a"),))
+    none = replace(SCOPE, media=())
+    with_media, without = chain(range(12), 3, scope=late), chain(range(12), 3, scope=none)
+    assert with_media[0] == without[0]  # the item begins with the next token
+    assert with_media[1] != without[1]
+    assert content_digest(LOSSY, late, range(4), start=8) == content_digest(LOSSY, none, range(4))  # it ended before
+
+
+def test_a_second_chunk_is_bound_to_the_media_of_the_first() -> None:
+    scopes = [replace(SCOPE, media=(Media(0, 2, name),)) for name in ("a", "b")]
+    one, other = (chain(range(8), 2, scope=scope) for scope in scopes)
+    assert one[1] != other[1]
+
+
+def test_media_count_from_the_start_of_the_run() -> None:
+    here = Scope(media=(Media(2, 9, "a"), Media(0, 1, "far")))
+    there = Scope(media=(Media(102, 109, "a"), Media(110, 111, "far")))
+    assert content_digest(EXACT, here, range(4), start=1) == content_digest(EXACT, there, range(4), start=101)
+    assert content_digest(EXACT, here, range(4), start=1) != content_digest(EXACT, there, range(4), start=100)
+
+
+def test_order_of_media_does_not_matter() -> None:
+    items = (Media(0, 3, "a"), Media(0, 3, "b"), Media(1, 2, "a"))
+    keys = {
+        (chain(range(4), 1, scope=Scope(media=order))[0], content_digest(LOSSY, Scope(media=order), range(4)))
+        for order in itertools.permutations(items)
+    }
+    assert len(keys) == 1
+
+
+def test_the_chunk_size_changes_every_key() -> None:
+    assert set(chain(range(16), 4)).isdisjoint(chain(range(16), 2, size=8))
+    # ... of the first chunk too, though that is all it depends on
+    assert chain(range(4), 1, scope=Scope())[0] not in chain(range(8), 1, scope=Scope(), size=8)
+
+
+def test_same_tokens_elsewhere() -> None:
+    tokens = [7, 8, 9, 10] * 2
+    plain = Scope()
+    first, second = chain(tokens, 2, scope=plain)
+    assert first != second
+    assert content_digest(LOSSY, plain, tokens[:4], start=0) == content_digest(LOSSY, plain, tokens[4:], start=4)
+    assert content_digest(LOSSY, plain, tokens[:4]) != first
+
+
+def test_shards_and_tenants_have_keys_of_their_own() -> None:
+    digest = bytes(32)
+    keys = [store_key(tenant, digest, shard) for tenant in ("", "a", "b") for shard in (0, 1, 16, 256)]
+    assert len(set(keys)) == len(keys)
+    assert len({key.split("/")[0] for key in keys}) == 3
+
+
+def test_the_version_enters_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys() -> list[Any]:
+        return [chain(range(4), 1)[0], content_digest(LOSSY, SCOPE, range(4)), tenant_id("a")]
+
+    before = keys()
+    monkeypatch.setattr(module, "VERSION", 2)
+    assert all(a != b for a, b in zip(before, keys(), strict=True))
+
+
+def test_unicode_is_taken_as_it_is() -> None:
+    tenants = ["é", "e\u0301", "\ud83d\ude00", "😀", "\ud83d", "\x00", ""]
+    assert len({tenant_id(name) for name in tenants}) == len(tenants)
+
+
+# Nothing is ambiguous ----------------------------------------------------------------------------------------------
+
+names = st.text(alphabet="ab", max_size=3)
+media = st.builds(
+    lambda start, length, name: Media(start, start + length, name),
+    st.integers(0, 6),
+    st.integers(1, 4),
+    st.text(alphabet="ab", min_size=1, max_size=2),
+)
+identities = st.builds(
+    lambda model, tokenizer, layout, profile, step, shards: Identity(
+        model, tokenizer, layout, profile, f"step:{step}" if profile else "lossless", shards
+    ),
+    st.text(alphabet="ab", min_size=1, max_size=3),
+    names,
+    st.binary(min_size=1, max_size=2),
+    st.binary(max_size=2),
+    st.integers(-9, 9),
+    st.integers(1, 3),
+)
+scopes = st.builds(lambda t, a, m: Scope(t, a, tuple(sorted(m))), names, names, st.lists(media, max_size=3))
+inputs = st.tuples(identities, scopes, st.lists(st.integers(-2, 2), min_size=4, max_size=8))
+
+
+@settings(max_examples=300, deadline=None)
+@given(inputs, inputs)
+def test_other_inputs_other_digests(one: Any, other: Any) -> None:
+    def seen(scope: Scope, length: int) -> Scope:
+        return replace(scope, media=tuple(item for item in scope.media if item.start < length))
+
+    (identity, scope, tokens), (identity2, scope2, tokens2) = one, other
+    same = (identity, seen(scope, len(tokens)), tokens) == (identity2, seen(scope2, len(tokens2)), tokens2)
+    assert (content_digest(*one) == content_digest(*other)) == same
+    same = (identity, seen(scope, 4), tokens[:4]) == (identity2, seen(scope2, 4), tokens2[:4])
+    assert (chain(tokens, 1, identity, scope) == chain(tokens2, 1, identity2, scope2)) == same
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.binary(max_size=9), max_size=4), st.lists(st.binary(max_size=9), max_size=4))
+def test_canonical_bytes_tell_fields_apart(one: list[bytes], other: list[bytes]) -> None:
+    assert (canonical(*one) == canonical(*other)) == (one == other)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=12, max_size=12), st.integers(0, 11), st.integers(1, 2**40))
+def test_a_token_changes_its_chunk_and_those_after_it(tokens: list[int], at: int, step: int) -> None:
+    changed = list(tokens)
+    changed[at] = (tokens[at] + step + 2**63) % 2**64 - 2**63
+    before, after = chain(tokens, 3), chain(changed, 3)
+    assert [a == b for a, b in zip(before, after, strict=True)] == [index < at // 4 for index in range(3)]
+    assert content_digest(LOSSY, SCOPE, tokens) != content_digest(LOSSY, SCOPE, changed)
+
+
+@pytest.mark.parametrize("text", ["model", "tokenizer"])
+def test_bytes_that_move_to_the_next_field_change_the_key(text: str) -> None:
+    one = Identity("ab", "c", b"d", b"e", "step:1")
+    other = Identity("a", "bc", b"d", b"e", "step:1") if text == "model" else Identity("ab", "", b"cd", b"e", "step:1")
+    assert chain(range(4), 1, identity=one) != chain(range(4), 1, identity=other)
+
+
+# Chains ------------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=6), st.integers(0, 3))
+def test_a_chain_grows_to_the_same_digests(steps: list[int], more: int) -> None:
+    tokens, scope = list(range(28)), Scope(media=(Media(3, 9, "a"), Media(14, 15, "b")))
+    whole = chain(tokens, 7, scope=scope)
+    growing = PrefixChain(LOSSY, scope, 4)
+    for chunks in steps:
+        assert growing.digests(tokens[: 4 * chunks + more], chunks) == whole[:chunks]
+
+
+def test_only_new_chunks_are_looked_at() -> None:
+    class Watched(list[int]):
+        seen: list[slice]
+
+        def __getitem__(self, index: Any) -> Any:
+            self.seen.append(index)
+            return super().__getitem__(index)
+
+        def __iter__(self) -> Any:
+            raise AssertionError("read as a whole")
+
+    tokens = Watched(range(20))
+    tokens.seen = []
+    growing = PrefixChain(LOSSY, SCOPE, 4)
+    growing.digests(tokens, 2)
+    growing.digests(tokens, 2)
+    growing.digests(tokens, 1)
+    growing.digests(tokens, 4)
+    growing.digests(tokens, 0)
+    assert tokens.seen == [slice(0, 8), slice(8, 16)]
+
+
+def test_the_answer_is_the_callers_own() -> None:
+    growing = PrefixChain(LOSSY, SCOPE, 4)
+    growing.digests(range(8), 2).clear()
+    assert growing.digests(range(8), 2) == chain(range(8), 2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        tuple,
+        np.array,
+        lambda x: np.array(x, dtype=np.uint16),
+        lambda x: np.array(x, dtype=">i8"),
+        torch.tensor,
+        lambda x: torch.tensor(x, dtype=torch.int32),
+        lambda x: np.repeat(x, 2)[::2],
+    ],
+)
+def test_any_row_of_integers_will_do(make: Any) -> None:
+    tokens = [5, 60000, 7, 8]
+    assert chain(make(tokens), 1) == chain(tokens, 1)
+    assert content_digest(LOSSY, SCOPE, make(tokens)) == content_digest(LOSSY, SCOPE, tokens)
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [1.0, 2.0, 3.0, 4.0],
+        [1, 2, 3, 4.5],
+        [1, 2, 3, 2**63],
+        [1, 2, 3, 2**64],
+        np.array([1, 2, 3, 4], dtype=np.uint64),
+        [True, False, True, False],
+        [[1], [2], [3], [4]],
+        "abcd",
+        b"abcd",
+        [1, 2, 3, None],
+    ],
+    ids=str,
+)
+def test_what_is_no_row_of_integers_is_refused(tokens: Any) -> None:
+    with pytest.raises(InputError, match=r"^tokens: must be a row of integers"):
+        chain(tokens, 1)
+    with pytest.raises(InputError, match=r"^tokens: must be a row of integers"):
+        content_digest(LOSSY, SCOPE, tokens)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunks", [-1, 3])
+def test_chunks_must_be_full(chunks: int) -> None:
+    growing = PrefixChain(LOSSY, SCOPE, 4)
+    with pytest.raises(InputError, match=r"^chunks: must be 0 … 2, the full chunks of 4 tokens"):
+        growing.digests(range(11), chunks)
+    growing.digests(range(12), 3)
+    with pytest.raises(InputError, match=r"^chunks: "):  # the caller's sequence shrank
+        growing.digests(range(11), 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": ""}, "identity.model and"),
+        ({"layout": b""}, "identity.model and"),
+        ({"model": b"x"}, "identity.model: must be str, got bytes"),
+        ({"tokenizer": None}, "identity.tokenizer: must be str"),
+        ({"layout": "x"}, "identity.layout: must be bytes"),
+        ({"profile": "x"}, "identity.profile: must be bytes"),
+        ({"quality": 3}, "identity.quality: must be str"),
+        ({"quality": "balanced"}, "identity.quality: must be 'lossless' or"),
+        ({"quality": "step:"}, "identity.quality: "),
+        ({"quality": "step:1.5"}, "identity.quality: "),
+        ({"quality": "step:+1"}, "identity.quality: "),
+        ({"quality": "step:01"}, "identity.quality: "),
+        ({"quality": "step:-0"}, "identity.quality: "),
+        ({"quality": "step:٣"}, "identity.quality: "),
+        ({"quality": "5"}, "identity.quality: "),
+        ({"quality": "lossless"}, "identity.profile: must be empty for lossless"),
+        ({"profile": b""}, "identity.profile: must be Profile.id"),
+        ({"shards": 0}, "identity.shards: must be 1 … 65536, got 0"),
+        ({"shards": 65537}, "identity.shards: "),
+        ({"shards": True}, "identity.shards: must be int, got bool"),
+    ],
+    ids=str,
+)
+def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        replace(LOSSY, **change)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Media(2, 2, "a"), "media.start, media.end: "),
+        (lambda: Media(-1, 2, "a"), "media.start, media.end: "),
+        (lambda: Media(0, 2, ""), "media.id: "),
+        (lambda: Media(0, 2.0, "a"), "media.end: must be int"),  # type: ignore[arg-type]
+        (lambda: Scope(None), "scope.tenant: must be str"),  # type: ignore[arg-type]
+        (lambda: Scope(adapter=3), "scope.adapter: must be str"),  # type: ignore[arg-type]
+        (lambda: Scope(media=[Media(0, 1, "a")]), "scope.media: must be tuple"),  # type: ignore[arg-type]
+        (lambda: Scope(media=((0, 1, "a"),)), "scope.media.*must be Media"),  # type: ignore[arg-type]
+        (lambda: PrefixChain(LOSSY, SCOPE, 0), "chunk_tokens: must be at least 1"),
+        (lambda: PrefixChain(LOSSY, SCOPE, 4.0), "chunk_tokens: must be int"),  # type: ignore[arg-type]
+        (lambda: content_digest(LOSSY, SCOPE, []), "tokens: must hold at least one token"),
+        (lambda: content_digest(LOSSY, SCOPE, [1], start=-1), "start: must be at least 0"),
+        (lambda: tenant_id(None), "tenant: must be str"),  # type: ignore[arg-type]
+        (lambda: store_key("a", bytes(16)), "digest: must be 32 bytes, got 16"),
+        (lambda: store_key("a", "00" * 32), "digest: must be bytes"),  # type: ignore[arg-type]
+        (lambda: store_key("a", bytes(32), -1), "shard: must be 0 … 65535, got -1"),
+        (lambda: store_key("a", bytes(32), 65536), "shard: "),
+    ],
+)
+def test_bad_arguments_are_named(call: Any, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        call()
