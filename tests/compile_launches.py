@@ -98,7 +98,7 @@ def main(target: str) -> None:
     report: dict[str, Any] = {"launchers": add_references(), "compiled": {}, "right": {}, "again": {}}
     register_device(backend.TritonBackend(interpreted=True))
 
-    import conftest  # type: ignore[import-not-found]  # beside this script, which is run on its own
+    import conftest  # beside this script, which is run on its own
 
     from cuvee.codec.codec import Codec
     from cuvee.codec.profile import Profile
