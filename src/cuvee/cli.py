@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuvee.codec.errors import CuveeError, FormatError, InputError
+from cuvee.integrations.stores.cli import store_app
 
 if TYPE_CHECKING:
     import torch
@@ -61,6 +62,7 @@ app = typer.Typer(
 )
 profile_app = typer.Typer(no_args_is_help=True, help="Learn a profile for a model, or look at one.")
 app.add_typer(profile_app, name="profile")
+app.add_typer(store_app, name="store")
 
 _DEFAULT_CHUNK = 256
 _FILE_WIDTH = 120

@@ -1,0 +1,139 @@
+"""What a persistent store writes around a blob, so that a reader can tell a good entry from a bad one.
+
+    offset  bytes  field (numbers little-endian, checksums in their canonical, big-endian form)
+         0      4  magic "cuvS"
+         4      1  version, 1
+         5      3  zeros
+         8      8  float64: when it was written, seconds since 1970
+        16      8  uint64: bytes of payload
+        24     16  XXH3-128 of the payload
+        40     16  XXH3-128 of the key: an entry that was moved or copied under another name is refused
+        56      8  XXH3-64 of bytes 0 to 55
+        64      .  the payload
+
+The checksums find damage, not malice: whoever can write to a store can forge them, so a store must be trusted.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from dataclasses import dataclass
+
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from cuvee.codec.errors import CorruptError, CuveeError
+
+_MAGIC = b"cuvS"
+_VERSION = 1
+_FIELDS = struct.Struct("<4sB3sdQ16s16s")
+_CHECK_BYTES = 8
+HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
+
+
+class Expired(CuveeError):
+    """The entry is older than its time to live."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The checked header of an entry.
+
+    Attributes:
+        written: seconds since 1970.
+        length: bytes of payload that follow.
+        digest: XXH3-128 of the payload.
+        key_digest: XXH3-128 of the key.
+    """
+
+    written: float
+    length: int
+    digest: bytes
+    key_digest: bytes
+
+    def check(self, key: str, ttl: float | None = None, now: float | None = None) -> None:
+        """Refuse an entry that belongs to another key or is older than `ttl` seconds.
+
+        Raises:
+            CorruptError: it was written under another key.
+            Expired: written more than `ttl` before `now` (default: the clock).
+        """
+        if self.key_digest != xxh3_128_digest(key.encode()):
+            raise CorruptError("entry: it belongs to another key")
+        if self.expired(ttl, now):
+            raise Expired(f"entry: older than its time to live of {ttl} s")
+
+    def expired(self, ttl: float | None, now: float | None = None) -> bool:
+        """Whether the entry was written more than `ttl` seconds before `now` (default: the clock)."""
+        return ttl is not None and (time.time() if now is None else now) - self.written > ttl
+
+    def check_payload(self, payload: bytes | memoryview) -> None:
+        """Refuse a payload that is not the one that was written.
+
+        Raises:
+            CorruptError: its length or its checksum differs.
+        """
+        if len(payload) != self.length:
+            raise CorruptError(f"entry: {len(payload)} bytes of payload, its header says {self.length}")
+        if xxh3_128_digest(payload) != self.digest:
+            raise CorruptError("entry: the checksum of its payload does not match")
+
+
+def make_header(key: str, blob: bytes, written: float) -> bytes:
+    """The `HEADER_BYTES` that go before `blob`: writing both parts one after the other saves a copy of the blob."""
+    fields = _FIELDS.pack(
+        _MAGIC, _VERSION, bytes(3), written, len(blob), xxh3_128_digest(blob), xxh3_128_digest(key.encode())
+    )
+    return fields + xxh3_64_digest(fields)
+
+
+def parse_header(data: bytes | memoryview) -> Header:
+    """The header at the start of `data`.
+
+    Raises:
+        CorruptError: too short, not an entry, of an unknown version, or changed after it was written.
+    """
+    if len(data) < HEADER_BYTES:
+        raise CorruptError(f"entry: {len(data)} bytes, a header alone has {HEADER_BYTES}")
+    fields = bytes(data[: _FIELDS.size])
+    if bytes(data[_FIELDS.size : HEADER_BYTES]) != xxh3_64_digest(fields):
+        raise CorruptError("entry: the checksum of its header does not match")
+    magic, version, reserved, written, length, digest, key_digest = _FIELDS.unpack(fields)
+    if magic != _MAGIC or version != _VERSION or any(reserved) or not math.isfinite(written):
+        raise CorruptError(f"entry: magic {magic!r}, version {version}: not one that this build reads")
+    return Header(written, length, digest, key_digest)
+
+
+def seal(key: str, blob: bytes, written: float) -> bytes:
+    """The entry of `blob` under `key`, written at `written` (seconds since 1970)."""
+    return make_header(key, blob, written) + blob
+
+
+def unseal(key: str, data: bytes, ttl: float | None = None, now: float | None = None) -> bytes:
+    """The blob of an entry.
+
+    Args:
+        key: what it was asked for by.
+        data: what the store returned.
+        ttl: seconds an entry lives after it was written; None for ever.
+        now: seconds since 1970; default the clock.
+
+    Raises:
+        CorruptError: wrong magic, length or checksum, or the entry of another key.
+        Expired: older than `ttl`.
+    """
+    header = parse_header(data)
+    header.check(key, ttl, now)
+    payload = memoryview(data)[HEADER_BYTES:]
+    header.check_payload(payload)
+    return bytes(payload)
+
+
+def read_written(header: bytes) -> float:
+    """When the entry that begins with `header` was written, seconds since 1970.
+
+    Raises:
+        CorruptError: it is no header of an entry.
+    """
+    return parse_header(header).written

@@ -1,0 +1,235 @@
+"""A store that may fail, in front of code that must not: a failure becomes a miss, an outage costs a try now and then.
+
+               failure                     backoff over
+    closed ───────────────▶ open: misses ────────────────▶ one probe ── success ──▶ closed
+                             ▲                                │
+                             └─── failure: backoff doubles ───┘
+
+Reading and writing each have such a circuit breaker (M. Nygard, *Release It!*, ch. 5): a full disk, or credentials that
+may only read, must not cost the hits. The first failure holds up the other direction, too, for the first backoff: most
+outages are of both, and a store that is gone may take a whole timeout to say so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(slots=True)
+class _Circuit:
+    """One direction: reading or writing.
+
+    Attributes:
+        retry_at: when a probe may go, on the guard's clock; None: closed.
+        failed: whether its own operations fail; if not, it is only held up because the other direction's do.
+        backoff: seconds from the last failure to the next probe.
+        probing: whether a probe is under way.
+        outages: how often it opened: tells a late answer of an operation that began before.
+    """
+
+    retry_at: float | None = None
+    failed: bool = False
+    backoff: float = 0.0
+    probing: bool = False
+    outages: int = 0
+
+    def open(self, retry_at: float) -> None:
+        self.retry_at = retry_at
+        self.outages += 1
+
+    def close(self) -> None:
+        self.retry_at, self.failed = None, False
+
+
+class GuardedStore(Store):
+    """Delegates to `store`; its failures are answered as a miss, or as not kept, and counted as `errors` of its tier.
+
+    A store counts each `StoreError` that it raises; this counts any other exception that comes out of it.
+    After a failure, operations are answered at once (counted as `skipped`) until the backoff is over; then one of them,
+    in its own thread, finds out whether the store is back. An outage is logged when it begins and when it ends.
+    `InputError` is the caller's fault and raised. No lock is held while the store works.
+
+    **What it does not do:** end an operation that hangs. Timeouts are the store's own; a file system that hangs (NFS)
+    hangs its callers, those at least who were let through: one probe in each direction.
+
+    Args:
+        store: what is guarded.
+        first_backoff, max_backoff: seconds; the backoff doubles with each probe that fails.
+        clock: seconds, monotonic.
+
+    Raises:
+        InputError: backoffs that are not `0 < first_backoff <= max_backoff`.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        first_backoff: float = 0.5,
+        max_backoff: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not first_backoff > 0:
+            raise InputError(f"first_backoff: must be above 0 seconds, got {first_backoff}")
+        if not max_backoff >= first_backoff:
+            raise InputError(f"max_backoff: must be at least first_backoff, {first_backoff}, got {max_backoff}")
+        self.name, self.shared = store.name, store.shared
+        self._store = store
+        self._first, self._max, self._clock = first_backoff, max_backoff, clock
+        self._lock = threading.Lock()
+        self._reads, self._writes = _Circuit(), _Circuit()
+        self._errors = self._skipped = 0
+        self._down_since: float | None = None
+        self._skipped_before = 0
+
+    def get(self, key: str) -> bytes | None:
+        """The blob of `key`; None if it is not there or the store fails."""
+        return self._run(self._reads, lambda: self._store.get(key), None)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """`get` of each key; all None if the store fails."""
+        # No keys would be answered without the store: a probe that proves nothing.
+        return self._run(self._reads, lambda: self._store.get_many(keys), [None] * len(keys)) if keys else []
+
+    def put(self, key: str, blob: bytes) -> bool:
+        """Keep `blob` under `key`; False if it was given up or the store fails."""
+        # False (larger than the budget, say) may come from a store that never asked its server: it proves nothing.
+        return self._run(self._writes, lambda: self._store.put(key, blob), False, proves=bool)
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key is there; all False if the store fails."""
+        return self._run(self._reads, lambda: self._store.contains(keys), [False] * len(keys)) if keys else []
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry; False if it was not there or the store fails."""
+        return self._run(self._writes, lambda: self._store.delete(key), False)
+
+    def delete_tenant(self, tenant: str) -> int:
+        """Delete every entry of a tenant. An administrative act: always tried, and its failure raised.
+
+        Raises:
+            StoreError: the store failed; entries may be left.
+        """
+        try:
+            return self._store.delete_tenant(tenant)
+        except InputError:
+            raise
+        except Exception as error:
+            self._count(error)
+            raise
+
+    def counters(self) -> dict[str, TierCounters]:
+        """The store's own, with `errors` and `skipped` of this guard added to its tier."""
+        counters = self._store.counters()
+        tier = counters.setdefault(self.name, TierCounters())
+        with self._lock:
+            tier.errors += self._errors
+            tier.skipped += self._skipped
+        return counters
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait for what the store itself queues; False if that fails."""
+        try:
+            return self._store.flush(timeout)
+        except Exception as error:
+            self._count(error)
+            _LOG.warning("the %s store could not be flushed: %s", self.name, _describe(error))
+            return False
+
+    def close(self) -> None:
+        """Close the store. A failure is counted and logged: there is nothing left to save by raising it."""
+        try:
+            self._store.close()
+        except Exception as error:
+            self._count(error)
+            _LOG.warning("the %s store could not be closed: %s", self.name, _describe(error))
+
+    def _run(
+        self, circuit: _Circuit, work: Callable[[], _T], otherwise: _T, proves: Callable[[_T], bool] = lambda _: True
+    ) -> _T:
+        """`work()`, or `otherwise` if it fails or is not tried; `proves`: whether its answer shows the store works."""
+        with self._lock:
+            probe, outages = circuit.retry_at is not None, circuit.outages
+            if circuit.retry_at is not None:
+                if circuit.probing or self._clock() < circuit.retry_at:
+                    self._skipped += 1
+                    return otherwise
+                circuit.probing = True
+        try:
+            answer = work()
+            if probe and proves(answer):
+                self._recover(circuit)
+            return answer
+        except InputError:
+            raise
+        except Exception as error:
+            self._fail(circuit, probe, outages, error)
+            return otherwise
+        finally:
+            # Also after InputError or KeyboardInterrupt: neither shows anything, so the next operation is the probe.
+            if probe:
+                with self._lock:
+                    circuit.probing = False
+
+    def _fail(self, circuit: _Circuit, probe: bool, outages: int, error: Exception) -> None:
+        self._count(error)
+        with self._lock:
+            # Of many operations under way at once, the first to fail opens the circuit. The others add nothing, nor
+            # does one that ends only when the outage it belongs to is over.
+            if not probe and circuit.outages != outages:
+                return
+            report = circuit.retry_at is None
+            now = self._clock()
+            circuit.backoff = min(2 * circuit.backoff, self._max) if circuit.failed else self._first
+            circuit.failed = True
+            circuit.open(now + circuit.backoff)
+            if self._down_since is None:
+                self._down_since, self._skipped_before = now, self._skipped
+                self._other(circuit).open(now + self._first)
+        if report:
+            _LOG.warning(
+                "%s of the %s store failed: %s. Check that it is running, reachable and has room. Until it answers it "
+                "counts as empty, work goes on without it, and it is tried again every %.3g to %.3g s.",
+                "writing" if circuit is self._writes else "reading",
+                self.name,
+                _describe(error),
+                self._first,
+                self._max,
+                exc_info=None if isinstance(error, (StoreError, OSError)) else error,
+            )
+
+    def _recover(self, circuit: _Circuit) -> None:
+        with self._lock:
+            circuit.close()
+            other = self._other(circuit)
+            if other.failed or self._down_since is None:
+                return
+            other.close()
+            seconds, skipped = self._clock() - self._down_since, self._skipped - self._skipped_before
+            self._down_since = None
+        _LOG.info("the %s store answers again after %.1f s; %d operations were skipped", self.name, seconds, skipped)
+
+    def _other(self, circuit: _Circuit) -> _Circuit:
+        return self._reads if circuit is self._writes else self._writes
+
+    def _count(self, error: Exception) -> None:
+        if not isinstance(error, StoreError):
+            with self._lock:
+                self._errors += 1
+
+
+def _describe(error: Exception) -> str:
+    """The message of a `StoreError`, which names the store; of anything else the type, too."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

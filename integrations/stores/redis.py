@@ -1,0 +1,468 @@
+r"""Blobs in Redis or Valkey, one server or a cluster, shared by all processes that are given the same URL.
+
+    cuvee:{b}:tenant/id   one sealed entry: written by SET, read by GET, expired by the server
+    cuvee:{b}:lru         sorted set, entry -> when it was last used, a count the server keeps  \
+    cuvee:{b}:size        hash, entry -> its bytes                                               the books, only
+    cuvee:{b}:sums        hash: bytes of all, clock of lru, cursor of the sweep, counted        /  with a budget
+
+`{b}` is the bucket and, as a hash tag, keeps all of this in one slot of a cluster, which a script needs. One server has
+bucket 0. A cluster has 64, chosen by a hash of the key, and each gets 1/64 of the budget: a full bucket evicts although
+another has room, so with n entries a bucket about 1/sqrt(n) of the budget stays unused. Within a bucket the least
+recently used entry goes first, over all processes.
+
+Payloads do not pass through Lua, which copies them several times (a put of 1 MB took six times as long). They travel by
+SET and GET, and in the same round trip one script brings the books up to date. It looks at what the server has now and
+can be repeated without harm, so an entry that the server expired, evicted or lost is put right when it is next asked
+for, and otherwise by a sweep: every put looks at the next 16 entries of the books. Books that were lost themselves, or
+never kept, are written anew from a SCAN.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import xxhash
+
+from cuvee.codec.errors import CorruptError, InputError
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key, check_tenant
+from cuvee.integrations.stores.envelope import Expired, seal, unseal
+from cuvee.integrations.stores.urls import redacted
+
+try:
+    import redis
+    from redis.backoff import NoBackoff
+    from redis.connection import BlockingConnectionPool
+    from redis.exceptions import MovedError, OutOfMemoryError, RedisClusterException
+    from redis.retry import Retry
+except ImportError as missing:
+    raise ImportError("redis stores need redis-py: pip install cuvee[redis]") from missing
+
+_log = logging.getLogger(__name__)
+
+_CLUSTER_BUCKETS = 64
+_MIN_BUCKET_BYTES = 16_000_000
+_MAX_VALUE_BYTES = 512 * 1024 * 1024  # proto-max-bulk-len, the server's default limit of one value
+_CONNECTIONS = 64
+_READ_BYTES = 1 << 20  # redis-py reads 32 or 64 KiB at a time: half as fast from 1 MB on
+_GET_BATCH = 32  # payloads in one round trip: the server holds its replies in memory until they are read
+_SCAN_PAGE = 1000
+_SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
+_ENTRY = re.compile(rb"cuvee:\{(\d{1,4})\}:([0-9a-f]+/[0-9a-f]+)")
+
+# KEYS: lru, size, sums. ARGV: prefix of the entries, budget in bytes (-1: neither sweep nor evict), entries to look at.
+# Returns: evicted, bytes, entries, whether the books are complete (0: they have to be written anew).
+_ACCOUNT = """
+local lru, sizes, sums, prefix, budget = KEYS[1], KEYS[2], KEYS[3], ARGV[1], tonumber(ARGV[2])
+
+-- A server that evicts by itself may have evicted a part of the books.
+local entries = redis.call('HLEN', sizes)
+if entries ~= redis.call('ZCARD', lru) or (entries > 0 and redis.call('EXISTS', sums) == 0) then
+  redis.call('UNLINK', lru, sizes, sums)
+end
+
+local function drop(entry)
+  local size = redis.call('HGET', sizes, entry)
+  if size then
+    redis.call('HDEL', sizes, entry)
+    redis.call('ZREM', lru, entry)
+    redis.call('HINCRBY', sums, 'bytes', -tonumber(size))
+  end
+end
+
+for i = 3, #ARGV do
+  local entry, size = ARGV[i], 0
+  local key = prefix .. entry
+  if redis.call('TYPE', key).ok == 'string' then size = redis.call('STRLEN', key) end
+  if size == 0 then
+    drop(entry)
+  else
+    local known = tonumber(redis.call('HGET', sizes, entry) or 0)
+    redis.call('HSET', sizes, entry, size)
+    redis.call('HINCRBY', sums, 'bytes', size - known)
+    redis.call('ZADD', lru, redis.call('HINCRBY', sums, 'clock', 1), entry)
+  end
+end
+
+local evicted = 0
+if budget >= 0 then
+  local page = redis.call('HSCAN', sizes, redis.call('HGET', sums, 'cursor') or '0', 'COUNT', 16)
+  redis.call('HSET', sums, 'cursor', page[1])
+  for i = 1, #page[2], 2 do
+    if redis.call('EXISTS', prefix .. page[2][i]) == 0 then drop(page[2][i]) end
+  end
+  while tonumber(redis.call('HGET', sums, 'bytes') or 0) > budget do
+    local oldest = redis.call('ZRANGE', lru, 0, 0)[1]
+    evicted = evicted + redis.call('UNLINK', prefix .. oldest)
+    drop(oldest)
+  end
+end
+return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
+        redis.call('HEXISTS', sums, 'counted')}
+"""
+
+# KEYS: an entry. ARGV: SHA-1 of the bytes found bad, or '' for a value that is no string. Deletes nothing newer.
+_DISCARD = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind == 'string' and redis.sha1hex(redis.call('GET', KEYS[1])) ~= ARGV[1] then return 0 end
+if kind ~= 'string' and ARGV[1] ~= '' then return 0 end
+return redis.call('UNLINK', KEYS[1])
+"""
+
+_Command = tuple[Any, ...]
+
+
+class RedisStore(Store):
+    """Sealed entries in a Redis or Valkey server (5 or newer) or cluster.
+
+    Without `max_bytes` the server's own `maxmemory` and `maxmemory-policy` rule what is evicted. With it, entries are
+    evicted by us, and the server's `maxmemory` should be some 10 % larger, for what Redis needs beside the payloads.
+    All stores on one server should be given the same budget: the smallest one evicts.
+
+    An operation fails after about `timeout`: nothing that timed out is tried again. Sending a blob has to take less; to
+    read one, every part of it has to arrive within `timeout`.
+
+    Args:
+        url: `redis://[user:password@]host[:port][/db]`, `rediss://` (TLS), `valkey://`, `valkeys://` or `unix://path`,
+            with redis-py's query parameters.
+        max_bytes: budget for entries, their 64-byte envelopes included. A cluster takes no less than 1.024 GB.
+        ttl: seconds an entry lives after it was written; None for ever.
+        timeout: seconds to wait for a connection and for an answer.
+        cluster: whether the URL names a node of a Redis Cluster.
+
+    Raises:
+        InputError: an argument is out of range, or redis-py cannot read the URL.
+    """
+
+    name = "redis"
+    shared = True
+
+    def __init__(
+        self,
+        url: str,
+        max_bytes: int | None = None,
+        ttl: float | None = None,
+        timeout: float = 1.0,
+        cluster: bool = False,
+    ) -> None:
+        scheme, separator, rest = url.partition("://")
+        if not separator or scheme not in _SCHEMES:
+            raise InputError(f"url: the scheme must be one of {', '.join(_SCHEMES)}")
+        self._url = f"{_SCHEMES[scheme]}://{rest}"
+        self._clustered = cluster
+        self._buckets = _CLUSTER_BUCKETS if cluster else 1
+        if cluster and scheme == "unix":
+            raise InputError("url: a cluster is reached by host and port, not by a socket")
+        if ttl is not None and not ttl > 0:
+            raise InputError(f"ttl: must be above 0 seconds, got {ttl}")
+        if not timeout > 0:
+            raise InputError(f"timeout: must be above 0 seconds, got {timeout}")
+        least = self._buckets * _MIN_BUCKET_BYTES if cluster else 1
+        if max_bytes is not None and max_bytes < least:
+            shared = f": it is divided among {self._buckets} buckets" if cluster else ""
+            raise InputError(f"max_bytes: must be at least {least}, got {max_bytes}{shared}")
+        self._budget = None if max_bytes is None else max_bytes // self._buckets
+        self._ttl = ttl
+        self._timeout = timeout
+        self._where = redacted(url)
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._recounting = threading.Lock()
+        self._counters = TierCounters()
+        self._held: dict[int, tuple[int, int]] = {}
+        self._warned: set[str] = set()
+        self._options: dict[str, Any] = {
+            "socket_timeout": timeout,
+            "socket_connect_timeout": timeout,
+            "socket_read_size": _READ_BYTES,
+            "max_connections": _CONNECTIONS,
+            "protocol": 2,
+        }
+        self._cluster: Any = None
+        self._stale = False
+        try:
+            # Connections that the server closed while idle are found when they are taken from the pool; the one retry
+            # is for those it closes just then. redis-py's default is ten, with pauses, timeouts included.
+            retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
+            pool = BlockingConnectionPool.from_url(self._url, timeout=timeout, retry=retry, **self._options)
+            self._client = redis.Redis(connection_pool=pool)  # of a cluster, only to check the URL
+        except ValueError:
+            # Its message may quote a part of the password.
+            raise InputError("url: redis-py cannot read it; percent-encode what is special in a password") from None
+
+    def get(self, key: str) -> bytes | None:
+        """The blob of `key`, checked; None if it is not there."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """`get` of each key, 32 in a round trip to each node."""
+        for key in keys:
+            check_key(key)
+        blobs: list[bytes | None] = []
+        for start in range(0, len(keys), _GET_BATCH):
+            batch = keys[start : start + _GET_BATCH]
+            replies = self._send([(self._bucket(key), ("GET", self._name(key))) for key in batch] + self._touch(batch))
+            for key, data in zip(batch, replies, strict=False):
+                blobs.append(self._open(key, data))
+            for reply in replies[len(batch) :]:
+                # The blobs are there; that a full server or a read-only replica takes no notes must not lose them.
+                if isinstance(reply, Exception):
+                    self._warn("use of entries is not recorded", self._failure(reply))
+        return blobs
+
+    def put(self, key: str, blob: bytes) -> bool:
+        """Keep `blob` under `key`; False if it is larger than the budget of its bucket or than Redis's 512 MiB."""
+        check_key(key)
+        bucket = self._bucket(key)
+        data = seal(key, blob, time.time())
+        limit = _MAX_VALUE_BYTES if self._budget is None else min(self._budget, _MAX_VALUE_BYTES)
+        if len(data) > limit:
+            with self._lock:
+                self._counters.dropped += 1
+            self._warn("entries too large are dropped", f"{len(data)} bytes, at most {limit}")
+            return False
+        expiry = () if self._ttl is None else ("PX", max(1, round(1000 * self._ttl)))
+        commands: list[_Command] = [("SET", self._name(key), data, *expiry)]
+        if self._budget is not None:
+            # As plain commands, not as redis-py's transaction: that one puts the blob into the text of its errors.
+            commands = [("MULTI",), *commands, self._account(bucket, [key], self._budget), ("EXEC",)]
+        last = self._checked(self._send([(bucket, command) for command in commands]))[-1]
+        with self._lock:
+            self._counters.puts += 1
+            self._counters.put_bytes += len(blob)
+        if self._budget is not None:
+            evicted, total, entries, complete = last[1]
+            with self._lock:
+                self._counters.evictions += evicted
+                self._held[bucket] = (total, entries)
+            if not complete and self._recounting.acquire(blocking=False):
+                try:
+                    self._recount()
+                finally:
+                    self._recounting.release()
+        return True
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key is there now, in one round trip to each node."""
+        for key in keys:
+            check_key(key)
+        commands = [(self._bucket(key), ("EXISTS", self._name(key))) for key in keys]
+        return [bool(reply) for reply in self._checked(self._send(commands))]
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry; whether it was there."""
+        check_key(key)
+        return self._delete([key]) == 1
+
+    def delete_tenant(self, tenant: str) -> int:
+        """Delete every entry of a tenant, found by SCAN; how many there were."""
+        return sum(self._delete(keys) for keys in self._scan(f"{check_tenant(tenant)}/*"))
+
+    def counters(self) -> dict[str, TierCounters]:
+        """A snapshot. `bytes` and `entries` are what the server said at the last put to each bucket."""
+        with self._lock:
+            snapshot = replace(self._counters)
+            if len(self._held) == self._buckets:
+                snapshot.bytes = sum(total for total, _ in self._held.values())
+                snapshot.entries = sum(entries for _, entries in self._held.values())
+        return {self.name: snapshot}
+
+    def close(self) -> None:
+        """Close the connections. May be called again; a later operation opens new ones."""
+        with self._connecting:
+            if not self._clustered:
+                self._client.connection_pool.disconnect()
+            elif self._cluster is not None:
+                self._cluster.close()
+                self._cluster = None
+
+    def _open(self, key: str, reply: Any) -> bytes | None:
+        """The blob in a reply to GET; a bad or expired one is counted, deleted and missed."""
+        if isinstance(reply, Exception) and "wrong kind of value" not in str(reply):
+            raise self._failure(reply) from reply
+        blob: bytes | None = None
+        problem: Exception | None = None
+        if isinstance(reply, Exception):
+            problem = reply
+        elif reply is not None:
+            try:
+                blob = unseal(key, reply, self._ttl)
+            except (CorruptError, Expired) as error:
+                problem = error
+        with self._lock:
+            if blob is not None:
+                self._counters.hits += 1
+                self._counters.hit_bytes += len(blob)
+            else:
+                self._counters.misses += 1
+            if isinstance(problem, Expired):
+                self._counters.expired += 1
+            elif problem is not None:
+                self._counters.corrupt += 1
+        if problem is not None:
+            if not isinstance(problem, Expired):
+                self._warn("bad entries are deleted and missed", problem)
+            self._discard(key, reply)
+        return blob
+
+    def _discard(self, key: str, reply: bytes | Exception) -> None:
+        """Delete an entry if it still is what was read; a failure is counted, and the miss remains a miss."""
+        digest = hashlib.sha1(reply, usedforsecurity=False).hexdigest() if isinstance(reply, bytes) else ""
+        command = (self._bucket(key), ("EVAL", _DISCARD, 1, self._name(key), digest))
+        try:
+            self._checked(self._send([command, *self._touch([key])]))
+        except StoreError as error:
+            self._warn("bad entries could not be deleted", error)
+
+    def _delete(self, keys: Sequence[str]) -> int:
+        """Delete entries and strike them off the books; how many there were."""
+        commands = [(self._bucket(key), ("UNLINK", self._name(key))) for key in keys]
+        return sum(self._checked(self._send(commands + self._touch(keys)))[: len(keys)])
+
+    def _recount(self) -> None:
+        """Write the books of all buckets anew, in the order in which SCAN finds the entries."""
+        for keys in self._scan("*/*"):
+            self._checked(self._send(self._touch(keys)))
+        done = [(b, ("HSET", f"{self._prefix(b)}sums", "counted", 1)) for b in range(self._buckets)]
+        self._checked(self._send(done))
+
+    def _scan(self, pattern: str) -> Iterator[list[str]]:
+        """Keys of entries that match, a page at a time, from every primary."""
+        match = f"cuvee:{{{'*' if self._clustered else '0'}}}:{pattern}"
+        try:
+            for client in self._primaries():
+                cursor: int | None = None
+                while cursor != 0:
+                    cursor, names = client.scan(cursor or 0, match=match, count=_SCAN_PAGE)
+                    found = [_ENTRY.fullmatch(name) for name in names]
+                    yield [m[2].decode() for m in found if m is not None]
+        except (redis.RedisError, RedisClusterException, OSError) as error:
+            self._stale = True
+            raise self._failure(error) from error
+
+    def _bucket(self, key: str) -> int:
+        return xxhash.xxh32_intdigest(key.encode()) % self._buckets
+
+    def _prefix(self, bucket: int) -> str:
+        return f"cuvee:{{{bucket}}}:"
+
+    def _name(self, key: str) -> str:
+        return self._prefix(self._bucket(key)) + key
+
+    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1) -> _Command:
+        """The script in full, not by its digest: after MULTI it is too late to learn that a server has forgotten it."""
+        prefix = self._prefix(bucket)
+        books = [prefix + book for book in ("lru", "size", "sums")]
+        return ("EVAL", _ACCOUNT, len(books), *books, prefix, budget, *keys)
+
+    def _touch(self, keys: Sequence[str]) -> list[tuple[int, _Command]]:
+        """Commands that bring the books up to date about some entries, if books are kept."""
+        if self._budget is None:
+            return []
+        by_bucket: dict[int, list[str]] = defaultdict(list)
+        for key in keys:
+            by_bucket[self._bucket(key)].append(key)
+        return [(bucket, self._account(bucket, members)) for bucket, members in by_bucket.items()]
+
+    def _send(self, commands: Sequence[tuple[int, _Command]]) -> list[Any]:
+        """Run commands, each on the node of its bucket, in one round trip to each node.
+
+        In a cluster the nodes are asked as servers of their own, since redis-py's cluster pipeline refuses scripts. If
+        slots have moved or a node has gone, all is sent once more, to where the slots are then: each of our commands
+        may be repeated.
+
+        Returns:
+            The replies in order, error replies as exceptions.
+
+        Raises:
+            StoreError: no answer.
+        """
+        again = self._clustered
+        while True:
+            try:
+                replies = self._send_once(commands)
+            except (redis.RedisError, RedisClusterException, OSError) as error:
+                self._stale = True
+                if not again or isinstance(error, redis.TimeoutError):
+                    raise self._failure(error) from error
+            else:
+                if not again or not any(isinstance(reply, MovedError) for reply in replies):
+                    return replies
+                self._stale = True
+            again = False
+
+    def _send_once(self, commands: Sequence[tuple[int, _Command]]) -> list[Any]:
+        by_client: dict[Any, list[int]] = defaultdict(list)
+        clients = {bucket: self._node(bucket) for bucket in {bucket for bucket, _ in commands}}
+        for index, (bucket, _) in enumerate(commands):
+            by_client[clients[bucket]].append(index)
+        replies: list[Any] = [None] * len(commands)
+        for client, indices in by_client.items():
+            with client.pipeline(transaction=False) as pipe:
+                for index in indices:
+                    pipe.execute_command(*commands[index][1])
+                for index, reply in zip(indices, pipe.execute(raise_on_error=False), strict=True):
+                    replies[index] = reply
+        return replies
+
+    def _node(self, bucket: int) -> Any:
+        """The client of the node that holds a bucket."""
+        if not self._clustered:
+            return self._client
+        cluster = self._topology()
+        return cluster.get_redis_connection(cluster.get_node_from_key(self._prefix(bucket)))
+
+    def _primaries(self) -> list[Any]:
+        """A client for each primary."""
+        if not self._clustered:
+            return [self._client]
+        cluster = self._topology()
+        return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
+
+    def _topology(self) -> Any:
+        """The cluster, whose slots are read at the first use and again after a failure."""
+        with self._connecting:
+            if self._cluster is None:
+                self._cluster = redis.RedisCluster.from_url(self._url, retry=Retry(NoBackoff(), 0), **self._options)
+            elif self._stale:
+                self._cluster.nodes_manager.initialize()
+            self._stale = False
+            return self._cluster
+
+    def _checked(self, replies: list[Any]) -> list[Any]:
+        """The replies, none of which, nor any reply of a transaction, is an error.
+
+        Raises:
+            StoreError: the first error among them.
+        """
+        for reply in replies:
+            for part in reply if isinstance(reply, list) else (reply,):
+                if isinstance(part, Exception):
+                    raise self._failure(part) from part
+        return replies
+
+    def _failure(self, error: Exception) -> StoreError:
+        """Count a failure and say what it was."""
+        with self._lock:
+            self._counters.errors += 1
+        cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, redis.TimeoutError):
+            cause += f" (no answer within timeout={self._timeout:g} s)"
+        elif isinstance(error, OutOfMemoryError):
+            cause += " (the server is full and may not evict: raise its maxmemory, lower max_gb or set allkeys-lru)"
+        return StoreError(f"redis store {self._where}: {cause}")
+
+    def _warn(self, what: str, why: object) -> None:
+        """Log the first time that something happens."""
+        with self._lock:
+            first = what not in self._warned
+            self._warned.add(what)
+        if first:
+            _log.warning("redis store %s: %s (said once): %s", self._where, what, why)

@@ -1,0 +1,437 @@
+"""Several stores as one: RAM in front of disk in front of Redis, say.
+
+    put ──▶ tier 0                      at once
+       └──▶ queue ──thread──▶ tier 1    write-behind: the caller never waits for a lower tier
+       └──▶ queue ──thread──▶ tier 2
+    get ──▶ tier 0, queue, tier 1, queue, tier 2: each is asked only for what is still missing
+            what a lower tier has is put into those above it (promotion)
+
+A deletion must win over copies that are on their way: queued puts are taken back; a put that a thread is writing is
+hidden at once and deleted as soon as it is written; nothing is promoted that was read before a deletion ended.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant
+
+_LOG = logging.getLogger(__name__)
+
+DEFAULT_QUEUE_BYTES = 256 << 20
+DRAIN_SECONDS = 10.0
+
+
+@dataclass(slots=True)
+class _Write:
+    """A put under way in the tier's thread; `deleted`: asked to be gone since it began."""
+
+    key: str
+    blob: bytes
+    deleted: bool = False
+
+
+class _Tier:
+    """A store, its write-behind queue and the thread that empties it (tier 0 uses neither).
+
+    The thread starts with the first entry. `counts` is what happens to entries before the store sees them.
+    """
+
+    def __init__(self, store: Store, level: int, max_bytes: int) -> None:
+        self.store = store
+        self._label = f"tier {level} ({store.name})"
+        self._max_bytes = max_bytes
+        self._counts = TierCounters()
+        self._closed = False
+        self._close_late = False
+        self._reported: set[str] = set()
+        self.reset()
+
+    def reset(self) -> None:
+        """An empty queue and no thread: at the start, and in a forked child, which has neither thread nor lock."""
+        self._changed = threading.Condition()
+        self._waiting: dict[str, bytes] = {}
+        self._write: _Write | None = None
+        self._bytes = 0
+        self._thread: threading.Thread | None = None
+
+    def offer(self, key: str, blob: bytes) -> bool:
+        """Queue a put, in the place of an older one of the same key if that still waits; False: dropped."""
+        with self._changed:
+            size = self._bytes + len(blob) - len(self._waiting.get(key, b""))
+            full = size > self._max_bytes
+            if not self._closed and not full and self._start():
+                self._waiting[key], self._bytes = blob, size
+                self._changed.notify_all()
+                return True
+            self._counts.dropped += 1
+            closed = self._closed
+        if closed:
+            return False
+        if full:
+            self._report_once(
+                f"the write-behind queue of {self._label} is full ({self._max_bytes:,} bytes): it is slower than what "
+                "is stored. Entries are dropped for this tier until it catches up; max_queue_bytes is the dial."
+            )
+        else:
+            self._report_once(f"no thread can be started to write to {self._label}: entries are dropped for this tier")
+        return False
+
+    def look(self, keys: Sequence[str], count: bool) -> tuple[dict[str, bytes], list[str]]:
+        """What the queue holds of `keys`, and which keys to ask the store for: not one that is deleted while written.
+
+        Ask the store afterwards, never before: an entry leaves the queue only when the store has it.
+        """
+        with self._changed:
+            found = {key: self._waiting[key] for key in keys if key in self._waiting}
+            write = self._write
+            if write is not None and not write.deleted and write.key in keys:
+                found.setdefault(write.key, write.blob)
+            hidden = write.key if write is not None and write.deleted else None
+            if count:
+                self._counts.hits += len(found)
+                self._counts.hit_bytes += sum(map(len, found.values()))
+        return found, [key for key in keys if key not in found and key != hidden]
+
+    def forget(self, matches: Callable[[str], bool]) -> bool:
+        """Take back queued puts, and hide and then delete one that is being written; whether there was any."""
+        with self._changed:
+            gone = [key for key in self._waiting if matches(key)]
+            for key in gone:
+                self._bytes -= len(self._waiting.pop(key))
+            writing = self._write is not None and not self._write.deleted and matches(self._write.key)
+            if self._write is not None and writing:
+                self._write.deleted = True
+            self._changed.notify_all()
+        return writing or bool(gone)
+
+    def delete_tenant(self, tenant: str) -> int:
+        """`delete_tenant` of the store, as soon as no entry that was deleted is still being written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._write is None or not self._write.deleted)
+        return self.store.delete_tenant(tenant)
+
+    def drain(self, timeout: float | None) -> bool:
+        """Wait until the queue is empty and its last entry written; False if not within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._waiting and self._write is None, timeout)
+
+    def close(self) -> None:
+        """Give up what waits, end the thread and close the store; if it is still writing, the thread closes it."""
+        with self._changed:
+            lost, size = len(self._waiting), sum(map(len, self._waiting.values()))
+            self._counts.dropped += lost
+            self._bytes -= size
+            self._waiting.clear()
+            self._closed = True
+            busy, self._close_late = self._write, self._write is not None
+            thread = self._thread
+            self._changed.notify_all()
+        if busy is not None:
+            _LOG.warning(
+                "%s was closed while it writes: %d entries (%d bytes) were not written and are lost, and one of %d "
+                "bytes is if the process ends first",
+                self._label, lost, size, len(busy.blob),
+            )  # fmt: skip
+            return
+        if lost:
+            _LOG.warning("%s was closed with %d entries (%d bytes) not written: they are lost", self._label, lost, size)
+        if thread is not None:
+            thread.join()
+        self.store.close()
+
+    def counters(self) -> dict[str, TierCounters]:
+        """The store's own, with what became of queued entries."""
+        counters = self.store.counters()
+        own = counters.setdefault(self.store.name, TierCounters())
+        with self._changed:
+            own.hits += self._counts.hits
+            own.hit_bytes += self._counts.hit_bytes
+            own.errors += self._counts.errors
+            own.dropped += self._counts.dropped
+            own.queued += len(self._waiting) + (self._write is not None)
+        return counters
+
+    def failed(self, error: Exception) -> None:
+        """Count and once log what the caller of `put` or `get` has nothing to do with."""
+        if not isinstance(error, StoreError):  # a store counts those that it raises
+            with self._changed:
+                self._counts.errors += 1
+        self._report_once(f"a copy was not written to {self._label}: %s", error)
+
+    def _start(self) -> bool:
+        """Whether the thread runs: there may be a limit to threads, and a process that is ending starts none."""
+        if self._thread is None:
+            thread = threading.Thread(target=self._run, name=f"cuvee {self._label}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                return False
+            self._thread = thread
+        return True
+
+    def _run(self) -> None:
+        while self._step():
+            pass
+        if self._close_late:
+            try:
+                self.store.close()
+            except Exception as error:
+                self.failed(error)
+
+    def _step(self) -> bool:
+        """Write one entry; False: closed, nothing left to do. A call each, so that no blob is held in between."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closed)
+            if not self._waiting:
+                return False
+            key = next(iter(self._waiting))
+            write = self._write = _Write(key, self._waiting.pop(key))
+        self._attempt(lambda: self.store.put(write.key, write.blob))
+        with self._changed:
+            if not write.deleted:
+                self._finish(write)
+                return True
+        self._attempt(lambda: self.store.delete(write.key))
+        with self._changed:
+            self._finish(write)
+        return True
+
+    def _attempt(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            self.failed(error)
+
+    def _finish(self, write: _Write) -> None:
+        self._write = None
+        self._bytes -= len(write.blob)
+        self._changed.notify_all()
+
+    def _report_once(self, message: str, *details: object) -> None:
+        with self._changed:
+            if message in self._reported:
+                return
+            self._reported.add(message)
+        _LOG.warning(message, *details)
+
+
+_TIERED: weakref.WeakSet[TieredStore] = weakref.WeakSet()
+
+
+class TieredStore(Store):
+    """Stores of different speed as one: the fastest answers, the slower ones get copies in the background.
+
+    A lower tier's failure to take a copy is counted there and never reaches the caller. Any other failure of a tier is
+    raised as the `Store` contract says; wrap tiers that may fail in `GuardedStore`.
+
+    A process that ends without `close` loses at most what is queued. In a forked child the queues are empty (the parent
+    writes what they hold) and its own threads start with its first `put`.
+
+    Args:
+        stores: fastest first, at least one. They belong to this store and are closed with it.
+        max_queue_bytes: of each lower tier's queue, the entry that is being written included. An entry that does not
+            fit is dropped for that tier.
+
+    Raises:
+        InputError: no store, or a queue without room.
+    """
+
+    name = "tiered"
+
+    def __init__(self, stores: Sequence[Store], max_queue_bytes: int = DEFAULT_QUEUE_BYTES) -> None:
+        if not stores:
+            raise InputError("stores: must be at least one")
+        if max_queue_bytes < 1:
+            raise InputError(f"max_queue_bytes: must be at least 1, got {max_queue_bytes}")
+        self.shared = any(store.shared for store in stores)
+        self._tiers = [_Tier(store, level, max_queue_bytes) for level, store in enumerate(stores)]
+        self._closed = False
+        self._epoch = 0  # deletions that ended
+        self._reset()
+        _TIERED.add(self)
+
+    @property
+    def tiers(self) -> tuple[Store, ...]:
+        """The stores, fastest first."""
+        return tuple(tier.store for tier in self._tiers)
+
+    def get(self, key: str) -> bytes | None:
+        """The blob of `key` from the first tier or queue that has it."""
+        return self.get_many([key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        """`get` of each key: a tier is asked once, for what those before it do not have."""
+        epoch = self._epoch
+        found: dict[str, bytes] = {}
+        missing = list(dict.fromkeys(keys))
+        for level, tier in enumerate(self._tiers):
+            if not missing:
+                break
+            here, ask = tier.look(missing, count=True)
+            if ask:
+                blobs = tier.store.get_many(ask)
+                here |= {key: blob for key, blob in zip(ask, blobs, strict=True) if blob is not None}
+            if level and here:
+                self._promote(here, level, epoch)
+            found |= here
+            missing = [key for key in missing if key not in found]
+        return [found.get(key) for key in keys]
+
+    def put(self, key: str, blob: bytes) -> bool:
+        """Keep `blob` in tier 0 and queue a copy for each other tier; False if none of them took it."""
+        first, *others = self._tiers
+        kept = first.store.put(key, blob)
+        for tier in others:
+            kept = tier.offer(key, blob) or kept
+        return kept
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        """Whether each key is in any tier or queue."""
+        there: set[str] = set()
+        missing = list(dict.fromkeys(keys))
+        for tier in self._tiers:
+            if not missing:
+                break
+            here, ask = tier.look(missing, count=False)
+            there.update(here)
+            if ask:
+                there.update(key for key, is_there in zip(ask, tier.store.contains(ask), strict=True) if is_there)
+            missing = [key for key in missing if key not in there]
+        return [key in there for key in keys]
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry from all tiers and queues; whether any had it.
+
+        Does not wait for a thread that is writing it: the copy is never seen, and deleted when it is written.
+
+        Raises:
+            StoreError: a tier failed; the others were asked all the same.
+        """
+        with self._deletion():
+            queued = [tier.forget(lambda other: other == key) for tier in self._tiers]
+            return any([*self._in_all(lambda tier: tier.store.delete(key)), *queued])
+
+    def delete_tenant(self, tenant: str) -> int:
+        """Delete every entry of a tenant from all tiers and queues; how many copies the tiers held.
+
+        Waits for threads that are writing one of them, so that it is gone when this returns.
+
+        Raises:
+            StoreError: a tier failed; the others were asked all the same.
+        """
+        prefix = f"{check_tenant(tenant)}/"
+        with self._deletion():
+            for tier in self._tiers:
+                tier.forget(lambda key: key.startswith(prefix))
+            return sum(self._in_all(lambda tier: tier.delete_tenant(tenant)))
+
+    def counters(self) -> dict[str, TierCounters]:
+        """Each tier's own, a hit in its queue being a hit of the tier; a second "redis" is called "redis-2"."""
+        counters: dict[str, TierCounters] = {}
+        for tier in self._tiers:
+            for name, own in tier.counters().items():
+                unique, number = name, 1
+                while unique in counters:
+                    number += 1
+                    unique = f"{name}-{number}"
+                counters[unique] = own
+        return counters
+
+    def flush(self, timeout: float | None = None) -> bool:
+        """Wait at most `timeout` seconds until the queues are empty and every tier is flushed; whether they are."""
+        deadline = None if timeout is None else time.monotonic() + timeout
+
+        def left() -> float | None:
+            return None if deadline is None else max(0.0, deadline - time.monotonic())
+
+        done = [
+            tier.drain(left()) and tier.store.flush(left()) for tier in self._tiers
+        ]  # each, whatever the others say
+        return all(done)
+
+    def close(self, timeout: float = DRAIN_SECONDS) -> None:
+        """Write what is queued, for at most `timeout` seconds, and close the tiers; what is lost is logged."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = True
+        _TIERED.discard(self)
+        with ExitStack() as stack:  # every tier is closed, whatever another one raises
+            for tier in reversed(self._tiers):
+                stack.callback(tier.close)
+            self.flush(timeout)
+
+    def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:
+        """Put what tier `level` had into the tiers above it, unless a deletion might mean it.
+
+        A deletion that began later waits for this; one that is under way, or ended since `epoch` was read, may have
+        deleted an entry after it was read: then it stays where it is or is not.
+        """
+        with self._changed:
+            if self._deleting or self._epoch != epoch:
+                return
+            self._promoting += 1
+        first, *between = self._tiers[:level]
+        try:
+            for key, blob in entries.items():
+                try:
+                    first.store.put(key, blob)
+                except Exception as error:
+                    first.failed(error)
+                for tier in between:
+                    tier.offer(key, blob)
+        finally:
+            with self._changed:
+                self._promoting -= 1
+                self._changed.notify_all()
+
+    @contextmanager
+    def _deletion(self) -> Iterator[None]:
+        with self._changed:
+            self._deleting += 1
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._promoting)
+            yield
+        finally:
+            with self._changed:
+                self._deleting -= 1
+                self._epoch += 1
+
+    def _in_all(self, work: Callable[[_Tier], int]) -> list[int]:
+        """`work` of every tier, of the rest even if one fails; then the first failure is raised."""
+        done, failures = [], []
+        for tier in self._tiers:
+            try:
+                done.append(work(tier))
+            except Exception as error:
+                failures.append(error)
+        if failures:
+            raise failures[0]
+        return done
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()
+        self._promoting = self._deleting = 0
+
+    def _after_fork(self) -> None:
+        self._reset()
+        for tier in self._tiers:
+            tier.reset()
+
+
+def _after_fork_in_child() -> None:
+    for store in tuple(_TIERED):
+        store._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

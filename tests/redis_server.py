@@ -1,0 +1,214 @@
+"""Real Redis servers for the tests: started from `redis-server` on free ports, with a folder of their own."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PATIENCE = 20.0  # seconds until a server or a cluster counts as broken
+
+
+def require_redis() -> str:
+    """The path of `redis-server`.
+
+    Without it, or without redis-py, the test is skipped; it fails if the environment variable CUVEE_REQUIRE_REDIS is 1.
+    """
+    path = shutil.which("redis-server")
+    if path is not None and find_spec("redis") is not None:
+        return path
+    missing = "redis-server" if path is None else "redis-py"
+    if os.environ.get("CUVEE_REQUIRE_REDIS") == "1":
+        pytest.fail(f"CUVEE_REQUIRE_REDIS=1, but {missing} is not installed")
+    pytest.skip(f"needs {missing}")
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Ask every 20 ms until `condition` holds."""
+    end = time.monotonic() + _PATIENCE
+    while not condition():
+        assert time.monotonic() < end, f"not within {_PATIENCE:g} s: {what}"
+        time.sleep(0.02)
+
+
+class RedisServer:
+    """One `redis-server`, on a TCP port and a unix socket, whose data survives `kill` and `restart` only if saved.
+
+    Attributes:
+        port: TCP port on 127.0.0.1.
+        socket: path of the unix socket.
+        folder: its working directory.
+    """
+
+    def __init__(self, folder: Path, *arguments: str, password: str = "", cluster: bool = False) -> None:
+        self.folder = folder
+        self.password = password
+        self.socket = str(folder / "redis.sock")
+        self.port = 0
+        self._cluster = cluster
+        self._arguments = list(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """For redis-py."""
+        return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}/0"
+
+    @property
+    def unix_url(self) -> str:
+        """The same server by its socket."""
+        return f"unix://{f':{self.password}@' if self.password else ''}{self.socket}"
+
+    def client(self) -> Any:
+        """A plain redis-py client."""
+        import redis
+
+        return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE, protocol=2)
+
+    def start(self, *arguments: str, wait: bool = True) -> None:
+        """Start it, with more arguments if given; `wait` for its first PONG."""
+        path = require_redis()
+        fresh = self.port == 0
+        for _ in range(10):
+            if fresh:
+                self.port = _free_port()
+            command = [path, "--port", str(self.port), "--bind", "127.0.0.1", "--unixsocket", self.socket]
+            command += ["--dir", str(self.folder), "--save", "", "--appendonly", "no", "--daemonize", "no"]
+            command += ["--requirepass", self.password] if self.password else []
+            command += ["--cluster-enabled", "yes", "--cluster-node-timeout", "1000"] if self._cluster else []
+            with (self.folder / "redis.log").open("ab") as log:
+                self._process = subprocess.Popen([*command, *self._arguments, *arguments], stdout=log, stderr=log)
+            if self._listens():
+                break
+            self._process.wait()
+        else:
+            pytest.fail(f"redis-server does not start:\n{(self.folder / 'redis.log').read_text()[-2000:]}")
+        if wait:
+            wait_until(self._answers, "PONG")
+
+    def stop(self) -> None:
+        """End it in order, as a service manager does."""
+        self._signal(signal.SIGTERM)
+        self._gone()
+
+    def kill(self) -> None:
+        """End it at once."""
+        self._signal(signal.SIGKILL)
+        self._gone()
+
+    def pause(self) -> None:
+        """Let it hang: connections stay open, nothing is answered."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._signal(signal.SIGCONT)
+
+    def restart(self, *arguments: str, wait: bool = True) -> None:
+        """Kill it, if it runs, and start it on the same port."""
+        self.kill()
+        self.start(*arguments, wait=wait)
+
+    def _signal(self, number: int) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _gone(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+
+    def _listens(self) -> bool:
+        """Whether it took the port; False if it ended instead, since somebody else did."""
+        process = self._process
+        assert process is not None
+        end = time.monotonic() + _PATIENCE
+        while process.poll() is None:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0 and process.poll() is None:
+                    return True
+            assert time.monotonic() < end, "redis-server does not listen"
+            time.sleep(0.02)
+        return False
+
+    def _answers(self) -> bool:
+        import redis
+
+        client = self.client()
+        try:
+            return bool(client.ping())
+        except redis.ConnectionError:
+            return False
+        finally:
+            client.close()
+
+
+@contextmanager
+def redis_server(*arguments: str, password: str = "", cluster: bool = False) -> Iterator[RedisServer]:
+    """A running server with the given arguments of `redis-server`, ended and removed afterwards."""
+    require_redis()
+    # Not pytest's tmp_path: the path of a unix socket may have 107 characters.
+    with tempfile.TemporaryDirectory(prefix="redis-") as folder:
+        server = RedisServer(Path(folder), *arguments, password=password, cluster=cluster)
+        try:
+            server.start()
+            yield server
+        finally:
+            server.resume()
+            server.kill()
+
+
+@contextmanager
+def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
+    """A cluster of primaries without replicas that share the 16384 slots evenly."""
+    with ExitStack() as stack:
+        servers = [stack.enter_context(redis_server(cluster=True)) for _ in range(nodes)]
+        clients = [stack.enter_context(server.client()) for server in servers]
+        for index, client in enumerate(clients):
+            first, last = 16384 * index // nodes, 16384 * (index + 1) // nodes - 1
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", first, last)
+            client.execute_command("CLUSTER", "SET-CONFIG-EPOCH", index + 1)
+        for server in servers[1:]:
+            clients[0].execute_command("CLUSTER", "MEET", "127.0.0.1", server.port)
+
+        def agreed() -> bool:
+            infos = [client.execute_command("CLUSTER", "INFO") for client in clients]
+            return all(
+                info["cluster_state"] == "ok" and int(info["cluster_known_nodes"]) == nodes
+                for info in (_fields(info) for info in infos)
+            )
+
+        wait_until(agreed, "a cluster")
+        yield servers
+
+
+def _fields(info: Any) -> dict[str, str]:
+    """CLUSTER INFO as a mapping, however this release of redis-py returns it."""
+    if isinstance(info, dict):
+        return {str(name): str(value) for name, value in info.items()}
+    text = info.decode() if isinstance(info, bytes) else info
+    return dict(line.split(":", 1) for line in text.split() if ":" in line)
+
+
+def _free_port() -> int:
+    """A port that is free now, and 10000 above it the one of the cluster's bus."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        try:
+            for number in (port, port + 10000):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", number))
+        except OSError:
+            continue
+        return port

@@ -1,0 +1,810 @@
+"""The store on disk: crashes, several processes, budgets, time to live, bad entries, disks that fail."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import signal
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuvee.codec.errors import CorruptError, InputError
+from cuvee.integrations.stores import disk
+from cuvee.integrations.stores.base import StoreError, TierCounters
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.envelope import (
+    HEADER_BYTES,
+    Expired,
+    make_header,
+    parse_header,
+    read_written,
+    seal,
+    unseal,
+)
+
+KEY = "ab/0123"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def counters(store: DiskStore) -> TierCounters:
+    return store.counters()["disk"]
+
+
+def file_of(root: Path, key: str) -> Path:
+    tenant, _, name = key.partition("/")
+    return root / tenant / name[:2] / name
+
+
+def files(root: Path) -> list[Path]:
+    """Everything in the store but its lock files."""
+    return sorted(path for path in root.rglob("*") if path.is_file() and path.name not in {".lock", ".evict"})
+
+
+def used(root: Path) -> int:
+    """Bytes of all files; they may come and go meanwhile."""
+    total = 0
+    for folder, _, names in os.walk(root):
+        for name in names:
+            with suppress(FileNotFoundError):
+                total += os.stat(os.path.join(folder, name)).st_size
+    return total
+
+
+def age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
+# --- the envelope ---
+
+
+def test_envelope_layout_and_round_trip() -> None:
+    data = seal(KEY, b"payload", 1234.5)
+    assert len(data) == HEADER_BYTES + 7 == 71
+    assert data[:8] == b"cuvS\x01\0\0\0" and data[16:24] == (7).to_bytes(8, "little")
+    assert data == make_header(KEY, b"payload", 1234.5) + b"payload"
+    assert unseal(KEY, data) == b"payload" and read_written(data[:HEADER_BYTES]) == 1234.5
+    assert unseal(KEY, seal(KEY, b"", 0.0)) == b""
+
+
+def test_envelope_finds_every_flipped_bit_and_every_cut() -> None:
+    data = seal(KEY, b"payload", 1234.5)
+    for bit in range(8 * len(data)):
+        bad = bytearray(data)
+        bad[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError, match=r"^entry: "):
+            unseal(KEY, bytes(bad))
+    for length in range(len(data)):
+        with pytest.raises(CorruptError, match=r"^entry: "):
+            unseal(KEY, data[:length])
+    with pytest.raises(CorruptError, match="8 bytes of payload, its header says 7"):
+        unseal(KEY, data + b"x")
+
+
+def test_envelope_refuses_the_entry_of_another_key() -> None:
+    with pytest.raises(CorruptError, match="another key"):
+        unseal("ab/0124", seal(KEY, b"payload", 0.0))
+
+
+def test_envelope_refuses_another_version_and_times_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(CorruptError, match="not one that this build reads"):
+        parse_header(make_header(KEY, b"", float("nan")))
+    monkeypatch.setattr("cuvee.integrations.stores.envelope._VERSION", 2)
+    newer = seal(KEY, b"payload", 0.0)
+    monkeypatch.undo()
+    with pytest.raises(CorruptError, match="version 2: not one that this build reads"):
+        unseal(KEY, newer)
+
+
+def test_envelope_expires_by_the_time_of_writing() -> None:
+    data = seal(KEY, b"payload", 1000.0)
+    assert unseal(KEY, data, ttl=60, now=1060.0) == b"payload"
+    assert unseal(KEY, data, ttl=60, now=900.0) == b"payload", "written by a clock that is ahead"
+    with pytest.raises(Expired, match="60"):
+        unseal(KEY, data, ttl=60, now=1060.1)
+    with pytest.raises(Expired):
+        unseal(KEY, data, ttl=60)
+
+
+# --- files ---
+
+
+def test_files_and_folders_are_the_owners_alone(root: Path) -> None:
+    mask = os.umask(0)
+    try:
+        DiskStore(root).put(KEY, b"x")
+    finally:
+        os.umask(mask)
+    for path in (root, root / "ab", root / "ab" / "01"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert file_of(root, KEY).is_file()
+    for path in (file_of(root, KEY), root / ".lock"):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_nothing_is_created_before_the_first_put(root: Path) -> None:
+    store = DiskStore(root)
+    assert store.get(KEY) is None and store.contains([KEY]) == [False]
+    assert store.delete(KEY) is False and store.delete_tenant("ab") == 0
+    assert not root.exists()
+
+
+def test_entries_outlive_the_process_and_are_seen_by_others(root: Path) -> None:
+    DiskStore(root).put(KEY, b"x")
+    other = DiskStore(root, max_bytes=10**6)
+    assert other.get(KEY) == b"x"
+    assert counters(other).entries is None, "not scanned yet"
+    other.put("ab/4567", b"y")
+    assert (counters(other).entries, counters(other).bytes) == (2, 2 * (HEADER_BYTES + 1))
+
+
+def test_a_folder_that_was_removed_is_made_again(root: Path) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"x")
+    for path in sorted(root.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    root.rmdir()
+    assert store.get(KEY) is None
+    with pytest.raises(StoreError, match="No such file"):
+        store.put(KEY, b"y")
+    assert store.put(KEY, b"z") and store.get(KEY) == b"z"
+
+
+def test_no_scan_removes_a_folder_that_waits_for_its_first_entry(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = DiskStore(root), DiskStore(root)
+    replace = os.replace
+    calls: list[str] = []
+
+    def after_a_scan(source: str, target: str) -> None:
+        calls.append(target)
+        for _ in range(2):
+            other._scan()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", after_a_scan)
+    assert store.put(KEY, b"x") and len(calls) == 2
+    assert store.get(KEY) == b"x"
+
+
+def test_delete_tenant_waits_until_an_entry_has_its_name(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = DiskStore(root), DiskStore(root)
+    store.put(KEY, b"x")
+    replace = os.replace
+    deleted: list[int] = []
+    deleter = threading.Thread(target=lambda: deleted.append(other.delete_tenant("ab")))
+
+    def meanwhile(source: str, target: str) -> None:
+        deleter.start()
+        deleter.join(0.1)
+        assert deleter.is_alive()
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    store.put("ab/0124", b"y")
+    deleter.join()
+    assert deleted == [2] and files(root) == []
+
+
+# --- folders that cannot be used ---
+
+
+def test_a_path_that_is_a_file(root: Path) -> None:
+    root.write_text("mine")
+    store = DiskStore(root)
+    actions: list[Callable[[], object]] = [
+        lambda: store.put(KEY, b"x"),
+        lambda: store.get(KEY),
+        lambda: store.contains([KEY]),
+        lambda: store.delete(KEY),
+    ]
+    for action in actions:
+        with pytest.raises(StoreError, match=rf"^disk store {root}: .*Not a directory") as caught:
+            action()
+        assert isinstance(caught.value.__cause__, NotADirectoryError)
+    assert counters(store).errors == 4 and root.read_text() == "mine"
+
+
+def test_a_path_below_a_file(root: Path) -> None:
+    root.write_text("mine")
+    with pytest.raises(StoreError, match="Not a directory"):
+        DiskStore(root / "deeper" / "still").put(KEY, b"x")
+
+
+@pytest.fixture
+def unprivileged() -> Iterator[None]:
+    """Root may write anywhere: be somebody else for a while."""
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
+def test_a_folder_that_may_not_be_created_or_read(tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    store = DiskStore(tmp_path / "closed" / "store")
+    store.put(KEY, b"x")
+    tmp_path.joinpath("closed").chmod(0)
+    request.getfixturevalue("unprivileged")
+    actions: list[Callable[[], object]] = [
+        lambda: DiskStore(tmp_path / "closed" / "new").put(KEY, b"x"),
+        lambda: store.put(KEY, b"x"),
+        lambda: store.get(KEY),
+        lambda: store.contains([KEY]),
+        lambda: store.delete(KEY),
+        lambda: store.delete_tenant("ab"),
+    ]
+    for action in actions:
+        with pytest.raises(StoreError, match="Permission denied"):
+            action()
+    if os.geteuid() == os.getuid():
+        tmp_path.joinpath("closed").chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "name"),
+    [({"path": ""}, "path"), ({"max_bytes": 0}, "max_bytes"), ({"ttl": 0.0}, "ttl"), ({"ttl": float("nan")}, "ttl")],
+)
+def test_arguments_are_checked(arguments: dict[str, Any], name: str) -> None:
+    with pytest.raises(InputError, match=f"^{name}: must"):
+        DiskStore(**{"path": "/nowhere", **arguments})
+
+
+# --- crashes ---
+
+# Puts until it is killed; says what was committed after put has returned.
+_WRITER = """
+import itertools, sys
+from cuvee.integrations.stores.disk import DiskStore
+
+root, tag, size, keys, budget = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+store = DiskStore(root, max_bytes=budget or None)
+blobs = [bytes([n]) * (size + n) for n in range(7)]
+print("ready", flush=True)
+for count in itertools.count():
+    key = f"{tag}/{count % keys:06x}"
+    store.put(key, blobs[count % 7])
+    print(key, flush=True)
+"""
+
+
+def start_writer(root: Path, tag: str, *, size: int, keys: int = 10**6, budget: int = 0) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-c", _WRITER, str(root), tag, str(size), str(keys), str(budget)]
+    writer = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
+    assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    return writer
+
+
+def is_locked(path: Path) -> bool:
+    with path.open("rb+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        return False
+
+
+def stop(writer: subprocess.Popen[str]) -> None:
+    writer.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, writer.pid, os.WSTOPPED)
+
+
+def kill(writer: subprocess.Popen[str]) -> list[str]:
+    """Kill -9; the keys that it said were committed."""
+    writer.send_signal(signal.SIGKILL)
+    said = writer.communicate()[0].splitlines(keepends=True)
+    assert writer.returncode == -signal.SIGKILL
+    return [line.strip() for line in said if line.endswith("\n")]
+
+
+@pytest.mark.parametrize("keys", [10**6, 3], ids=["new keys", "the same keys"])
+def test_kill_9_loses_no_committed_entry_and_leaves_no_half_one(root: Path, keys: int) -> None:
+    committed: set[str] = set()
+    temporary = 0
+    for attempt in range(60):
+        # 4 MB an entry: most of the time goes into writing.
+        writer = start_writer(root, "aa" if keys == 3 else f"{attempt:02x}a", size=4_000_000, keys=keys)
+        time.sleep(0.02 + 0.007 * (attempt % 8))
+        said = kill(writer)
+        committed.update(said)
+        temporary += len(list(root.glob(".tmp-*")))
+        if attempt >= 5 and temporary >= 2:
+            break
+    assert committed
+    store = DiskStore(root)
+    present = {f"{path.parent.parent.name}/{path.name}" for path in files(root) if not path.name.startswith(".tmp-")}
+    assert committed <= present
+    for key in present:
+        blob = store.get(key)
+        assert blob is not None and blob == bytes([blob[0]]) * (4_000_000 + blob[0])
+    assert counters(store).corrupt == 0 and counters(store).misses == 0
+
+
+def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(root: Path) -> None:
+    writer = start_writer(root, "aa", size=20_000_000)
+    while True:
+        stop(writer)
+        if living := [path for path in root.glob(".tmp-*") if is_locked(path)]:
+            break
+        writer.send_signal(signal.SIGCONT)
+        time.sleep(0.001)
+    for path in living:
+        # Stopped in the middle of a put for longer than anything is given.
+        age(path, 10**6)
+    dead, young, gone = root / ".tmp-dead", root / ".tmp-young", root / ".gone-0"
+    dead.write_bytes(b"half")
+    age(dead, 2 * disk._STALE_SECONDS)
+    young.write_bytes(b"its writer is about to lock it")
+    gone.joinpath("01").mkdir(parents=True)
+    gone.joinpath("01", "0123").write_bytes(b"of a tenant that was being deleted")
+    try:
+        assert DiskStore(root).put(KEY, b"x")
+        assert not dead.exists() and not gone.exists() and young.exists()
+        assert all(path.exists() for path in living)
+    finally:
+        kill(writer)
+    DiskStore(root).put(KEY, b"x")
+    assert not any(path.exists() for path in living), "now nobody holds them"
+
+
+def test_every_scan_looks_for_what_the_dead_left(root: Path) -> None:
+    store = DiskStore(root, max_bytes=1000)
+    store.put(KEY, b"x")
+    (root / ".tmp-dead").write_bytes(b"half")
+    age(root / ".tmp-dead", 2 * disk._STALE_SECONDS)
+    for name in range(20):
+        store.put(f"ab/{name:04x}", bytes(100))
+    assert not (root / ".tmp-dead").exists()
+
+
+# --- disks that fail ---
+
+
+def test_disk_full(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"the earlier one")
+    before = files(root)
+    write = os.write
+    written: list[int] = []
+
+    def full(file: int, data: memoryview) -> int:
+        if sum(written) > 1000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written.append(write(file, data[:600]))
+        return written[-1]
+
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(StoreError, match=rf"^disk store {root}: .*No space left") as caught:
+        store.put(KEY, bytes(5000))
+    assert isinstance(caught.value.__cause__, OSError) and len(written) == 3, "half of it had been written"
+    with pytest.raises(StoreError):
+        store.put("cd/4567", bytes(5000))
+    monkeypatch.undo()
+    assert files(root) == before
+    assert store.get(KEY) == b"the earlier one" and store.get("cd/4567") is None
+    assert (counters(store).errors, counters(store).puts) == (2, 1)
+    assert store.put(KEY, b"room again") and store.get(KEY) == b"room again"
+
+
+@pytest.mark.parametrize("call", ["replace", "open", "fstat", "read"])
+def test_input_and_output_errors(root: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"the earlier one")
+    before = files(root)
+
+    def broken(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, call, broken)
+    with pytest.raises(StoreError, match="Input/output error"):
+        store.put(KEY, b"x") if call == "replace" else store.get(KEY)
+    monkeypatch.undo()
+    assert files(root) == before and store.get(KEY) == b"the earlier one"
+
+
+def test_an_interrupted_put_removes_its_temporary_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"the earlier one")
+    before = files(root)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        store.put(KEY, b"x")
+    monkeypatch.undo()
+    assert files(root) == before
+
+
+def test_writes_and_reads_in_pieces(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux moves at most 2 GiB in one call."""
+    write, read = os.write, os.read
+    blob = os.urandom(10_000)
+    store = DiskStore(root)
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:999]))
+    monkeypatch.setattr(os, "read", lambda file, length: read(file, min(length, 777)))
+    store.put(KEY, blob)
+    assert store.get(KEY) == blob
+
+
+def test_a_real_disk_that_is_full_and_then_read_only(tmp_path: Path) -> None:
+    mount = tmp_path / "small"
+    mount.mkdir()
+    options = ["-t", "tmpfs", "-o", "size=1m", "tmpfs", str(mount)]
+    if subprocess.run(["mount", *options], capture_output=True, check=False).returncode:
+        pytest.skip("may not mount a tmpfs here")
+    try:
+        store = DiskStore(mount / "store")
+        assert store.put(KEY, bytes(600_000))
+        with pytest.raises(StoreError, match="No space left"):
+            store.put("ab/4567", bytes(600_000))
+        with pytest.raises(StoreError, match="No space left"):
+            store.put(KEY, bytes(600_001))
+        assert store.get(KEY) == bytes(600_000) and len(files(mount)) == 1
+        store.delete(KEY)
+        assert store.put("ab/4567", bytes(600_000))
+        store.put(KEY, bytes(9))
+        file_of(mount / "store", KEY).write_bytes(b"bad")
+        subprocess.run(["mount", "-o", "remount,ro", str(mount)], check=True)
+        for reader in (store, DiskStore(mount / "store")):
+            assert reader.get("ab/4567") == bytes(600_000) and reader.get(KEY) is None
+            with pytest.raises(StoreError, match="Read-only file system"):
+                reader.put(KEY, b"x")
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
+
+
+# --- bad entries ---
+
+
+def bad_entries(entry: bytes) -> dict[str, bytes]:
+    flipped = bytearray(entry)
+    flipped[-1] ^= 1
+    huge = make_header(KEY, b"", 0.0)
+    huge = huge[:16] + (1 << 60).to_bytes(8, "little") + huge[24:]
+    return {
+        "empty": b"",
+        "half a header": entry[: HEADER_BYTES // 2],
+        "truncated": entry[:-1],
+        "too long": entry + b"x",
+        "bit flipped": bytes(flipped),
+        "huge length": huge,
+        "zeros": bytes(len(entry)),
+        "another key's": seal("ab/0124", b"payload", time.time()),
+    }
+
+
+@pytest.mark.parametrize("kind", bad_entries(b"payload"))
+def test_a_bad_entry_is_a_counted_miss_and_deleted(root: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = DiskStore(root)
+    path = file_of(root, KEY)
+    store.put(KEY, b"payload" * 100)
+    path.write_bytes(bad_entries(path.read_bytes())[kind])
+    with caplog.at_level(logging.WARNING, logger="cuvee"):
+        assert store.get(KEY) is None
+        assert not path.exists()
+        assert store.get(KEY) is None
+        for _ in range(2):
+            path.write_bytes(b"bad")
+            store.get(KEY)
+    now = counters(store)
+    assert (now.corrupt, now.misses, now.hits, now.expired) == (3, 4, 0, 0)
+    assert len(caplog.records) == 1 and "bad entries" in caplog.text, "logged once"
+    assert store.put(KEY, b"good") and store.get(KEY) == b"good"
+
+
+def test_a_good_entry_that_replaces_a_bad_one_meanwhile_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = DiskStore(root), DiskStore(root)
+    store.put(KEY, b"payload")
+    file_of(root, KEY).write_bytes(b"bad")
+
+    def slowly(data: bytes) -> object:
+        # The bad file is open; now it is replaced, and only then found to be bad.
+        monkeypatch.setattr(disk, "parse_header", parse_header)
+        other.put(KEY, b"good")
+        return parse_header(data)
+
+    monkeypatch.setattr(disk, "parse_header", slowly)
+    assert store.get(KEY) is None, "what it read was bad"
+    assert counters(store).corrupt == 1
+    assert store.get(KEY) == b"good"
+
+
+def test_no_entry_takes_its_name_between_the_look_and_the_deletion(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = DiskStore(root), DiskStore(root)
+    store.put(KEY, b"payload")
+    file_of(root, KEY).write_bytes(b"bad")
+    unlink = os.unlink
+    writer = threading.Thread(target=other.put, args=(KEY, b"good"))
+
+    def last_moment(path: str) -> None:
+        monkeypatch.setattr(os, "unlink", unlink)
+        writer.start()
+        writer.join(0.2)
+        assert writer.is_alive(), "has to wait for the deletion"
+        unlink(path)
+
+    monkeypatch.setattr(os, "unlink", last_moment)
+    assert store.get(KEY) is None
+    writer.join()
+    assert store.get(KEY) == b"good"
+
+
+def test_a_bad_entry_that_cannot_be_deleted_stays_a_miss(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"payload")
+    file_of(root, KEY).write_bytes(b"bad")
+
+    def refuse(path: str) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    assert store.get(KEY) is None and store.get(KEY) is None
+    assert counters(store).corrupt == 2 and counters(store).errors == 0
+    assert caplog.text.count("cannot delete a bad entry") == 1
+
+
+# --- time to live ---
+
+
+def test_entries_expire_by_the_time_of_writing_whenever_they_were_used(root: Path) -> None:
+    store = DiskStore(root, ttl=60)
+    keys = ["ab/0100", "ab/0101"]
+    for key, written in zip(keys, (time.time() - 61, time.time() - 50), strict=True):
+        store.put(key, b"x")
+        file_of(root, key).write_bytes(seal(key, key.encode(), written))
+    assert store.contains(keys) == [False, True]
+    assert store.get_many(keys) == [None, keys[1].encode()]
+    assert not file_of(root, keys[0]).exists() and file_of(root, keys[1]).exists()
+    now = counters(store)
+    assert (now.expired, now.corrupt, now.hits, now.misses) == (1, 0, 1, 1)
+    assert DiskStore(root).contains(keys) == [False, True], "without a ttl nothing expires"
+
+
+def test_contains_with_a_ttl_takes_no_bad_header_for_an_entry(root: Path) -> None:
+    store = DiskStore(root, ttl=60)
+    store.put(KEY, b"x")
+    file_of(root, KEY).write_bytes(bytes(100))
+    assert store.contains([KEY]) == [False]
+
+
+def test_entries_that_nobody_asks_for_expire_too(root: Path) -> None:
+    DiskStore(root).put(KEY, b"x")
+    DiskStore(root).put("ab/4567", b"x")
+    age(file_of(root, KEY), 61)
+    store = DiskStore(root, ttl=60)
+    store.put("ab/89ab", b"y")
+    assert not file_of(root, KEY).exists() and store.contains(["ab/4567", "ab/89ab"]) == [True, True]
+    assert counters(store).expired == 1 and counters(store).entries == 2
+    age(file_of(root, "ab/4567"), 61)
+    store.put("ab/89ab", b"y")
+    assert file_of(root, "ab/4567").exists(), "not at every put"
+    store._scan_time -= 61
+    store.put("ab/89ab", b"y")
+    assert not file_of(root, "ab/4567").exists() and counters(store).expired == 2
+
+
+# --- the budget ---
+
+
+def test_the_least_recently_used_go_first(root: Path) -> None:
+    size = 1000 - HEADER_BYTES
+    store = DiskStore(root, max_bytes=10_000)
+    keys = [f"ab/{name:04x}" for name in range(12)]
+    for position, key in enumerate(keys[:10]):
+        store.put(key, bytes(size))
+        age(file_of(root, key), 1000 - position)
+    assert counters(store).bytes == 10_000 and counters(store).evictions == 0, "full to the last byte"
+    store.get(keys[0])
+    store.contains([keys[1]])
+    store.put(keys[10], bytes(size))
+    # Down to 95 %, the new one included: two of the ten go.
+    assert store.contains(keys) == [True, False, False, *[True] * 8, False]
+    now = counters(store)
+    assert (now.evictions, now.entries, now.bytes) == (2, 9, 9000)
+    assert used(root) == 9000
+
+
+def test_use_is_noted_once_in_a_while(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"x")
+    path = file_of(root, KEY)
+    for seconds, noted in ((disk._TOUCH_SECONDS / 2, False), (disk._TOUCH_SECONDS * 2, True), (-3600.0, True)):
+        age(path, seconds)
+        before = path.stat().st_mtime
+        store.get(KEY)
+        assert (path.stat().st_mtime != before) is noted
+    assert abs(path.stat().st_mtime - time.time()) < 60, "a time in the future is put right"
+    assert not caplog.records
+
+
+def test_use_that_cannot_be_noted_is_a_hit_all_the_same(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"x")
+    age(file_of(root, KEY), 1000)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert store.get(KEY) == b"x" and store.get(KEY) == b"x"
+    assert caplog.text.count("cannot note the use of entries") == 1
+
+
+def test_an_entry_larger_than_the_budget_is_dropped(root: Path) -> None:
+    store = DiskStore(root, max_bytes=1000)
+    assert store.put(KEY, bytes(1000 - HEADER_BYTES)) is True
+    assert store.put(KEY, bytes(1001 - HEADER_BYTES)) is False
+    assert store.get(KEY) == bytes(1000 - HEADER_BYTES)
+    assert (counters(store).dropped, counters(store).evictions) == (1, 0)
+
+
+@pytest.mark.parametrize("budget", [99_000, 100_000])
+def test_the_budget_is_kept_after_every_put(root: Path, budget: int) -> None:
+    """Also by a put between two of the scans that come with every 2 % of the budget."""
+    store = DiskStore(root, max_bytes=budget)
+    for name in range(120):
+        store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
+        assert used(root) <= budget
+    assert counters(store).evictions > 0
+
+
+def test_replacing_does_not_use_up_the_budget(root: Path) -> None:
+    store = DiskStore(root, max_bytes=10_000)
+    store.put("cd/4567", bytes(5000))
+    for _ in range(50):
+        store.put(KEY, bytes(2000))
+    assert store.contains([KEY, "cd/4567"]) == [True, True] and counters(store).evictions == 0
+
+
+def test_the_budget_counts_what_was_there_before(root: Path) -> None:
+    first = DiskStore(root)
+    for name in range(20):
+        first.put(f"ab/{name:04x}", bytes(1000))
+    store = DiskStore(root, max_bytes=5000)
+    store.put("cd/0000", bytes(1000))
+    assert used(root) <= 5000 and store.contains(["cd/0000"]) == [True]
+
+
+def test_what_others_keep_in_the_folder_is_left_alone(root: Path) -> None:
+    others = [root / "notes.txt", root / "ab" / "readme", root / "photos" / "ab" / "abcd", root / "ab" / "01" / "02ff"]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(2000))
+        age(path, 10**6)
+    (root / "empty").mkdir()
+    store = DiskStore(root, max_bytes=1000, ttl=60)
+    for name in range(10):
+        store.put(f"ab/{name:04x}", bytes(500))
+    assert all(path.exists() for path in others) and (root / "empty").exists()
+
+
+def test_a_scan_removes_folders_that_are_empty(root: Path) -> None:
+    store = DiskStore(root, max_bytes=10_000)
+    store.put(KEY, b"x")
+    store.put("cd/4567", b"x")
+    store.delete(KEY)
+    for _ in range(2):
+        # The first scan removes the folder of the shard, the second that of the tenant.
+        store._scan()
+    assert not (root / "ab").exists() and (root / "cd" / "45" / "4567").exists()
+
+
+def test_an_entry_used_since_the_scan_is_not_evicted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = DiskStore(root, max_bytes=3000), DiskStore(root)
+    keys = ["ab/0000", "ab/0001", "ab/0002"]
+    for position, key in enumerate(keys):
+        store.put(key, bytes(900))
+        age(file_of(root, key), 1000 - position)
+    unlink_same = disk._unlink_same
+
+    def meanwhile(path: str, seen: int) -> bool | None:
+        monkeypatch.setattr(disk, "_unlink_same", unlink_same)
+        other.get(keys[0])
+        other.delete(keys[1])
+        return unlink_same(path, seen)
+
+    monkeypatch.setattr(disk, "_unlink_same", meanwhile)
+    store.put("ab/0003", bytes(900))
+    assert store.contains([*keys, "ab/0003"]) == [True, False, False, True]
+    assert counters(store).evictions == 1, "the second one was somebody else's deletion"
+    assert counters(store).bytes == used(root) and counters(store).entries == 2
+
+
+def test_several_processes_keep_one_budget(root: Path) -> None:
+    budget, writers, entry = 4_000_000, 3, 70_006 + HEADER_BYTES
+    running = [start_writer(root, f"{tag}a", size=70_000, budget=budget) for tag in range(writers)]
+    try:
+        most = 0
+        for _ in range(25):
+            time.sleep(0.05)
+            # A walk of files that come and go would count some of both.
+            for writer in running:
+                stop(writer)
+            most = max(most, used(root))
+            for writer in running:
+                writer.send_signal(signal.SIGCONT)
+    finally:
+        said = [kill(writer) for writer in running]
+    put = sum(len(keys) for keys in said) * entry
+    assert put > 3 * budget, "too few puts to show anything"
+    assert 0.8 * budget < most <= budget + (writers - 1) * max(0.02 * budget, entry)
+    store = DiskStore(root)
+    for path in files(root):
+        if not path.name.startswith(".tmp-"):
+            assert store.get(f"{path.parent.parent.name}/{path.name}") is not None
+
+
+def test_threads_keep_the_budget_exactly(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(root, max_bytes=100_000)
+    lock = threading.Lock()
+    replace, unlink = os.replace, os.unlink
+    total, most = 0, 0
+
+    def add(source: str, target: str) -> None:
+        nonlocal total, most
+        with lock, suppress(FileNotFoundError):
+            replace(source, target)
+            total += os.stat(target).st_size
+            most = max(most, total)
+            return
+        raise FileNotFoundError(target)
+
+    def remove(path: str) -> None:
+        nonlocal total
+        with lock:
+            size = os.stat(path).st_size
+            unlink(path)
+            total -= 0 if ".tmp-" in path else size
+
+    monkeypatch.setattr(os, "replace", add)
+    monkeypatch.setattr(os, "unlink", remove)
+
+    def work(tenant: int) -> None:
+        for name in range(60):
+            store.put(f"{tenant:x}/{name:04x}", bytes(500 + 10 * name))
+
+    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert total == used(root) and 90_000 < most <= 100_000
+    assert counters(store).puts == 240 and counters(store).evictions > 0
+
+
+def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.05)
+    store = DiskStore(root, max_bytes=10_000)
+    for name in range(4):
+        store.put(f"ab/{name:04x}", bytes(1000))
+    file = os.open(root / ".evict", os.O_RDWR)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    try:
+        with pytest.raises(StoreError, match=r"another process has held \.evict for 0.05 s"):
+            store.put("ab/0005", bytes(6000))
+        assert store.get("ab/0003") == bytes(1000), "reading goes on"
+        assert not list(root.glob(".tmp-*"))
+    finally:
+        os.close(file)
+    assert store.put("ab/0005", bytes(6000)) and used(root) <= 10_000

@@ -1,0 +1,487 @@
+"""Failures of a store behind a guard: misses, one log line an outage, one probe at a time."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.guard import GuardedStore
+
+KEY, OTHER = "ab/01", "ab/02"
+LONG = 10.0  # seconds until a test that hangs fails
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Faulty(Store):
+    """A dictionary that fails on demand, and counts as stores do the StoreErrors that it raises."""
+
+    name = "fake"
+    shared = True
+
+    def __init__(self) -> None:
+        self.entries: dict[str, bytes] = {}
+        self.read_fault: BaseException | None = None
+        self.write_fault: BaseException | None = None
+        self.other_fault: Exception | None = None
+        self.refuse = False
+        self.calls: list[str] = []
+        self.before: Callable[[str], None] = lambda call: None
+        self.tier = TierCounters()
+
+    def _work(self, call: str, fault: BaseException | None) -> None:
+        self.calls.append(call)
+        self.before(call)
+        if isinstance(fault, StoreError):
+            self.tier.errors += 1
+        if fault is not None:
+            raise fault
+
+    def get(self, key: str) -> bytes | None:
+        check_key(key)
+        self._work("get", self.read_fault)
+        return self.entries.get(key)
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        self._work("get_many", self.read_fault)
+        return [self.entries.get(key) for key in keys]
+
+    def put(self, key: str, blob: bytes) -> bool:
+        self._work("put", self.write_fault)
+        if self.refuse:
+            return False
+        self.entries[key] = blob
+        return True
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        self._work("contains", self.read_fault)
+        return [key in self.entries for key in keys]
+
+    def delete(self, key: str) -> bool:
+        self._work("delete", self.write_fault)
+        return self.entries.pop(key, None) is not None
+
+    def delete_tenant(self, tenant: str) -> int:
+        self._work("delete_tenant", self.write_fault)
+        count = len(self.entries)
+        self.entries.clear()
+        return count
+
+    def counters(self) -> dict[str, TierCounters]:
+        return {self.name: replace(self.tier)}
+
+    def flush(self, timeout: float | None = None) -> bool:
+        self._work("flush", self.other_fault)
+        return timeout != 0
+
+    def close(self) -> None:
+        self._work("close", self.other_fault)
+
+
+def down() -> StoreError:
+    return StoreError("fake store at nowhere: connection refused")
+
+
+@pytest.fixture
+def inner() -> Faulty:
+    return Faulty()
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(inner: Faulty, clock: Clock) -> GuardedStore:
+    return GuardedStore(inner, first_backoff=1.0, max_backoff=5.0, clock=clock)
+
+
+def figures(store: Store) -> tuple[int, int]:
+    tier = store.counters()["fake"]
+    return tier.errors, tier.skipped
+
+
+def break_all(inner: Faulty) -> None:
+    inner.read_fault = inner.write_fault = down()
+
+
+def mend(inner: Faulty) -> None:
+    inner.read_fault = inner.write_fault = None
+
+
+def test_a_store_that_works_shows_through(inner: Faulty, store: GuardedStore) -> None:
+    assert (store.name, store.shared) == ("fake", True)
+    assert store.put(KEY, b"x") and store.get(KEY) == b"x" and store.get_many([OTHER, KEY]) == [None, b"x"]
+    assert store.contains([KEY, OTHER]) == [True, False] and store.delete(KEY) and not store.delete(KEY)
+    assert store.put(KEY, b"x") and store.delete_tenant("ab") == 1
+    assert store.flush() and not store.flush(0)
+    store.close()
+    assert inner.calls[-1] == "close" and figures(store) == (0, 0)
+
+
+OPERATIONS: dict[str, tuple[Callable[[Store], Any], Any]] = {
+    "get": (lambda store: store.get(KEY), None),
+    "get_many": (lambda store: store.get_many([KEY, OTHER]), [None, None]),
+    "contains": (lambda store: store.contains([KEY, OTHER]), [False, False]),
+    "put": (lambda store: store.put(KEY, b"y"), False),
+    "delete": (lambda store: store.delete(KEY), False),
+}
+
+
+@pytest.mark.parametrize(
+    "error", [down(), OSError(5, "I/O error"), RuntimeError("a bug")], ids=lambda e: type(e).__name__
+)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_failure_is_a_miss(inner: Faulty, store: GuardedStore, name: str, error: Exception) -> None:
+    inner.entries[KEY] = b"x"
+    inner.read_fault = inner.write_fault = error
+    operation, miss = OPERATIONS[name]
+    assert operation(store) == miss and inner.calls == [name] and figures(store) == (1, 0)
+    # From now on nothing reaches the store.
+    for other, nothing in OPERATIONS.values():
+        assert other(store) == nothing
+    assert inner.calls == [name] and figures(store) == (1, len(OPERATIONS)) and inner.entries == {KEY: b"x"}
+
+
+def test_backoff_doubles_up_to_the_limit_and_starts_anew(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    def outage() -> list[float]:
+        """When operations get through, in an outage of 20 s."""
+        inner.read_fault = down()
+        began, tries = clock.now, []
+        while clock.now < began + 20:
+            inner.calls.clear()
+            store.get(KEY)
+            if inner.calls:
+                tries.append(clock.now - began)
+            clock.now += 0.5
+        mend(inner)
+        clock.now += 10
+        store.get(KEY)
+        return tries
+
+    assert outage() == [0, 1, 3, 7, 12, 17]
+    assert outage() == [0, 1, 3, 7, 12, 17]
+
+
+def test_a_success_closes_the_circuit(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    store.put(KEY, b"x")
+    break_all(inner)
+    store.get(KEY)
+    mend(inner)
+    clock.now += 0.999
+    assert store.get(KEY) is None
+    clock.now += 0.001
+    assert store.get(KEY) == b"x" and store.get(KEY) == b"x" and store.put(OTHER, b"y")
+    assert figures(store) == (1, 1)
+
+
+def test_an_outage_is_logged_twice(
+    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        caplog.clear()
+        break_all(inner)
+        for _ in range(5):
+            store.get(KEY)
+            store.put(KEY, b"x")
+            clock.now += 5
+        mend(inner)
+        store.get(KEY)
+        store.put(KEY, b"x")
+        begin, end = caplog.records
+        assert (begin.levelno, end.levelno) == (logging.WARNING, logging.INFO)
+        assert "reading of the fake store failed: fake store at nowhere: connection refused." in begin.message
+        assert "Check that it is running" in begin.message and not begin.exc_info
+        # The first put was skipped; later ones probed in their own right.
+        assert "answers again after 25.0 s; 1 operations were skipped" in end.message
+
+
+def test_the_log_shows_where_a_bug_is(inner: Faulty, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
+    inner.write_fault = RuntimeError("a\nbug")
+    store.put(KEY, b"x")
+    assert "writing of the fake store failed: RuntimeError: a bug." in caplog.messages[0] and caplog.records[0].exc_info
+
+
+def test_a_store_that_can_only_be_read_goes_on_being_read(
+    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    inner.entries[KEY] = b"x"
+    inner.write_fault = OSError(28, "No space left on device")
+    assert not store.put(OTHER, b"y") and store.get(KEY) is None  # held up, too: the store may be gone altogether
+    clock.now += 1
+    assert store.get(KEY) == b"x"
+    for _ in range(100):
+        assert store.get(KEY) == b"x" and not store.put(OTHER, b"y")
+        clock.now += 1
+    assert inner.calls.count("put") == 4 + 18  # at 0, 1, 3, 7; then every 5 s
+    assert len(caplog.messages) == 1 and "writing of the fake store failed" in caplog.messages[0]
+    # Now reading fails, too: another outage of another kind.
+    inner.read_fault = down()
+    assert store.get(KEY) is None
+    assert len(caplog.messages) == 2 and "reading of the fake store failed" in caplog.messages[1]
+    mend(inner)
+    clock.now += 5
+    assert store.get(KEY) == b"x" and len(caplog.messages) == 2
+    assert store.put(OTHER, b"y") and "answers again after 106.0 s" in caplog.messages[2]
+
+
+def test_one_probe_is_enough_for_a_direction_that_never_failed(
+    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    break_all(inner)
+    store.get(KEY)
+    mend(inner)
+    clock.now += 1
+    store.get(KEY)
+    inner.write_fault = down()
+    caplog.clear()
+    store.put(KEY, b"x")
+    assert "writing of the fake store failed" in caplog.text  # a new outage, not the rest of the old one
+    assert store.get(KEY) is None and figures(store)[1] == 1
+
+
+def test_deletions_are_writes(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    inner.write_fault = down()
+    store.delete(KEY)
+    clock.now += 1
+    store.get(KEY)
+    store.delete(KEY)
+    assert store.get(KEY) is None and inner.calls == ["delete", "get", "delete", "get"]
+    assert not store.put(KEY, b"x") and figures(store)[1] == 1
+
+
+def test_what_never_reached_the_server_proves_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    break_all(inner)
+    store.put(KEY, b"x")
+    mend(inner)
+    inner.refuse = True
+    clock.now += 1
+    assert not store.put(KEY, b"x")  # a probe: larger than the budget, say
+    assert store.get_many([]) == [] and store.contains([]) == [] and inner.calls == ["put", "put"]
+    break_all(inner)
+    assert store.get(KEY) is None and not store.put(KEY, b"x")
+    assert figures(store) == (3, 0)  # both were probes, not operations of a store thought healthy:
+    clock.now += 1.5
+    mend(inner)
+    inner.refuse = False
+    assert not store.put(KEY, b"x")  # the backoff of writing has doubled
+    clock.now += 0.5
+    assert store.put(KEY, b"x")
+
+
+@pytest.mark.parametrize("error", [InputError("key=1 must be"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
+def test_errors_of_the_caller_are_raised_and_prove_nothing(
+    inner: Faulty, store: GuardedStore, clock: Clock, error: BaseException
+) -> None:
+    inner.read_fault = error
+    with pytest.raises(type(error)):
+        store.get(KEY)
+    assert figures(store) == (0, 0)
+    inner.read_fault = down()
+    store.get(KEY)
+    clock.now += 1
+    inner.read_fault = error
+    with pytest.raises(type(error)):
+        store.get(KEY)
+    inner.read_fault = down()
+    assert store.get(KEY) is None and figures(store) == (2, 0)  # the probe was free again, and the circuit still open
+    assert store.get(KEY) is None and figures(store) == (2, 1)
+
+
+def test_exactly_one_thread_probes_and_the_others_do_not_wait(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    inner.entries[KEY] = b"x"
+    inner.read_fault = down()
+    store.get(KEY)
+    mend(inner)
+    clock.now += 1
+    probing, release = threading.Event(), threading.Event()
+
+    def hang(call: str) -> None:
+        probing.set()
+        assert release.wait(LONG)
+
+    inner.before = hang
+    answers: list[bytes | None] = []
+    probe = threading.Thread(target=lambda: answers.append(store.get(KEY)))
+    probe.start()
+    assert probing.wait(LONG)
+    clock.now += 1000  # a probe that hangs keeps the circuit open for as long
+    assert [store.get(KEY) for _ in range(5)] == [None] * 5 and inner.calls == ["get", "get"]
+    release.set()
+    probe.join(LONG)
+    assert answers == [b"x"] and figures(store) == (1, 5)
+    inner.before = lambda call: None
+    assert store.get(KEY) == b"x"
+
+
+def test_operations_that_fail_together_open_the_circuit_once(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    inner.read_fault = down()
+    together = threading.Barrier(8)
+
+    def meet(call: str) -> None:
+        together.wait(LONG)
+
+    inner.before = meet
+    threads = [threading.Thread(target=store.get, args=(KEY,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    inner.before = lambda call: None
+    mend(inner)
+    assert figures(store) == (8, 0)
+    clock.now += 1  # not doubled eight times
+    store.get(KEY)
+    assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
+
+
+def test_a_failure_that_comes_late_opens_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    inner.entries[KEY] = b"x"
+    begun, release = threading.Event(), threading.Event()
+
+    def late(call: str) -> None:
+        if call == "contains":
+            begun.set()
+            assert release.wait(LONG)
+            raise down()
+
+    inner.before = late
+    slow = threading.Thread(target=store.contains, args=([KEY],))
+    slow.start()
+    assert begun.wait(LONG)
+    inner.read_fault = down()
+    store.get(KEY)
+    mend(inner)
+    clock.now += 1
+    assert store.get(KEY) == b"x"  # the outage is over before the slow operation ends
+    release.set()
+    slow.join(LONG)
+    assert store.get(KEY) == b"x" and figures(store)[1] == 0
+
+
+def test_a_success_that_comes_late_closes_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    def late(call: str) -> None:
+        if call == "contains":
+            begun.set()
+            assert release.wait(LONG)
+
+    def fail(call: str) -> None:
+        raise down()
+
+    inner.before = late
+    slow = threading.Thread(target=store.contains, args=([KEY],))
+    slow.start()
+    assert begun.wait(LONG)
+    inner.before = fail
+    assert store.get(KEY) is None
+    release.set()
+    slow.join(LONG)
+    assert store.get(KEY) is None and inner.calls == ["contains", "get"] and figures(store)[1] == 1
+
+
+def test_deleting_a_tenant_never_hides_a_failure(inner: Faulty, store: GuardedStore) -> None:
+    inner.entries[KEY] = b"x"
+    inner.write_fault = down()
+    store.put(KEY, b"x")
+    for _ in range(2):  # and is tried though the circuit is open
+        with pytest.raises(StoreError, match="connection refused"):
+            store.delete_tenant("ab")
+    inner.write_fault = OSError(5, "I/O error")
+    with pytest.raises(OSError, match="I/O"):
+        store.delete_tenant("ab")
+    assert figures(store) == (4, 0)
+    inner.write_fault = InputError("tenant: bad")
+    with pytest.raises(InputError):
+        store.delete_tenant("ab")
+    mend(inner)
+    assert store.delete_tenant("ab") == 1 and figures(store) == (4, 0)
+
+
+def test_flush_and_close_do_not_raise(inner: Faulty, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
+    inner.other_fault = OSError(5, "I/O error")
+    assert not store.flush(1.0)
+    store.close()
+    assert figures(store) == (2, 0) and "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
+    # Neither says whether the store reads and writes.
+    assert store.put(KEY, b"x")
+
+
+def test_counters_of_a_store_that_does_not_count(inner: Faulty, store: GuardedStore) -> None:
+    inner.counters = dict  # type: ignore[method-assign]
+    inner.read_fault = OSError()
+    store.get(KEY)
+    assert figures(store) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("backoffs", "field"),
+    [
+        ({"first_backoff": 0.0}, "first_backoff"),
+        ({"first_backoff": float("nan")}, "first_backoff"),
+        ({"first_backoff": 2.0, "max_backoff": 1.0}, "max_backoff"),
+        ({"max_backoff": float("nan")}, "max_backoff"),
+    ],
+)
+def test_backoffs_are_checked(inner: Faulty, backoffs: dict[str, Any], field: str) -> None:
+    with pytest.raises(InputError, match=f"^{field}: must be"):
+        GuardedStore(inner, **backoffs)
+
+
+def test_threads_through_outages(inner: Faulty) -> None:
+    """What is counted adds up, and the store is used again at the end."""
+    store = GuardedStore(inner, first_backoff=1e-9, max_backoff=1e-6)
+    inner.entries[KEY] = b"x"
+    calls = threading.Semaphore(0)
+    inner.before = lambda call: calls.release()
+    hits = [0] * 8
+
+    def hammer(index: int) -> None:
+        for turn in range(500):
+            if turn % 100 == 50 and index == 0:
+                inner.read_fault = down() if inner.read_fault is None else None
+            hits[index] += store.get(KEY) == b"x"
+
+    threads = [threading.Thread(target=hammer, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    tried = 0
+    while calls.acquire(blocking=False):
+        tried += 1
+    skipped = figures(store)[1]
+    assert tried + skipped == 8 * 500 and sum(hits) <= tried
+    mend(inner)
+    store.get(KEY)
+    assert store.get(KEY) == b"x"
+
+
+def test_a_disk_that_fails_and_recovers(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "store").write_bytes(b"a file where the folder should be")
+    store = GuardedStore(DiskStore(tmp_path / "store"), clock=clock)
+    assert not store.put(KEY, b"x") and store.get(KEY) is None
+    tier = store.counters()["disk"]
+    assert (tier.errors, tier.skipped) == (1, 1)
+    (tmp_path / "store").unlink()
+    clock.now += 1
+    assert store.put(KEY, b"x") and store.get(KEY) == b"x"

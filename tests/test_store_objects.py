@@ -1,0 +1,315 @@
+"""ObjectStore on fsspec's memory and local file systems, and on one that fails."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fsspec", reason="needs fsspec")
+
+import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.spec import AbstractFileSystem
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores import objects as module
+from cuvee.integrations.stores.base import StoreError, TierCounters
+from cuvee.integrations.stores.envelope import seal
+from cuvee.integrations.stores.objects import ObjectStore
+
+KEY, OTHER = "ab/0123", "ab/4567"
+
+Open = Callable[..., ObjectStore]
+
+
+class Bucket(MemoryFileSystem):  # type: ignore[misc]
+    """A memory file system that remembers listings, as those of object stores do, and fails when told to."""
+
+    protocol = "testbucket"
+    broken: frozenset[str] = frozenset()
+    find = AbstractFileSystem.find  # by listing
+
+    def _fail(self, method: str) -> None:
+        if method in self.broken:
+            raise PermissionError(f"403 on {method}")
+
+    def cat_file(self, path: str, *arguments: Any, **named: Any) -> Any:
+        self._fail("cat_file")
+        return super().cat_file(path, *arguments, **named)
+
+    def pipe_file(self, path: str, value: bytes, **named: Any) -> None:
+        self._fail("pipe_file")
+        if "missing" in path:
+            raise FileNotFoundError("no such bucket")
+        super().pipe_file(path, value, **named)
+
+    def rm_file(self, path: str) -> None:
+        self._fail("rm_file")
+        super().rm_file(path)
+
+    def info(self, path: str, **named: Any) -> Any:
+        self._fail("info")
+        path = self._strip_protocol(path)
+        parent = self._parent(path)
+        if parent in self.dircache:
+            found = [entry for entry in self.dircache[parent] if entry["name"] == path]
+            if not found:
+                raise FileNotFoundError(path)
+            return found[0]
+        return super().info(path, **named)
+
+    def ls(self, path: str, detail: bool = True, **named: Any) -> Any:
+        self._fail("ls")
+        path = self._strip_protocol(path)
+        if path not in self.dircache:
+            self.dircache[path] = super().ls(path, detail=True)
+        listing = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)  # kept only if wanted
+        return listing if detail else [entry["name"] for entry in listing]
+
+
+@pytest.fixture(params=["memory", "file", "testbucket"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty place."""
+    fsspec.register_implementation("testbucket", Bucket, clobber=True)
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield f"file://{tmp_path}/not yet/there" if request.param == "file" else f"{request.param}://bucket/pre fix"
+    Bucket.broken = frozenset()
+
+
+@pytest.fixture
+def open_objects() -> Iterator[Open]:
+    """ObjectStore(...) that is closed after the test."""
+    stores: list[ObjectStore] = []
+
+    def make(url: str, **named: Any) -> ObjectStore:
+        stores.append(ObjectStore(url, **named))
+        return stores[-1]
+
+    yield make
+    for store in stores:
+        store.close()
+        store.close()
+
+
+def counted(store: ObjectStore) -> TierCounters:
+    return store.counters()["object"]
+
+
+def write(url: str, key: str, data: bytes) -> None:
+    """Replace the object of a key behind the store's back."""
+    tenant, entry = key.split("/")
+    fs, root = fsspec.core.url_to_fs(url)
+    folder = f"{root}/{tenant}/{entry[:2]}"
+    fs.makedirs(folder, exist_ok=True)
+    fs.pipe_file(f"{folder}/{entry}", data)
+
+
+def test_protocol(url: str, open_objects: Open) -> None:
+    store = open_objects(url)
+    assert store.name == "object" and store.shared
+    assert store.get(KEY) is None and not store.delete(KEY) and store.contains([KEY]) == [False]
+    assert store.delete_tenant("ab") == 0
+    assert store.put(KEY, b"one") and store.put(OTHER, b"\0" * 3000)
+    assert store.get(KEY) == b"one"
+    assert store.put(KEY, b"another")
+    assert store.get_many([KEY, "ab/ff", OTHER, KEY]) == [b"another", None, b"\0" * 3000, b"another"]
+    assert store.contains([OTHER, "ab/ff", KEY]) == [True, False, True]
+    assert store.contains([]) == [] and store.get_many([]) == []
+    assert store.delete(KEY) and not store.delete(KEY) and store.get(KEY) is None
+    found = counted(store)
+    assert (found.hits, found.misses, found.hit_bytes) == (4, 3, 3 + 7 + 3000 + 7)
+    assert (found.puts, found.put_bytes, found.errors, found.corrupt) == (3, 3 + 3000 + 7, 0, 0)
+    store.close()
+    assert store.contains([OTHER, KEY]) == [True, False]  # it goes on if it has to
+
+
+def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
+    store = open_objects(url)
+    mine, others = [f"ab/{i:03x}" for i in range(100)], [f"ab0/{i:03x}" for i in range(10)]
+    for key in mine + others:
+        store.put(key, key.encode())
+    assert store.get_many(mine) == [key.encode() for key in mine]
+    assert store.delete_tenant("ab") == 100
+    assert not any(store.contains(mine)) and all(store.contains(others))
+    assert store.delete_tenant("ab") == 0
+    for bad in ("ab", "../ab", "AB/00", "ab/*"):
+        with pytest.raises(InputError, match="key"):
+            store.get(bad)
+    with pytest.raises(InputError, match="tenant"):
+        store.delete_tenant("*")
+
+
+def test_what_others_write_and_delete_is_seen(url: str, open_objects: Open) -> None:
+    one, two = open_objects(url), open_objects(url)
+    one.put(KEY, b"x")
+    assert two.contains([KEY, OTHER]) == [True, False] and two.delete_tenant("cd") == 0
+    one.put("ab/0199", b"beside it")
+    assert two.delete_tenant("ab") == 2  # every directory was listed
+    one.put("ab/01aa", b"y")
+    assert two.contains(["ab/01aa", KEY]) == [True, False] and two.get("ab/01aa") == b"y"
+    one.delete("ab/01aa")
+    assert two.contains(["ab/01aa"]) == [False] and two.delete_tenant("ab") == 0
+
+
+@pytest.mark.parametrize("what", ["garbage", "empty", "moved", "flipped", "cut"])
+def test_bad_entries_are_counted_misses(
+    url: str, open_objects: Open, what: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_objects(url)
+    good = seal(KEY, b"blob", 0.0)
+    bad = {
+        "garbage": b"garbage",
+        "empty": b"",
+        "moved": seal(OTHER, b"blob", 0.0),
+        "flipped": good[:-1] + b"?",
+        "cut": good[:-1],
+    }
+    store.put(KEY, b"first")
+    write(url, KEY, bad[what])
+    assert store.get_many([KEY, OTHER]) == [None, None]
+    assert (counted(store).corrupt, counted(store).misses, counted(store).errors) == (1, 2, 0)
+    assert store.contains([KEY]) == [False] and caplog.text.count("bad entries are deleted") == 1
+    assert store.put(KEY, b"new") and store.get(KEY) == b"new"
+
+
+def test_time_to_live(url: str, open_objects: Open) -> None:
+    store = open_objects(url, ttl=3600)
+    store.put(OTHER, b"young")
+    write(url, KEY, seal(KEY, b"old", 1.7e9))
+    assert open_objects(url).get(KEY) == b"old"
+    assert store.get_many([KEY, OTHER]) == [None, b"young"]
+    found = counted(store)
+    assert (found.expired, found.corrupt, found.misses, found.hits) == (1, 0, 1, 1)
+    assert store.contains([KEY, OTHER]) == [False, True]
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_failures_name_the_store(url: str, open_objects: Open) -> None:
+    store = open_objects(url)
+    store.put(KEY, b"x")
+    cases: list[tuple[str, Callable[[], Any]]] = [
+        ("cat_file", lambda: store.get(KEY)),
+        ("cat_file", lambda: store.get_many([KEY, OTHER])),
+        ("pipe_file", lambda: store.put(KEY, b"y")),
+        ("info", lambda: store.contains([KEY, OTHER])),
+        ("info", lambda: store.delete(KEY)),
+        ("rm_file", lambda: store.delete(KEY)),
+        ("rm_file", lambda: store.delete_tenant("ab")),
+    ]
+    for method, operation in cases:
+        before = counted(store).errors
+        Bucket.broken = frozenset({method})
+        with pytest.raises(StoreError, match=f"^object store {url}: PermissionError: 403 on {method}"):
+            operation()
+        assert counted(store).errors > before
+    Bucket.broken = frozenset()
+    assert store.get(KEY) == b"x"
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_a_bad_entry_that_cannot_be_deleted_is_a_miss(
+    url: str, open_objects: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_objects(url)
+    write(url, KEY, b"garbage")
+    Bucket.broken = frozenset({"rm_file"})
+    assert store.get(KEY) is None and store.get(KEY) is None
+    assert (counted(store).corrupt, counted(store).errors) == (2, 2)
+    assert caplog.text.count("could not be deleted") == 1
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_a_bucket_that_does_not_exist(url: str, open_objects: Open) -> None:
+    store = open_objects("testbucket://missing")
+    assert store.get(KEY) is None
+    with pytest.raises(StoreError, match="no such bucket"):
+        store.put(KEY, b"x")
+    assert counted(store).puts == 0 and counted(store).errors == 1
+
+
+def test_local_files_are_renamed_into_place(
+    tmp_path: Path, open_objects: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fsspec.implementations.local import LocalFileSystem
+
+    store = open_objects(f"file://{tmp_path}")
+    store.put(KEY, b"first")
+
+    def half(self: Any, path: str, value: bytes, **named: Any) -> None:
+        Path(path).write_bytes(value[: len(value) // 2])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalFileSystem, "pipe_file", half)
+        with pytest.raises(StoreError, match="No space left"):
+            store.put(KEY, b"second")
+    assert store.get(KEY) == b"first"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["0123"]
+
+
+def test_local_readers_never_see_half_an_entry(tmp_path: Path, open_objects: Open) -> None:
+    store = open_objects(f"file://{tmp_path}")
+    blobs = [bytes([i]) * 2_000_000 for i in range(2)]
+    store.put(KEY, blobs[0])
+    done = threading.Event()
+
+    def rewrite() -> None:
+        for i in range(30):
+            store.put(KEY, blobs[i % 2])
+        done.set()
+
+    thread = threading.Thread(target=rewrite)
+    thread.start()
+    while not done.is_set():
+        assert store.get(KEY) in blobs
+    thread.join()
+    assert counted(store).corrupt == 0
+
+
+def test_a_process_killed_while_it_writes_leaves_no_half_entry(tmp_path: Path, open_objects: Open) -> None:
+    code = """
+        import sys
+        from cuvee.integrations.stores.objects import ObjectStore
+        store = ObjectStore(sys.argv[1])
+        for i in range(10**6):
+            store.put(f"ab/{i % 4:04x}", bytes([i % 251]) * 5_000_000)
+            if i == 5: print("going", flush=True)
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code), f"file://{tmp_path}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+        assert worker.stdout is not None and worker.stdout.readline() == "going\n"
+        worker.kill()
+    store = open_objects(f"file://{tmp_path}")
+    for i in range(4):
+        blob = store.get(f"ab/{i:04x}")
+        assert blob is not None and len(blob) == 5_000_000
+    assert store.delete_tenant("ab") >= 4
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # what was half written has gone too
+
+
+def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for ttl in (0, -1.0):
+        with pytest.raises(InputError, match=r"^ttl: "):
+            ObjectStore("memory://x", ttl=ttl)
+    with pytest.raises(InputError, match=r"^url: .*nosuchprotocol"):
+        ObjectStore("nosuchprotocol://bucket")
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    with pytest.raises(ImportError, match=r"object store s3://bucket/x: .*s3fs"):
+        ObjectStore("s3://bucket/x")
+
+
+def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    monkeypatch.delitem(sys.modules, module.__name__)
+    with pytest.raises(ImportError, match=r"pip install cuvee\[objects\]"):
+        importlib.import_module(module.__name__)

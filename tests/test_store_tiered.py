@@ -1,0 +1,782 @@
+"""Tiers: what is found where, what is written behind, and that what was deleted stays deleted."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.integrations.stores.tiered import TieredStore
+
+A, B, C = "aa/01", "aa/02", "bb/03"
+LONG = 10.0  # seconds until a test that hangs fails
+
+
+class Gate:
+    """Where a call of a store waits until the test lets it go on; `entered`: it got there."""
+
+    def __init__(self) -> None:
+        self.entered, self._open = threading.Event(), threading.Event()
+
+    def __call__(self) -> None:
+        self.entered.set()
+        assert self._open.wait(LONG)
+
+    def wait(self) -> None:
+        assert self.entered.wait(LONG)
+
+    def open(self) -> None:
+        self._open.set()
+
+
+class Fake(Store):
+    """A dictionary that notes what it is asked; a hook per call waits or fails, before the work or after."""
+
+    def __init__(self, name: str = "fake", shared: bool = False) -> None:
+        self.name, self.shared = name, shared
+        self.entries: dict[str, bytes] = {}
+        self.calls: list[tuple[str, ...]] = []
+        self.before: dict[str, Callable[[], None]] = {}
+        self.after: dict[str, Callable[[], None]] = {}
+        self.refuse = False
+        self.flushed = True
+        self.closed = threading.Event()
+        self.tier = TierCounters()
+        self._lock = threading.Lock()
+
+    def _note(self, call: str, *keys: str) -> None:
+        with self._lock:
+            self.calls.append((call, *keys))
+        self.before.get(call, lambda: None)()
+
+    def _read(self, call: str, keys: Sequence[str]) -> list[bytes | None]:
+        self._note(call, *keys)
+        found = [self.entries.get(key) for key in keys]
+        self.after.get(call, lambda: None)()
+        return found
+
+    def get(self, key: str) -> bytes | None:
+        return self._read("get", [key])[0]
+
+    def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
+        for key in keys:
+            check_key(key)
+        return self._read("get_many", keys)
+
+    def put(self, key: str, blob: bytes) -> bool:
+        check_key(key)
+        self._note("put", key)
+        if not self.refuse:
+            self.entries[key] = blob
+        return not self.refuse
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        return [blob is not None for blob in self._read("contains", keys)]
+
+    def delete(self, key: str) -> bool:
+        self._note("delete", key)
+        return self.entries.pop(key, None) is not None
+
+    def delete_tenant(self, tenant: str) -> int:
+        self._note("delete_tenant", tenant)
+        return sum(self.delete(key) for key in list(self.entries) if key.startswith(f"{tenant}/"))
+
+    def counters(self) -> dict[str, TierCounters]:
+        return {self.name: replace(self.tier)}
+
+    def flush(self, timeout: float | None = None) -> bool:
+        self._note("flush")
+        return self.flushed
+
+    def close(self) -> None:
+        self._note("close")
+        self.closed.set()
+
+    def asked(self, call: str) -> list[tuple[str, ...]]:
+        return [tuple(keys) for name, *keys in self.calls if name == call]
+
+
+class Three:
+    """Three fake tiers, `low` and `deep` behind gates if the test shuts them."""
+
+    def __init__(self, max_queue_bytes: int = 1 << 20) -> None:
+        self.top, self.low, self.deep = Fake("top"), Fake("low"), Fake("deep", shared=True)
+        self.store = TieredStore([self.top, self.low, self.deep], max_queue_bytes)
+
+    def block(self, store: Fake, call: str = "put") -> Gate:
+        gate = store.before[call] = Gate()
+        return gate
+
+    def idle(self) -> None:
+        assert self.store.flush(LONG)
+
+
+@pytest.fixture
+def three() -> Iterator[Three]:
+    tiers = Three()
+    yield tiers
+    for fake in (tiers.top, tiers.low, tiers.deep):
+        for hook in (*fake.before.values(), *fake.after.values()):
+            if isinstance(hook, Gate):
+                hook.open()
+    tiers.store.close()
+
+
+def within(work: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def join(thread: threading.Thread) -> None:
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+# --- finding and promoting ---
+
+
+def test_each_tier_is_asked_for_what_is_missing(three: Three) -> None:
+    three.top.entries[A], three.low.entries[B], three.deep.entries[C] = b"a", b"b", b"c"
+    absent = "cc/04"
+    assert three.store.contains([C, absent, A, B, C]) == [True, False, True, True, True]
+    assert [tier.asked("contains") for tier in (three.top, three.low, three.deep)] == [
+        [(C, absent, A, B)],
+        [(C, absent, B)],
+        [(C, absent)],
+    ]
+    assert three.store.get_many([C, absent, A, B, C]) == [b"c", None, b"a", b"b", b"c"]
+    assert [tier.asked("get_many") for tier in (three.top, three.low, three.deep)] == [
+        [(C, absent, A, B)],
+        [(C, absent, B)],
+        [(C, absent)],
+    ]
+    assert three.store.get_many([]) == [] and three.store.contains([]) == []
+    assert three.store.get_many([A]) == [b"a"] and len(three.low.asked("get_many")) == 1
+
+
+def test_a_hit_below_is_promoted(three: Three) -> None:
+    three.low.entries[A], three.deep.entries[B] = b"a", b"b"
+    gate = three.block(three.low)
+    assert three.store.get(A) == b"a" and three.store.get(B) == b"b"
+    assert three.top.entries == {A: b"a", B: b"b"}  # at once
+    gate.open()
+    three.idle()
+    assert three.low.entries == {A: b"a", B: b"b"} and three.low.asked("put") == [(B,)]
+    assert three.deep.asked("put") == []
+    assert three.store.get_many([A, B]) == [b"a", b"b"] and len(three.deep.asked("get_many")) == 1
+
+
+def test_a_hit_is_found_even_if_it_cannot_be_promoted(three: Three, caplog: pytest.LogCaptureFixture) -> None:
+    three.low.entries[A] = b"a"
+    three.top.refuse = True
+    assert three.store.get(A) == b"a"
+    three.top.before["put"] = raising(OSError("full"))
+    assert three.store.get(A) == b"a" and three.store.get(A) == b"a"
+    assert three.store.counters()["top"].errors == 2
+    assert [message for message in caplog.messages if "tier 0 (top): full" in message] == caplog.messages[:1]
+
+
+def raising(error: Exception) -> Callable[[], None]:
+    def fail() -> None:
+        raise error
+
+    return fail
+
+
+def test_a_tier_that_fails_shows_through(three: Three) -> None:
+    three.low.before["get_many"] = three.low.before["contains"] = raising(StoreError("down"))
+    three.top.entries[A] = b"a"
+    assert three.store.get(A) == b"a" and three.store.contains([A]) == [True]
+    with pytest.raises(StoreError):
+        three.store.get(B)
+    with pytest.raises(StoreError):
+        three.store.contains([B])
+    guarded = TieredStore([MemoryStore(100), GuardedStore(three.low), three.deep])
+    three.deep.entries[B] = b"b"
+    assert guarded.get(B) == b"b"
+    guarded.close()
+
+
+# --- writing behind ---
+
+
+def test_a_put_does_not_wait_for_lower_tiers(three: Three) -> None:
+    gates = [three.block(three.low), three.block(three.deep)]
+    assert three.store.put(A, b"a") and three.store.put(B, b"b")
+    assert three.top.entries == {A: b"a", B: b"b"} and not three.low.entries and not three.deep.entries
+    for gate in gates:
+        gate.wait()
+    counters = three.store.counters()
+    assert [counters[name].queued for name in ("top", "low", "deep")] == [0, 2, 2]
+    gates[1].open()
+    assert not three.store.flush(0)
+    gates[0].open()
+    three.idle()
+    assert three.low.entries == three.deep.entries == three.top.entries
+    assert three.low.asked("put") == [(A,), (B,)]
+    assert three.store.counters()["low"].queued == 0
+
+
+def test_what_is_queued_is_found(three: Three) -> None:
+    gate = three.block(three.low)
+    three.store.put(A, b"a")
+    gate.wait()
+    three.store.put(B, b"bb")
+    three.top.entries.clear()  # evicted; A is being written, B waits
+    assert three.store.contains([A, B, C]) == [True, True, False]
+    assert three.low.asked("contains") == [(C,)]
+    assert three.store.get_many([A, C, B]) == [b"a", None, b"bb"]
+    assert three.low.asked("get_many") == [(C,)]
+    assert three.top.entries == {A: b"a", B: b"bb"}
+    counters = three.store.counters()
+    assert (counters["low"].hits, counters["low"].hit_bytes) == (2, 3)
+    assert three.store.contains([A, B]) == [True, True] and three.store.counters()["low"].hits == 2
+
+
+def test_a_newer_put_replaces_the_one_that_waits() -> None:
+    three = Three(max_queue_bytes=10)
+    gate = three.block(three.low)
+    three.store.put(C, b"c" * 3)
+    gate.wait()
+    for byte in b"xyz":
+        three.store.put(A, bytes([byte]) * 7)  # each would be too much beside another
+    three.store.put(C, b"")
+    three.top.entries.clear()
+    assert three.store.get_many([A, C]) == [b"z" * 7, b""]
+    gate.open()
+    three.store.close()
+    assert three.low.asked("put") == [(C,), (A,), (C,)] and three.low.entries == {A: b"z" * 7, C: b""}
+    assert three.store.counters()["low"].dropped == 0
+
+
+def test_a_full_queue_drops_for_its_tier_only(caplog: pytest.LogCaptureFixture) -> None:
+    three = Three(max_queue_bytes=10)
+    gate = three.block(three.low)
+    assert three.store.put(A, b"a" * 6)
+    gate.wait()
+    assert three.store._tiers[2].drain(LONG)
+    for _ in range(3):
+        assert three.store.put(B, b"b" * 5)  # beside the entry that is being written, one byte too much
+        assert three.store._tiers[2].drain(LONG)
+    assert three.store.put(C, b"c" * 4)
+    assert three.store._tiers[2].drain(LONG)
+    three.top.refuse = True
+    assert not three.store.put("cc/05", b"e" * 11)  # for any queue
+    gate.open()
+    three.idle()
+    assert three.store.put(B, b"b" * 10)  # tier 0 refuses, but there is room in the queues again
+    three.store.close()
+    assert three.low.entries == {A: b"a" * 6, C: b"c" * 4, B: b"b" * 10}
+    assert set(three.deep.entries) == {A, B, C}
+    counters = three.store.counters()
+    assert [counters[name].dropped for name in ("top", "low", "deep")] == [0, 4, 1]
+    low, deep = (message for message in caplog.messages if "is full" in message)  # once a tier
+    assert "tier 1 (low) is full (10 bytes)" in low and "tier 2 (deep)" in deep and "max_queue_bytes" in low
+
+
+@pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("down")], ids=lambda error: type(error).__name__)
+def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFixture, error: Exception) -> None:
+    three.low.before["put"] = raising(error)
+    assert three.store.put(A, b"a") and three.store.put(B, b"b")
+    three.idle()
+    # A store counts the StoreErrors that it raises itself.
+    assert three.store.counters()["low"].errors == (2 if isinstance(error, RuntimeError) else 0)
+    assert caplog.messages == ["a copy was not written to tier 1 (low): down"]
+    del three.low.before["put"]
+    three.low.refuse = True
+    assert three.store.put(C, b"c")
+    three.idle()
+    three.low.refuse = False
+    assert three.store.put(C, b"c")
+    three.idle()
+    assert three.low.entries == {C: b"c"} and set(three.deep.entries) == {A, B, C}
+
+
+def test_without_a_thread_nothing_is_queued(
+    three: Three, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: raising(RuntimeError("can't start new thread"))())
+        assert three.store.put(A, b"a") and three.store.put(B, b"b")
+    counters = three.store.counters()
+    assert (counters["low"].dropped, counters["low"].queued) == (2, 0) and three.store.flush(0)
+    assert len(caplog.messages) == 2 and "no thread can be started to write to tier 1 (low)" in caplog.messages[0]
+    assert three.store.put(C, b"c")
+    three.idle()
+    assert three.low.entries == {C: b"c"}
+
+
+def test_a_bad_key_reaches_no_queue(three: Three) -> None:
+    with pytest.raises(InputError):
+        three.store.put("bad", b"x")
+    with pytest.raises(InputError):
+        three.store.get("bad")
+    assert three.store.counters()["low"].queued == 0
+
+
+def test_a_blob_is_let_go_once_written(three: Three) -> None:
+    for fake in (three.top, three.low, three.deep):
+        fake.refuse = True
+    blob = bytes(1000)
+    before = sys.getrefcount(blob)
+    three.store.put(A, blob)
+    three.idle()
+    for tier in three.store._tiers[1:]:  # until its thread waits for the next entry
+        with tier._changed:
+            pass
+    assert sys.getrefcount(blob) == before
+
+
+# --- deleting ---
+
+
+def test_deleting_a_queued_entry(three: Three) -> None:
+    gate = three.block(three.low)
+    three.store.put(C, b"c")
+    gate.wait()
+    three.store.put(A, b"a")
+    three.store.put(B, b"b")
+    assert three.store.delete(A) and not three.store.delete(A)
+    assert three.store.get(A) is None and three.store.contains([A, B]) == [False, True]
+    gate.open()
+    three.idle()
+    assert set(three.top.entries) == set(three.low.entries) == set(three.deep.entries) == {B, C}
+    assert three.store._tiers[1]._bytes == 0
+
+
+def test_an_entry_only_in_the_queue_counts_as_there(three: Three) -> None:
+    gates = [three.block(three.low), three.block(three.deep)]
+    three.store.put(A, b"a")
+    three.store.put(B, b"b")
+    for gate in gates:
+        gate.wait()
+    three.top.entries.clear()
+    assert three.store.delete(A) and not three.store.delete(A)  # was being written
+    assert three.store.delete(B) and not three.store.delete(B)  # waited
+
+
+def test_deleting_an_entry_that_is_being_written(three: Three) -> None:
+    """Never seen again, though its put ends after the deletion."""
+    gate = three.block(three.low)
+    three.store.put(A, b"a")
+    gate.wait()
+    assert three.store.delete(A)  # without waiting for the write
+    late = three.block(three.low, "delete")
+    gate.open()
+    late.wait()  # written, and about to be deleted by the tier's thread
+    assert three.low.entries == {A: b"a"}
+    assert three.store.get(A) is None and three.store.contains([A]) == [False]
+    assert three.top.entries == {}  # nothing was promoted
+    late.open()
+    three.idle()
+    assert three.low.entries == {} and three.deep.entries == {} and three.store.get(A) is None
+
+
+def test_a_put_after_a_deletion_survives_it(three: Three) -> None:
+    gate = three.block(three.low)
+    three.store.put(A, b"old")
+    gate.wait()
+    three.store.delete(A)
+    three.store.put(A, b"new")
+    three.top.entries.clear()
+    assert three.store.get(A) == b"new"
+    gate.open()
+    three.idle()
+    assert three.low.entries == three.deep.entries == {A: b"new"}
+
+
+def test_a_failed_write_of_a_deleted_entry_is_deleted_all_the_same(three: Three) -> None:
+    """It may have got through before it failed."""
+    gate = three.block(three.low)
+    three.store.put(A, b"a")
+    gate.wait()
+    three.store.delete(A)
+
+    def half() -> None:
+        gate()
+        three.low.entries[A] = b"a"
+        raise StoreError("timeout")
+
+    three.low.before["put"] = half
+    gate.open()
+    three.idle()
+    three.store.put(A, b"a")
+    three.idle()
+    assert three.low.entries == {A: b"a"}  # the fault works
+    gate = Gate()
+    three.store.put(A, b"a")
+    gate.wait()
+    three.store.delete(A)
+    gate.open()
+    three.idle()
+    assert three.low.entries == {}
+
+
+def test_deleting_a_tenant_waits_for_its_writes(three: Three) -> None:
+    gate = three.block(three.low)
+    three.store.put(A, b"a")
+    gate.wait()
+    three.store.put(B, b"b")
+    three.store.put(C, b"c")
+    assert three.store._tiers[2].drain(LONG)
+    counts: list[int] = []
+    thread = within(lambda: counts.append(three.store.delete_tenant("aa")))
+    while A in three.top.entries or B in three.top.entries:  # the first tier does not wait for the second
+        pass
+    thread.join(0.1)
+    assert not three.low.asked("delete_tenant") and not counts
+    gate.open()
+    join(thread)
+    assert three.low.calls.index(("delete", A)) < three.low.calls.index(("delete_tenant", "aa"))
+    three.idle()
+    assert counts == [2 + 0 + 2]  # copies in tiers; those in the queue were in none
+    assert three.top.entries == three.low.entries == three.deep.entries == {C: b"c"}
+    assert three.low.asked("put") == [(A,), (C,)]
+
+
+def test_a_tenant_is_not_a_prefix_of_another(three: Three) -> None:
+    gate = three.block(three.low)
+    three.store.put(C, b"c")
+    gate.wait()
+    three.store.put("aaa/01", b"x")
+    three.store.put(A, b"a")
+    assert three.store.delete_tenant("aa") >= 1
+    gate.open()
+    three.idle()
+    assert set(three.low.entries) == {C, "aaa/01"}
+    with pytest.raises(InputError, match="tenant"):
+        three.store.delete_tenant("")
+
+
+@pytest.mark.parametrize("call", ["delete", "delete_tenant"])
+def test_a_deletion_that_fails_in_one_tier_goes_on_in_the_others(three: Three, call: str) -> None:
+    three.store.put(A, b"a")
+    three.idle()
+    three.top.before[call] = raising(StoreError("first"))
+    three.low.before[call] = raising(StoreError("second"))
+    with pytest.raises(StoreError, match="first"):
+        three.store.delete(A) if call == "delete" else three.store.delete_tenant("aa")
+    assert three.deep.entries == {}
+    # Later gets may promote again.
+    three.deep.entries[B] = b"b"
+    assert three.store.get(B) == b"b" and B in three.top.entries
+
+
+@pytest.mark.parametrize("tenant", [False, True])
+@pytest.mark.parametrize("ended", [False, True])
+def test_nothing_is_promoted_that_was_read_before_a_deletion_ended(three: Three, ended: bool, tenant: bool) -> None:
+    three.deep.entries[A] = b"a"
+    reading = three.deep.after["get_many"] = Gate()
+    got: list[bytes | None] = []
+    getter = within(lambda: got.append(three.store.get(A)))
+    reading.wait()  # it has read the entry, but not promoted it yet
+
+    def delete() -> None:
+        _ = three.store.delete_tenant("aa") if tenant else three.store.delete(A)
+
+    if ended:
+        delete()
+    else:
+        # The get ends while the deletion has dealt with the upper tiers and is about to deal with the lowest.
+        deleting = three.block(three.deep, "delete_tenant" if tenant else "delete")
+        deleter = within(delete)
+        deleting.wait()
+    reading.open()
+    join(getter)
+    if not ended:
+        deleting.open()
+        join(deleter)
+    three.idle()
+    assert got == [b"a"]  # it was there when it was asked for
+    assert three.top.entries == three.low.entries == three.deep.entries == {}
+    assert three.store.get(A) is None
+
+
+def test_a_deletion_waits_for_a_promotion_that_has_begun(three: Three) -> None:
+    three.deep.entries[A] = b"a"
+    promoting = three.block(three.top)
+    getter = within(lambda: three.store.get(A))
+    promoting.wait()
+    deleter = within(lambda: three.store.delete(A))
+    while not three.store._deleting:
+        pass
+    assert three.top.asked("delete") == []
+    promoting.open()
+    join(getter)
+    join(deleter)
+    three.idle()
+    assert three.top.entries == three.low.entries == three.deep.entries == {}
+
+
+# --- flushing, closing, threads, processes ---
+
+
+def test_flush_asks_every_tier(three: Three) -> None:
+    assert three.store.flush() and all(len(tier.asked("flush")) == 1 for tier in (three.top, three.low, three.deep))
+    three.top.flushed = False
+    assert not three.store.flush(1.0) and len(three.deep.asked("flush")) == 2
+
+
+def threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("cuvee tier")]
+
+
+def test_threads_start_with_the_first_put_and_end_with_the_store(three: Three) -> None:
+    three.store.get(A)
+    three.store.delete(A)
+    three.store.flush()
+    assert threads() == []
+    three.store.put(A, b"a")
+    three.store.put(B, b"b")
+    assert sorted(thread.name for thread in threads()) == ["cuvee tier 1 (low)", "cuvee tier 2 (deep)"]
+    assert all(thread.daemon for thread in threads())
+    three.store.close()
+    assert threads() == []
+    three.store.close()
+    assert all(len(tier.asked("close")) == 1 for tier in (three.top, three.low, three.deep))
+
+
+def test_close_drains(three: Three, caplog: pytest.LogCaptureFixture) -> None:
+    gate = three.block(three.low)
+    three.store.put(A, b"a")
+    three.store.put(B, b"b")
+    gate.wait()
+    closer = within(three.store.close)
+    assert three.low.asked("close") == []
+    gate.open()
+    join(closer)
+    assert set(three.low.entries) == {A, B} and three.low.closed.is_set() and caplog.messages == []
+    three.store.put(C, b"c")
+    assert C not in three.low.entries and three.store.counters()["low"].dropped == 1 and caplog.messages == []
+
+
+def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pytest.LogCaptureFixture) -> None:
+    gate = three.block(three.low)
+    three.store.put(A, b"a")
+    gate.wait()
+    three.store.put(B, b"bbb")
+    three.store.put(C, b"cc")
+    three.store.close(timeout=0.05)
+    assert three.top.closed.is_set() and three.deep.closed.is_set() and not three.low.closed.is_set()
+    (message,) = caplog.messages
+    assert "tier 1 (low)" in message and "2 entries (5 bytes)" in message and "one of 1 bytes" in message
+    counters = three.store.counters()["low"]
+    assert (counters.dropped, counters.queued) == (2, 1)
+    gate.open()
+    assert three.low.closed.wait(LONG) and three.low.calls[-2:] == [("put", A), ("close",)]
+    assert three.low.entries == {A: b"a"} and three.store.counters()["low"].queued == 0
+
+
+def test_a_late_close_that_fails_is_logged(three: Three, caplog: pytest.LogCaptureFixture) -> None:
+    gate = three.block(three.low)
+    failing = three.block(three.low, "close")
+    three.store.put(A, b"a")
+    gate.wait()
+    three.store.close(timeout=0)
+    (thread,) = threads()
+
+    def fail() -> None:
+        failing()
+        raise OSError("late")
+
+    three.low.before["close"] = fail
+    gate.open()
+    failing.open()
+    join(thread)
+    assert caplog.messages[-1].endswith("late")
+
+
+def test_every_tier_is_closed_if_one_fails(three: Three) -> None:
+    three.top.before["close"] = raising(OSError("top"))
+    three.low.before["flush"] = raising(OSError("low"))
+    with pytest.raises(OSError):
+        three.store.close()
+    assert three.low.closed.is_set() and three.deep.closed.is_set()
+    three.top.before.clear()
+
+
+def run(script: str) -> str:
+    """What a Python process prints; it fails the test if it does not end well, and soon."""
+    header = "import os, sys, threading, time\nfrom cuvee.integrations.stores.tiered import *\n"
+    header += "from cuvee.integrations.stores.memory import MemoryStore\n"
+    header += "from cuvee.integrations.stores.disk import DiskStore\n"
+    # A fork of a process with threads is what is tested: Python 3.12 and newer warn of it.
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", header + script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+STUCK = """
+class Stuck(MemoryStore):
+    entered, release = threading.Event(), threading.Event()
+    def put(self, key, blob):
+        self.entered.set()
+        self.release.wait()
+        return super().put(key, blob)
+"""
+
+
+def test_a_process_ends_without_close() -> None:
+    assert (
+        run(
+            STUCK
+            + """
+store = TieredStore([MemoryStore(1000), Stuck(1000)])
+store.put("aa/01", b"a"); store.put("aa/02", b"a")
+Stuck.entered.wait()
+print("end")
+"""
+        )
+        == "end\n"
+    )
+
+
+def test_a_forked_child_has_its_own_threads(tmp_path: Path) -> None:
+    """Forked while the parent's thread writes, an entry waits, and another thread holds every lock."""
+    out = run(
+        STUCK
+        + f"""
+disk = DiskStore({str(tmp_path)!r})
+low = Stuck(1000)
+store = TieredStore([MemoryStore(1000), low, disk])
+store.put("aa/01", b"a"); store.put("aa/02", b"b")
+Stuck.entered.wait(); store._tiers[2].drain(None)
+held, done = threading.Event(), threading.Event()
+def hold():
+    with store._changed, store._tiers[1]._changed, store._tiers[2]._changed:
+        held.set(); done.wait()
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    Stuck.release = threading.Event(); Stuck.release.set()
+    ok = store.flush(10) and store.counters()["memory-2"].queued == 0
+    ok = ok and store.put("aa/03", b"c") and store.flush(10) and store.get("aa/03") == disk.get("aa/03") == b"c"
+    ok = ok and low.contains(["aa/01", "aa/02", "aa/03"]) == [False, False, True] and store.delete("aa/03")
+    store.close()
+    os._exit(0 if ok else 3)
+status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+done.set(); Stuck.release.set()
+store.flush(10)
+print(status, low.contains(["aa/01", "aa/02", "aa/03"]), disk.contains(["aa/01", "aa/02", "aa/03"]))
+store.close()
+"""
+    )
+    assert out == "0 [True, True, False] [True, True, False]\n"
+
+
+# --- names, figures, arguments ---
+
+
+def test_tiers_of_one_name_are_told_apart() -> None:
+    fakes = [Fake("redis"), Fake("redis"), Fake("disk"), Fake("redis", shared=True)]
+    for number, fake in enumerate(fakes):
+        fake.tier.puts = number
+    store = TieredStore(fakes)
+    assert {name: own.puts for name, own in store.counters().items()} == {
+        "redis": 0, "redis-2": 1, "disk": 2, "redis-3": 3,
+    }  # fmt: skip
+    assert store.name == "tiered" and store.shared and store.tiers == tuple(fakes)
+    assert not TieredStore(fakes[:3]).shared
+    store.close()
+
+
+def test_one_tier_is_enough() -> None:
+    store = TieredStore([MemoryStore(1000)])
+    assert store.put(A, b"a") and store.get(A) == b"a" and store.delete(A) and not store.put(B, bytes(2000))
+    assert set(store.counters()) == {"memory"}
+    store.close()
+    assert threads() == []
+
+
+def test_a_tier_may_be_tiered() -> None:
+    store = TieredStore([Fake("a"), TieredStore([Fake("b"), Fake("b")])])
+    store.put(A, b"a")
+    assert store.flush(LONG) and set(store.counters()) == {"a", "b", "b-2", "tiered"}
+    store.close()
+    assert threads() == []
+
+
+def test_arguments_are_checked() -> None:
+    with pytest.raises(InputError, match=r"^stores: must be at least one"):
+        TieredStore([])
+    with pytest.raises(InputError, match=r"^max_queue_bytes: must be at least 1, got 0"):
+        TieredStore([Fake()], 0)
+
+
+# --- real stores, many threads ---
+
+
+def test_memory_before_disk(tmp_path: Path) -> None:
+    keys = [f"ab/{number:02x}" for number in range(20)]
+    store = TieredStore([MemoryStore(500), GuardedStore(DiskStore(tmp_path))])
+    for number, key in enumerate(keys):
+        assert store.put(key, bytes([number]) * 100)
+    store.close()
+    again = TieredStore([MemoryStore(500), GuardedStore(DiskStore(tmp_path))])
+    assert again.contains(keys) == [True] * 20
+    assert again.get_many(keys) == [bytes([number]) * 100 for number in range(20)]
+    counters = again.counters()
+    assert (counters["memory"].misses, counters["disk"].hits) == (20, 20)
+    assert again.get(keys[-1]) == bytes([19]) * 100 and again.counters()["memory"].hits == 1
+    assert again.delete_tenant("ab") == 20 + 4 and again.get_many(keys) == [None] * 20
+    again.close()
+
+
+def test_threads_that_put_get_and_delete(tmp_path: Path) -> None:
+    """A blob says its key, so a wrong answer shows; what a thread deleted of its own stays deleted."""
+    memory = MemoryStore(2000)
+    lowest = Fake("deep")
+    store = TieredStore([memory, GuardedStore(DiskStore(tmp_path)), lowest], max_queue_bytes=4000)
+    wrong: list[object] = []
+
+    def blob(key: str) -> bytes:
+        return key.encode() * 50
+
+    def work(own: int) -> None:
+        try:
+            for turn in range(60):
+                key = f"{own:02x}/{turn % 7:02x}"
+                shared = [f"ff/{number:02x}" for number in range(turn % 5, 9)]
+                for name in (key, *shared[:2]):
+                    store.put(name, blob(name))
+                if store.get(key) not in (blob(key), None):
+                    wrong.append(key)
+                wrong.extend(k for k, b in zip(shared, store.get_many(shared), strict=True) if b not in (blob(k), None))
+                if turn % 3 == 0:
+                    store.delete(key)
+                    if store.get(key) is not None or store.contains([key]) != [False]:
+                        wrong.append(("deleted", key))
+                if turn % 20 == 19:
+                    store.delete_tenant(f"{own:02x}")
+                    if any(store.get_many([f"{own:02x}/{number:02x}" for number in range(7)])):
+                        wrong.append(("tenant", own))
+        except Exception as error:
+            wrong.append(error)
+
+    workers = [threading.Thread(target=work, args=(own,)) for own in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(60)
+    assert wrong == [] and store.flush(LONG)
+    assert all(key.startswith("ff/") for key in lowest.entries)
+    assert store.delete_tenant("ff") >= 1
+    keys = [f"{tenant}/{number:02x}" for tenant in ("00", "ff") for number in range(9)]
+    assert store.contains(keys) == [False] * 18 and lowest.entries == {}
+    assert all(own.queued == 0 for own in store.counters().values())
+    assert all(tier._bytes == 0 for tier in store._tiers) and store._promoting == 0 and store._deleting == 0
+    store.close()

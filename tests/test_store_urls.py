@@ -1,0 +1,337 @@
+"""Stores by URL: what each one opens, what is refused, and that no message shows a password."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.integrations.stores.tiered import TieredStore
+from cuvee.integrations.stores.urls import redacted
+
+SECRET = "s3cr"
+
+
+class Recorded(Store):
+    """Stands for a store whose client may not be installed: remembers its arguments."""
+
+    name, shared = "recorded", True
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.closed = False
+
+    def get(self, key: str) -> bytes | None:
+        raise NotImplementedError
+
+    def put(self, key: str, blob: bytes) -> bool:
+        raise NotImplementedError
+
+    def contains(self, keys: Sequence[str]) -> list[bool]:
+        raise NotImplementedError
+
+    def delete(self, key: str) -> bool:
+        raise NotImplementedError
+
+    def delete_tenant(self, tenant: str) -> int:
+        raise NotImplementedError
+
+    def counters(self) -> dict[str, Any]:
+        return {}
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture(autouse=True)
+def clients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What would import redis-py and fsspec."""
+    for module, name in (("redis", "RedisStore"), ("objects", "ObjectStore")):
+        fake = type(sys)(module)
+        setattr(fake, name, Recorded)
+        monkeypatch.setitem(sys.modules, f"cuvee.integrations.stores.{module}", fake)
+
+
+def arguments(url: str) -> tuple[object, ...]:
+    store = open_store(url, guarded=False)
+    assert isinstance(store, Recorded)
+    return store.arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [("", 4 * 10**9), ("?max_gb=8", 8 * 10**9), ("?max_gb=0.5", 5 * 10**8), ("?max_mb=2.5", 2_500_000)],
+)
+def test_memory(options: str, budget: int) -> None:
+    store = open_store(f"memory://{options}")
+    assert isinstance(store, MemoryStore), "not guarded: it cannot fail"
+    assert store.put("ab/1", bytes(10))
+    assert store._cache.max_bytes == budget
+    same = open_store(f"memory://{options}")
+    assert same.get("ab/1") == bytes(10)
+    store.close()
+    same.close()
+    again = open_store(f"memory://{options}")
+    assert again.get("ab/1") is None
+    again.close()
+
+
+def test_memory_of_equal_budgets_is_one_however_it_is_written() -> None:
+    one, two, other = (open_store(f"memory://?{option}") for option in ("max_gb=0.001", "max_mb=1", "max_mb=2"))
+    one.put("ab/1", b"x")
+    assert two.get("ab/1") == b"x" and other.get("ab/1") is None
+    for store in (one, two, other):
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "budget", "ttl"),
+    [
+        ("", None, None),
+        ("?max_gb=50&ttl=7d", 50 * 10**9, 7 * 86400),
+        ("?ttl=90s&max_mb=1", 10**6, 90),
+        ("?ttl=1.5h", None, 5400),
+        ("?ttl=2m", None, 120),
+    ],
+)
+def test_file(tmp_path: Path, options: str, budget: int | None, ttl: float | None) -> None:
+    store = open_store(f"file://{tmp_path}/store{options}", guarded=False)
+    assert isinstance(store, DiskStore)
+    assert (store.root, store.max_bytes, store.ttl) == (f"{tmp_path}/store", budget, ttl)
+    guarded = open_store(f"file://{tmp_path}/store{options}")
+    assert isinstance(guarded, GuardedStore) and (guarded.name, guarded.shared) == ("disk", True)
+
+
+def test_file_paths_are_unquoted(tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path}/a%20b%23%3Fc+d@e", guarded=False)
+    assert isinstance(store, DiskStore) and store.root == f"{tmp_path}/a b#?c+d@e"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis://host:6379/0", ("redis://host:6379/0", None, None, 1.0, False)),
+        ("redis://host", ("redis://host", None, None, 1.0, False)),
+        ("redis://[::1]:6379/2", ("redis://[::1]:6379/2", None, None, 1.0, False)),
+        (
+            "redis://user:p%40ss@host:6379/0?max_gb=8&ttl=1h&timeout=0.5",
+            ("redis://user:p%40ss@host:6379/0", 8 * 10**9, 3600, 0.5, False),
+        ),
+        ("valkey://host:1/", ("redis://host:1/", None, None, 1.0, False)),
+        ("VALKEYS://host:1", ("rediss://host:1", None, None, 1.0, False)),
+        (
+            "rediss://:pw@host:1?ssl_ca_certs=/etc/ca.pem&max_mb=5&ssl_cert_reqs=none",
+            ("rediss://:pw@host:1?ssl_ca_certs=/etc/ca.pem&ssl_cert_reqs=none", 5 * 10**6, None, 1.0, False),
+        ),
+        ("redis+cluster://host:6379", ("redis://host:6379", None, None, 1.0, True)),
+        ("valkeys+cluster://u:p@host:6379/0", ("rediss://u:p@host:6379/0", None, None, 1.0, True)),
+        ("unix:///run/redis.sock?db=3&timeout=2", ("unix:///run/redis.sock?db=3", None, None, 2.0, False)),
+        ("redis+unix://u:p@/run/redis.sock", ("unix://u:p@/run/redis.sock", None, None, 1.0, False)),
+        ("s3://bucket/prefix/a@b", ("s3://bucket/prefix/a@b", None)),
+        ("gs://bucket?ttl=30d", ("gs://bucket", 30 * 86400)),
+        ("az://c/p", ("az://c/p", None)),
+        ("abfs://c@account.dfs/p", ("abfs://c@account.dfs/p", None)),
+        ("fsspec+memory://x", ("memory://x", None)),
+        ("fsspec+file:///x/y?ttl=1s", ("file:///x/y", 1)),
+        ("fsspec+sftp://u:p@host/x", ("sftp://u:p@host/x", None)),
+    ],
+)
+def test_clients_get_their_part(url: str, expected: tuple[object, ...]) -> None:
+    assert arguments(url) == expected
+    assert isinstance(open_store(url), GuardedStore)
+
+
+def test_tiers(tmp_path: Path) -> None:
+    for url in (
+        f"tiered:memory://?max_mb=1, file://{tmp_path}/a%2cb?ttl=1d,redis://:x%2Cy@host/0",
+        ["memory://?max_mb=1", f"file://{tmp_path}/a,b?ttl=1d", "redis://:x,y@host/0"],
+    ):
+        store = open_store(url)
+        assert isinstance(store, TieredStore)
+        memory, file, redis = store.tiers
+        assert isinstance(memory, MemoryStore) and isinstance(file, GuardedStore) and isinstance(redis, GuardedStore)
+        store.close()
+        store = open_store(url, guarded=False)
+        assert isinstance(store, TieredStore)
+        memory, file, redis = store.tiers
+        assert isinstance(file, DiskStore) and file.root == f"{tmp_path}/a,b"
+        assert isinstance(redis, Recorded) and redis.arguments[0] == "redis://:x,y@host/0"
+        store.close()
+        assert redis.closed
+
+
+def test_commas_of_object_names() -> None:
+    store = open_store("tiered:s3://b/a%2cb,s3://b/a%2Cc", guarded=False)
+    assert isinstance(store, TieredStore)
+    assert [tier.arguments[0] for tier in store.tiers if isinstance(tier, Recorded)] == ["s3://b/a,b", "s3://b/a,c"]
+    store.close()
+
+
+def test_one_tier_is_tiered_too() -> None:
+    for url in ("tiered:redis://host", ["redis://host"]):
+        store = open_store(url)
+        assert isinstance(store, TieredStore) and len(store.tiers) == 1
+        store.close()
+
+
+def test_a_bad_tier_closes_those_before_it() -> None:
+    with pytest.raises(InputError, match=r"^max_gb: "):
+        open_store(["memory://?max_mb=7", "redis://host?max_gb=0"])
+    held = open_store("memory://?max_mb=7")
+    held.put("ab/1", b"x")
+    held.close()
+    fresh = open_store("memory://?max_mb=7")
+    assert fresh.get("ab/1") is None, "the one that was opened on the way is closed"
+    fresh.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("", r"^url: must begin with memory://, .*fsspec\+<protocol>:// or tiered:, got $"),
+        ("/var/cache", r"^url: must begin with .*got /var/cache$"),
+        ("file:/var/cache", r"^url: must begin with"),
+        ("flie:///x", r"^url: no store is called flie://; did you mean file://\?"),
+        ("ftp+x://h", r"^url: no store is called ftp\+x://; there are memory://"),
+        ("fsspec+://h", r"^url: no store is called fsspec\+://"),
+        (
+            "memory://?max_bg=8",
+            r"^max_bg: no option of memory:// stores, did you mean max_mb or max_gb\? \(in memory://",
+        ),
+        ("memory://?ttl=1d", r"^ttl: no option of memory:// stores, known: max_gb, max_mb"),
+        ("memory://name", r"^url: memory:// takes options only"),
+        (
+            "memory://?max_gb=-1",
+            r"^max_gb: must be a number of gigabytes \(10\^9 bytes\) above 0, got '-1' \(in memory:",
+        ),
+        ("memory://?max_gb=0", r"^max_gb: must .*got '0'"),
+        ("memory://?max_gb=1e-10", r"^max_gb: must be at least one byte, got '1e-10'"),
+        ("memory://?max_mb=8GB", r"^max_mb: must be a number of megabytes above 0, got '8GB'"),
+        ("memory://?max_gb=inf", r"^max_gb: must"),
+        ("memory://?max_gb=1e999", r"^max_gb: must"),
+        ("memory://?max_gb=nan", r"^max_gb: must"),
+        ("memory://?max_gb=1_0", r"^max_gb: must"),
+        ("memory://?max_gb=%31", r"^max_gb: must"),
+        ("memory://?max_gb=1&max_mb=1", r"^max_mb: give max_gb or max_mb, not both"),
+        ("memory://?max_gb=1&max_gb=2", r"^max_gb: given twice"),
+        ("memory://?max_gb", r"^url: options are written name=value"),
+        ("memory://?max_gb=", r"^url: options are written name=value"),
+        ("memory://?max_gb=1&", r"^url: options are written name=value"),
+        ("file://relative/path", r"^url: a folder is written file:///absolute/path"),
+        ("file://", r"^url: a folder is written"),
+        ("file:///", r"^url: a folder is written"),
+        ("file:///a#b", r"^url: a folder is written .*%23 for #"),
+        ("file:///a%00b", r"^url: a folder is written"),
+        ("file:///x?ttl=7", r"^ttl: must be a number above 0 with s, m, h or d, such as 7d; got '7' \(in file:///x"),
+        ("file:///x?ttl=0s", r"^ttl: must"),
+        ("file:///x?ttl=-1d", r"^ttl: must"),
+        ("file:///x?ttl=1w", r"^ttl: must"),
+        ("file:///x?ttl=1e400d", r"^ttl: must"),
+        ("file:///x?timeout=1", r"^timeout: no option of file:// stores"),
+        ("redis://", r"^url: write redis://\[user:password@\]host:port/database"),
+        ("redis://host:port", r"^url: write redis://"),
+        ("redis://host:70000", r"^url: write redis://"),
+        ("redis://host:0", r"^url: write redis://"),
+        ("redis://host/name", r"^url: write redis://"),
+        ("redis://host/0/1", r"^url: write redis://"),
+        ("redis://host/0#x", r"^url: write redis://"),
+        ("redis://[::1/0", r"^url: write redis://"),
+        ("redis+cluster://host/1", r"^url: write redis://"),
+        ("unix://", r"^url: write unix:///path/of/socket"),
+        ("unix://host/path", r"^url: write unix:///path/of/socket"),
+        ("unix:///", r"^url: write unix:///path/of/socket"),
+        ("redis://host?timeout=0", r"^timeout: must be a number of seconds above 0, got '0'"),
+        ("redis://host?db=1", r"^db: no option of redis:// stores"),
+        ("redis://host?ssl_ca_certs=x", r"^ssl_ca_certs: no option of redis:// stores"),
+        (
+            "rediss://host?ssl_ca_cert=x",
+            r"^ssl_ca_cert: no option of rediss:// stores, did you mean ssl_ca_certs or ssl_certfile\?",
+        ),
+        ("s3://", r"^url: an object store is written s3://bucket/prefix"),
+        ("s3:///x", r"^url: an object store is written"),
+        ("fsspec+file://", r"^url: an object store is written"),
+        ("s3://b?max_gb=1", r"^max_gb: no option of s3:// stores, known: ttl"),
+        ("tiered:", r"^url: tiers are one or more URLs, none of them empty; got tiered:$"),
+        ("tiered:memory://,,memory://", r"^url: tiers are"),
+        ("tiered:tiered:memory://,memory://", r"^url: a tier cannot be tiered itself"),
+    ],
+)
+def test_what_is_refused(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        open_store(url)
+
+
+@pytest.mark.parametrize("urls", [[], [""], ["memory://", 3], ["memory://", ["memory://"]]])
+def test_lists_that_are_refused(urls: Any) -> None:
+    with pytest.raises(InputError, match=r"^url: tiers are one or more URLs"):
+        open_store(urls)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("memory://?max_gb=8", "memory://?max_gb=8"),
+        ("file:///home/u@corp/x?max_gb=5&ttl=7d", "file:///home/u@corp/x?max_gb=5&ttl=7d"),
+        ("redis://host:6379/0?timeout=1", "redis://host:6379/0?timeout=1"),
+        ("redis://[::1]:6379/0", "redis://[::1]:6379/0"),
+        ("redis://user:s3cr@host:6379/0?ttl=1h", "redis://user:***@host:6379/0?ttl=1h"),
+        ("redis://:s3cr@host", "redis://:***@host"),
+        ("redis://s3cr@host", "redis://***@host"),
+        ("rediss://host?password=s3cr&db=1", "rediss://host?password=***&db=1"),
+        ("unix://u:s3cr@/run/x.sock", "unix://u:***@/run/x.sock"),
+        ("s3://bucket/a/b", "s3://bucket/a/b"),
+        ("s3://bucket/a@b/c", "s3://bucket/a@b/c"),
+        ("fsspec+sftp://u:s3cr@h/x", "fsspec+sftp://u:***@h/x"),
+        ("tiered:memory://,redis://u:s3cr@h,s3://b/x", "tiered:memory://,redis://u:***@h,s3://b/x"),
+        ("tiered:redis://u:s3cr@h,redis://v:s3cr@i", "tiered:redis://u:***@h,redis://v:***@i"),
+    ],
+)
+def test_redacted(url: str, shown: str) -> None:
+    assert redacted(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://u:s3cr@x@host:1/name",
+        "redis://u:x@s3cr@host:1/name",
+        "redis://host/0?password=s3cr:x@y",
+        "tiered:memory://,redis://u:a/x,s3cr/y@host",
+        "redis://u:a/s3cr@host/name",
+        "redis://u:a?s3cr@host",
+        "redis://u:a?s3cr=1@host",
+        "redis://u:a?b&s3cr@host",
+        "redis://u:a#s3cr@host",
+        "redis://u:a&s3cr=s3cr@host/name",
+        "redis://u/s:s3cr@host/name",
+        "redis://:s3cr",
+        "redis://u:s3cr/0",
+        "redis://s3cr@",
+        "redsi://:s3cr@host",
+        "u:s3cr@host:6379",
+        "redis://host/name?password=s3cr",
+        "redis://host?pasword=s3cr",
+        "redis://host?max_gb=0&client_name=s3cr",
+        "tiered:memory://,redis://u:a,s3cr@host/name",
+        "tiered:redis://u:s3cr@host,memory://?max_gb=0",
+        "tiered:tiered:redis://u:s3cr@host,memory://",
+        ["memory://", "redis://u:s3cr@host/name"],
+    ],
+)
+def test_no_message_shows_a_password(url: str | list[str]) -> None:
+    with pytest.raises(InputError) as caught:
+        open_store(url)
+    error: BaseException | None = caught.value
+    while error is not None:
+        assert SECRET not in str(error)
+        error = error.__cause__ or error.__context__
+    if isinstance(url, str):
+        assert SECRET not in redacted(url)

@@ -1,0 +1,237 @@
+"""What every store promises, over each of them; and what only the store in RAM does."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.integrations.stores.base import Store
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.memory import MemoryStore
+
+# Fixtures that give an empty store without a budget that matters.
+STORES = ["memory_store", "disk_store"]
+
+
+@pytest.fixture
+def memory_store() -> MemoryStore:
+    return MemoryStore(10**9)
+
+
+@pytest.fixture
+def disk_store(tmp_path: Path) -> DiskStore:
+    return DiskStore(tmp_path / "store", max_bytes=10**9, ttl=3600.0)
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    made: Store = request.getfixturevalue(request.param)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("size", [1, 63, 4096, 1_000_003])
+def test_a_blob_comes_back_as_it_was(store: Store, size: int) -> None:
+    blob = random.Random(size).randbytes(size)
+    assert store.get("ab/01") is None
+    assert store.put("ab/01", blob) is True
+    assert store.flush(10)
+    got = store.get("ab/01")
+    assert type(got) is bytes and got == blob
+
+
+def test_longest_and_shortest_keys(store: Store) -> None:
+    keys = ["0/0", "f" * 64 + "/" + "0" * 128, "0/" + "0" * 128, "0/00", "00/0"]
+    for key in keys:
+        assert store.put(key, key.encode())
+    assert store.get_many(keys) == [key.encode() for key in keys]
+
+
+def test_a_put_replaces(store: Store) -> None:
+    for blob in (b"first", b"the second", b"3"):
+        assert store.put("ab/01", blob)
+        assert store.get("ab/01") == blob
+
+
+def test_get_many_and_contains_answer_in_order(store: Store) -> None:
+    for name in "135":
+        store.put(f"ab/{name}", name.encode())
+    keys = ["ab/5", "ab/2", "ab/1", "ab/5", "cd/1"]
+    assert store.get_many(keys) == [b"5", None, b"1", b"5", None]
+    assert store.contains(keys) == [True, False, True, True, False]
+    assert store.get_many([]) == [] and store.contains([]) == []
+
+
+def test_counters(store: Store) -> None:
+    store.put("ab/1", b"12345")
+    store.put("ab/2", b"123")
+    store.contains(["ab/1", "ab/3"])
+    store.get("ab/1")
+    store.get("ab/1")
+    store.get("ab/3")
+    counters = store.counters()
+    assert list(counters) == [store.name]
+    now = counters[store.name]
+    assert (now.puts, now.put_bytes, now.hits, now.hit_bytes, now.misses) == (2, 8, 2, 10, 1)
+    assert (now.evictions, now.expired, now.corrupt, now.errors, now.dropped) == (0, 0, 0, 0, 0)
+    assert now.entries in (2, None)
+    now.puts = 99
+    assert store.counters()[store.name].puts == 2, "a snapshot, not the books"
+
+
+def test_delete(store: Store) -> None:
+    store.put("ab/1", b"1")
+    store.put("ab/2", b"2")
+    assert store.delete("ab/1") is True
+    assert store.delete("ab/1") is False
+    assert store.get_many(["ab/1", "ab/2"]) == [None, b"2"]
+
+
+def test_delete_tenant_takes_all_of_one_and_nothing_of_another(store: Store) -> None:
+    kept = ["a/1", "abc/1", "b/ab", "ba/1"]
+    gone = [f"ab/{name:02x}{name}" for name in range(20)]
+    for key in kept + gone:
+        store.put(key, b"x")
+    assert store.delete_tenant("ab") == len(gone)
+    assert store.delete_tenant("ab") == 0
+    assert store.contains(kept) == [True] * len(kept)
+    assert store.contains(gone) == [False] * len(gone)
+    assert store.put("ab/1", b"again") and store.get("ab/1") == b"again"
+
+
+@pytest.mark.parametrize("key", ["", "ab", "ab/", "/ab", "AB/1", "ab/1/2", "../ab", "ab/..", "a" * 65 + "/1", "ab/1\n"])
+def test_keys_are_checked(store: Store, key: str) -> None:
+    actions: list[Callable[[], object]] = [
+        lambda: store.get(key),
+        lambda: store.put(key, b"x"),
+        lambda: store.contains(["ab/1", key]),
+        lambda: store.delete(key),
+        lambda: store.delete_tenant(key + "/"),
+    ]
+    for action in actions:
+        with pytest.raises(InputError, match=r"^(key|tenant)="):
+            action()
+
+
+def test_threads_put_get_and_delete_the_same_keys(store: Store) -> None:
+    """A get sees one of the blobs that were put under that key, whole, or nothing."""
+    keys = [f"{tenant}/{name:02x}" for tenant in ("aa", "bb") for name in range(4)]
+    failures: list[object] = []
+    start = threading.Barrier(6)
+
+    def work(seed: int) -> None:
+        random_ = random.Random(seed)
+        start.wait()
+        try:
+            for _ in range(120):
+                key, action = random_.choice(keys), random_.random()
+                if action < 0.45:
+                    assert store.put(key, key.encode() * random_.randint(1, 3000))
+                elif action < 0.9:
+                    blob = store.get(key)
+                    if blob is not None and blob != key.encode() * (len(blob) // len(key)):
+                        failures.append(f"{key}: {blob[:40]!r}")
+                elif action < 0.98:
+                    store.delete(key)
+                else:
+                    store.delete_tenant(key[:2])
+        except (AssertionError, CuveeError, OSError, RuntimeError, KeyError) as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert store.counters()[store.name].corrupt == 0
+    store.put("aa/00", b"at last")
+    assert store.get("aa/00") == b"at last"
+    assert store.contains(keys) == [blob is not None for blob in store.get_many(keys)]
+
+
+def test_close_twice(store: Store) -> None:
+    store.put("ab/1", b"1")
+    assert store.flush() is True
+    store.close()
+    store.close()
+    assert store.counters()[store.name].puts == 1, "the books outlive the store"
+
+
+# --- RAM ---
+
+
+def test_memory_evicts_by_bytes_what_was_not_used_for_longest() -> None:
+    store = MemoryStore(3 * (len("ab/1") + 100))
+    for name in "123":
+        store.put(f"ab/{name}", bytes(100))
+    store.get("ab/1")
+    store.contains(["ab/2"])
+    store.put("ab/4", bytes(100))
+    assert store.contains([f"ab/{name}" for name in "1234"]) == [True, False, True, True], "contains is no use"
+    store.put("ab/5", bytes(101))
+    assert store.contains([f"ab/{name}" for name in "1345"]) == [False, False, True, True], "one byte too many"
+    now = store.counters()["memory"]
+    assert (now.evictions, now.entries, now.bytes) == (3, 2, 8 + 201)
+
+
+def test_memory_counts_keys_and_replacements() -> None:
+    store = MemoryStore(1000)
+    for size in (900, 10, 900, 30):
+        store.put("ab/1", bytes(size))
+    now = store.counters()["memory"]
+    assert (now.bytes, now.entries, now.evictions) == (34, 1, 0)
+    store.delete("ab/1")
+    store.put("cd/1", b"x")
+    store.delete_tenant("cd")
+    assert store.counters()["memory"].bytes == 0
+
+
+def test_memory_drops_what_is_larger_than_the_budget() -> None:
+    store = MemoryStore(100)
+    assert store.put("ab/1", bytes(96)) is True
+    assert store.put("ab/2", bytes(97)) is False
+    assert store.put("ab/1", bytes(97)) is False
+    assert store.get("ab/1") == bytes(96), "what was there stays"
+    now = store.counters()["memory"]
+    assert (now.dropped, now.evictions, now.entries) == (2, 0, 1)
+
+
+def test_memory_keeps_blobs_by_reference_but_not_buffers_that_may_change() -> None:
+    store = MemoryStore(1000)
+    blob = bytes(range(100))
+    store.put("ab/1", blob)
+    assert store.get("ab/1") is blob
+    buffer = bytearray(b"abc")
+    store.put("ab/2", buffer)  # type: ignore[arg-type]
+    buffer[0] = 0
+    assert store.get("ab/2") == b"abc"
+
+
+def test_memory_shared_until_the_last_one_closes() -> None:
+    one, two, other = (MemoryStore(budget, shared=True) for budget in (5000, 5000, 5001))
+    alone = MemoryStore(5000)
+    one.put("ab/1", b"x")
+    assert two.get("ab/1") == b"x" and other.get("ab/1") is None and alone.get("ab/1") is None
+    assert (one.counters()["memory"].hits, two.counters()["memory"].hits) == (0, 1), "each counts its own"
+    one.close()
+    one.close()
+    assert two.get("ab/1") == b"x", "closing one twice is closing one"
+    assert one.get("ab/1") is None and one.put("ab/1", b"y") is False and not one.delete("ab/1")
+    assert one.contains(["ab/1"]) == [False] and one.delete_tenant("ab") == 0
+    two.close()
+    three = MemoryStore(5000, shared=True)
+    assert three.get("ab/1") is None
+    three.close()
+    other.close()
+
+
+@pytest.mark.parametrize("budget", [0, -1])
+def test_memory_budget_is_checked(budget: int) -> None:
+    with pytest.raises(InputError, match=r"^max_bytes: must be a positive number"):
+        MemoryStore(budget)
