@@ -1,0 +1,354 @@
+"""Names of what lies on disk: checkpoints, tokenizers and adapters; and whether a profile belongs to a checkpoint.
+
+    folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
+            ├─ *.safetensors       header, and pages spread over each tensor ├─> BLAKE2b
+            └─ *.bin, *.gguf …     size, and pages spread over the file      ┘   (else: where there are no safetensors)
+
+Neither the folder's place nor the files' times enter, so replicas with copies at other paths find each other's entries.
+
+**What a name catches.** Any other tensor name, shape, dtype, order or entry of the configuration; a file of up to 2 MiB
+to the last bit; of a larger one 2 MiB: a page of 4 KiB or more from each tensor (with over 512 tensors in one file,
+from 512 of them). Fine-tunes change nearly every value and have other names. **What it does not:** a few values changed
+outside the sampled pages; whoever edits weights that way sets the connector's option `model_id`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.identity import canonical
+from cuvee.codec.model import fingerprint_samples, sampled_positions
+from cuvee.codec.profile import Profile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+_PAGE = 4096
+_PAGES = 512  # read of one file
+_MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
+_OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
+# Files that decide, besides the weights, what a token's KV is; code counts where the checkpoint brings its own.
+_CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py")
+# Who wrote the file and where from, and the place of an adapter's base model.
+_VOLATILE = {
+    "transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision",
+}  # fmt: skip
+# What makes numbers of text. Not tokenizer_config.json: a chat template decides which tokens a text becomes, and those
+# are in the key, not what a token is.
+_TOKENIZERS = (
+    "tokenizer.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt",
+    "merges.txt",
+)  # fmt: skip
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str:
+    """Name the weights and the configuration of a checkpoint: 32 hex digits.
+
+    Reads 2 MiB of each weight file (see above): milliseconds a file from the page cache.
+
+    Args:
+        path: a local folder (of a model or an adapter), a single weight file, or a hub id (`org/name`), which is looked
+            up in the local cache of huggingface_hub and never on the network.
+        revision: of a hub id.
+
+    Raises:
+        InputError: nothing there, no weights there, or a damaged file.
+    """
+    root = _resolve(path, revision)
+    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
+    digest.update(canonical(b"1"))
+    for file in _files(root, _CONFIGS):
+        data = file.read_bytes()
+        digest.update(
+            canonical(b"config", file.name.encode(), _canonical_json(file, data) if file.suffix == ".json" else data)
+        )
+    weights = _weights(root)
+    if not weights:
+        raise InputError(
+            f"model: {path} holds no weights ({', '.join(('*.safetensors', *_OTHER_WEIGHTS))}) to tell it from other "
+            "models by: set option 'model_id' to a name of your own that changes with the weights"
+        )
+    for file in weights:
+        # A single file names its content: what it is called is the user's choice.
+        name = file.name.encode() if root.is_dir() else b""
+        digest.update(canonical(b"weights", name, _sampled_digest(file)))
+    return digest.hexdigest()
+
+
+def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
+    """Name the vocabulary files of a tokenizer, byte for byte: 32 hex digits; `""` if there are none.
+
+    Args and Raises as `checkpoint_identity`, weights apart.
+    """
+    files = _files(_resolve(path, revision), _TOKENIZERS)
+    if not files:
+        return ""
+    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-tokens")
+    for file in files:
+        digest.update(canonical(file.name.encode(), file.read_bytes()))
+    return digest.hexdigest()
+
+
+@dataclass(slots=True)
+class _Adapter:
+    """What an adapter's folder held when it was first asked for."""
+
+    files: tuple[tuple[str, int, int, int], ...]
+    identity: str
+
+
+_adapters: dict[str, _Adapter] = {}
+_reported: set[tuple[str, str]] = set()
+
+
+def adapter_identity(name: str, path: str) -> str:
+    """Name a LoRA adapter as this process has it: its name and the content of its folder. Cheap when asked again.
+
+    Two adapters must never share KV, so where the content cannot be known, every call gives a name that is given only
+    once: nothing is found, nothing is shared, and a warning says so once. That is so for a folder that cannot be read
+    (tried anew at every call), and for one that changed since this process first looked at it: whether the engine
+    still runs the old weights or has loaded the new ones cannot be seen from here.
+
+    Args:
+        name: of the adapter, as requests give it.
+        path: its folder, or a hub id in the local cache.
+    """
+    try:
+        folder = _resolve(path, None)
+        files = tuple(
+            (file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino)
+            for file in (*_files(folder, _CONFIGS), *_weights(folder))
+        )
+        known = _adapters.get(path)
+        if known is None:
+            known = _adapters[path] = _Adapter(files, checkpoint_identity(folder))
+        if known.files != files:
+            return _unshared(name, path, "its files changed since they were first read; restart the engine")
+    except (InputError, OSError) as error:
+        return _unshared(name, path, str(error))
+    return canonical(name.encode("utf-8", "surrogatepass"), known.identity.encode()).hex()
+
+
+def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
+    """Whether a profile was calibrated on the weights of a checkpoint, without loading them.
+
+    Computes what `cuvee.codec.model.model_fingerprint` gives for the transformers model: names and shapes from the
+    model's skeleton, built on the meta device from the configuration; 256 values a parameter read from the files. The
+    calibration may have loaded the weights as they are, as float32, bfloat16 or float16.
+
+    Args:
+        profile: any.
+        path: of the checkpoint, as in `checkpoint_identity`.
+        revision: of a hub id.
+
+    Returns:
+        `"match"`, `"mismatch"`, or `"unknown: "` and the reason: the profile names no model, or the checkpoint is not
+        stored under the names that transformers gives its parameters (quantised, fused experts, no safetensors).
+
+    Raises:
+        InputError: nothing there, or a damaged file.
+    """
+    if profile.model is None:
+        return f"unknown: a {profile.source} profile names no model"
+    root = _resolve(path, revision)
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        return "unknown: the checkpoint holds no safetensors files"
+    try:
+        model = _skeleton(root)
+        samples = _parameters(model, files)
+    except _Unknown as reason:
+        return f"unknown: {reason}"
+    for dtype in (None, torch.bfloat16, torch.float16):  # None: as they are, which float32 leaves as they are
+        cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
+        if fingerprint_samples(cast) == profile.model:
+            return "match"
+    return "mismatch"
+
+
+class _Unknown(Exception):
+    """Why it cannot be said whether a profile belongs to a checkpoint."""
+
+
+def _resolve(path: str | Path, revision: str | None) -> Path:
+    """The local file or folder of a path or a hub id."""
+    local = Path(path)
+    if local.exists():
+        return local
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise ImportError("hub ids need huggingface_hub: pip install cuvee[transformers]") from error
+    try:
+        return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError) as error:
+        raise InputError(
+            f"model: {path} is neither a local folder nor in the local cache of huggingface_hub: give a folder that "
+            "exists, or set option 'model_id' to a name of your own that changes with the weights"
+        ) from error
+
+
+def _files(root: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({file for pattern in patterns for file in root.glob(pattern) if file.is_file()})
+
+
+def _weights(root: Path) -> list[Path]:
+    if root.is_file():
+        return [root]
+    return _files(root, ("*.safetensors",)) or _files(root, _OTHER_WEIGHTS)
+
+
+def _canonical_json(file: Path, data: bytes) -> bytes:
+    """JSON without what differs between copies of one checkpoint, and in one spelling."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, list):
+            return [clean(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        kept = {key: clean(item) for key, item in value.items() if key not in _VOLATILE}
+        if "torch_dtype" in kept:  # the name until transformers 5
+            kept.setdefault("dtype", kept.pop("torch_dtype"))
+        return kept
+
+    try:
+        return json.dumps(clean(json.loads(data)), sort_keys=True).encode()
+    except ValueError as error:
+        raise InputError(f"model: {file} is not JSON ({error}): copy the checkpoint again") from error
+
+
+def _sampled_digest(file: Path) -> bytes:
+    """BLAKE2b over the size of a weight file, its header and pages that are spread over its tensors."""
+    digest = hashlib.blake2b(digest_size=32, person=b"cuvee-file")
+    with _open(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        digest.update(struct.pack("<q", size))
+        spans = [(0, size)]
+        if file.suffix == ".safetensors":
+            raw, tensors = _header(file, stream)
+            digest.update(canonical(raw))
+            spans = sorted((tensor.begin, tensor.end) for tensor in tensors.values())
+        pages: Iterable[int] = range(-(-size // _PAGE)) if size <= _PAGES * _PAGE else sorted(set(_spread(spans)))
+        for page in pages:
+            digest.update(os.pread(stream.fileno(), _PAGE, page * _PAGE))
+    return digest.digest()
+
+
+def _spread(spans: list[tuple[int, int]]) -> Iterator[int]:
+    """Page numbers: of each span equally many, in the middle of equal parts; of too many spans, every n-th."""
+    chosen = spans if len(spans) <= _PAGES else [spans[index * len(spans) // _PAGES] for index in range(_PAGES)]
+    for begin, end in chosen:
+        parts = min(_PAGES // len(chosen), -(-(end - begin) // _PAGE))
+        for part in range(parts):
+            yield (begin + (2 * part + 1) * (end - begin) // (2 * parts)) // _PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """A tensor of a safetensors file: its bytes are `[begin, end)` of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _header(file: Path, stream: FileIO) -> tuple[bytes, dict[str, _Tensor]]:
+    """The header of a safetensors file, as it stands and by tensor."""
+    size = os.fstat(stream.fileno()).st_size
+    try:
+        (length,) = struct.unpack("<Q", os.pread(stream.fileno(), 8, 0))
+        if length > min(size - 8, _MAX_HEADER):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        raw = os.pread(stream.fileno(), length, 8)
+        tensors = {
+            name: _Tensor(entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
+            for name, entry in json.loads(raw).items()
+            if name != "__metadata__"
+        }
+        if not all(8 + length <= tensor.begin <= tensor.end <= size for tensor in tensors.values()):
+            raise ValueError("tensors outside of the file")
+    except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise InputError(f"model: {file} is cut off or no safetensors file ({error}): copy it again") from error
+    return raw, tensors
+
+
+def _open(file: Path) -> FileIO:
+    stream = FileIO(file)
+    if hasattr(os, "posix_fadvise"):  # reads are scattered: no read-ahead
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+    return stream
+
+
+def _skeleton(root: Path) -> PreTrainedModel:
+    """The transformers model of a checkpoint, without storage."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
+        if getattr(config, "quantization_config", None) is not None:
+            raise _Unknown("the checkpoint is quantised")
+        if config.get_text_config() is not config:
+            raise _Unknown("the checkpoint is of a multimodal model")
+        with torch.device("meta"):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except _Unknown:
+        raise
+    except Exception as error:  # whatever transformers has to say about a configuration it does not know
+        raise _Unknown(f"transformers does not build the model ({error})") from error
+    return model
+
+
+def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
+    """Name, shape and sampled values of every parameter, in the model's order and the files' dtypes."""
+    with ExitStack() as stack:
+        found: dict[str, tuple[Path, FileIO, _Tensor]] = {}
+        for file in files:
+            stream = stack.enter_context(_open(file))
+            for name, tensor in _header(file, stream)[1].items():
+                if name in found:
+                    raise _Unknown(f"{name} is in {found[name][0].name} and in {file.name}")
+                found[name] = file, stream, tensor
+        samples = []
+        for name, parameter in model.named_parameters():
+            # Checkpoints of the bare model leave out the prefix (GPT-2's).
+            stored = found.get(name) or found.get(name.removeprefix(f"{model.base_model_prefix}."))
+            if stored is None:
+                raise _Unknown(f"the checkpoint holds no {name}: its weights are stored in another form")
+            file, stream, tensor = stored
+            if tensor.shape != tuple(parameter.shape) or tensor.dtype not in _DTYPES:
+                raise _Unknown(f"{name} is stored as {tensor.dtype} {list(tensor.shape)}")
+            dtype = _DTYPES[tensor.dtype]
+            width = dtype.itemsize
+            if tensor.end - tensor.begin != width * parameter.numel():
+                raise InputError(f"model: {file}: {name} has another size than its shape says: copy it again")
+            positions = sampled_positions(parameter.numel()).tolist()
+            data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
+            samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
+    return samples
+
+
+def _unshared(name: str, path: str, reason: str) -> str:
+    """A name given only once, and the reason in the log once."""
+    if (name, path) not in _reported:
+        _reported.add((name, path))
+        logger.warning("cuvee: KV of adapter %r (%s) is neither shared nor found again: %s", name, path, reason)
+    return f"unshared-{secrets.token_hex(16)}"
