@@ -1,0 +1,307 @@
+"""`CuveeConnector`: vLLM's V1 connector interface, handed on to the scheduler's side and the workers' side.
+
+The only modules that import vLLM are this one and `prometheus`. Tested with vLLM 0.32.
+
+vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
+then: it brings numba, and with numba's llvmlite in memory vLLM 0.32 cannot start a worker on a CPU (it looks into every
+loaded module for kernels to replace, and one of llvmlite's objects answers to every name).
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import get_layers_from_vllm_config
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.paged import PagedCache
+from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.vllm.messages import Plan, Report
+from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.probe import check, probe
+from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
+
+if TYPE_CHECKING:
+    from cuvee.integrations.vllm.scheduler import SchedulerSide
+    from cuvee.integrations.vllm.worker import WorkerSide
+
+logger = logging.getLogger(__name__)
+
+
+def _join_log() -> None:
+    """Write where vLLM writes, unless the application configured logging itself."""
+    ours, engine = logging.getLogger("cuvee"), logging.getLogger("vllm")
+    if not ours.handlers and engine.handlers:
+        ours.handlers, ours.propagate = engine.handlers, False
+        ours.setLevel(engine.level)
+
+
+_join_log()
+
+_HIT_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+@dataclass
+class CuveeMetadata(KVConnectorMetadata):
+    """From the scheduler to the workers."""
+
+    plan: Plan
+
+
+@dataclass
+class CuveeWorkerMetadata(KVConnectorWorkerMetadata):
+    """From the workers to the scheduler."""
+
+    report: Report
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> CuveeWorkerMetadata:
+        """One report of all ranks."""
+        assert isinstance(other, CuveeWorkerMetadata)
+        self.report.add(other.report)
+        return self
+
+
+class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV of prompts compressed in a store, and finds it again.
+
+    vLLM makes one for its scheduler and one for each worker. Options: `cuvee.integrations.vllm.config.Options`.
+
+    Raises:
+        CuveeError: at start-up, for an option, a model or an engine feature that is not supported.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        from cuvee.integrations.vllm.checkpoint import adapter_identity
+        from cuvee.integrations.vllm.scheduler import SchedulerSide
+        from cuvee.integrations.vllm.setup import Setup
+
+        self._setup = Setup.of_engine(vllm_config, kv_cache_config)
+        # A load that fails is recomputed. vLLM's default is to fail the request; it reads this after we are made.
+        vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
+        self._store = _borrow_store(self._setup.options.store)
+        backend = vllm_config.parallel_config.distributed_executor_backend
+        if not self._store.shared and backend != "uni":
+            raise InputError(
+                f"store: {self._store.name} is seen by one process only, but the workers are processes of their own "
+                f"(executor {backend!r}); use file:///dev/shm/… for RAM that they share"
+            )
+        self._cache_hit_source = _HIT_SOURCES.get(self._store.name, CacheHitSource.EXTERNAL_UNSPECIFIED)
+        self._closed = False
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
+        self._recorder = Recorder(rank)
+        if role is KVConnectorRole.SCHEDULER:
+            self._setup.check_profile(vllm_config.model_config.model)
+            identity = self._setup.identity(vllm_config)
+            self._scheduler = SchedulerSide(
+                self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni"
+            )
+        atexit.register(self.shutdown)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A cache may drop what it is given."""
+        return False
+
+    # The scheduler's side ---------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """See `SchedulerSide.arrived`."""
+        self._scheduling.arrived(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """See `SchedulerSide.matched_tokens`."""
+        return self._scheduling.matched_tokens(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """See `SchedulerSide.allocated`."""
+        self._scheduling.allocated(request, list(blocks.get_block_ids()[0]), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """See `SchedulerSide.plan`."""
+        return CuveeMetadata(self._scheduling.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """See `SchedulerSide.take`."""
+        metadata = connector_output.kv_connector_worker_meta
+        if metadata is not None:
+            self._scheduling.take(metadata.report)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Blocks may be freed at once: what is stored was copied."""
+        self._scheduling.finished(request)
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`. Models with several groups of layers are refused by `Setup`, not run without them."""
+        return self.request_finished(request, [])
+
+    def reset_cache(self) -> bool:
+        """See `SchedulerSide.reset`."""
+        self._scheduling.reset()
+        return True
+
+    # The workers' side ------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Find out how the pages are laid out, or refuse to start."""
+        from cuvee.integrations.vllm.worker import WorkerSide
+
+        rank = get_tensor_model_parallel_rank()
+        codec = self._setup.codec(rank)
+        worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder)
+        worker.attach(self._pages(kv_caches, rank))
+        self._worker = worker
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start this step's loads; synchronous ones are done on return."""
+        self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: loads are asynchronous as a whole, or done before the step."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing: a chunk spans all layers, it is copied after the last one."""
+
+    def wait_for_save(self) -> None:
+        """Copy what this step completed."""
+        self._working.save(self._plan.saves)
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """Requests whose asynchronous loads are over."""
+        return None, self._working.take_arrived() or None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks to be recomputed."""
+        return self._working.take_invalid_blocks()
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
+        """What happened on this rank."""
+        return CuveeWorkerMetadata(self._working.report(self._plan.step))
+
+    # Both -------------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> CuveeStats | None:
+        """Figures for the log and for Prometheus; those of the workers come through the scheduler's side."""
+        if self._scheduler is None:
+            return None
+        data = self._recorder.drain()
+        return None if data is None else CuveeStats(data)
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CuveeStats:
+        """Figures from another process."""
+        return CuveeStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> CuveePrometheus:
+        """Prometheus metrics of this connector."""
+        return CuveePrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    def shutdown(self) -> None:
+        """Finish what is being stored and say what was done; may be called again."""
+        atexit.unregister(self.shutdown)
+        if self._scheduler is not None:
+            self._scheduler.close()
+        if self._worker is not None:
+            self._worker.close()
+        if not self._closed:
+            self._closed = True
+            _return_store(self._setup.options.store)
+
+    @property
+    def _scheduling(self) -> SchedulerSide:
+        assert self._scheduler is not None, "this connector belongs to a worker"
+        return self._scheduler
+
+    @property
+    def _working(self) -> WorkerSide:
+        assert self._worker is not None, "register_kv_caches was not called"
+        return self._worker
+
+    @property
+    def _plan(self) -> Plan:
+        metadata = self._get_connector_metadata()
+        assert isinstance(metadata, CuveeMetadata)
+        return metadata.plan
+
+    def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
+        """The engine's tensors as the codec sees them, in the order of the layers."""
+        layout = self._setup.layout.shard(rank, self._setup.shards)
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+        names = sorted(kv_caches, key=extract_layer_index)
+        if len(names) != layout.num_layers or not set(names) <= set(layers):
+            raise UnsupportedModel(
+                f"the engine caches {len(names)} layers ({', '.join(names[:3])} …), the model has {layout.num_layers} "
+                "attention layers"
+            )
+        keys, values, found = [], [], None
+        for index, name in enumerate(names):
+            tensor, attention = kv_caches[name], layers[name]
+            if tensor.dtype != layout.torch_dtype:
+                raise UnsupportedModel(
+                    f"{name}: the engine caches {tensor.dtype}, its configuration says {layout.dtype}"
+                )
+
+            def write(
+                k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, attention: Any = attention, cache: Any = tensor
+            ) -> None:
+                attention.impl.do_kv_cache_update(attention, k, v, cache, slots)
+
+            shape = layout.layers[index]
+            same = index and (tensor.shape, tensor.stride()) == (
+                kv_caches[names[0]].shape,
+                kv_caches[names[0]].stride(),
+            )
+            if found is not None and same:
+                check(tensor, write, found)
+            else:
+                found = probe(tensor, write, shape.kv_heads, shape.head_dim)
+                logger.info("cuvee: pages of %s: %s", name, found)
+            k, v = found.views(tensor)
+            keys.append(k)
+            values.append(v)
+        return PagedCache(layout, keys, values)
+
+
+# Where scheduler and worker share a process they share the store: its memory, its connections, its circuit breaker.
+_stores: dict[tuple[str, ...], tuple[Store, int]] = {}
+_stores_lock = threading.Lock()
+
+
+def _borrow_store(urls: tuple[str, ...]) -> Store:
+    with _stores_lock:
+        store, users = _stores.get(urls) or (open_store(urls if len(urls) > 1 else urls[0]), 0)
+        _stores[urls] = store, users + 1
+        return store
+
+
+def _return_store(urls: tuple[str, ...]) -> None:
+    with _stores_lock:
+        store, users = _stores.pop(urls)
+        if users > 1:
+            _stores[urls] = store, users - 1
+            return
+    store.close()

@@ -1,0 +1,214 @@
+"""`BreakEven`: is loading a cached prefix expected to be quicker than computing it again?
+
+    seconds
+      |              / recompute: n / prefill rate
+      |            /      ___--- load: overhead + n / load rate
+      |          /___---
+      |   ___--/
+      |--    /
+      |    / :
+      +-----------------------  n tokens
+             break-even length: loads from here on pay
+
+Both lines are measured while serving, with forgetting: stores slow down, batches change. A line is the weighted least
+absolute deviation from the last samples (a median, for a line through the origin), because the first calls compile
+kernels and take a hundred times as long: fewer than half of the samples, however far off, move it little.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.errors import InputError
+
+# With five samples a median stands when two are wrong: the first call of two lengths, each of which compiles.
+MIN_SAMPLES = 5
+# Weight halves every 8 samples, so that 8 after a change the new ones outweigh all the old; 4 half-lives are kept.
+HALF_LIFE = 8
+WINDOW = 32
+# One in so many loads that look too slow is tried all the same, or no sample would ever say that they no longer are.
+TRIAL_EVERY = 32
+# Seconds between reports of a changed break-even length: noise alone may move it by a quarter.
+REPORT_SECONDS = 60.0
+
+F64 = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """What loading and recomputing are expected to cost.
+
+    Attributes:
+        prefill_rate: tokens/s recomputed.
+        load_rate: tokens/s loaded, beyond the overhead; `math.inf` if length makes no difference.
+        overhead: seconds a load takes whatever its length.
+    """
+
+    prefill_rate: float
+    load_rate: float
+    overhead: float
+
+    @property
+    def break_even(self) -> float:
+        """Loads of at least so many tokens pay: at least 1; `math.inf` if loading is slower per token."""
+        saved = 1 / self.prefill_rate - 1 / self.load_rate
+        return max(1, math.ceil(self.overhead / saved)) if saved > 0 else math.inf
+
+
+class BreakEven:
+    """Decides between loading and recomputing from what both took of late. Safe to call from several threads.
+
+    What the two measurements are, and how they are biased:
+
+    - *prefill* is the throughput of engine steps made of prompt tokens for the most part. The step also computes the
+      decode tokens of its batch and pays its fixed costs, so recompute looks slower than it is, at worst by half;
+      long steps weigh more, which keeps the fixed costs small. Attention over a long prefix makes late tokens dearer
+      than the average says. Where requests share a step, one of them waits longer than its own tokens take: the
+      figure is what the engine pays, not the latency of a request.
+    - *load* is the time from submission to completion, so waiting for a worker counts. It is the median that is
+      fitted: rare slow loads (a store's time-out) do not enter.
+
+    Args:
+        clock: seconds, monotonic; spaces the reports of `changed`.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._prefill: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._load: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._fitted: Estimate | None = None
+        self._stale = False
+        self._declined = 0
+        self._reported: tuple[float, float] | None = None  # break-even length, time
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """An engine step took `seconds` in which it computed `tokens` prompt tokens (16 or more, half of its batch).
+
+        Raises:
+            InputError: `tokens` is below 1, or `seconds` is not positive and finite.
+        """
+        self._add(self._prefill, tokens, seconds)
+
+    def observe_load(self, tokens: int, seconds: float) -> None:
+        """A load of `tokens` tokens took `seconds` from submission to completion.
+
+        Raises:
+            InputError: `tokens` is below 1, or `seconds` is not positive and finite.
+        """
+        self._add(self._load, tokens, seconds)
+
+    def worth_loading(self, tokens: int) -> bool:
+        """Whether to load `tokens` cached tokens rather than to compute them. Ask once a request.
+
+        True until `MIN_SAMPLES` loads and prefill steps were measured: without loads there is nothing to learn from.
+        Afterwards one in `TRIAL_EVERY` of the declined is let through, so that a store that has recovered is noticed.
+        """
+        with self._lock:
+            estimate = self._estimate()
+            if estimate is None or tokens >= estimate.break_even:
+                return True
+            self._declined += 1
+            return self._declined % TRIAL_EVERY == 0
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The rates behind the decision; None until both sides were measured often enough."""
+        with self._lock:
+            return self._estimate()
+
+    @property
+    def tokens(self) -> float | None:
+        """Break-even length: loads of at least so many tokens pay; `math.inf`: none does; None: not measured yet."""
+        estimate = self.estimate
+        return None if estimate is None else estimate.break_even
+
+    def changed(self) -> bool:
+        """Whether the break-even length is worth reporting: known for the first time, or a quarter away from what it
+        was when this last said so. True once a change, and at most once in `REPORT_SECONDS`.
+        """
+        with self._lock:
+            estimate = self._estimate()
+            if estimate is None:
+                return False
+            tokens, now = estimate.break_even, self._clock()
+            if self._reported is not None:
+                before, then = self._reported
+                if now - then < REPORT_SECONDS or tokens == before or 0.8 <= tokens / before <= 1.25:
+                    return False
+            self._reported = (tokens, now)
+            return True
+
+    def describe(self) -> str:
+        """One line: `loads pay from 384 tokens on: prefill 21.3 k tokens/s, load 96 k tokens/s + 3.1 ms`."""
+        with self._lock:
+            estimate = self._estimate()
+            loads, steps = len(self._load), len(self._prefill)
+        if estimate is None:
+            return (
+                f"break-even length not measured yet: {min(loads, MIN_SAMPLES)} of {MIN_SAMPLES} loads, "
+                f"{min(steps, MIN_SAMPLES)} of {MIN_SAMPLES} prefill steps"
+            )
+        pays = f"pay from {estimate.break_even} tokens on" if estimate.break_even < math.inf else "pay at no length"
+        load = f"{_rate(estimate.load_rate)} + " if estimate.load_rate < math.inf else ""
+        return f"loads {pays}: prefill {_rate(estimate.prefill_rate)}, load {load}{estimate.overhead * 1e3:.3g} ms"
+
+    def _add(self, samples: deque[tuple[int, float]], tokens: int, seconds: float) -> None:
+        if tokens < 1:
+            raise InputError(f"tokens: must be at least 1, got {tokens}")
+        if not 0 < seconds < math.inf:
+            raise InputError(f"seconds: must be above 0 and finite, got {seconds}")
+        with self._lock:
+            samples.append((tokens, seconds))
+            self._stale = True
+
+    def _estimate(self) -> Estimate | None:
+        """The fit, made anew if samples came; call it with the lock held."""
+        if self._stale and min(len(self._prefill), len(self._load)) >= MIN_SAMPLES:
+            _, cost = _fit(self._prefill, through_origin=True)
+            lengths = [tokens for tokens, _ in self._load]
+            # Loads of about one length cannot tell overhead from rate: all rate, so that shorter ones get a try.
+            overhead, slope = _fit(self._load, through_origin=max(lengths) < 2 * min(lengths))
+            self._fitted = Estimate(1 / cost, 1 / slope if slope > 0 else math.inf, overhead)
+            self._stale = False
+        return self._fitted
+
+
+def _fit(samples: deque[tuple[int, float]], *, through_origin: bool) -> tuple[float, float]:
+    """Overhead (s) and cost (s/token), neither negative, with the least weighted absolute deviation, exactly.
+
+    This is a linear programme in two unknowns, so an optimum lies where two of its lines meet: two samples, or one
+    sample and a bound. All of these are tried: 560 for 32 samples.
+    """
+    t, s = np.array(samples, dtype=np.float64).T
+    decay = 0.5 ** (np.arange(len(t))[::-1] / HALF_LIFE)
+    if through_origin:
+        return 0.0, _best(np.zeros_like(t), s / t, t, s, decay)[1]
+    first, second = np.triu_indices(len(t), 1)
+    run = t[second] - t[first]
+    two = run != 0
+    slope = (s[second] - s[first])[two] / run[two]
+    overhead = np.concatenate([np.zeros_like(t), s, s[first][two] - slope * t[first][two]])
+    slope = np.concatenate([s / t, np.zeros_like(t), slope])
+    allowed = (overhead >= 0) & (slope >= 0)
+    # Deviations count per token: else one slow call at the longest length outweighs many right ones at short lengths.
+    return _best(overhead[allowed], slope[allowed], t, s, decay / t)
+
+
+def _best(overhead: F64, slope: F64, t: F64, s: F64, weight: F64) -> tuple[float, float]:
+    """The candidate `overhead[i] + slope[i] * t` closest to the samples `s`."""
+    deviation = np.abs(overhead[:, None] + slope[:, None] * t - s) @ weight
+    best = int(deviation.argmin())
+    return float(overhead[best]), float(slope[best])
+
+
+def _rate(rate: float) -> str:
+    return f"{rate / 1e3:.3g} k tokens/s" if rate >= 1e3 else f"{rate:.3g} tokens/s"

@@ -1,0 +1,84 @@
+"""What the scheduler's side and the workers' side of the connector tell each other at every engine step.
+
+    scheduler --Plan: loads and stores of this step--> worker(s) --Report: what became of them--> scheduler
+
+Both travel between processes, so they hold plain data. Keys are digests of prefixes; each rank makes its own store keys
+of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cuvee.integrations.vllm.metrics import Data, merge
+
+
+@dataclass(slots=True)
+class Load:
+    """Chunks to restore for one request.
+
+    Attributes:
+        request: its id.
+        tenant: whose chunks.
+        digests: of the chunks, in order.
+        first_chunk: index of the first of them in the sequence.
+        start, end: tokens to restore; `start` may lie inside the first chunk, `end` ends the last one.
+        blocks: the engine's blocks from the first token of the first chunk on.
+    """
+
+    request: str
+    tenant: str
+    digests: list[bytes]
+    first_chunk: int
+    start: int
+    end: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Save:
+    """One chunk to store: `chunk` is its index in the sequence, `blocks` are the engine's blocks that hold it."""
+
+    tenant: str
+    digest: bytes
+    chunk: int
+    blocks: list[int]
+
+
+@dataclass(slots=True)
+class Plan:
+    """Loads to start and chunks to store in step number `step`."""
+
+    step: int
+    loads: list[Load] = field(default_factory=list)
+    saves: list[Save] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Report:
+    """What happened on the workers since the last report.
+
+    Attributes:
+        steps: steps that were executed.
+        loaded: tokens and seconds of each load that succeeded.
+        failed: requests a part of whose load failed.
+        unsaved: digests of chunks that were to be stored and are not.
+        metrics: as `Recorder.drain` gives them.
+    """
+
+    steps: list[int] = field(default_factory=list)
+    loaded: list[tuple[int, float]] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    unsaved: set[bytes] = field(default_factory=set)
+    metrics: Data | None = None
+
+    def add(self, other: Report) -> None:
+        """Take in the report of another rank."""
+        self.steps += other.steps
+        self.loaded += other.loaded
+        self.failed |= other.failed
+        self.unsaved |= other.unsaved
+        if self.metrics is None or other.metrics is None:
+            self.metrics = self.metrics or other.metrics
+        else:
+            self.metrics = merge(self.metrics, other.metrics)

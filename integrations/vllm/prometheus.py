@@ -1,0 +1,101 @@
+"""vLLM's hooks for a connector's figures: `CuveeStats` for its log line, `CuveePrometheus` for `/metrics`.
+
+Both run in the API process and get, at every engine step, what the scheduler's `Recorder` drained.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+
+from cuvee.integrations.vllm.metrics import METRICS, Metric, collect, interval_figures, merge
+
+PREFIX = "vllm:cuvee_"
+
+# prometheus_client refuses a second metric of a name: what this process has, by class and name.
+_registered: dict[tuple[Any, str, tuple[str, ...]], Any] = {}
+
+
+class CuveeStats(KVConnectorStats):
+    """What came in an interval; `data` is of `Recorder.drain`."""
+
+    def reset(self) -> None:
+        """Start a new interval."""
+        self.data: dict[str, Any] = {}
+
+    def aggregate(self, other: KVConnectorStats) -> CuveeStats:
+        """Add what came after, or on another rank. The dicts stay as they are: Prometheus may be reading them."""
+        self.data = merge(self.data, other.data)
+        return self
+
+    def reduce(self) -> dict[str, int | float]:
+        """Figures for the log."""
+        return interval_figures(self.data)
+
+    def is_empty(self) -> bool:
+        """Whether nothing came."""
+        return not self.data
+
+
+class CuveePrometheus(KVConnectorPromMetrics):
+    """The metrics of `METRICS`, each with vLLM's labels and its own, as `vllm:cuvee_<name>` (counters: `…_total`).
+
+    Arguments are vLLM's: classes of metrics (prometheus_client's or Ray's), names of its labels, and their values by
+    engine. Counters are there from the start at zero, where their labels are known, so that an alarm on a rate works;
+    gauges once they are known.
+    """
+
+    def __init__(
+        self,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> None:
+        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._metrics = {metric.name: self._register(metric) for metric in METRICS.values()}
+        for metric in METRICS.values():
+            if metric.kind == "gauge" or (metric.label and not metric.values):
+                continue
+            for engine in per_engine_labelvalues:
+                for label in metric.values or ("",):
+                    self._child(metric, label, engine)
+
+    def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        """Record what an engine sent."""
+        for (name, label), value in collect(transfer_stats_data).items():
+            metric = METRICS[name]
+            if metric.kind == "counter":
+                self._child(metric, label, engine_idx).inc(value)
+            elif metric.kind == "gauge":
+                self._child(metric, label, engine_idx).set(value)
+            else:
+                child = self._child(metric, "", engine_idx)
+                for _ in range(int(value)):
+                    child.observe(float(label))
+
+    def _register(self, metric: Metric) -> Any:
+        name = PREFIX + metric.name
+        labelnames = [*self._labelnames, *([metric.label] if metric.label else [])]
+        extra: dict[str, Any] = {}
+        if metric.kind == "counter":
+            kind = self._counter_cls
+        elif metric.kind == "gauge":
+            # With several API processes each gets some of the figures: the latest is the right one.
+            kind, extra = self._gauge_cls, {"multiprocess_mode": "mostrecent"}
+        else:
+            kind, extra = self._histogram_cls, {"buckets": list(metric.buckets)}
+        key = (kind, name, tuple(labelnames))
+        try:
+            _registered[key] = kind(name=name, documentation=metric.help, labelnames=labelnames, **extra)
+        except ValueError:
+            # Another engine of this process registered it. vLLM unregisters all of its metrics when it makes a logger,
+            # so this is a second logger that lives beside the first: they share.
+            if key not in _registered:
+                raise
+        return _registered[key]
+
+    def _child(self, metric: Metric, label: str, engine: int) -> Any:
+        """The metric with its labels' values; prometheus_client keeps one of each."""
+        return self._metrics[metric.name].labels(*self.per_engine_labelvalues[engine], *([label] if label else []))

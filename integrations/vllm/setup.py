@@ -1,0 +1,207 @@
+"""What both roles of the connector agree on before the first request: model, profile, quality, identity, or a refusal.
+
+Everything that cuvee does not do with vLLM is refused here, by name, when the engine starts.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.identity import Identity
+from cuvee.codec.layout import TORCH_DTYPES, KVLayout
+from cuvee.codec.profile import LOSSLESS, Profile
+from cuvee.integrations.vllm.checkpoint import check_profile, checkpoint_identity, tokenizer_identity
+from cuvee.integrations.vllm.config import Options
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """The connector's view of the engine.
+
+    Attributes:
+        options: what the user asked for.
+        layout: KV layout of the whole model; its dtype is that of the engine's cache.
+        profile: of the whole model.
+        quality: "lossless", or "step:" and the step's index.
+        block_tokens: tokens a block of the engine's scheduler.
+        shards: tensor-parallel ranks.
+        loads, stores: whether this engine loads, and stores (`kv_role`).
+    """
+
+    options: Options
+    layout: KVLayout
+    profile: Profile
+    quality: str
+    block_tokens: int
+    shards: int
+    loads: bool
+    stores: bool
+
+    @classmethod
+    def of_engine(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
+        """Read vLLM's configuration.
+
+        Args:
+            vllm_config: vLLM's `VllmConfig`.
+            kv_cache_config: vLLM's `KVCacheConfig`.
+
+        Raises:
+            InputError: an option that makes no sense.
+            UnsupportedModel: a model or a feature of the engine that cuvee does not handle, by name.
+            ProfileMismatch: a profile of another model.
+        """
+        transfer = vllm_config.kv_transfer_config
+        options = Options.from_dict(transfer.kv_connector_extra_config)
+        options.secret()
+        spec = _only_group(kv_cache_config)
+        _refuse_features(vllm_config)
+        block_tokens = spec.block_size
+        tokens = options.chunk_tokens
+        if tokens % block_tokens:
+            raise InputError(
+                f"chunk_tokens: must be a multiple of the engine's block size {block_tokens}, got {tokens}"
+            )
+        layout = KVLayout.from_config(vllm_config.model_config.hf_text_config, _dtype(spec))
+        _check_heads(layout, spec, kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
+        if options.profile is None:
+            profile = Profile.generic(layout)
+        else:
+            profile = _load_profile(options.profile)
+            profile.check_layout(layout)
+        codec = Codec(profile, **options.codec_quality)
+        quality = LOSSLESS if codec.lossless else f"step:{codec.step}"
+        shards = vllm_config.parallel_config.tensor_parallel_size
+        profile.shard(0, shards)  # a basis that crosses ranks is refused now
+        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
+        return cls(options, layout, profile, quality, block_tokens, shards, loads, stores)
+
+    def identity(self, vllm_config: Any) -> Identity:
+        """Names what every blob of this engine holds, its tokens apart. Reads the checkpoint's files."""
+        model = vllm_config.model_config
+        return Identity(
+            model=_model_identity(model, str(vllm_config.load_config.load_format), self.options),
+            tokenizer=tokenizer_identity(model.tokenizer) if model.tokenizer and not model.skip_tokenizer_init else "",
+            layout=self.layout.fingerprint,
+            profile=b"" if self.quality == LOSSLESS else self.profile.id,
+            quality=self.quality,
+            shards=self.shards,
+        )
+
+    def check_profile(self, model_path: str) -> None:
+        """Refuse a profile that was calibrated on other weights than those in `model_path`.
+
+        Raises:
+            ProfileMismatch: it was.
+        """
+        if self.options.profile is None:
+            logger.info(
+                "cuvee: no profile is configured, the generic one is used; a calibrated profile is several times "
+                "smaller at the same quality (`cuvee profile learn`, then option 'profile')"
+            )
+            return
+        if not self.options.check_model:
+            return
+        verdict = check_profile(self.profile, model_path)
+        if verdict == "mismatch":
+            raise ProfileMismatch(
+                f"profile: {self.options.profile} was calibrated on other weights than {model_path}; calibrate one for "
+                "this model, or set check_model to false where they are the same model quantised or converted"
+            )
+        if verdict != "match":
+            logger.info("cuvee: whether %s was calibrated on these weights: %s", self.options.profile, verdict)
+
+    def codec(self, rank: int) -> Codec:
+        """The codec of one tensor-parallel rank. It starts no threads: the worker codes several chunks at a time."""
+        profile = self.profile.shard(rank, self.shards)
+        return Codec(profile, **self.options.codec_quality, threads=1, key=self.options.secret())
+
+
+@lru_cache(maxsize=1)
+def _load_profile(path: str) -> Profile:
+    """Both roles live in one process where there is one rank: read the file once."""
+    return Profile.load(path)
+
+
+def _only_group(kv_cache_config: Any) -> Any:
+    """The spec of the only group of layers, plain full attention."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
+    if any("MLA" in type(spec).__name__ for spec in specs):
+        raise UnsupportedModel(f"multi-head latent attention (MLA) is not supported ({names})")
+    if len(groups) != 1 or type(specs[0]).__name__ != "FullAttentionSpec":
+        raise UnsupportedModel(f"hybrid, sliding-window and recurrent models are not supported ({names})")
+    spec = specs[0]
+    if getattr(spec, "sliding_window", None) is not None or getattr(spec, "attention_chunk_size", None) is not None:
+        raise UnsupportedModel("sliding-window and chunked attention are not supported")
+    if getattr(spec, "non_causal", False):
+        raise UnsupportedModel("non-causal attention is not supported: a prefix cannot be reused")
+    return spec
+
+
+def _refuse_features(vllm_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    model = vllm_config.model_config
+    dtype = str(vllm_config.cache_config.cache_dtype)
+    refused = {
+        "an encoder-decoder model": model.is_encoder_decoder,
+        f"a {model.runner_type!r} model (only generation is)": model.runner_type != "generate",
+        "speculative decoding": vllm_config.speculative_config is not None,
+        f"a quantised KV cache (kv_cache_dtype={dtype!r}; use 'auto')": dtype not in ("auto", *TORCH_DTYPES),
+        f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
+            parallel.pipeline_parallel_size > 1
+        ),
+        "context parallelism": max(
+            getattr(parallel, "decode_context_parallel_size", 1), getattr(parallel, "prefill_context_parallel_size", 1)
+        )
+        > 1,
+    }
+    for name, there in refused.items():
+        if there:
+            raise UnsupportedModel(f"CuveeConnector does not support {name}")
+
+
+def _dtype(spec: Any) -> str:
+    name = str(spec.dtype).removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        raise UnsupportedModel(f"CuveeConnector does not support a KV cache of {name} (use {', '.join(TORCH_DTYPES)})")
+    return name
+
+
+def _check_heads(layout: KVLayout, spec: Any, kv_cache_config: Any, shards: int) -> None:
+    """The engine's pages must be what the model's configuration says."""
+    names = kv_cache_config.kv_cache_groups[0].layer_names
+    if len(names) != layout.num_layers:
+        raise UnsupportedModel(
+            f"the engine caches {len(names)} layers, the model has {layout.num_layers}: layers that share a cache, or "
+            "draft layers, are not supported"
+        )
+    for index, layer in enumerate(layout.shard(0, shards).layers):
+        value_dim = getattr(spec, "head_size_v", None) or spec.head_size
+        if (layer.kv_heads, layer.head_dim, layer.value_dim) != (spec.num_kv_heads, spec.head_size, value_dim):
+            raise UnsupportedModel(
+                f"layer {index}: the engine caches {spec.num_kv_heads} heads of {spec.head_size}, the model's "
+                f"configuration says {layer.kv_heads} of {layer.head_dim}"
+            )
+
+
+def _model_identity(model: Any, load_format: str, options: Options) -> str:
+    """Names the weights as this engine uses them."""
+    overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {"": str(model.hf_overrides)}
+    parts = {
+        "weights": options.model_id or checkpoint_identity(model.model, revision=model.revision),
+        "compute": str(model.dtype),
+        "quantization": str(model.quantization),
+        "overrides": json.dumps(overrides, sort_keys=True, default=str),
+        # Weights that are in no file.
+        "dummy": str(model.seed) if load_format.endswith("dummy") else "",
+    }
+    return json.dumps(parts, sort_keys=True)

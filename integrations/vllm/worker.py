@@ -1,0 +1,401 @@
+"""A worker's side: restores chunks into the engine's pages and stores what the engine computed.
+
+    load:  store -> bytes -> codec -> pages            in a pool; the engine goes on, or waits (synchronous loads)
+    save:  pages -> copy, inside the step -> codec -> store     in a pool; the copies have a budget
+
+A page that is being restored belongs to a request that waits for it, so nobody else touches it. A page that is being
+stored is copied before its step ends, so the engine may free or overwrite it at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, CuveeError
+from cuvee.codec.identity import store_key
+from cuvee.codec.layout import KVChunk
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.integrations.stores import Store
+from cuvee.integrations.vllm.messages import Load, Report, Save
+from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.setup import Setup
+
+logger = logging.getLogger(__name__)
+
+_FETCH_CHUNKS = 8  # asked of the store at a time, while those before them are decoded
+_FETCHERS = 4
+
+
+@dataclass(slots=True)
+class _Job:
+    """A load under way. `lock` is held while pages are written; who holds it may declare the load dead."""
+
+    load: Load
+    begun: float
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    valid_until: int = 0  # tokens before this one are restored
+    over: bool = False
+
+
+class WorkerSide:
+    """Executes the plans of the scheduler's side on one rank.
+
+    Args:
+        setup: of the engine.
+        rank: tensor-parallel rank.
+        codec: of this rank.
+        store: read and written.
+        recorder: figures, drained into the reports.
+    """
+
+    def __init__(self, setup: Setup, rank: int, codec: Codec, store: Store, recorder: Recorder) -> None:
+        options = setup.options
+        self._rank = rank
+        self._chunk, self._block = options.chunk_tokens, setup.block_tokens
+        self._timeout = options.load_timeout
+        self._budget = int(options.max_pending_mb * 1e6)
+        self._codec = codec
+        self._store = store
+        self._recorder = recorder
+        self._loaders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-load")
+        self._savers = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-save")
+        self._coders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-decode")
+        self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="cuvee-fetch")
+        self._lock = threading.Lock()  # of what follows
+        self._jobs: dict[str, _Job] = {}
+        self._arrived: set[str] = set()
+        self._invalid: set[int] = set()
+        self._report = Report()
+        self._pending = 0  # bytes of copies
+        self._saving: set[Future[None]] = set()
+        self._closed = False
+        self._cache: PagedCache | None = None
+
+    def attach(self, cache: PagedCache) -> None:
+        """The engine's pages; nothing can be loaded or stored before.
+
+        Codes a chunk of zeros, so that no request waits for compilers.
+        """
+        self._cache = cache
+        layout, tokens = cache.layout, (self._chunk,)
+        zeros = partial(torch.zeros, dtype=layout.torch_dtype, device=cache.device)
+        chunk = KVChunk(
+            [zeros(*tokens, layer.kv_heads, layer.head_dim) for layer in layout.layers],
+            [zeros(*tokens, layer.kv_heads, layer.value_dim) for layer in layout.layers],
+            layout,
+        )
+        nowhere = torch.full(tokens, NOWHERE, device=cache.device)
+        self._codec.decode_paged([self._codec.encode(chunk)], cache, [nowhere]).check()
+
+    # Loads -----------------------------------------------------------------------------------------------------
+
+    def start_loads(self, loads: Sequence[Load], synchronous: bool) -> None:
+        """Begin to restore; if `synchronous`, all of it is restored, or marked invalid, on return."""
+        ready = self._event()
+        jobs = []
+        for load in loads:
+            job = _Job(load, time.monotonic(), valid_until=load.start)
+            with self._lock:
+                self._jobs[load.request] = job
+            jobs.append((job, self._loaders.submit(self._load, job, ready)))
+        if not synchronous:
+            return
+        for job, future in jobs:
+            remaining = job.begun + self._timeout - time.monotonic()
+            try:
+                future.result(max(remaining, 0))
+            except TimeoutError:
+                self._give_up(job, patient=True)
+        with self._lock:  # nobody asks for the arrival of a synchronous load
+            self._arrived.difference_update(load.request for load in loads)
+
+    def take_arrived(self) -> set[str]:
+        """Requests whose loads are over, well or not, since the last call. Gives up those past their deadline."""
+        now = time.monotonic()
+        with self._lock:
+            late = [job for job in self._jobs.values() if now - job.begun > self._timeout]
+        for job in late:
+            self._give_up(job, patient=False)
+        with self._lock:
+            arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def take_invalid_blocks(self) -> set[int]:
+        """The engine's blocks that were to be restored and are not, since the last call."""
+        with self._lock:
+            invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def _load(self, job: _Job, ready: Any) -> None:
+        load = job.load
+        try:
+            with self._stream(ready):
+                for first, blobs in self._fetched(job):
+                    with job.lock:
+                        if job.over:
+                            return
+                        self._restore(job, first, blobs)
+        except CuveeError as error:
+            logger.warning(
+                "cuvee: request %s: %s; its tokens from %d on are recomputed", load.request, error, job.valid_until
+            )
+        except Exception:
+            logger.exception("cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until)
+        with job.lock:
+            self._end(job)
+
+    def _fetched(self, job: _Job) -> Iterator[tuple[int, list[bytes | None]]]:
+        """Blobs in order, some at a time, the next ones on their way meanwhile: (index of the first, blobs)."""
+        if job.over:  # given up before a thread was free for it
+            return
+        keys = [store_key(job.load.tenant, digest, self._rank) for digest in job.load.digests]
+
+        def fetch(first: int) -> list[bytes | None]:
+            begun = time.monotonic()
+            try:
+                return self._store.get_many(keys[first : first + _FETCH_CHUNKS])
+            finally:
+                self._recorder.count("fetch_seconds", time.monotonic() - begun)
+
+        following = self._fetchers.submit(fetch, 0)
+        for first in range(0, len(keys), _FETCH_CHUNKS):
+            blobs = following.result()
+            if first + _FETCH_CHUNKS < len(keys):
+                following = self._fetchers.submit(fetch, first + _FETCH_CHUNKS)
+            yield first, blobs
+
+    def _restore(self, job: _Job, first: int, blobs: list[bytes | None]) -> None:
+        """Decode some of a load's chunks, in order, as far as they are there and sound."""
+        load = job.load
+        begun = time.monotonic()
+        whole: list[bytes] = []
+        problem: CuveeError | None = None
+        for index, blob in enumerate(blobs, first):
+            try:
+                whole.append(self._check(blob, load.first_chunk + index))
+            except CuveeError as error:
+                if blob is not None:
+                    self._discard(load, index)
+                problem = error
+                break
+        good, damage = self._decode(load, first, whole)
+        job.valid_until = max(job.valid_until, (load.first_chunk + first + good) * self._chunk)
+        if good < len(whole):
+            self._discard(load, first + good)
+        self._recorder.count("loaded_chunks", good)
+        self._recorder.count("decode_seconds", time.monotonic() - begun)
+        problem = damage or problem
+        if problem is not None:
+            raise problem
+
+    def _decode(self, load: Load, first: int, blobs: list[bytes]) -> tuple[int, CuveeError | None]:
+        """Chunks `first …` of a load into their pages: how many in a row succeeded, and why the next one did not."""
+        cache = self._pages
+        chunks = range(load.first_chunk + first, load.first_chunk + first + len(blobs))
+        slots = [self._slots(load.blocks, load.first_chunk, chunk, load.start) for chunk in chunks]
+        if self._codec.on_device(cache.device):
+            try:
+                self._codec.decode_paged(blobs, cache, slots).check()
+                return len(blobs), None
+            except CuveeError:
+                pass  # one of them is damaged; one after the other tells which
+
+        def one(blob: bytes, at: torch.Tensor) -> None:
+            self._codec.decode_paged([blob], cache, [at]).check()
+
+        results = [self._coders.submit(one, blob, at) for blob, at in zip(blobs, slots, strict=True)]
+        wait(results)
+        for good, result in enumerate(results):
+            try:
+                result.result()
+            except CuveeError as error:
+                return good, error
+        return len(blobs), None
+
+    def _check(self, blob: bytes | None, chunk: int) -> bytes:
+        """`blob`, if it is what was asked for."""
+        if blob is None:
+            raise CuveeError(f"chunk {chunk} is no longer in the store")
+        header = self._codec.check(blob)
+        if header.tokens != self._chunk or header.start != chunk * self._chunk:
+            raise CorruptError(
+                f"chunk {chunk}: the entry holds {header.tokens} tokens from {header.start} on, expected {self._chunk} "
+                f"from {chunk * self._chunk}"
+            )
+        return blob
+
+    def _discard(self, load: Load, index: int) -> None:
+        """Delete an entry that does not decode: it never will."""
+        try:
+            self._store.delete(store_key(load.tenant, load.digests[index], self._rank))
+        except CuveeError as error:
+            logger.warning("cuvee: a bad entry could not be deleted: %s", error)
+
+    def _give_up(self, job: _Job, patient: bool) -> None:
+        """Declare a load dead. While its pages are being written it cannot be: wait if `patient`, else leave it."""
+        if not job.lock.acquire(blocking=patient):
+            return
+        try:
+            if not job.over:
+                logger.warning(
+                    "cuvee: request %s: no end of its load after load_timeout=%g s; tokens from %d on are recomputed",
+                    job.load.request, self._timeout, job.valid_until,
+                )  # fmt: skip
+                self._end(job, "timeout")
+        finally:
+            job.lock.release()
+
+    def _end(self, job: _Job, failure: str = "load") -> None:
+        """Book the outcome; `job.lock` is held. The second call does nothing."""
+        if job.over:
+            return
+        job.over = True
+        load = job.load
+        seconds = time.monotonic() - job.begun
+        done = job.valid_until
+        missing = load.blocks[(done - load.first_chunk * self._chunk) // self._block :]
+        with self._lock:
+            self._invalid.update(missing)
+            self._arrived.add(load.request)
+            self._jobs.pop(load.request, None)
+            if done == load.end:
+                self._report.loaded.append((load.end - load.start, seconds))
+            else:
+                self._report.failed.add(load.request)
+                self._report.unsaved.update(load.digests[done // self._chunk - load.first_chunk :])
+        self._recorder.count("loads")
+        self._recorder.count("load_seconds", seconds)
+        self._recorder.count("loaded_tokens", done - load.start)
+        if done < load.end:
+            self._recorder.count("failures", label=failure)
+            self._recorder.count("recomputed_tokens", load.end - done)
+
+    # Saves -----------------------------------------------------------------------------------------------------
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Copy the chunks out of the pages now, encode and store them later; over budget, they are left out."""
+        for save in saves:
+            size = self._chunk * self._pages.layout.bytes_per_token
+            with self._lock:
+                fits = self._pending + size <= self._budget and not self._closed
+                if fits:
+                    self._pending += size
+                else:
+                    self._report.unsaved.add(save.digest)
+            if not fits:
+                self._recorder.count("stores_skipped")
+                continue
+            chunk = self._pages.read(self._slots(save.blocks, save.chunk, save.chunk, 0), save.chunk * self._chunk)
+            future = self._savers.submit(self._save, save, chunk, size, self._event())
+            with self._lock:
+                self._saving.add(future)
+            future.add_done_callback(self._saved)
+
+    def _save(self, save: Save, chunk: KVChunk, size: int, ready: Any) -> None:
+        kept = False
+        kind = "store"
+        try:
+            key = store_key(save.tenant, save.digest, self._rank)
+            if self._store.contains([key])[0]:
+                kept = True
+                return
+            kind = "encode"
+            begun = time.monotonic()
+            with self._stream(ready):
+                blob = self._codec.encode(chunk)
+            self._recorder.count("encode_seconds", time.monotonic() - begun)
+            kind = "store"
+            kept = self._store.put(key, blob)
+            if kept:
+                self._recorder.count("stored_chunks")
+                self._recorder.count("raw_bytes", size)
+                self._recorder.count("stored_bytes", len(blob))
+        except CuveeError as error:
+            logger.warning("cuvee: a chunk was not stored: %s", error)
+            self._recorder.count("failures", label=kind)
+        except Exception:
+            logger.exception("cuvee: a chunk was not stored")
+            self._recorder.count("failures", label=kind)
+        finally:
+            with self._lock:
+                self._pending -= size
+                if not kept:
+                    self._report.unsaved.add(save.digest)
+
+    def _saved(self, future: Future[None]) -> None:
+        with self._lock:
+            self._saving.discard(future)
+
+    # Both ------------------------------------------------------------------------------------------------------
+
+    def report(self, step: int) -> Report:
+        """What happened since the last report; `step` was executed."""
+        with self._lock:
+            report, self._report = self._report, Report()
+            self._recorder.gauge("queue_depth", len(self._saving))
+            self._recorder.gauge("pending_bytes", self._pending)
+        self._recorder.record_store(self._store.counters())
+        report.steps.append(step)
+        report.metrics = self._recorder.drain()
+        return report
+
+    def close(self) -> None:
+        """Finish what is being stored, then say what was done."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._loaders.shutdown(wait=True, cancel_futures=True)
+        self._savers.shutdown(wait=True)
+        self._coders.shutdown(wait=True)
+        self._fetchers.shutdown(wait=False, cancel_futures=True)
+        self._store.flush()
+        self._recorder.record_store(self._store.counters())
+        rest = self._recorder.drain()
+        if rest is not None:
+            last = Recorder()
+            last.absorb(rest)
+            logger.info("cuvee: rank %d, after its last report: %s", self._rank, last.summary())
+
+    @property
+    def _pages(self) -> PagedCache:
+        assert self._cache is not None, "attach was not called"
+        return self._cache
+
+    def _slots(self, blocks: Sequence[int], first_chunk: int, chunk: int, start: int) -> torch.Tensor:
+        """Slots of a chunk's tokens; `blocks` begin with `first_chunk`; tokens before `start` get none."""
+        tokens = torch.arange(chunk * self._chunk, (chunk + 1) * self._chunk)
+        offset = tokens - first_chunk * self._chunk
+        slots = torch.tensor(blocks)[offset // self._block] * self._block + offset % self._block
+        slots[tokens < start] = NOWHERE
+        return slots.to(self._pages.device)
+
+    def _event(self) -> Any:
+        """What pool threads must wait for on a GPU: the work queued on the engine's stream until now."""
+        if self._pages.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._pages.device))
+        return event
+
+    @contextmanager
+    def _stream(self, ready: Any) -> Iterator[None]:
+        """A stream of the thread's own that begins after `ready`; nothing of the sort on a CPU."""
+        if ready is None:
+            yield
+            return
+        stream = torch.cuda.Stream(self._pages.device)
+        with torch.cuda.device(self._pages.device), torch.cuda.stream(stream):
+            stream.wait_event(ready)
+            yield

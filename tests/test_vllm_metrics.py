@@ -1,0 +1,352 @@
+"""`Recorder`: what is counted, what travels, and how ranks and intervals become one."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+import threading
+from dataclasses import fields
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import TierCounters
+from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures, merge
+
+
+def test_the_table_is_consistent() -> None:
+    for name, metric in METRICS.items():
+        assert metric.name == name
+        assert metric.help.endswith(".")
+        assert bool(metric.buckets) == (metric.kind == "histogram")
+        assert list(metric.buckets) == sorted(set(metric.buckets))
+        assert metric.label or not metric.values
+        assert metric.kind != "histogram" or not metric.label  # its key holds the observation there
+        assert metric.ranks in {"sum", "first"}
+
+
+def test_needs_no_vllm() -> None:
+    code = "import sys, cuvee.integrations.vllm.metrics, cuvee.integrations.vllm.decision; print('vllm' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# Recording --------------------------------------------------------------------------------------------------------
+
+
+def test_drains_what_came_since_the_last_time() -> None:
+    recorder = Recorder()
+    assert recorder.drain() is None
+    recorder.count("loads")
+    recorder.count("loads", 2)
+    recorder.count("lookups", label="hit")
+    recorder.count("raw_bytes", 0)
+    assert recorder.drain() == {"loads||": 3, "lookups|hit|": 1}
+    assert recorder.drain() is None
+    recorder.count("loads")
+    assert recorder.drain() == {"loads||": 1}
+    assert recorder.totals() == {("loads", ""): 4, ("lookups", "hit"): 1}
+
+
+def test_a_histogram_is_counted_by_value() -> None:
+    recorder = Recorder()
+    for seconds in (0.0123456, 0.0123449, 2.5, 0.0):
+        recorder.count("load_seconds", seconds)
+    assert recorder.drain() == {"load_seconds|0.0123|": 2, "load_seconds|2.5|": 1, "load_seconds|0|": 1}
+
+
+def test_a_gauge_travels_when_it_changes() -> None:
+    recorder = Recorder()
+    recorder.gauge("queue_depth", 0)
+    assert recorder.drain() == {"queue_depth||0": 0}
+    recorder.gauge("queue_depth", 0)
+    assert recorder.drain() is None
+    recorder.gauge("queue_depth", 3)
+    recorder.gauge("queue_depth", 5)
+    assert recorder.drain() == {"queue_depth||0": 5}
+    recorder.gauge("queue_depth", 0)
+    assert recorder.drain() == {"queue_depth||0": 0}
+    recorder.gauge("break_even_tokens", math.inf)
+    assert recorder.drain() == {"break_even_tokens||": math.inf}
+
+
+def test_what_travels_is_json() -> None:
+    recorder = Recorder()
+    recorder.count("hits", 3, "disk")
+    recorder.count("encode_seconds", 0.25)
+    recorder.count("lookup_seconds", 0.001)
+    recorder.gauge("pending_bytes", 7)
+    data = recorder.drain()
+    assert data is not None
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_the_ratio_follows_the_bytes() -> None:
+    recorder = Recorder()
+    recorder.count("raw_bytes", 1000)
+    recorder.count("stored_bytes", 100)
+    assert recorder.drain() == {"raw_bytes||": 1000, "stored_bytes||": 100, "ratio||": 10}
+    recorder.count("loads")
+    assert recorder.drain() == {"loads||": 1}
+    recorder.count("raw_bytes", 1000)
+    recorder.count("stored_bytes", 300)
+    data = recorder.drain()
+    assert data is not None and data["ratio||"] == 5  # since the start
+    assert recorder.totals()["ratio", ""] == 5
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "message"),
+    [
+        ("count", ("load",), "name: there is no metric 'load', did you mean 'loads'?"),
+        ("count", ("zzz",), "name: there is no metric 'zzz'"),
+        ("gauge", ("zzz", 1), "name: there is no metric 'zzz'"),
+        ("count", ("queue_depth",), "name: queue_depth is a gauge; call gauge"),
+        ("gauge", ("loads", 1), "name: loads is a counter; call count"),
+        ("gauge", ("load_seconds", 1), "name: load_seconds is a histogram; call count"),
+        ("count", ("loads", 1, "disk"), "label: loads takes none"),
+        ("count", ("hits",), "label: hits needs a tier"),
+        ("count", ("lookups", 1, "found"), "label: result must be one of hit, partial, miss, declined, timeout, got"),
+        ("count", ("hits", 1, "a|b"), "label: tier must not contain '|', got 'a|b'"),
+        ("count", ("loads", -1), "value: loads takes finite numbers from 0 on, got -1"),
+        ("count", ("loads", math.inf), "value: loads takes finite numbers"),
+        ("count", ("load_seconds", math.nan), "value: load_seconds takes finite numbers"),
+        ("gauge", ("queue_depth", math.nan), "value: queue_depth must be a number, got NaN"),
+    ],
+)
+def test_refuses_what_is_not_declared(method: str, arguments: tuple[object, ...], message: str) -> None:
+    recorder = Recorder()
+    with pytest.raises(InputError) as caught:
+        getattr(recorder, method)(*arguments)
+    assert str(caught.value).startswith(message)
+    assert recorder.drain() is None
+
+
+def test_threads_lose_nothing() -> None:
+    recorder = Recorder()
+    drained: list[dict[str, float]] = []
+
+    def run() -> None:
+        for _ in range(500):
+            recorder.count("stored_chunks")
+            if data := recorder.drain():
+                drained.append(data)
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert sum(data["stored_chunks||"] for data in drained) == 4000
+    assert recorder.totals()["stored_chunks", ""] == 4000
+
+
+# Stores -----------------------------------------------------------------------------------------------------------
+
+
+def test_counts_what_a_store_did_in_between() -> None:
+    recorder = Recorder()
+    counters = {"memory": TierCounters(hits=3, misses=1, hit_bytes=300), "disk": TierCounters(errors=2)}
+    recorder.record_store(counters)
+    assert recorder.drain() == {
+        "hits|memory|": 3, "misses|memory|": 1, "hit_bytes|memory|": 300, "store_errors|disk|": 2,
+        "store_queue_depth|memory|0": 0, "store_queue_depth|disk|0": 0,
+    }  # fmt: skip
+    recorder.record_store(counters)
+    assert recorder.drain() is None
+    counters["memory"].hits += 2  # the very objects that were given: a store may hand out what it counts in
+    counters["disk"].queued = 4
+    recorder.record_store(counters)
+    assert recorder.drain() == {"hits|memory|": 2, "store_queue_depth|disk|0": 4}
+
+
+def test_every_figure_of_a_tier_is_a_metric() -> None:
+    recorder = Recorder()
+    recorder.record_store({"disk": TierCounters(**{field.name: 7 for field in fields(TierCounters)})})
+    totals = recorder.totals()
+    assert len(totals) == len(fields(TierCounters))
+    assert set(totals.values()) == {7}
+    assert {label for _, label in totals} == {"disk"}
+    assert {name for name, _ in totals} == {name for name, metric in METRICS.items() if metric.label == "tier"}
+
+
+def test_a_store_opened_anew_starts_from_zero() -> None:
+    recorder = Recorder()
+    recorder.record_store({"memory": TierCounters(hits=10, misses=5)})
+    recorder.record_store({"memory": TierCounters(hits=2, misses=6)})
+    assert recorder.totals()["hits", "memory"] == 12
+    assert recorder.totals()["misses", "memory"] == 6
+
+
+def test_unknown_sizes_are_left_out() -> None:
+    recorder = Recorder()
+    recorder.record_store({"redis": TierCounters(bytes=None, entries=12)})
+    assert recorder.drain() == {"store_queue_depth|redis|0": 0, "store_entries|redis|": 12}
+
+
+# Ranks and intervals ----------------------------------------------------------------------------------------------
+
+
+def test_merging_adds_and_takes_the_later_gauge() -> None:
+    first = {"loads||": 1, "hits|disk|": 2, "queue_depth||0": 9, "load_seconds|0.1|": 1, "ratio||": 3}
+    second = {"loads||": 2, "hits|memory|": 5, "queue_depth||0": 4, "load_seconds|0.1|": 2, "ratio||": 2}
+    copies = dict(first), dict(second)
+    assert merge(first, second) == {
+        "loads||": 3, "hits|disk|": 2, "hits|memory|": 5, "queue_depth||0": 4, "load_seconds|0.1|": 3, "ratio||": 2,
+    }  # fmt: skip
+    assert (first, second) == copies
+
+
+def worker(rank: int) -> Recorder:
+    recorder = Recorder(rank)
+    recorder.count("loads")
+    recorder.count("loaded_tokens", 512)
+    recorder.count("load_seconds", 0.1 + rank)
+    recorder.count("loaded_chunks", 2)
+    recorder.count("raw_bytes", 1000)
+    recorder.count("stored_bytes", 100 + 100 * rank)
+    recorder.gauge("queue_depth", 3 + rank)
+    recorder.gauge("store_bytes", 1e6, "disk")
+    recorder.gauge("break_even_tokens", 100 + rank)
+    return recorder
+
+
+def test_ranks_add_up_or_the_first_speaks_for_all() -> None:
+    data = [worker(rank).drain() for rank in range(2)]
+    assert data[0] is not None and data[1] is not None
+    assert data[0]["ratio||"] == 10 and "ratio||" not in data[1]
+    figures = collect(merge(data[0], data[1]))
+    assert figures["loads", ""] == 1
+    assert figures["loaded_tokens", ""] == 512
+    assert figures["load_seconds", "0.1"] == 1 and ("load_seconds", "1.1") not in figures
+    assert figures["loaded_chunks", ""] == 4
+    assert figures["raw_bytes", ""] == 2000
+    assert figures["queue_depth", ""] == 7
+    assert figures["store_bytes", "disk"] == 1e6
+    assert figures["break_even_tokens", ""] == 100
+    assert worker(1).totals()["loads", ""] == 1  # for the summary of its own process
+
+
+def test_the_scheduler_sees_all_ranks_at_any_time() -> None:
+    scheduler = Recorder()
+    ranks = [worker(0), worker(1)]
+    for rank in ranks:
+        data = rank.drain()
+        assert data is not None
+        scheduler.absorb(data)
+    data = scheduler.drain()
+    assert data is not None
+    assert data["ratio||"] == pytest.approx(2000 / 300)
+    assert collect(data)["queue_depth", ""] == 7
+    assert scheduler.drain() is None
+
+    # One rank's queue moves: what is sent on is complete, whoever reads it.
+    ranks[1].gauge("queue_depth", 0)
+    data = ranks[1].drain()
+    assert data == {"queue_depth||1": 0}
+    scheduler.absorb(data)
+    data = scheduler.drain()
+    assert data == {"queue_depth||0": 3, "queue_depth||1": 0}
+    assert collect(data) == {("queue_depth", ""): 3}
+
+
+def test_absorbing_keeps_counts_apart_from_gauges() -> None:
+    scheduler = Recorder()
+    for _ in range(2):
+        scheduler.absorb({"loads||": 1, "load_seconds|0.1|": 2, "store_bytes|disk|": 5})
+    assert scheduler.totals() == {("loads", ""): 2, ("load_seconds", "0.1"): 4, ("store_bytes", "disk"): 5}
+
+
+# Words ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_of_nothing() -> None:
+    recorder = Recorder()
+    recorder.gauge("queue_depth", 0)
+    assert recorder.summary() == "nothing stored, nothing loaded"
+
+
+def test_the_summary_is_one_line() -> None:
+    recorder = Recorder()
+    recorder.count("stored_chunks", 1024)
+    recorder.count("raw_bytes", 1.1e9)
+    recorder.count("stored_bytes", 1e8)
+    recorder.count("encode_seconds", 1.234)
+    recorder.count("loads", 12)
+    recorder.count("loaded_tokens", 131072)
+    recorder.count("loaded_chunks", 512)
+    recorder.count("fetch_seconds", 0.5)
+    recorder.count("decode_seconds", 0.25)
+    recorder.count("lookups", 10, "hit")
+    recorder.count("lookups", 3, "miss")
+    recorder.record_store({"memory": TierCounters(hits=500, misses=20), "disk": TierCounters(misses=20, errors=2)})
+    recorder.count("failures", 1, "load")
+    recorder.count("recomputed_tokens", 256)
+    recorder.count("stores_skipped", 4)
+    assert recorder.summary() == (
+        "stored 1,024 chunks, 1.1 GB as 100 MB (11.0x), encoding 1.23 s; "
+        "loaded 131,072 tokens (512 chunks) in 12 loads, fetching 0.5 s, decoding 0.25 s; "
+        "lookups: 10 hit, 3 miss; memory: 500 of 520 chunks found; disk: 0 of 20 chunks found; "
+        "failures: 1 load, 256 tokens recomputed; 2 store errors; 4 chunks not stored because too many waited"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "label", "words"),
+    [
+        ("corrupt", "disk", "2 corrupt entries"),
+        ("store_errors", "disk", "2 store errors"),
+        ("store_skipped", "redis", "2 operations skipped while a store was down"),
+        ("dropped", "memory", "2 chunks dropped by a store"),
+        ("stores_skipped", "", "2 chunks not stored because too many waited"),
+    ],
+)
+def test_the_summary_names_each_loss(name: str, label: str, words: str) -> None:
+    recorder = Recorder()
+    recorder.count(name, 2, label)
+    assert recorder.summary() == words
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [
+        (12, "12 B"),
+        (999.6, "1 kB"),
+        (15_300, "15.3 kB"),
+        (2e9, "2 GB"),
+        (1.25e12, "1.250 TB"),
+        (3.2e15, "3,200.000 TB"),
+    ],
+)
+def test_sizes_are_short(size: float, words: str) -> None:
+    recorder = Recorder()
+    recorder.count("stored_chunks")
+    recorder.count("raw_bytes", size)
+    recorder.count("stored_bytes", size)
+    assert f", {words} as {words} (1.0x)" in recorder.summary()
+
+
+def test_the_interval_in_a_few_figures() -> None:
+    recorder = Recorder()
+    assert interval_figures({}) == {"failures": 0, "not stored": 0}
+    recorder.count("loads", 2)
+    recorder.count("loaded_tokens", 1024)
+    recorder.count("raw_bytes", 3e6)
+    recorder.count("stored_bytes", 1e6)
+    recorder.gauge("queue_depth", 2)
+    recorder.count("failures", 1, "load")
+    recorder.count("dropped", 5, "disk")
+    recorder.record_store({"memory": TierCounters(hits=3), "disk": TierCounters(misses=1, corrupt=1)})
+    data = recorder.drain()
+    assert data is not None
+    assert interval_figures(data) == {
+        "loads": 2, "loaded tokens": 1024, "chunk hit rate": 0.75, "raw MB": 3, "stored MB": 1, "ratio": 3,
+        "queue depth": 2, "failures": 2, "not stored": 5,
+    }  # fmt: skip
