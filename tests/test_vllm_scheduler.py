@@ -34,6 +34,7 @@ def _request(name: str = "r", tokens: int = 100, **changes: Any) -> SimpleNamesp
         "all_token_ids": list(ids),
         "num_tokens": tokens,
         "num_prompt_tokens": tokens,
+        "num_computed_tokens": 0,
         "cache_salt": None,
         "lora_request": None,
         "mm_features": [],
@@ -218,10 +219,11 @@ def test_short_hits_are_left(desk: Callable[..., Desk]) -> None:
     assert d.store.calls.count("contains") == 1, "48 tokens at most: not worth a question"
 
 
-def test_synchronous_loading(desk: Callable[..., Desk]) -> None:
+def test_synchronous_loads_are_announced_as_asynchronous_ones(desk: Callable[..., Desk]) -> None:
+    """Else vLLM takes their blocks for cached before they are, and for good if the request is aborted."""
     d, request = desk(load_async=False), _request()
     d.put(request, 3)
-    assert d.matched(request) == (48, False)
+    assert d.matched(request) == (48, True)
 
 
 def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
@@ -417,6 +419,26 @@ def test_reset_finds_nothing_that_was_there(desk: Callable[..., Desk]) -> None:
     assert len(saved) == 6 and not {save.digest for save in saved} & set(d.digests(request))
 
 
+def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[..., Desk]) -> None:
+    d, running, waiting = desk(), _request("a", num_computed_tokens=40), _request("b", num_computed_tokens=0)
+    for request in (running, waiting):
+        d.matched(request)
+    d.plan((running, 0, 40))
+    d.side.reset()
+    assert d.plan((running, 40, 60), new=False).saves == []
+    assert len(d.plan((waiting, 0, 100)).saves) == 6
+
+
+def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), _request("a"), _request("b")
+    d.matched(first)
+    assert len(d.plan((first, 0, 100)).saves) == 6
+    d.put(first, 2)  # the others were evicted at once
+    assert d.matched(second)[0] == 32
+    d.side.allocated(second, list(range(13)), 32)
+    assert [save.chunk for save in d.plan((second, 32, 68)).saves] == [2, 3, 4, 5]
+
+
 def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
     d.put(_request(), 6)
@@ -458,5 +480,5 @@ def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., De
     d.matched(first)
     d.plan((first, 0, 100))
     d.side.take(Report([1], unsaved={d.digests(first)[1]}))
-    d.matched(second)
-    assert [save.chunk for save in d.plan((second, 0, 100)).saves] == [1]
+    d.matched(second, 96)
+    assert [save.chunk for save in d.plan((second, 96, 4)).saves] == [1]

@@ -50,6 +50,7 @@ def _engine(
     parts: dict[str, dict[str, Any]] = {
         "model": {
             "model": "folder", "tokenizer": "folder", "skip_tokenizer_init": False, "revision": None,
+            "tokenizer_revision": None,
             "hf_text_config": CONFIG, "is_encoder_decoder": False, "runner_type": "generate", "dtype": torch.bfloat16,
             "quantization": None, "hf_overrides": {}, "seed": 0,
         },
@@ -176,6 +177,19 @@ def test_what_could_not_be_checked_is_said(
         Setup.of_engine(*_engine()).check_profile("folder")
     assert "unknown: no weights" in caplog.text
     assert "the generic one is used" in caplog.text
+
+
+def test_a_tokenizer_that_is_nowhere_is_left_out(
+    checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere(path: str, **_: Any) -> str:
+        raise InputError("path: no tokenizer")
+
+    monkeypatch.setattr(setup, "tokenizer_identity", nowhere)
+    config, cache = _engine()
+    with caplog.at_level(logging.INFO, "cuvee"):
+        assert Setup.of_engine(config, cache).identity(config).tokenizer == ""
+    assert "path: no tokenizer" in caplog.text
 
 
 def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> None:

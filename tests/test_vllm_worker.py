@@ -82,21 +82,23 @@ class Bench:
 
     def drain(self) -> None:
         """Wait until nothing is being stored."""
-        for future in list(self.worker._saving):
+        for future in list(self.worker._saving.values()):
             future.result(30)
 
     def load(self, blocks: list[int], start: int, end: int, request: str = "r") -> Load:
         first = start // CHUNK
         return Load(request, TENANT, self.digests[first : end // CHUNK], first, start, end, blocks)
 
-    def wait(self, request: str = "r") -> None:
-        """Poll as the engine does until the load has arrived."""
-        deadline = threading.Event()
+    def wait(self, *requests: str) -> None:
+        """Poll as the engine does until the loads have arrived."""
+        missing = set(requests or ("r",))
+        pause = threading.Event()
         for _ in range(3000):
-            if request in self.worker.take_arrived():
+            missing -= self.worker.take_arrived()
+            if not missing:
                 return
-            deadline.wait(0.01)
-        raise AssertionError(f"{request} never arrived")
+            pause.wait(0.01)
+        raise AssertionError(f"{missing} never arrived")
 
     def held(self, blocks: list[int], start: int, end: int, first: int = 0) -> bool:
         """Whether the pages hold tokens `start … end` of the sequence; `blocks` begin at token `first`."""
@@ -161,12 +163,50 @@ def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]
     assert touched == {6, 7, 8}
 
 
-def test_a_synchronous_load_is_done_on_return_and_never_reported_as_arrived(bench: Callable[..., Bench]) -> None:
+def test_a_synchronous_load_is_done_on_return(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.store_all()
     b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=True)
     assert b.held([1, 2], 0, CHUNK)
-    assert b.worker.take_arrived() == set()
+    assert b.worker.take_arrived() == {"r"}
+
+
+def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    go = threading.Event()
+    b.store.before = lambda operation: _wait(go)
+    b.fill([0, 1], CHUNK)
+    for _ in range(3):
+        b.worker.save(b.saves([0, 1], range(1)))
+    go.set()
+    b.drain()
+    assert b.store.calls == ["contains", "put"]
+
+
+def test_a_store_that_hangs_while_it_deletes_keeps_nobody_waiting(bench: Callable[..., Bench]) -> None:
+    b = bench(load_timeout=0.2)
+    b.store_all()
+    b.store.entries[b.key(1)] = b"garbage"
+    go = threading.Event()
+    b.store.before = lambda operation: _wait(go) if operation == "delete" else None
+    b.worker.start_loads([b.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {12, 13}
+    go.set()
+
+
+def test_a_store_that_fails_while_it_deletes_ends_the_load(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.store_all()
+    b.store.entries[b.key(0)] = b"garbage"
+
+    def broken(operation: str) -> None:
+        if operation == "delete":
+            raise RuntimeError("a bug")
+
+    b.store.before = broken
+    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == {10, 11}
 
 
 def test_pages_may_be_overwritten_as_soon_as_save_returns(bench: Callable[..., Bench]) -> None:
@@ -265,8 +305,7 @@ def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Calla
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
     b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=wait)
-    if not wait:
-        b.wait()
+    b.wait()
     assert b.worker.take_invalid_blocks() == {1, 2}
     assert b.worker.report(1).failed == {"r"}
     go.set()
@@ -282,8 +321,7 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     go = threading.Event()
     b.store.before = lambda operation: _wait(go) if operation == "get" else None
     b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")], synchronous=False)
-    b.wait("a")
-    b.worker.take_arrived()
+    b.wait("a", "b")
     go.set()
     b.worker._loaders.shutdown(wait=True)
     assert b.cache.keys[0][3].isnan().all()

@@ -24,7 +24,7 @@ class Options:
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"`.
         chunk_tokens: tokens a blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: one chunk.
-        load_async: load while other requests run (True), or in front of the step that needs it.
+        load_async: load while other requests run; False: the engine waits for its loads.
         decide: "measured": load where that is expected to beat recompute; "always": load whatever is found.
         store_generated: store what the model generated, too: the next turn of a conversation begins with it.
         tenant: of requests that carry no `cache_salt`.

@@ -109,7 +109,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
         if role is KVConnectorRole.SCHEDULER:
-            self._setup.check_profile(vllm_config.model_config.model)
+            model = vllm_config.model_config
+            self._setup.check_profile(model.model, model.revision)
             identity = self._setup.identity(vllm_config)
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni"
@@ -174,7 +175,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = worker
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; synchronous ones are done on return."""
+        """Start this step's loads; synchronous ones are over on return."""
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -188,7 +189,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.save(self._plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose asynchronous loads are over."""
+        """Requests whose loads are over."""
         return None, self._working.take_arrived() or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:

@@ -55,6 +55,7 @@ class _Tracked:
     found: int = 0  # chunks in the store, by the last answer
     settled: bool = False  # the answer was judged and counted; the engine may ask again
     refused: bool = False  # nothing is loaded for it any more: too slow, declined or failed once
+    stale: bool = False  # computed some tokens before a reset: nothing of it is stored
     saved: int = 0  # chunks that need not be stored (again)
 
 
@@ -130,7 +131,7 @@ class SchedulerSide:
         if not tracked.settled:
             tracked.settled = True
             self._recorder.count("lookups", label=result)
-        return tokens, bool(tokens) and self._options.load_async
+        return tokens, bool(tokens)
 
     def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
         """The engine allocated `blocks` for the request and wants `tokens` of them loaded (0: none)."""
@@ -176,7 +177,7 @@ class SchedulerSide:
                 continue
             before = computed[request_id]
             prompt_tokens += max(min(before + scheduled, tracked.request.num_prompt_tokens) - before, 0)
-            if self._stores_at_all:
+            if self._stores_at_all and not tracked.stale:
                 plan.saves += self._new_chunks(tracked, before, before + scheduled, output.kv_connector_block_state)
         mostly_prefill = 2 * prompt_tokens >= max(output.total_num_scheduled_tokens, 2 * _LEAST_PREFILL)
         if mostly_prefill and (self._options.load_async or not plan.loads):
@@ -216,6 +217,7 @@ class SchedulerSide:
         for tracked in self._requests.values():
             tracked.chain = self._chain(tracked.request)
             tracked.lookup, tracked.found, tracked.saved = None, 0, 0
+            tracked.stale = tracked.request.num_computed_tokens > 0
 
     def close(self) -> None:
         """Stop asking the store, and say what was done."""
@@ -277,6 +279,8 @@ class SchedulerSide:
             self._recorder.count("lookups", label="timeout")
             return 0
         found = min(found, limit)
+        for digest in tracked.chain.digests(tracked.request.all_token_ids, limit)[found:]:
+            self._known.pop(digest, None)  # it is not there, or not known to be, whatever was believed
         for digest in tracked.chain.digests(tracked.request.all_token_ids, found):
             self._is_known(digest)
         return found

@@ -88,15 +88,15 @@ class Setup:
         model = vllm_config.model_config
         return Identity(
             model=_model_identity(model, str(vllm_config.load_config.load_format), self.options),
-            tokenizer=tokenizer_identity(model.tokenizer) if model.tokenizer and not model.skip_tokenizer_init else "",
+            tokenizer=_tokenizer(model),
             layout=self.layout.fingerprint,
             profile=b"" if self.quality == LOSSLESS else self.profile.id,
             quality=self.quality,
             shards=self.shards,
         )
 
-    def check_profile(self, model_path: str) -> None:
-        """Refuse a profile that was calibrated on other weights than those in `model_path`.
+    def check_profile(self, model_path: str, revision: str | None = None) -> None:
+        """Refuse a profile that was calibrated on other weights than those in `model_path` (or of a hub's model).
 
         Raises:
             ProfileMismatch: it was.
@@ -109,7 +109,7 @@ class Setup:
             return
         if not self.options.check_model:
             return
-        verdict = check_profile(self.profile, model_path)
+        verdict = check_profile(self.profile, model_path, revision=revision)
         if verdict == "mismatch":
             raise ProfileMismatch(
                 f"profile: {self.options.profile} was calibrated on other weights than {model_path}; calibrate one for "
@@ -205,3 +205,14 @@ def _model_identity(model: Any, load_format: str, options: Options) -> str:
         "dummy": str(model.seed) if load_format.endswith("dummy") else "",
     }
     return json.dumps(parts, sort_keys=True)
+
+
+def _tokenizer(model: Any) -> str:
+    """Names the tokenizer, where there is one. KV depends on token ids alone, so an unknown one is left out."""
+    if model.skip_tokenizer_init or not model.tokenizer:
+        return ""
+    try:
+        return tokenizer_identity(model.tokenizer, revision=model.tokenizer_revision)
+    except InputError as error:
+        logger.info("cuvee: the tokenizer is not part of the keys: %s", error)
+        return ""

@@ -1,6 +1,6 @@
 """A worker's side: restores chunks into the engine's pages and stores what the engine computed.
 
-    load:  store -> bytes -> codec -> pages            in a pool; the engine goes on, or waits (synchronous loads)
+    load:  store -> bytes -> codec -> pages            in a pool; the engine goes on, or waits for it (synchronous)
     save:  pages -> copy, inside the step -> codec -> store     in a pool; the copies have a budget
 
 A page that is being restored belongs to a request that waits for it, so nobody else touches it. A page that is being
@@ -46,6 +46,7 @@ class _Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
     valid_until: int = 0  # tokens before this one are restored
     over: bool = False
+    bad: int | None = None  # index of a chunk whose entry is not sound
 
 
 class WorkerSide:
@@ -78,7 +79,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._report = Report()
         self._pending = 0  # bytes of copies
-        self._saving: set[Future[None]] = set()
+        self._saving: dict[bytes, Future[None]] = {}  # by digest
         self._closed = False
         self._cache: PagedCache | None = None
 
@@ -101,7 +102,10 @@ class WorkerSide:
     # Loads -----------------------------------------------------------------------------------------------------
 
     def start_loads(self, loads: Sequence[Load], synchronous: bool) -> None:
-        """Begin to restore; if `synchronous`, all of it is restored, or marked invalid, on return."""
+        """Begin to restore; if `synchronous`, all of it is restored, or marked invalid, on return.
+
+        Either way the engine hears of it by `take_arrived`, and counts no block as cached before.
+        """
         ready = self._event()
         jobs = []
         for load in loads:
@@ -117,8 +121,6 @@ class WorkerSide:
                 future.result(max(remaining, 0))
             except TimeoutError:
                 self._give_up(job, patient=True)
-        with self._lock:  # nobody asks for the arrival of a synchronous load
-            self._arrived.difference_update(load.request for load in loads)
 
     def take_arrived(self) -> set[str]:
         """Requests whose loads are over, well or not, since the last call. Gives up those past their deadline."""
@@ -152,6 +154,8 @@ class WorkerSide:
             )
         except Exception:
             logger.exception("cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until)
+        if job.bad is not None:  # without the lock: the store may hang, and before the end: then it is stored anew
+            self._discard(load, job.bad)
         with job.lock:
             self._end(job)
 
@@ -186,13 +190,13 @@ class WorkerSide:
                 whole.append(self._check(blob, load.first_chunk + index))
             except CuveeError as error:
                 if blob is not None:
-                    self._discard(load, index)
+                    job.bad = index
                 problem = error
                 break
         good, damage = self._decode(load, first, whole)
         job.valid_until = max(job.valid_until, (load.first_chunk + first + good) * self._chunk)
         if good < len(whole):
-            self._discard(load, first + good)
+            job.bad = first + good
         self._recorder.count("loaded_chunks", good)
         self._recorder.count("decode_seconds", time.monotonic() - begun)
         problem = damage or problem
@@ -239,7 +243,7 @@ class WorkerSide:
         """Delete an entry that does not decode: it never will."""
         try:
             self._store.delete(store_key(load.tenant, load.digests[index], self._rank))
-        except CuveeError as error:
+        except Exception as error:
             logger.warning("cuvee: a bad entry could not be deleted: %s", error)
 
     def _give_up(self, job: _Job, patient: bool) -> None:
@@ -288,6 +292,8 @@ class WorkerSide:
         for save in saves:
             size = self._chunk * self._pages.layout.bytes_per_token
             with self._lock:
+                if save.digest in self._saving:  # another request has the same prefix
+                    continue
                 fits = self._pending + size <= self._budget and not self._closed
                 if fits:
                     self._pending += size
@@ -299,8 +305,8 @@ class WorkerSide:
             chunk = self._pages.read(self._slots(save.blocks, save.chunk, save.chunk, 0), save.chunk * self._chunk)
             future = self._savers.submit(self._save, save, chunk, size, self._event())
             with self._lock:
-                self._saving.add(future)
-            future.add_done_callback(self._saved)
+                self._saving[save.digest] = future
+            future.add_done_callback(partial(self._saved, save.digest))
 
     def _save(self, save: Save, chunk: KVChunk, size: int, ready: Any) -> None:
         kept = False
@@ -333,9 +339,9 @@ class WorkerSide:
                 if not kept:
                     self._report.unsaved.add(save.digest)
 
-    def _saved(self, future: Future[None]) -> None:
+    def _saved(self, digest: bytes, future: Future[None]) -> None:
         with self._lock:
-            self._saving.discard(future)
+            self._saving.pop(digest, None)
 
     # Both ------------------------------------------------------------------------------------------------------
 
