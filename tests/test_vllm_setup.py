@@ -58,7 +58,7 @@ def _engine(
             "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
             "prefill_context_parallel_size": 1,
         },
-        "cache": {"cache_dtype": "auto"},
+        "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
         "load": {"load_format": "auto"},
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
     }  # fmt: skip

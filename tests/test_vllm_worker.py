@@ -46,7 +46,7 @@ class Bench:
     def __init__(self, rank: int = 0, **options: Any) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
         profile = Profile.generic(LAYOUT)
-        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True)
+        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
         self.store = DictStore()
         self.recorder = Recorder()
         self.worker = WorkerSide(self.setup, rank, Codec(profile, "lossless"), self.store, self.recorder)
@@ -417,7 +417,7 @@ def test_attaching_writes_nothing(bench: Callable[..., Bench]) -> None:
 
 
 def test_reports_of_ranks_add_up() -> None:
-    one = Report([1], [(16, 0.5)], {"a"}, {b"x"}, None)
-    one.add(Report([1], [(16, 0.7)], {"b"}, {b"y"}, None))
-    assert (one.steps, one.loaded) == ([1, 1], [(16, 0.5), (16, 0.7)])
+    one = Report([1], {"c"}, [(16, 0.5)], {"a"}, {b"x"}, None)
+    one.add(Report([1], {"d"}, [(16, 0.7)], {"b"}, {b"y"}, None))
+    assert (one.steps, one.ended, one.loaded) == ([1, 1], {"c", "d"}, [(16, 0.5), (16, 0.7)])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})

@@ -60,6 +60,7 @@ class Report:
 
     Attributes:
         steps: steps that were executed.
+        ended: requests whose loads are over, well or not.
         loaded: tokens and seconds of each load that succeeded.
         failed: requests a part of whose load failed.
         unsaved: digests of chunks that were to be stored and are not.
@@ -67,6 +68,7 @@ class Report:
     """
 
     steps: list[int] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
     loaded: list[tuple[int, float]] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     unsaved: set[bytes] = field(default_factory=set)
@@ -75,6 +77,7 @@ class Report:
     def add(self, other: Report) -> None:
         """Take in the report of another rank."""
         self.steps += other.steps
+        self.ended |= other.ended
         self.loaded += other.loaded
         self.failed |= other.failed
         self.unsaved |= other.unsaved

@@ -98,6 +98,10 @@ class SchedulerSide:
         self._pool = ThreadPoolExecutor(4, thread_name_prefix="cuvee-lookup")
         self._requests: dict[str, _Tracked] = {}
         self._loads: dict[str, Load] = {}
+        self._shares_loads = setup.prefix_caching
+        self._under_way: dict[str, list[bytes]] = {}  # digests of the load of a request
+        self._loading: dict[bytes, str] = {}  # and whose load they are in
+        self._distrusted = -1.0  # lookups from before this time are not believed: a load failed
         self._known: OrderedDict[bytes, float] = OrderedDict()
         self._break_even = BreakEven()
         self._step = 0
@@ -123,6 +127,8 @@ class SchedulerSide:
             return None, False
         tracked.found = found
         tokens = found * self._chunk - computed
+        if tokens >= self._options.least_tokens and self._is_loaded_by_another(tracked, computed):
+            return None, False
         result = "miss" if not found else ("hit" if found == limit else "partial")
         if tokens < self._options.least_tokens:
             tokens, result = 0, "miss" if not found else result
@@ -141,10 +147,14 @@ class SchedulerSide:
         end = tracked.found * self._chunk
         start = end - tokens
         first = start // self._chunk
+        digests = tracked.chain.digests(request.all_token_ids, tracked.found)[first:]
+        self._under_way[request.request_id] = digests
+        for digest in digests:
+            self._loading.setdefault(digest, request.request_id)
         self._loads[request.request_id] = Load(
             request.request_id,
             tracked.tenant,
-            tracked.chain.digests(request.all_token_ids, tracked.found)[first:],
+            digests,
             first,
             start,
             end,
@@ -156,6 +166,7 @@ class SchedulerSide:
         """The request is done or was aborted."""
         tracked = self._requests.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
+        self._load_is_over(request.request_id)
         if tracked is not None and tracked.lookup is not None:
             tracked.lookup.answer.cancel()
 
@@ -192,6 +203,10 @@ class SchedulerSide:
             self._break_even.observe_prefill(tokens, max(now - begun, 1e-6))
         for tokens, seconds in report.loaded:
             self._break_even.observe_load(tokens, max(seconds, 1e-6))
+        for request_id in report.ended:
+            self._load_is_over(request_id)
+        if report.failed:
+            self._distrusted = now
         for request_id in report.failed:
             tracked = self._requests.get(request_id)
             if tracked is not None:  # it would only fail again
@@ -249,6 +264,19 @@ class SchedulerSide:
         adapter = "" if lora is None else self._adapter_identity(lora.lora_name, lora.lora_path)
         return PrefixChain(self._identity, Scope(self._tenant(request), adapter, media), self._chunk)
 
+    def _is_loaded_by_another(self, tracked: _Tracked, computed: int) -> bool:
+        """Whether the next chunk is on its way for another request: soon the engine has it, and one load is enough."""
+        if not self._shares_loads:
+            return False
+        digests = tracked.chain.digests(tracked.request.all_token_ids, tracked.found)
+        owner = self._loading.get(digests[computed // self._chunk])
+        return owner is not None and owner != tracked.request.request_id
+
+    def _load_is_over(self, request_id: str) -> None:
+        for digest in self._under_way.pop(request_id, ()):
+            if self._loading.get(digest) == request_id:
+                del self._loading[digest]
+
     def _pays(self, tokens: int) -> bool:
         return self._options.decide == "always" or self._break_even.worth_loading(tokens)
 
@@ -268,7 +296,9 @@ class SchedulerSide:
         """How many of the first `limit` chunks are there; None: not known yet."""
         now = self._clock()
         lookup = tracked.lookup
-        stale = lookup is not None and (lookup.limit != limit or now - lookup.asked > _LOOKUP_AGE)
+        stale = lookup is not None and (
+            lookup.limit != limit or now - lookup.asked > _LOOKUP_AGE or lookup.asked <= self._distrusted
+        )
         if lookup is None or (stale and lookup.answer.done()):
             lookup = self._ask(tracked, limit)
         found = self._answer(lookup)

@@ -34,6 +34,7 @@ class Setup:
         block_tokens: tokens a block of the engine's scheduler.
         shards: tensor-parallel ranks.
         loads, stores: whether this engine loads, and stores (`kv_role`).
+        prefix_caching: whether one request finds in the engine what another one loaded.
     """
 
     options: Options
@@ -44,6 +45,7 @@ class Setup:
     shards: int
     loads: bool
     stores: bool
+    prefix_caching: bool
 
     @classmethod
     def of_engine(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -80,8 +82,10 @@ class Setup:
         quality = LOSSLESS if codec.lossless else f"step:{codec.step}"
         shards = vllm_config.parallel_config.tensor_parallel_size
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
-        loads, stores = transfer.is_kv_consumer, transfer.is_kv_producer
-        return cls(options, layout, profile, quality, block_tokens, shards, loads, stores)
+        return cls(
+            options, layout, profile, quality, block_tokens, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
+            bool(vllm_config.cache_config.enable_prefix_caching),
+        )  # fmt: skip
 
     def identity(self, vllm_config: Any) -> Identity:
         """Names what every blob of this engine holds, its tokens apart. Reads the checkpoint's files."""

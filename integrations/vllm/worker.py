@@ -273,6 +273,7 @@ class WorkerSide:
             self._invalid.update(missing)
             self._arrived.add(load.request)
             self._jobs.pop(load.request, None)
+            self._report.ended.add(load.request)
             if done == load.end:
                 self._report.loaded.append((load.end - load.start, seconds))
             else:
