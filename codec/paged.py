@@ -102,14 +102,14 @@ class PagedCache:
         """
         self.check_slots(slots)
         dtype = self.layout.torch_dtype
+        places = self._places(slots, range(self.layout.num_layers), least=0)
         out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
         for name, tensors, scales in (
             ("keys", self.keys, self.key_scales),
             ("values", self.values, self.value_scales),
         ):
-            for layer, (tensor, scale) in enumerate(zip(tensors, scales, strict=True)):
-                block, token = self._locate(slots, layer, tensor, allow_nowhere=False)
-                part = tensor[block, token]
+            for tensor, scale in zip(tensors, scales, strict=True):
+                part = tensor[places[tensor.shape[:2]]]
                 out[name].append((part.float() * scale).to(dtype) if self.scaled else part.to(dtype))
         return KVChunk(out["keys"], out["values"], self.layout, start)
 
@@ -133,33 +133,40 @@ class PagedCache:
         """
         self.check_slots(slots)
         layers = layers or range(self.layout.num_layers)
-        for layer in layers:
-            self._locate(slots, layer, self.keys[layer], allow_nowhere=True)
+        self._places(slots, layers, least=NOWHERE)
         wanted = slots != NOWHERE
+        whole = bool(wanted.all())
+        places = self._places(slots if whole else slots[wanted], layers, least=0)
         for given, tensors, scales in (
             (keys, self.keys, self.key_scales),
             (values, self.values, self.value_scales),
         ):
             for layer, source in zip(layers, given, strict=True):
                 tensor = tensors[layer]
-                block, token = self._locate(slots[wanted], layer, tensor, allow_nowhere=False)
-                part = source[wanted]
+                part = source if whole else source[wanted]
                 if self.scaled:
                     limit = torch.finfo(self.dtype).max
                     part = (part.float() / scales[layer]).clamp(-limit, limit)
-                tensor[block, token] = part.to(self.dtype)
+                tensor[places[tensor.shape[:2]]] = part.to(self.dtype)
 
-    def _locate(
-        self, slots: torch.Tensor, layer: int, tensor: torch.Tensor, allow_nowhere: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        count = tensor.shape[0] * tensor.shape[1]
-        least = NOWHERE if allow_nowhere else 0
-        if len(slots) and not least <= int(slots.min()) <= int(slots.max()) < count:
-            raise InputError(
-                f"slots reach from {int(slots.min())} to {int(slots.max())}, layer {layer} has {count} slots"
-            )
-        block = torch.div(slots, max(tensor.shape[1], 1), rounding_mode="floor")
-        return block, slots - block * tensor.shape[1]
+    def _places(
+        self, slots: torch.Tensor, layers: range, least: int
+    ) -> dict[torch.Size, tuple[torch.Tensor, torch.Tensor]]:
+        """Blocks and tokens of slots in tensors of each size `[blocks, block_tokens]` that these layers have."""
+        places: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
+        lowest, highest = (int(slots.min()), int(slots.max())) if len(slots) else (0, -1)
+        for layer in layers:
+            for tensor in (self.keys[layer], self.values[layer]):
+                size = tensor.shape[:2]
+                if size in places:
+                    continue
+                if len(slots) and not least <= lowest <= highest < size[0] * size[1]:
+                    raise InputError(
+                        f"slots reach from {lowest} to {highest}, layer {layer} has {size[0] * size[1]} slots"
+                    )
+                block = torch.div(slots, max(size[1], 1), rounding_mode="floor")
+                places[size] = block, slots - block * size[1]
+        return places
 
 
 def _scales(name: str, scales: Sequence[float] | None, layout: KVLayout) -> tuple[float, ...]:
