@@ -246,6 +246,8 @@ def test_wrong_usage_is_exit_code_two(files: Files) -> None:
         ("decode", files.cache, out),
         ("inspect",),
         ("bench", "--device", "abacus"),
+        ("bench", "--store", "memory://"),
+        ("bench", "--engine", "--device", "cuda"),
     ):
         done = run(*args, code=2)
         assert done.stdout == "" and "Traceback" not in done.stderr

@@ -14,6 +14,7 @@ import cuvee
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
+ENGINE = ROOT / "eval" / "results" / "2026-11-20-vllm" / "engine.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
 
@@ -97,3 +98,22 @@ def test_what_is_said_about_tasks_is_true_of_the_committed_report() -> None:
                 lost = -sign * scores[f"{family}@{preset}", task]["difference"]
                 assert lost <= scores["bf16", task]["stderr"] and lost <= (0.0151 if sign > 0 else 0.0055), task
     assert max(-scores["kivi2", task]["difference"] for task, sign in better.items() if sign > 0) >= 0.105
+
+
+def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
+    report = json.loads(ENGINE.read_text(encoding="utf-8"))
+    lengths = report["first_token"]["lengths"]
+    table = rows("time to first token, of the time it takes to compute")
+    for cells, variant in zip(table, ("lossless, file", "lossless, redis", "balanced, file", None), strict=True):
+        for cell, length in zip(cells[1:], lengths, strict=True):
+            ratio = length["variants"][variant]["hit_over_recompute"] if variant else length["own_cache_over_recompute"]
+            assert cell == f"{ratio['median']:.3f}", cells[0]
+    for preset, group in (("balanced", "layer"), ("balanced", "generic"), ("lossless", None)):
+        (entry,) = (
+            entry
+            for entry in report["footprint"]["entries"]
+            if entry["chunk_tokens"] == 256 and entry["quality"] == preset and entry["profile"] == group
+        )
+        assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in README.split("### In vLLM")[1]
+    storing = [ratio["median"] for ratio in report["storing"]["throughput_over_no_connector"].values()]
+    assert 0.84 <= round(min(storing), 2) and round(max(storing), 2) <= 0.96

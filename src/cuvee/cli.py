@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -555,6 +555,18 @@ def bench(
         bool, typer.Option("--quick", help="Fewer cases and repeats: half a minute on a CPU, two on a GPU.")
     ] = False,
     device: Annotated[_Device, typer.Option(help="What to measure.")] = _Device.cpu,
+    engine: Annotated[
+        bool,
+        typer.Option("--engine", help="Measure offload in vLLM instead: sizes, first tokens with and without a hit."),
+    ] = False,
+    model: Annotated[
+        Path | None,
+        typer.Option("--model", "-m", help="With --engine: a checkpoint to time instead of random weights."),
+    ] = None,
+    stores: Annotated[
+        list[str] | None,
+        typer.Option("--store", metavar="URL", help="With --engine: also load from this store.", show_default=False),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option("--out", help="Write the report to this file, too, as JSON.", show_default=False)
     ] = None,
@@ -562,20 +574,31 @@ def bench(
 ) -> None:
     """Measure speed and memory on this machine: every stage alone, and whole encodes and decodes.
 
-    On a GPU also what the machine could do at best, and a CacheGen-style decoder.
+    On a GPU also what the machine could do at best, and a CacheGen-style decoder. With --engine: what compressed
+    offload costs and saves in vLLM (15 minutes; --quick: 5).
     """
+    if not engine and (model is not None or stores):
+        raise typer.BadParameter("--model and --store belong to --engine")
+    if engine and device is not _Device.cpu:
+        raise typer.BadParameter("--engine measures on the device that vLLM was built for: leave --device out")
     if out is not None:
         _check_absent(out, force)
     progress = _console(stderr=True)
-    if device is _Device.cuda:
-        from cuvee.eval.bench_gpu import print_gpu_report as print_report
-        from cuvee.eval.bench_gpu import run_gpu_bench
+    if engine:
+        from cuvee.eval.bench_vllm import FULL, QUICK, print_engine_report, run_engine_bench
+
+        report = run_engine_bench(QUICK if quick else FULL, model, stores or (), progress)
+        print_report: Callable[[dict[str, Any], Console], None] = print_engine_report
+    elif device is _Device.cuda:
+        from cuvee.eval.bench_gpu import print_gpu_report, run_gpu_bench
 
         report = run_gpu_bench(quick, progress)
+        print_report = print_gpu_report
     else:
-        from cuvee.eval.bench import print_report, run_bench
+        from cuvee.eval import bench as cpu
 
-        report = run_bench(quick, progress)
+        report = cpu.run_bench(quick, progress)
+        print_report = cpu.print_report
     if out is not None:
         _write(out, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode(), force)
     if as_json:
