@@ -115,6 +115,11 @@ def test_what_is_supported_starts() -> None:
         ({"model__is_encoder_decoder": True}, UnsupportedModel, "encoder-decoder"),
         ({"model__runner_type": "pooling"}, UnsupportedModel, "'pooling' model"),
         ({"extra": {"chunk_tokens": 48}}, InputError, "chunk_tokens: must be a multiple of .* 32, got 48"),
+        (
+            {"extra": {"chunk_tokens": 512}},
+            InputError,
+            "chunk_tokens: must be within the model's 256 positions, got 512",
+        ),
         ({"extra": {"chunks": 48}}, InputError, "no option 'chunks'"),
         ({"extra": {"quality": "best"}}, InputError, "best"),
         ({"extra": {"kl": 0.1}}, ProfileError, "curve"),

@@ -261,6 +261,11 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         keys, values, found = [], [], None
         for index, name in enumerate(names):
             tensor, attention = kv_caches[name], layers[name]
+            if not hasattr(attention.impl, "do_kv_cache_update"):
+                raise UnsupportedModel(
+                    f"{name}: {type(attention.impl).__name__} has no writer of its own (do_kv_cache_update), so its "
+                    "pages cannot be found out: this attention backend is not supported"
+                )
             if tensor.dtype != layout.torch_dtype:
                 raise UnsupportedModel(
                     f"{name}: the engine caches {tensor.dtype}, its configuration says {layout.dtype}"

@@ -72,6 +72,8 @@ class Setup:
                 f"chunk_tokens: must be a multiple of the engine's block size {block_tokens}, got {tokens}"
             )
         layout = KVLayout.from_config(vllm_config.model_config.hf_text_config, _dtype(spec))
+        if layout.max_positions is not None and tokens > layout.max_positions:
+            raise InputError(f"chunk_tokens: must be within the model's {layout.max_positions} positions, got {tokens}")
         _check_heads(layout, spec, kv_cache_config, vllm_config.parallel_config.tensor_parallel_size)
         if options.profile is None:
             profile = Profile.generic(layout)
