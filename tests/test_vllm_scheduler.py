@@ -39,6 +39,7 @@ def _request(name: str = "r", tokens: int = 100, **changes: Any) -> SimpleNamesp
         "lora_request": None,
         "mm_features": [],
         "skip_reading_prefix_cache": False,
+        "resumable": False,
     }
     return SimpleNamespace(**{**fields, **changes})
 
@@ -197,7 +198,7 @@ def test_adapters_and_media_do_not_share(desk: Callable[..., Desk]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"prompt_token_ids": None}, {"prompt_embeds": "tensor"}, {"skip_reading_prefix_cache": True}],
+    [{"prompt_token_ids": None}, {"prompt_embeds": "tensor"}, {"resumable": True}, {"skip_reading_prefix_cache": True}],
 )
 def test_requests_that_are_never_loaded(desk: Callable[..., Desk], changes: dict[str, Any]) -> None:
     d, request = desk(), _request(**changes)

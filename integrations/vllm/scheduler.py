@@ -248,6 +248,8 @@ class SchedulerSide:
             return tracked
         if request.prompt_token_ids is None or request.prompt_embeds is not None:
             return None
+        if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
+            return None
         tracked = _Tracked(request, self._tenant(request), self._chain(request))
         self._requests[request.request_id] = tracked
         return tracked
