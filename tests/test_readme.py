@@ -14,7 +14,7 @@ import cuvee
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
-ENGINE = ROOT / "eval" / "results" / "2026-11-20-vllm" / "engine.json"
+ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
 
@@ -116,4 +116,4 @@ def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
         )
         assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in README.split("### In vLLM")[1]
     storing = [ratio["median"] for ratio in report["storing"]["throughput_over_no_connector"].values()]
-    assert round(min(storing), 2) >= 0.84 and round(max(storing), 2) <= 0.96
+    assert round(min(storing), 2) >= 0.84 and round(max(storing), 2) <= 0.95

@@ -575,7 +575,7 @@ def bench(
     """Measure speed and memory on this machine: every stage alone, and whole encodes and decodes.
 
     On a GPU also what the machine could do at best, and a CacheGen-style decoder. With --engine: what compressed
-    offload costs and saves in vLLM (15 minutes; --quick: 5).
+    offload costs and saves in vLLM (ten minutes; --quick: three).
     """
     if not engine and (model is not None or stores):
         raise typer.BadParameter("--model and --store belong to --engine")
