@@ -15,6 +15,7 @@ def answers(model: str, store: str, tokens: int) -> list[tuple[list[int], int]]:
     llm = LLM(
         model=model,
         enforce_eager=True,
+        gpu_memory_utilization=0.5,  # on a CPU: of the RAM, which must be free
         kv_transfer_config={
             "kv_connector": "CuveeConnector",
             "kv_connector_module_path": "cuvee.integrations.vllm",
