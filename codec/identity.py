@@ -171,7 +171,9 @@ class PrefixChain:
         return self._digests[:chunks]
 
 
-def content_digest(identity: Identity, scope: Scope, tokens: Sequence[int], *, start: int = 0) -> bytes:
+def content_digest(
+    identity: Identity, scope: Scope, tokens: Sequence[int], *, start: int = 0, context: bytes = b""
+) -> bytes:
     """Name a run of tokens wherever it stands: 32 bytes.
 
     Args:
@@ -180,18 +182,22 @@ def content_digest(identity: Identity, scope: Scope, tokens: Sequence[int], *, s
         tokens: the run, at least one token, any integers within int64.
         start: position of its first token among those that `scope.media` counts. Matters only where media items
             overlap the run: they enter with their place relative to it.
+        context: names what the run was computed behind; empty: nothing, it was computed alone.
 
     Raises:
-        InputError: no tokens, something else than such integers, or a negative start.
+        InputError: no tokens, something else than such integers, a negative start, or a context that is not bytes.
     """
     _check_type("start", start, int)
+    _check_type("context", context, bytes)
     if start < 0:
         raise InputError(f"start: must be at least 0, got {start}")
     if not len(tokens):
         raise InputError("tokens: must hold at least one token")
     data = _tokens(tokens)
     media = _media(sorted(scope.media), start, start + len(tokens))
-    return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media)
+    # All before it has its length: that a context follows cannot be mistaken for something else.
+    behind = canonical(context) if context else b""
+    return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
 
 
 def tenant_id(tenant: str) -> str:

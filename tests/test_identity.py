@@ -43,11 +43,14 @@ GOLDEN_PREFIX = [
     "24033403f2b6d780e3817662b7292592a93a265485e022c320d3daea5193718b",
 ]
 GOLDEN_CONTENT = "162dfe769b7a5689f5ab118ac98d453ee4f78e1c9f3a849bbddc075565abcaeb"
+GOLDEN_CONTEXT = "7833e2d8b930a53c6281bbb82749f214e6f4ef6840851acd490bfea70b7edf20"
 
 
 def test_golden_values() -> None:
     assert [digest.hex() for digest in chain(range(100, 108), 2)] == GOLDEN_PREFIX
     assert content_digest(LOSSY, SCOPE, range(100, 108)).hex() == GOLDEN_CONTENT
+    assert content_digest(LOSSY, SCOPE, range(100, 108), context=b"").hex() == GOLDEN_CONTENT
+    assert content_digest(LOSSY, SCOPE, range(100, 108), context=b"contexts").hex() == GOLDEN_CONTEXT
     assert tenant_id("") == "399a81219c4b118d05336784dfd82aa0"
     assert tenant_id("acme") == "fde3980a662832b5d524682ec0731094"
     assert store_key("acme", bytes(range(32)), 258) == f"{tenant_id('acme')}/{bytes(range(32)).hex()}0102"
@@ -92,6 +95,8 @@ def test_canonical_bytes_written_out_by_hand() -> None:
     content = root + field(struct.pack("<4q", *tokens[:4]))
     media = number(1) + field(number(3)) + field(number(6)) + field(b"image-1")
     assert content_digest(LOSSY, SCOPE, tokens[:4]) == blake2b(content + media, b"cuvee-content")
+    behind = blake2b(content + media + field(b"contexts"), b"cuvee-content")
+    assert content_digest(LOSSY, SCOPE, tokens[:4], context=b"contexts") == behind
     assert tenant_id("é\ud800") == blake2b(b"\x01" + field(b"\xc3\xa9\xed\xa0\x80"), b"cuvee-tenant", 16).hex()
 
 
@@ -277,6 +282,14 @@ def test_bytes_that_move_to_the_next_field_change_the_key(text: str) -> None:
     assert chain(range(4), 1, identity=one) != chain(range(4), 1, identity=other)
 
 
+@settings(max_examples=200, deadline=None)
+@given(inputs, st.binary(max_size=3), inputs, st.binary(max_size=3))
+def test_other_contexts_other_digests(one: Any, context: bytes, other: Any, context2: bytes) -> None:
+    same = content_digest(*one) == content_digest(*other) and context == context2
+    assert (content_digest(*one, context=context) == content_digest(*other, context=context2)) == same
+    assert (content_digest(*one, context=context) == content_digest(*one, context=context2)) == (context == context2)
+
+
 # Chains ------------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +431,7 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
         (lambda: PrefixChain(LOSSY, SCOPE, 4.0), "chunk_tokens: must be int"),  # type: ignore[arg-type]
         (lambda: content_digest(LOSSY, SCOPE, []), "tokens: must hold at least one token"),
         (lambda: content_digest(LOSSY, SCOPE, [1], start=-1), "start: must be at least 0"),
+        (lambda: content_digest(LOSSY, SCOPE, [1], context="a"), "context: must be bytes"),  # type: ignore[arg-type]
         (lambda: tenant_id(None), "tenant: must be str"),  # type: ignore[arg-type]
         (lambda: store_key("a", bytes(16)), "digest: must be 32 bytes, got 16"),
         (lambda: store_key("a", "00" * 32), "digest: must be bytes"),  # type: ignore[arg-type]
