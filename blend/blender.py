@@ -1,0 +1,430 @@
+"""`Blender`: a prompt of cached chunks and text -> a cache that generation continues on.
+
+    segments --place--> keys, values [H, T, D] a layer      chunks decoded or turned to their new positions
+             --select-> positions                            what is recomputed (selectors.py)
+             --compute> layer by layer, text and selected    each token looks at all KV before it, cached or new,
+                        tokens only                          and what it computes replaces what was cached there
+
+After Yao et al., CacheBlend (arXiv:2405.16444), with positions restored by RoPE as in EPIC (arXiv:2410.15332).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cuvee.blend.model import BlendModel, TransformersModel
+from cuvee.blend.segments import Prompt, Segment
+from cuvee.blend.selectors import Selector, default_selector
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError, ProfileMismatch
+from cuvee.codec.layout import KVChunk
+from cuvee.codec.model import model_fingerprint
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.rope import rotate, unrotate
+
+if TYPE_CHECKING:
+    from transformers import DynamicCache, PreTrainedModel
+
+_BLOCK_ROWS = 1024  # tokens computed together: a mask takes as many times the prompt's length
+_PROBES = 16  # tokens of a chunk that are compared with its text
+_FEWEST_PROBES = 4
+# Of the mean distance between tokens: measured are 0.2 at quality "small", 0.73 where nothing but the mean is left, and
+# 0.96 to 1.05 for other tokens.
+_MISMATCH = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentRecord:
+    """What became of one segment.
+
+    Attributes:
+        start, end: its positions.
+        cached: whether it came with a chunk.
+        leading: whether its chunk was exact where it stands.
+        computed: of its tokens, how many went through each layer.
+    """
+
+    start: int
+    end: int
+    cached: bool
+    leading: bool
+    computed: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendRecord:
+    """What was recomputed, and why.
+
+    Attributes:
+        tokens: of the prompt, T.
+        cached: of them, how many came with a chunk.
+        layers: of the model.
+        computed: cached tokens that went through each layer.
+        query_token_layers: spent by the selector on passes of the query.
+        depth: int64 `[T]`: through how many layers a token went; all of them for text.
+        text: bool `[T]`: computed because nothing was cached. What else has a depth was chosen by the selector.
+        segments: what became of each.
+        selector: which one decided, as Python writes it.
+    """
+
+    tokens: int
+    cached: int
+    layers: int
+    computed: tuple[int, ...]
+    query_token_layers: int
+    depth: torch.Tensor
+    text: torch.Tensor
+    segments: tuple[SegmentRecord, ...]
+    selector: str
+
+    @property
+    def cost(self) -> float:
+        """Token-layers spent on cached tokens over those of recomputing them all; 0 where none were cached."""
+        whole = self.cached * self.layers
+        return (sum(self.computed) + self.query_token_layers) / whole if whole else 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BlendResult:
+    """A blended prompt.
+
+    Attributes:
+        cache: keys and values `[1, H, T, D]` a layer in the model's dtype, ready for `generate` or another pass.
+        logits: float32 `[n, V]` after the last n tokens.
+        record: what was recomputed.
+    """
+
+    cache: DynamicCache
+    logits: torch.Tensor
+    record: BlendRecord
+
+
+class Blender:
+    """Puts prompts together from cached chunks and text.
+
+    Args:
+        model: a transformers causal language model in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
+            anything else behind the `BlendModel` protocol.
+        codec: decodes blobs; without one chunks must be `KVChunk`s.
+        selector: what to recompute; default: `default_selector()`, 15 % of the cached tokens.
+
+    Raises:
+        UnsupportedModel: sliding windows, MLA, M-RoPE, a family that was not checked: refused by name.
+        ProfileMismatch: the codec's profile belongs to another model.
+        InputError: as `TransformersModel`.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel | BlendModel, codec: Codec | None = None, selector: Selector | None = None
+    ) -> None:
+        self._model: BlendModel = TransformersModel(model) if isinstance(model, torch.nn.Module) else model
+        self._codec = codec
+        self.selector: Selector = default_selector() if selector is None else selector
+        _check_selector(self.selector)
+        if codec is not None:
+            codec.profile.check_layout(self._model.layout)
+            known = codec.profile.model
+            if known is not None and isinstance(model, torch.nn.Module) and known != model_fingerprint(model):
+                raise ProfileMismatch("codec: its profile was calibrated on other weights than the model's")
+
+    @torch.no_grad()
+    def blend(
+        self, segments: Sequence[Segment], *, logits_to_keep: int = 1, selector: Selector | None = None
+    ) -> BlendResult:
+        """Blend a prompt.
+
+        Text is always computed, and so is the last token even if a chunk holds it: its logits are wanted.
+
+        Args:
+            segments: the prompt, in order; at least one.
+            logits_to_keep: for how many of the last tokens, all of them text (or one).
+            selector: instead of the blender's own.
+
+        Raises:
+            InputError: no segments, tokens that the model does not have, a chunk of other tokens (a sample of each is
+                compared in the first layer), more tokens than the model has positions, logits of cached tokens, a blob
+                without a codec, or a selector's cost that cannot be kept.
+            ProfileMismatch: a chunk of another model or profile.
+            FormatError, VersionError, CorruptError: a damaged blob.
+        """
+        chosen = self.selector if selector is None else selector
+        _check_selector(chosen)
+        return _Run(self._model, self._codec, chosen, segments, logits_to_keep).run()
+
+
+def _check_selector(selector: Selector) -> None:
+    if not hasattr(selector, "begin"):
+        raise InputError(f"selector: must be one of cuvee.blend's, got {selector!r}")
+
+
+class _Run:
+    """One prompt."""
+
+    def __init__(
+        self,
+        model: BlendModel,
+        codec: Codec | None,
+        selector: Selector,
+        segments: Sequence[Segment],
+        logits_to_keep: int,
+    ) -> None:
+        self.model = model
+        self.codec = codec
+        self.selector = selector
+        self.layers = model.layout.num_layers
+        given: object = segments
+        if not isinstance(given, Sequence) or not given or not all(isinstance(s, Segment) for s in given):
+            raise InputError("segments: must be a list of at least one Segment")
+        self.segments = segments
+        self.tokens = torch.cat([segment.tokens for segment in segments])
+        lengths = torch.tensor([len(segment.tokens) for segment in segments])
+        self.ends = lengths.cumsum(0).tolist()
+        self.starts = [0, *self.ends[:-1]]
+        self._check()
+        self.segment = torch.repeat_interleave(torch.arange(len(segments)), lengths)
+        self.cached = torch.tensor([segment.chunk is not None for segment in segments])[self.segment]
+        # A chunk that ends the prompt leaves its last token to be computed: the logits after it are wanted.
+        self.cached[-1] = False
+        text = int((~self.cached).flip(0).long().cumprod(0).sum())
+        if type(logits_to_keep) is not int or not 1 <= logits_to_keep <= text:
+            raise InputError(
+                f"logits_to_keep: must be 1 … {text}, the tokens of text that end this prompt, got {logits_to_keep!r}"
+            )
+        self.kept = logits_to_keep
+        self.query_token_layers = 0
+
+    def _check(self) -> None:
+        low, high = (int(bound) for bound in torch.aminmax(self.tokens))
+        if low < 0 or high >= self.model.vocabulary:
+            raise InputError(
+                f"segments: hold token {low if low < 0 else high}; the model's vocabulary is "
+                f"0 … {self.model.vocabulary - 1}"
+            )
+        limit = self.model.layout.max_positions
+        if limit is not None and self.ends[-1] > limit:
+            raise InputError(f"segments: {self.ends[-1]} tokens, the model has {limit} positions: leave chunks out")
+
+    def run(self) -> BlendResult:
+        leading = self._place()
+        offset = torch.arange(len(self.tokens)) - torch.tensor(self.starts)[self.segment]
+        leading_tokens = self.cached & (self.segment == 0) if leading else torch.zeros_like(self.cached)
+        self._check_tokens()
+        prompt = Prompt(self.tokens, self.segment, offset, self.cached, leading_tokens, self.layers, self._attend)
+        selection = self.selector.begin(prompt)
+        text = (~self.cached).nonzero()[:, 0]
+        depth = torch.zeros(len(self.tokens), dtype=torch.int64)
+        through = torch.zeros(self.layers, len(self.segments), dtype=torch.int64)
+        positions = torch.cat((text, selection.tokens(0))).sort().values
+        hidden = self.model.embed(self.tokens[positions])
+        blocks = self._blocks(positions)
+        for layer in range(self.layers):
+            chosen = selection.tokens(layer)
+            wanted = torch.cat((text, chosen)).sort().values
+            if len(wanted) < len(positions):
+                hidden = hidden[torch.searchsorted(positions, wanted).to(hidden.device)]
+                positions, blocks = wanted, self._blocks(wanted)
+            depth[positions] += 1
+            through[layer] = torch.bincount(self.segment[positions], minlength=len(self.segments))
+            exchanges = [
+                _Exchange(self.keys[layer][:, : block.end], self.values[layer][:, : block.end], block.positions)
+                for block in blocks
+            ]
+            if selection.watches(layer):
+                for exchange in exchanges:
+                    exchange.watch(self.cached)
+            parts = zip(hidden.split(_BLOCK_ROWS), blocks, exchanges, strict=True)
+            hidden = torch.cat([self.model.layer(layer, part, block.rows, exchange) for part, block, exchange in parts])
+            if selection.watches(layer):
+                selection.observe(layer, *_deviations(exchanges))
+        return BlendResult(
+            self._cache(), self.model.logits(hidden[-self.kept :]), self._record(depth, through, leading)
+        )
+
+    # Cached KV -----------------------------------------------------------------------------------------------------
+
+    def _place(self) -> bool:
+        """Put every chunk where its segment stands; whether the first is exact there."""
+        layout, device, total = self.model.layout, self.model.device, len(self.tokens)
+
+        def empty(heads: int, size: int) -> torch.Tensor:
+            # Zeros, not garbage: what a mask hides still takes part in the product, and 0 * NaN is NaN.
+            return torch.zeros(heads, total, size, dtype=layout.torch_dtype, device=device)
+
+        self.keys = [empty(layer.kv_heads, layer.head_dim) for layer in layout.layers]
+        self.values = [empty(layer.kv_heads, layer.value_dim) for layer in layout.layers]
+        blobs: list[bytes] = []
+        slots: list[torch.Tensor] = []
+        starts: list[int] = []
+        made_at: list[int] = []
+        for index, (segment, start, end) in enumerate(zip(self.segments, self.starts, self.ends, strict=True)):
+            if isinstance(segment.chunk, KVChunk):
+                self._move(index, segment.chunk, start)
+                made_at.append(segment.chunk.start)
+            elif segment.chunk is not None:
+                if self.codec is None:
+                    raise InputError(f"segments[{index}]: holds a blob, but the blender was given no codec")
+                header = self.codec.check(segment.chunk)
+                if header.tokens != end - start:
+                    raise InputError(f"segments[{index}]: {end - start} tokens, its blob holds {header.tokens}")
+                blobs.append(segment.chunk)
+                slots.append(torch.arange(start, end, device=device))
+                starts.append(start)
+                made_at.append(header.start)
+        if self.codec is not None and blobs:
+            pages = PagedCache(
+                layout,
+                [keys[None].transpose(1, 2) for keys in self.keys],
+                [v[None].transpose(1, 2) for v in self.values],
+            )
+            self.codec.decode_paged(blobs, pages, slots, starts).check()
+        return self.segments[0].chunk is not None and made_at[0] == 0
+
+    def _move(self, index: int, chunk: KVChunk, start: int) -> None:
+        layout = self.model.layout
+        if replace(chunk.layout, dtype=layout.dtype).fingerprint != layout.fingerprint:
+            raise ProfileMismatch(f"segments[{index}]: its chunk is the cache of another model")
+        at = torch.arange(chunk.tokens, device=chunk.device)
+        for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+            rope, moved = layout.layers[layer].rope, keys
+            if start != chunk.start:
+                # By way of the model's own angles at both places: float32 rounds that of the distance otherwise.
+                moved = rotate(unrotate(keys, rope, at + chunk.start), rope, at + start)
+            self.keys[layer][:, start : start + chunk.tokens] = moved.transpose(0, 1).to(self.keys[layer])
+            self.values[layer][:, start : start + chunk.tokens] = values.transpose(0, 1).to(self.values[layer])
+
+    def _check_tokens(self) -> None:
+        """Refuse chunks of other tokens: the first layer's values depend on the token alone."""
+        probes: dict[int, torch.Tensor] = {}
+        for index, (segment, start, end) in enumerate(zip(self.segments, self.starts, self.ends, strict=True)):
+            if segment.chunk is not None:
+                count = min(_PROBES, end - start)
+                probes[index] = start + torch.arange(count) * (end - start) // count
+        if not probes:
+            return
+        positions = torch.cat(list(probes.values()))
+        own = self.model.first_values(self.tokens[positions]).transpose(0, 1).flatten(1).float()
+        held = self.values[0][:, positions.to(self.model.device)].transpose(0, 1).flatten(1).float()
+        apart = torch.cdist(own, own)
+        distances = apart[apart > 0]
+        if not len(distances):
+            return  # one token all over: nothing to tell it from
+        error = (own - held).norm(dim=1) / distances.mean()
+        done = 0
+        for index, probe in probes.items():
+            # A few tokens may lie far apart by chance.
+            if len(probe) >= _FEWEST_PROBES and error[done : done + len(probe)].mean() > _MISMATCH:
+                raise InputError(
+                    f"segments[{index}]: its chunk is not that of its tokens (first layer's values differ)"
+                )
+            done += len(probe)
+
+    # Attention of the query ----------------------------------------------------------------------------------------
+
+    def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
+        """See `Prompt.attend`."""
+        total = len(self.tokens)
+        positions = (~self.cached).nonzero()[:, 0][-queries:]
+        there = self.cached.clone()
+        there[positions] = True  # other text is not computed yet
+        visible = (positions[:, None] >= torch.arange(total)) & there
+        rows = self.model.rows(positions, visible)
+        hidden = self.model.embed(self.tokens[positions])
+        mass = torch.zeros(total)
+        for layer in range(max(layers) + 1):
+            exchange = _Exchange(self.keys[layer], self.values[layer], positions)
+            after = self.model.layer(layer, hidden, rows, exchange)
+            if layer in layers:
+                asked = self.model.queries(layer, hidden, rows).float()
+                keys = self.keys[layer].float().repeat_interleave(len(asked) // len(self.keys[layer]), 0)
+                scores = (asked @ keys.transpose(1, 2)).masked_fill(~visible.to(asked.device), float("-inf"))
+                mass += scores.softmax(-1).sum((0, 1)).cpu()
+            hidden = after
+        self.query_token_layers += len(positions) * (max(layers) + 1)
+        return mass
+
+    def _blocks(self, positions: torch.Tensor) -> list[_Block]:
+        """Cut the tokens of a pass, so that masks stay small: each block looks at what the ones before it wrote."""
+        return [
+            _Block(part, int(part[-1]) + 1, self.model.rows(part, self._visible(part)))
+            for part in positions.split(_BLOCK_ROWS)
+        ]
+
+    def _visible(self, positions: torch.Tensor) -> torch.Tensor | None:
+        """What tokens at `positions` look at: all up to themselves; None where these are the first of the prompt."""
+        end = int(positions[-1]) + 1
+        return None if len(positions) == end else positions[:, None] >= torch.arange(end)
+
+    # Results -------------------------------------------------------------------------------------------------------
+
+    def _cache(self) -> DynamicCache:
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            cache.update(keys[None], values[None], layer)
+        return cache
+
+    def _record(self, depth: torch.Tensor, through: torch.Tensor, leading: bool) -> BlendRecord:
+        text = int((~self.cached).sum())
+        return BlendRecord(
+            tokens=len(self.tokens),
+            cached=len(self.tokens) - text,
+            layers=self.layers,
+            computed=tuple(int(count) - text for count in through.sum(1)),
+            query_token_layers=self.query_token_layers,
+            depth=depth,
+            text=~self.cached,
+            segments=tuple(
+                SegmentRecord(start, end, segment.chunk is not None, leading and start == 0, tuple(column.tolist()))
+                for segment, start, end, column in zip(self.segments, self.starts, self.ends, through.T, strict=True)
+            ),
+            selector=repr(self.selector),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Tokens that go through a layer together, the position after them, what the model needs to know."""
+
+    positions: torch.Tensor
+    end: int
+    rows: Any
+
+
+class _Exchange:
+    """Writes a layer's new keys and values `[H, S, D]` among the cached ones `[H, T, D]`."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        self._keys = keys
+        self._values = values
+        self._positions = positions.to(keys.device)
+        self._watched: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+
+    def watch(self, cached: torch.Tensor) -> None:
+        """See how far the new KV of cached tokens (bool `[T]`) is from what they came with.
+
+        `seen` will hold four float32 `[n]`: squared distances of keys and of values, squared new keys and values.
+        """
+        self._watched = cached[self._positions.cpu()].nonzero()[:, 0].to(self._keys.device)
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._watched is not None:
+            pairs = [(new[:, self._watched].float(), old[:, self._positions[self._watched]].float())
+                     for new, old in ((keys, self._keys), (values, self._values))]  # fmt: skip
+            squares = [new - old for new, old in pairs] + [new for new, _ in pairs]
+            self.seen = [square.square().sum((0, 2)).cpu() for square in squares]
+        self._keys.index_copy_(1, self._positions, keys)
+        self._values.index_copy_(1, self._positions, values)
+        return self._keys, self._values
+
+
+def _deviations(exchanges: Sequence[_Exchange]) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Selection.observe`: keys and values, float32 `[n]`, over all blocks."""
+    keys, values, new_keys, new_values = (torch.cat(parts) for parts in zip(*(e.seen for e in exchanges), strict=True))
+    smallest = torch.finfo(torch.float32).tiny
+    return keys / new_keys.mean().clamp_min(smallest), values / new_values.mean().clamp_min(smallest)

@@ -1,0 +1,305 @@
+"""Chunks that are computed once and found again by content: what a prompt is blended of.
+
+    tokens ──> content key ──> store ── hit ──> blob
+                                 └───── miss ─> model, codec ─> blob, which is stored
+
+A chunk that was computed alone never saw what a prompt puts before it. Computed behind several typical contexts, all at
+the same positions, its keys and values can be averaged: the mean over contexts minimises the expected squared error to
+the keys and values that the next context would give.
+
+           context 0 ─┐
+           context 1 ─┼─> the chunk behind each: keys, values ──> mean ──> blob that starts at position C
+           context N ─┘
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+
+from cuvee.blend.model import TransformersModel
+from cuvee.blend.segments import Segment
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import Scheme, read_sections
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch
+from cuvee.codec.identity import Identity, Scope, content_digest, store_key
+from cuvee.codec.layout import KVChunk
+from cuvee.codec.model import empty_cache, model_fingerprint, prefill
+from cuvee.codec.profile import LOSSLESS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+
+
+class BlobStore(Protocol):
+    """What is needed of a store, from several threads at once; the stores of `cuvee.integrations.stores` have it."""
+
+    def get(self, key: str) -> bytes | None:
+        """The blob of `key`; None if it is not there."""
+        ...
+
+    def put(self, key: str, blob: bytes) -> bool:
+        """Keep `blob` under `key`, replacing what was there; False if it was given up."""
+        ...
+
+    def delete(self, key: str) -> bool:
+        """Delete an entry; whether it was there."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCounters:
+    """What a `ChunkCache` did since it was made.
+
+    Attributes:
+        hits: chunks that came from the store, or from another thread that was computing them.
+        misses: chunks that were computed.
+        stored: of these, chunks that the store kept.
+        rejected: entries that were damaged or not what their key says: deleted, and computed anew.
+        errors: operations of the store that failed.
+    """
+
+    hits: int = 0
+    misses: int = 0
+    stored: int = 0
+    rejected: int = 0
+    errors: int = 0
+
+
+class ChunkCache:
+    """Blobs of chunks by content, computed where they are missing. Safe to share between threads.
+
+    The model runs one chunk at a time, and a chunk that several threads ask for at once is computed once. A store that
+    fails costs a computation, never an error: the first failure is logged, all are counted.
+
+    Args:
+        model: a transformers causal language model that can be blended, in eval mode. Its weights are named once, here:
+            they must not change afterwards.
+        codec: codes the chunks; its profile and quality are part of the key.
+        store: where blobs are kept.
+        contexts: `[N, C]` int32 or int64, N runs of text like that which will stand before chunks, say eight other
+            chunks. A chunk costs N passes of the model instead of one, and N * C tokens of KV stay on the
+            model's device once the first chunk was computed. None: chunks are computed alone.
+        tenant: cache salt; chunks of different tenants never share a key.
+        tokenizer: names the tokenizer, where one store serves several (`Identity.tokenizer`).
+
+    Raises:
+        InputError: contexts of another shape or dtype, with tokens outside the vocabulary, or so long that no position
+            is left for a chunk; a codec whose backend does not serve the model's device; a model in training mode.
+        ProfileMismatch: the codec's profile is of another model.
+        UnsupportedModel: a model that cannot be blended.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        codec: Codec,
+        store: BlobStore,
+        contexts: torch.Tensor | None = None,
+        tenant: str = "",
+        tokenizer: str = "",
+    ) -> None:
+        checked = TransformersModel(model)
+        self._layout, self._vocabulary = checked.layout, checked.vocabulary
+        codec.profile.check_layout(self._layout)
+        fingerprint = model_fingerprint(model)
+        if codec.profile.model not in (None, fingerprint):
+            raise ProfileMismatch(
+                "codec: its profile was calibrated on other weights than the model's: make one for it"
+            )
+        self._model: Any = model
+        self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
+        self._codec = codec
+        self._store = store
+        self._contexts = None if contexts is None else self._check_contexts(contexts)
+        self._identity = Identity(
+            model=fingerprint,
+            tokenizer=tokenizer,
+            layout=self._layout.fingerprint,
+            profile=b"" if codec.lossless else codec.profile.id,
+            quality=LOSSLESS if codec.lossless else f"step:{codec.step}",
+        )
+        self._scope = Scope(tenant=tenant)
+        self._context_name = b"" if self._contexts is None else _name(self._contexts)
+        self._before: list[KVChunk] = []  # the contexts' caches, once they are needed
+        self._computing = threading.Lock()  # held while the model runs; guards `_before`
+        self._lock = threading.Lock()  # guards all below
+        self._running: dict[str, Future[bytes]] = {}
+        self._counts = Counter[str]()
+        self._warned = False
+
+    @property
+    def counters(self) -> ChunkCounters:
+        """A snapshot."""
+        with self._lock:
+            return ChunkCounters(**self._counts)
+
+    def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
+        """Tokens and their blob, ready to be blended.
+
+        Args, Raises: as `get_or_compute`.
+        """
+        return Segment(tokens, self.get_or_compute(tokens, leading=leading))
+
+    def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
+        """The blob of a chunk: from the store, or computed and stored.
+
+        Args:
+            tokens: the chunk, `[T]` integers.
+            leading: for the beginning of a prompt: computed alone, which is exact there, even where there are contexts.
+
+        Returns:
+            a blob of T tokens that start at position 0 if they were computed alone, else at C, behind the contexts.
+
+        Raises:
+            InputError: no tokens, something else than a row of integers, tokens outside the vocabulary, or more than
+                the model has positions for (contexts included); values that a lossy quality cannot code.
+        """
+        ids = Segment(tokens).tokens
+        self._check_vocabulary("tokens", ids)
+        contexts = None if leading else self._contexts
+        start = _start(contexts)
+        limit = self._layout.max_positions
+        if limit is not None and start + len(ids) > limit:
+            raise InputError(
+                f"tokens: {len(ids)} from position {start} on are past the model's {limit} positions: use shorter "
+                "chunks or contexts"
+            )
+        context = b"" if contexts is None else self._context_name
+        digest = content_digest(self._identity, self._scope, ids.tolist(), context=context)
+        key = store_key(self._scope.tenant, digest)
+        with self._lock:
+            other = self._running.get(key)
+            if other is None:
+                mine = self._running[key] = Future[bytes]()
+        if other is not None:
+            blob = other.result()
+            self._count("hits")
+            return blob
+        try:
+            blob = self._find_or_make(key, ids, contexts)
+            mine.set_result(blob)
+        except BaseException as error:
+            mine.set_exception(error)
+            raise
+        finally:
+            with self._lock:
+                del self._running[key]
+        return blob
+
+    def _find_or_make(self, key: str, ids: torch.Tensor, contexts: torch.Tensor | None) -> bytes:
+        stored = self._ask(lambda: self._store.get(key), None)
+        if stored is not None:
+            try:
+                self._check_blob(stored, len(ids), _start(contexts))
+            except CuveeError as error:
+                _log.info("cuvee: the entry of a chunk is deleted: %s", error)
+                self._count("rejected")
+                self._ask(lambda: self._store.delete(key), False)
+            else:
+                self._count("hits")
+                return stored
+        with self._computing, torch.no_grad():
+            chunk = self._compute(ids[None].to(self._model.device), contexts)
+        blob = self._codec.encode(chunk)
+        self._count("misses")
+        if self._ask(lambda: self._store.put(key, blob), False):
+            self._count("stored")
+        return blob
+
+    def _compute(self, ids: torch.Tensor, contexts: torch.Tensor | None) -> KVChunk:
+        """The chunk of tokens `[1, T]`, alone at position 0 or averaged behind the contexts."""
+        if contexts is None:
+            return prefill(self._model, ids, self._layout, self._device)[0]
+        if not self._before:
+            self._before = [
+                prefill(self._model, row[None].to(self._model.device), self._layout, self._model.device)[0]
+                for row in contexts
+            ]
+        start = _start(contexts)
+        sums: list[torch.Tensor] = []
+        for before in self._before:
+            cache = empty_cache()
+            for index, (keys, values) in enumerate(zip(before.keys, before.values, strict=True)):
+                cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
+            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            # At the same positions behind every context, and rotation is linear: rotated keys have the mean's rotation.
+            new = [tensor[0, :, start:].float() for layer in cache.layers for tensor in (layer.keys, layer.values)]
+            sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
+        means = [
+            (total / len(self._before)).transpose(0, 1).to(self._device, self._layout.torch_dtype) for total in sums
+        ]
+        return KVChunk(means[::2], means[1::2], self._layout, start)
+
+    def _check_blob(self, blob: bytes, tokens: int, start: int) -> None:
+        """Raise CuveeError unless `blob` is undamaged and what its key promises."""
+        header = self._codec.check(blob)
+        found = (header.tokens, header.start, header.layout, header.scheme is Scheme.LOSSLESS, header.step)
+        if found != (tokens, start, self._layout.fingerprint, self._codec.lossless, self._codec.step):
+            raise CorruptError(
+                f"it holds {header.tokens} tokens from {header.start} on in {header.dtype}, step {header.step}; "
+                f"expected {tokens} from {start} on in {self._layout.dtype}, step {self._codec.step}"
+            )
+        read_sections(blob, header, range(len(header.section_bytes)))
+
+    def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
+        """What the store answers, or `otherwise` if it fails, with whatever exception: the chunk can be computed."""
+        try:
+            return work()
+        except Exception as error:
+            with self._lock:
+                self._counts["errors"] += 1
+                first, self._warned = not self._warned, True
+            if first:
+                _log.warning("cuvee: the store of chunks fails, they are computed anew (said once): %s", error)
+            return otherwise
+
+    def _count(self, name: str) -> None:
+        with self._lock:
+            self._counts[name] += 1
+
+    def _check_contexts(self, contexts: Any) -> torch.Tensor:
+        if not isinstance(contexts, torch.Tensor) or contexts.dtype not in (torch.int32, torch.int64):
+            got = contexts.dtype if isinstance(contexts, torch.Tensor) else type(contexts).__name__
+            raise InputError(f"contexts: must be an int32 or int64 tensor [N, C], got {got}")
+        if contexts.ndim != 2 or not contexts.numel():
+            raise InputError(f"contexts: must have shape [N, C], neither of them 0, got {list(contexts.shape)}")
+        self._check_vocabulary("contexts", contexts)
+        limit = self._layout.max_positions
+        if limit is not None and contexts.shape[1] >= limit:
+            raise InputError(
+                f"contexts: C = {contexts.shape[1]} leaves no room in the model's {limit} positions: cut them shorter"
+            )
+        # A copy: what the caller does with the tensor later must not give the key of these contexts to others.
+        copied: torch.Tensor = contexts.to("cpu", torch.int64, copy=True)
+        return copied
+
+    def _check_vocabulary(self, name: str, ids: torch.Tensor) -> None:
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= self._vocabulary:
+            wrong = low if low < 0 else high
+            raise InputError(f"{name}: hold {wrong}; the model's vocabulary is 0 … {self._vocabulary - 1}")
+
+
+def _start(contexts: torch.Tensor | None) -> int:
+    """Position of a chunk's first token behind the contexts `[N, C]`."""
+    return 0 if contexts is None else contexts.shape[1]
+
+
+def _name(contexts: torch.Tensor) -> bytes:
+    """32 bytes that name what an averaged chunk was computed behind."""
+    shape = np.array(contexts.shape, "<i8").tobytes()
+    data = contexts.numpy().astype("<i8", copy=False).tobytes()
+    return hashlib.blake2b(shape + data, digest_size=32, person=b"cuvee-contexts").digest()

@@ -1,0 +1,194 @@
+"""What blending asks of a model (`BlendModel`), and transformers' models as they are (`TransformersModel`).
+
+Selected tokens go through unmodified decoder layers. A layer hands its new keys and values to an object in the place of
+its cache; that object writes them among the cached ones and gives all of them back, and a mask by position says what
+each selected token may look at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.layout import KVLayout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FAMILIES = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+"""Model types whose layers were checked against a full prefill."""
+
+Exchange = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Takes a layer's new keys and values `[H, S, D]`, returns those of the whole prompt `[H, T, D]`."""
+
+
+class BlendModel(Protocol):
+    """A model of which some tokens can be computed at a time. S tokens of a prompt of T; C: the model's width."""
+
+    layout: KVLayout
+    vocabulary: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        ...
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 `[S]` -> hidden states `[S, C]` before the first layer."""
+        ...
+
+    def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> Any:
+        """What `layer` and `queries` need to know of tokens at `positions` `[S]`.
+
+        Args:
+            positions: int64, rising.
+            visible: bool `[S, T]`: which tokens of the prompt each may look at; None: these are all tokens of the
+                prompt, and each sees itself and those before it.
+        """
+        ...
+
+    def layer(self, index: int, hidden: torch.Tensor, rows: Any, exchange: Exchange) -> torch.Tensor:
+        """Hidden states `[S, C]` before a layer -> after it."""
+        ...
+
+    def queries(self, index: int, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
+        """Hidden states `[S, C]` before a layer -> its rotated queries `[heads, S, D]`, scaled for the softmax."""
+        ...
+
+    def first_values(self, tokens: torch.Tensor) -> torch.Tensor:
+        """int64 `[S]` -> the first layer's values `[H, S, D]`, which depend on nothing but the tokens."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[S, C]` after the last layer -> float32 logits `[S, V]`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rows:
+    position_ids: torch.Tensor
+    rotation: tuple[torch.Tensor, torch.Tensor]
+    mask: torch.Tensor | None
+
+
+class TransformersModel:
+    """A transformers decoder, unmodified. In eval mode; its attention must be "sdpa" or "eager".
+
+    Raises:
+        UnsupportedModel: another family, sliding windows, or whatever `KVLayout.from_config` refuses.
+        InputError: not a transformers model, one in training mode, or another implementation of attention.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        config = getattr(model, "config", None)
+        if config is None or getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise InputError(f"model: must be a transformers causal language model, got {type(model).__name__}")
+        self.layout = KVLayout.from_config(config, dtype=model.dtype)
+        if any(layer.sliding_window is not None for layer in self.layout.layers):
+            raise UnsupportedModel(
+                f"{config.model_type}: sliding windows cannot be blended: a layer does not see what it dropped"
+            )
+        base: Any = model.base_model
+        if config.model_type not in FAMILIES or not hasattr(base, "rotary_emb"):
+            raise UnsupportedModel(
+                f"{config.model_type} ({type(model).__name__}): blending was checked with {', '.join(FAMILIES)} only"
+            )
+        if model.training:
+            raise InputError("model: is in training mode; call model.eval() first")
+        self._attention = config._attn_implementation
+        if self._attention not in ("sdpa", "eager"):
+            raise InputError(
+                f"model: attends by {self._attention!r}, which takes no mask by position: load it with "
+                'attn_implementation="sdpa"'
+            )
+        self._model: Any = model
+        self._base = base
+        self.vocabulary: int = len(cast(torch.nn.Embedding, model.get_input_embeddings()).weight)
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        device: torch.device = self._model.device
+        return device
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See `BlendModel`; so for the methods below."""
+        hidden: torch.Tensor = self._model.get_input_embeddings()(tokens.to(self.device))
+        return hidden
+
+    def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> _Rows:  # noqa: D102
+        position_ids = positions.to(self.device)[None]
+        cos, sin = self._base.rotary_emb(torch.empty(0, dtype=self._model.dtype, device=self.device), position_ids)
+        mask: torch.Tensor | None = None
+        if visible is None and self._attention == "eager":  # which takes no mask for no restriction
+            count = position_ids.shape[1]
+            visible = torch.ones(count, count, dtype=torch.bool).tril()
+        if visible is not None:
+            mask = torch.zeros(visible.shape, dtype=self._model.dtype, device=self.device)
+            mask.masked_fill_(~visible.to(self.device), torch.finfo(mask.dtype).min)
+            mask = mask[None, None]
+        return _Rows(position_ids, (cos, sin), mask)
+
+    def layer(self, index: int, hidden: torch.Tensor, rows: _Rows, exchange: Exchange) -> torch.Tensor:  # noqa: D102
+        after = self._base.layers[index](
+            hidden[None],
+            attention_mask=rows.mask,
+            position_ids=rows.position_ids,
+            past_key_values=_Cache(exchange),
+            position_embeddings=rows.rotation,
+            use_cache=True,
+        )
+        result: torch.Tensor = (after[0] if isinstance(after, tuple) else after)[0]
+        return result
+
+    def queries(self, index: int, hidden: torch.Tensor, rows: _Rows) -> torch.Tensor:  # noqa: D102
+        attention, states = self._projected(index, hidden, "q_proj", slice(0, self._query_width(index)))
+        if hasattr(attention, "q_norm"):
+            states = attention.q_norm(states)
+        cos, sin = (table[0, :, None].float() for table in rows.rotation)
+        turning = cos.shape[-1]
+        turned, kept = states[..., :turning].float(), states[..., turning:].float()
+        first, second = turned.chunk(2, -1)
+        turned = turned * cos + torch.cat((-second, first), -1) * sin
+        rotated: torch.Tensor = torch.cat((turned, kept), -1).transpose(0, 1) * attention.scaling
+        return rotated
+
+    def first_values(self, tokens: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        layer = self.layout.layers[0]
+        start = self._query_width(0) + layer.key_values
+        return self._projected(0, self.embed(tokens), "v_proj", slice(start, None))[1].transpose(0, 1)
+
+    def _query_width(self, index: int) -> int:
+        heads: int = self._model.config.num_attention_heads
+        return heads * self.layout.layers[index].head_dim
+
+    def _projected(self, index: int, hidden: torch.Tensor, name: str, part: slice) -> tuple[Any, torch.Tensor]:
+        """A layer's attention, and its projection `[S, heads, D]`: its own, or a part of the fused one (Phi-3)."""
+        block = self._base.layers[index]
+        attention = block.self_attn
+        normed = block.input_layernorm(hidden)
+        fused = getattr(attention, "qkv_proj", None)
+        states: torch.Tensor = getattr(attention, name)(normed) if fused is None else fused(normed)[:, part]
+        return attention, states.unflatten(-1, (-1, self.layout.layers[index].head_dim))
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:  # noqa: D102
+        result: torch.Tensor = self._model.get_output_embeddings()(self._base.norm(hidden))
+        return result.float()
+
+
+class _Cache:
+    """Stands in the place of a transformers cache during one layer."""
+
+    def __init__(self, exchange: Exchange) -> None:
+        self._exchange = exchange
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """New keys and values `[1, H, S, D]` -> those of the whole prompt `[1, H, T, D]`."""
+        keys, values = self._exchange(key_states[0], value_states[0])
+        return keys[None], values[None]
