@@ -610,8 +610,15 @@ def bench(
 # report, eval --------------------------------------------------------------------------------------------------------
 
 
+# What `cuvee report --blend` takes.
+_OF_BLEND = {
+    "blend", "model", "out", "profiles", "calibration", "evaluation", "multidoc", "seed", "quick", "force", "as_json",
+}  # fmt: skip
+
+
 @app.command()
 def report(
+    ctx: typer.Context,
     model: Annotated[
         str, typer.Option("--model", "-m", help="Folder or name of a transformers model; books-3m is bundled.")
     ] = "books-3m",
@@ -688,13 +695,43 @@ def report(
     allow_different: Annotated[
         bool, typer.Option("--allow-different", help="With --compare: even of other models, texts or chunks.")
     ] = False,
+    blend: Annotated[
+        bool,
+        typer.Option("--blend", help="Measure blending instead: what selective recompute recovers, and how fast."),
+    ] = False,
+    multidoc: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE.jsonl",
+            help="With --blend: also these prompts, objects with id, passages, gold, query, target.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: _Json = False,
 ) -> None:
     """Say what compression costs a model, measured beside the baselines: sizes, KL, task scores, plots.
 
     A TEXT is a file (.jsonl: a document a line), hf:DATASET:SPLIT:COLUMN or the name of a bundled text. An interrupted
     report goes on when the same command is given again.
+
+    With --blend: what prompts put together from cached chunks lose, by selector and cost (twelve minutes; --quick:
+    two). It goes to out/blend and takes --model, --profile (one), --calibrate-on, --measure-on, --multidoc, --seed,
+    --quick and --force.
     """
+    if blend:
+        typed = [p for p in ctx.command.params if _is_typed(ctx, p.name)]
+        if wrong := [parameter.opts[0] for parameter in typed if parameter.name not in _OF_BLEND]:
+            raise typer.BadParameter(f"--blend takes no {' and no '.join(wrong)}")
+        if len(profiles or ()) > 1:
+            raise typer.BadParameter("--blend takes one --profile")
+        asked: dict[str, Any] = {"model": model, "seed": seed, "multidoc": tuple(map(str, multidoc or ()))}
+        asked |= {"profile": str(profiles[0])} if profiles else {}
+        asked |= {"calibration": tuple(calibration)} if calibration else {}
+        asked |= {"evaluation": tuple(evaluation)} if evaluation else {}
+        _report_blend(asked, out if _is_typed(ctx, "out") else Path("out/blend"), quick, force, as_json)
+        return
+    if multidoc:
+        raise typer.BadParameter("--multidoc needs --blend")
     if compare is not None:
         _compare(*compare, fail_if or [], allow_different, as_json)
         return
@@ -734,6 +771,29 @@ def report(
 
     print_summary(data, _console())
     print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
+
+
+def _is_typed(ctx: typer.Context, name: str | None) -> bool:
+    """Whether an option was given, even with its default."""
+    source = ctx.get_parameter_source(name or "")
+    return source is not None and source.name == "COMMANDLINE"
+
+
+def _report_blend(asked: dict[str, Any], out: Path, quick: bool, force: bool, as_json: bool) -> None:
+    from cuvee.eval.blend import BlendConfig, quick_blend_config, run_blend_report
+
+    config = BlendConfig(**asked)
+    if quick:
+        config = quick_blend_config(config)
+    data = run_blend_report(config, out, _console(stderr=True), force=force, command=_typed())
+    if as_json:
+        _print_json(data)
+        return
+
+    from cuvee.eval.blend_render import print_blend_summary
+
+    print_blend_summary(data, _console())
+    print(f"{out / 'blend.md'}\n{out / 'blend.json'}")
 
 
 def _typed() -> str:

@@ -1,0 +1,44 @@
+"""What a report on blending measures, by key: kinds of chunks, and selectors with what to call them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from cuvee.blend import HKVD, Boundary, Nothing, Overlap, Product, QueryGuided, Random, default_selector
+
+__all__ = [
+    "ALONE",
+    "AVERAGED",
+    "COMPARED",
+    "DEFAULT",
+    "EXACT",
+    "NOTHING",
+    "ON_ALONE",
+    "ON_AVERAGED",
+    "ON_DECODED",
+    "SELECTORS",
+]
+
+EXACT = "exact"  # chunks as they were computed; else the quality they were coded at
+ALONE, AVERAGED = "alone", "averaged"  # computed with nothing before them, or over several contexts
+NOTHING, DEFAULT = "nothing", "default"
+COMPARED = (0.15, 0.3, 0.45)  # costs at which selectors are compared
+
+SELECTORS: dict[str, tuple[str, Callable[[float, int], Any]]] = {
+    NOTHING: ("nothing recomputed", lambda cost, seed: Nothing()),
+    "random": ("random", lambda cost, seed: Random(cost=cost, seed=seed)),
+    "boundary": ("boundary", lambda cost, seed: Boundary(cost=cost)),
+    "hkvd": ("HKVD", lambda cost, seed: HKVD(cost=cost)),
+    "hkvd-gradual": ("HKVD, gradual", lambda cost, seed: HKVD(cost=cost, shrink=(1.5, 1.2))),
+    "query": ("query-guided", lambda cost, seed: QueryGuided(cost=cost)),
+    "overlap": ("overlap", lambda cost, seed: Overlap(cost=cost)),
+    "overlap*boundary": ("overlap x boundary", lambda cost, seed: Product(Overlap(), Boundary(), cost=cost)),
+    "hkvd*boundary": ("HKVD x boundary", lambda cost, seed: HKVD(cost=cost, weight=Boundary())),
+    DEFAULT: ("(overlap + query) x boundary", lambda cost, seed: default_selector(cost=cost)),
+}
+"""What is measured by key: its label, and how to make it for a cost and a seed."""
+
+ON_ALONE = tuple(SELECTORS)
+ON_AVERAGED = (NOTHING, "boundary", "hkvd", "query", "overlap*boundary", DEFAULT)
+ON_DECODED = (NOTHING, "boundary", DEFAULT)
