@@ -62,7 +62,7 @@ def write_blend_report(report: Report, folder: Path) -> None:
             if figure is None:
                 path.unlink(missing_ok=True)
             else:
-                plots._save(figure, path)
+                plots.save_figure(figure, path)
                 found[name] = f"plots/{name}.png"
     write_atomically(folder / "blend.md", blend_markdown(report, found).encode())
 
@@ -74,21 +74,7 @@ def blend_markdown(report: Report, figures: Mapping[str, str]) -> str:
         report: the dict of `blend.json`.
         figures: file of each plot, relative to the document; plots that are not there are left out.
     """
-    parts = [f"# {render._escape(_title(report))}", *map(render._escape, _preface(report))]
-    for section in blend_sections(report):
-        parts.append(f"## {render._escape(section.title)}")
-        for block in section.blocks:
-            if isinstance(block, Table):
-                parts += render._markdown_table(block)
-            elif block.kind == "code":
-                parts.append(f"```\n{block.text}\n```")
-            elif block.kind == "list":
-                parts.append("\n".join(f"- {render._escape(item)}" for item in block.items))
-            elif block.kind == "text":
-                parts.append(render._escape(block.text))
-            elif block.name in figures:
-                parts += [f"![{render._escape(block.text)}]({figures[block.name]})", render._escape(block.text)]
-    return "\n\n".join(parts) + "\n"
+    return render.markdown_document(_title(report), _preface(report), blend_sections(report), figures)
 
 
 def print_blend_summary(report: Report, console: Console) -> None:
@@ -180,7 +166,7 @@ def _against(ratio: Entry | None, of: Entry) -> str:
         return "itself"
     if ratio["share"] is None:
         return "not measured" if ratio["reason"] == "was not measured" else "not to be had"
-    return "it recovers nothing" if ratio["ratio"] is None else render._interval(ratio)
+    return "it recovers nothing" if ratio["ratio"] is None else render.format_interval(ratio)
 
 
 def _shares(report: Report, made: Entry) -> Section:
@@ -198,9 +184,9 @@ def _shares(report: Report, made: Entry) -> Section:
         blocks.append(
             Block(
                 "text",
-                f"Floor: KL {render._with_error(floor['kl'], floor['kl_stderr'])} nats a token, ΔNLL "
-                f"{render._with_error(floor['delta_nll'], floor['delta_nll_stderr'], signed=True)}, top-1 kept "
-                f"{render._with_error(floor['top1'], floor['top1_stderr'], percent=True)}.",
+                f"Floor: KL {render.with_error(floor['kl'], floor['kl_stderr'])} nats a token, ΔNLL "
+                f"{render.with_error(floor['delta_nll'], floor['delta_nll_stderr'], signed=True)}, top-1 kept "
+                f"{render.with_error(floor['top1'], floor['top1_stderr'], percent=True)}.",
             )
         )
     return Section(f"shares-{made['name']}", f"Prompts of the kind “{made['name']}”", blocks)
@@ -253,15 +239,15 @@ def _scores(made: Entry) -> list[Table]:
     if full is None:
         return []
     rows = [
-        ["full prefill", "", "100 %", render._with_error(full["accuracy"], full["accuracy_stderr"], percent=True), ""]
+        ["full prefill", "", "100 %", render.with_error(full["accuracy"], full["accuracy_stderr"], percent=True), ""]
     ]
     rows += [
         [
             e["label"],
             e["chunks"],
             _percent(e["cost"] or 0),
-            render._with_error(e["accuracy"], e["accuracy_stderr"], percent=True),
-            render._with_error(e["difference"], e["difference_stderr"], signed=True, percent=True),
+            render.with_error(e["accuracy"], e["accuracy_stderr"], percent=True),
+            render.with_error(e["difference"], e["difference_stderr"], signed=True, percent=True),
         ]
         for e in made["entries"]
         if e["kv"] == EXACT and e["reason"] is None and e["cost"] in (None, _SHOWN_COST)
@@ -286,11 +272,11 @@ def _codec(report: Report) -> Section:
                 cost["construction"],
                 cost["kv"],
                 cost["chunks"],
-                render._bits(coded[cost["construction"], cost["kv"], cost["chunks"]]["bits_per_value"]),
+                render.format_bits(coded[cost["construction"], cost["kv"], cost["chunks"]]["bits_per_value"]),
                 cost["label"],
                 _percent(cost["cost"] or 0),
                 _share(entry) if entry else "",
-                render._with_error(cost["points"], cost["points_stderr"]),
+                render.with_error(cost["points"], cost["points_stderr"]),
             ]
         )
     columns = ["prompts ", "quality ", "chunks ", "bits a value", "selector ", "cost", "share recovered", "points lost"]
@@ -308,7 +294,7 @@ def _wall_time(report: Report) -> Section:
         return Section("wall-time", "Wall time against full prefill", [])
     lengths = wall["lengths"]
     rows = [
-        ["full prefill, seconds", "", *(render._number(length["full"]["median"]) for length in lengths)],
+        ["full prefill, seconds", "", *(render.format_number(length["full"]["median"]) for length in lengths)],
         ["decode the blobs", "", *(_quantiles(length["decode"]["ratio"]) for length in lengths)],
     ]
     for index, blend in enumerate(lengths[0]["blends"]):
@@ -386,7 +372,7 @@ def _limits(report: Report) -> Section:
 def _share(entry: Entry) -> str:
     if entry["share"] is None:
         return ""
-    return render._with_error(entry["share"], entry["share_stderr"], percent=True)
+    return render.with_error(entry["share"], entry["share_stderr"], percent=True)
 
 
 def _percent(share: float) -> str:
@@ -419,9 +405,9 @@ def share_cost(report: Report) -> Figure | None:
     made = [m for m in report["constructions"] if _lines(m, EXACT, ALONE)]
     if not made:
         return None
-    with plots._styled():
-        figure = plots._new_figure(3.1 * len(made) + 0.9)
-        plots._heading(figure, "Share of the floor's KL recovered")
+    with plots.styled():
+        figure = plots.new_figure(3.1 * len(made) + 0.9)
+        plots.add_heading(figure, "Share of the floor's KL recovered")
         grid = figure.subplots(len(made), 2, squeeze=False, sharey="row", sharex=True)
         handles: dict[str, Any] = {}
         for row, construction in zip(grid, made, strict=True):
@@ -441,9 +427,9 @@ def share_source(report: Report) -> Figure | None:
     made = [m for m in report["constructions"] if m["coded"]]
     if not made:
         return None
-    with plots._styled():
-        figure = plots._new_figure(3.1 * len(made) + 0.9)
-        plots._heading(figure, f"Share recovered with decoded chunks, at {_percent(_SHOWN_COST)} cost")
+    with plots.styled():
+        figure = plots.new_figure(3.1 * len(made) + 0.9)
+        plots.add_heading(figure, f"Share recovered with decoded chunks, at {_percent(_SHOWN_COST)} cost")
         handles: dict[str, Any] = {}
         for axes, construction in zip(figure.subplots(len(made), 1, squeeze=False)[:, 0], made, strict=True):
             sources = [EXACT, *dict.fromkeys(c["kv"] for c in construction["coded"])]
@@ -483,10 +469,10 @@ def wall_time(report: Report) -> Figure | None:
     wall = report["wall_time"]
     if wall is None:
         return None
-    with plots._styled():
-        figure = plots._new_figure(4.6)
+    with plots.styled():
+        figure = plots.new_figure(4.6)
         axes = figure.add_subplot()
-        plots._title(axes, "Wall time of a blend", "over that of a full prefill in the same round; lower is better")
+        plots.add_title(axes, "Wall time of a blend", "over that of a full prefill in the same round; lower is better")
         tokens = [length["tokens"] for length in wall["lengths"]]
         blends = wall["lengths"][0]["blends"]
         costs = sorted({blend["cost"] for blend in blends})
@@ -503,7 +489,7 @@ def wall_time(report: Report) -> Figure | None:
         axes.set_xticks(tokens, [f"{t:,}" for t in tokens])
         axes.minorticks_off()
         axes.set_yscale("log")
-        plots._plain_log_ticks(axes)
+        plots.plain_log_ticks(axes)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel("time over full prefill")
         axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)

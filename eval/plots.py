@@ -30,14 +30,20 @@ if TYPE_CHECKING:
 
 __all__ = [
     "PLOTS",
+    "add_heading",
+    "add_title",
     "family_rank",
     "is_learned",
     "layer_entries",
     "layers",
     "machine",
+    "new_figure",
+    "plain_log_ticks",
     "plot_quality",
+    "save_figure",
     "size_kl",
     "size_scores",
+    "styled",
     "throughput",
     "write_plots",
 ]
@@ -158,10 +164,10 @@ def size_kl(report: Report) -> Figure | None:
         )
         (curves if len(members) > 1 else points).append(series)
     anchors = [(float(a["bits_per_value"]), float(a["kl"]), _reach(a)) for a in report["comparison"]]
-    with _styled():
-        figure = _new_figure(5.4)
+    with styled():
+        figure = new_figure(5.4)
         axes = figure.add_subplot()
-        _title(axes, "Size against what it costs", f"{_measured_on(report)}; lower and further left is better")
+        add_title(axes, "Size against what it costs", f"{_measured_on(report)}; lower and further left is better")
         _draw_size_kl(figure, axes, curves, points, anchors, destroyed[0] if destroyed else None)
         return figure
 
@@ -179,11 +185,11 @@ def size_scores(report: Report) -> Figure | None:
         return None
     columns = min(2, len(tasks))
     rows = math.ceil(len(tasks) / columns)
-    with _styled():
+    with styled():
         from matplotlib.lines import Line2D
 
-        figure = _new_figure(3.0 * rows + 0.9)
-        _heading(figure, "Size against the scores of tasks")
+        figure = new_figure(3.0 * rows + 0.9)
+        add_heading(figure, "Size against the scores of tasks")
         grid = figure.subplots(rows, columns, squeeze=False)
         looks = _score_looks(report, families)
         levels = []
@@ -217,9 +223,9 @@ def layers(report: Report) -> Figure | None:
     ]
     if with_bits:
         panels.insert(0, ("bits_per_value", "bits a value", with_bits))
-    with _styled():
-        figure = _new_figure(4.3)
-        _heading(figure, "What each layer costs")
+    with styled():
+        figure = new_figure(4.3)
+        add_heading(figure, "What each layer costs")
         handles: dict[str, Any] = {}
         grid = figure.subplots(1, len(panels), squeeze=False)[0]
         grid[-1].sharey(grid[-2])
@@ -249,7 +255,7 @@ def layers(report: Report) -> Figure | None:
         if any(layer[field] > 0 for e in entries for layer in e["layers"] for field in ("key_error", "value_error")):
             for axes in grid[-2:]:
                 axes.set_yscale("log")
-                _plain_log_ticks(axes)
+                plain_log_ticks(axes)
         grid[-2].set_ylabel("squared error over variance")
         grid[-1].tick_params(labelleft=False)
         ordered = [str(entry["label"]) for entry in entries]
@@ -272,9 +278,9 @@ def throughput(report: Report) -> Figure | None:
     timed.sort(key=lambda e: (family_rank(report, str(e["family"])), float(e["bits_per_value"])))
     fastest = max(max(e["encode_gb_per_s"], e["decode_gb_per_s"]) for e in timed)
     unit, scale = ("GB/s", 1.0) if fastest >= 1 else ("MB/s", 1e3)
-    with _styled():
-        figure = _new_figure(0.46 * len(timed) + 1.0)
-        _heading(figure, f"Speed in {unit} of 16-bit cache, {machine(report)}")
+    with styled():
+        figure = new_figure(0.46 * len(timed) + 1.0)
+        add_heading(figure, f"Speed in {unit} of 16-bit cache, {machine(report)}")
         axes = figure.add_subplot()
         for offset, field, name, color in (
             (-0.2, "encode_gb_per_s", "encode", _SKY),
@@ -334,7 +340,7 @@ def write_plots(report: Report, folder: Path) -> dict[str, list[str]]:
             if figure is None:
                 path.unlink(missing_ok=True)
             else:
-                _save(figure, path)
+                save_figure(figure, path)
         if figure is not None:
             written[name] = [path.name for path in paths]
     return written
@@ -361,12 +367,12 @@ def plot_quality(
         shown = sorted((q for q in measured if q.kl > 0 and q.bits_per_value > 0), key=lambda q: q.bits_per_value)
         series.append(_from_quality(label, family, shown))
     single = [_from_quality(q.name, q.name, [q]) for q in points if q.kl > 0 and q.bits_per_value > 0]
-    with _styled():
-        figure = _new_figure(5.2)
+    with styled():
+        figure = new_figure(5.2)
         axes = figure.add_subplot()
-        _title(axes, title, "lower and further left is better")
+        add_title(axes, title, "lower and further left is better")
         _draw_size_kl(figure, axes, [s for s in series if s.x], single, [], None)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _from_quality(label: str, family: str, shown: Sequence[Quality]) -> _Series:
@@ -381,7 +387,7 @@ def _from_quality(label: str, family: str, shown: Sequence[Quality]) -> _Series:
 
 
 @contextmanager
-def _styled() -> Iterator[None]:
+def styled() -> Iterator[None]:
     """The style of the plots, for as long as they are made or written; the caller's settings come back."""
     try:
         import matplotlib as mpl
@@ -391,7 +397,8 @@ def _styled() -> Iterator[None]:
         yield
 
 
-def _new_figure(height: float) -> Figure:
+def new_figure(height: float) -> Figure:
+    """A figure of the width of all plots, `height` inches high, without a global backend."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -400,11 +407,11 @@ def _new_figure(height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write whole or not at all, without dates or versions in the file."""
     dropped = ("Date", "Creator", "Format", "Type") if path.suffix == ".svg" else ("Software",)
     data = io.BytesIO()
-    with _styled():
+    with styled():
         figure.savefig(data, format=path.suffix[1:], metadata=dict.fromkeys(dropped))
     write_atomically(path, data.getvalue())
 
@@ -451,7 +458,7 @@ def _draw_size_kl(
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     _size_axis(axes, [x for series in (*curves, *points) for x in series.x])
-    _plain_log_ticks(axes)
+    plain_log_ticks(axes)
     axes.set_xlabel("bits a value, every byte counted (the cache has 16)")
     axes.set_ylabel("KL to the exact cache, nats a token")
     axes.grid(True, which="major", color=_LINE, linewidth=0.6)
@@ -645,7 +652,7 @@ def _size_axis(axes: Axes, sizes: Sequence[float]) -> None:
     axes.set_xlim(low / 1.2, high * 1.3)
 
 
-def _plain_log_ticks(axes: Axes) -> None:
+def plain_log_ticks(axes: Axes) -> None:
     """Decades as plain numbers, and 2 and 5 between them where there are few."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -657,11 +664,12 @@ def _plain_log_ticks(axes: Axes) -> None:
     axes.tick_params(axis="y", which="minor", length=0)
 
 
-def _heading(figure: Figure, title: str) -> None:
+def add_heading(figure: Figure, title: str) -> None:
+    """A title over a whole figure."""
     figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold")
 
 
-def _title(axes: Axes, title: str, below: str) -> None:
+def add_title(axes: Axes, title: str, below: str) -> None:
     """A title, and under it one soft line that says what is shown."""
     axes.set_title(title, fontsize=12, fontweight="bold", pad=22)
     axes.annotate(

@@ -24,7 +24,10 @@ from cuvee.eval.plots import PLOTS, family_rank, is_learned, layer_entries, mach
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Section", "Table", "html", "markdown", "print_summary", "sections", "write_report"]
+__all__ = [
+    "Block", "Section", "Table", "escape", "format_bits", "format_interval", "format_number", "html", "markdown",
+    "markdown_document", "print_summary", "sections", "with_error", "write_report",
+]  # fmt: skip
 
 Report = Mapping[str, Any]
 Entry = Mapping[str, Any]
@@ -134,20 +137,33 @@ def markdown(report: Report, plots: Mapping[str, Sequence[str]]) -> str:
         report: the dict of `report.json`.
         plots: files of each plot, relative to the document, the PNG first, as `write_plots` gives them.
     """
-    parts = [f"# {_escape(_title(report))}", *map(_escape, _preface(report))]
-    for section in sections(report):
-        parts.append(f"## {_escape(section.title)}")
+    first = {name: files[0] for name, files in plots.items()}
+    return markdown_document(_title(report), _preface(report), sections(report), first)
+
+
+def markdown_document(title: str, preface: Sequence[str], body: Sequence[Section], figures: Mapping[str, str]) -> str:
+    """GitHub-flavoured Markdown.
+
+    Args:
+        title: in plain text, like all that follows.
+        preface: paragraphs.
+        body: the rest.
+        figures: file of each plot, relative to the document; plots that are not there are left out.
+    """
+    parts = [f"# {escape(title)}", *map(escape, preface)]
+    for section in body:
+        parts.append(f"## {escape(section.title)}")
         for block in section.blocks:
             if isinstance(block, Table):
                 parts += _markdown_table(block)
             elif block.kind == "code":
                 parts.append(f"```\n{block.text}\n```")
             elif block.kind == "list":
-                parts.append("\n".join(f"- {_escape(item)}" for item in block.items))
+                parts.append("\n".join(f"- {escape(item)}" for item in block.items))
             elif block.kind == "text":
-                parts.append(_escape(block.text))
-            elif block.name in plots:
-                parts += [f"![{_escape(block.text)}]({plots[block.name][0]})", _escape(block.text)]
+                parts.append(escape(block.text))
+            elif block.name in figures:
+                parts += [f"![{escape(block.text)}]({figures[block.name]})", escape(block.text)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -180,19 +196,19 @@ def html(report: Report, plots_folder: Path) -> str:
 
 def _markdown_table(table: Table) -> list[str]:
     lines = [
-        "| " + " | ".join(_escape(column.strip()) for column in table.columns) + " |",
+        "| " + " | ".join(escape(column.strip()) for column in table.columns) + " |",
         "|" + "|".join("---" if table.is_text(i) else "---:" for i in range(len(table.columns))) + "|",
     ]
     for index, row in enumerate(table.rows):
-        cells = [_escape(cell) for cell in row]
+        cells = [escape(cell) for cell in row]
         if index in table.strong:
             cells[0] = f"**{cells[0]}**"
         lines.append("| " + " | ".join(cells) + " |")
-    parts = [f"### {_escape(table.title)}"] if table.title else []
-    return [*parts, "\n".join(lines), *([_escape(table.note)] if table.note else [])]
+    parts = [f"### {escape(table.title)}"] if table.title else []
+    return [*parts, "\n".join(lines), *([escape(table.note)] if table.note else [])]
 
 
-def _escape(text: str) -> str:
+def escape(text: str) -> str:
     """Plain text as inline Markdown, also inside a table."""
     text = " ".join(text.split())
     text = re.sub(r"([\\`*|<>\[\]$~])", r"\\\1", text)
@@ -246,11 +262,11 @@ def _headline(report: Report) -> Section:
             # A small change of the loss is, to first order, the same change of the perplexity.
             growth = loss[1] and math.exp(loss[0]) * loss[1]
             costs = [
-                _with_error(*kl),
-                _with_error(*same, percent=True),
-                _with_error(math.expm1(loss[0]), growth, signed=True, percent=True),
+                with_error(*kl),
+                with_error(*same, percent=True),
+                with_error(math.expm1(loss[0]), growth, signed=True, percent=True),
             ]
-            rows.append([f"{ratio}x", _bits(bits), label, *costs, _task_changes(report, family, bits)])
+            rows.append([f"{ratio}x", format_bits(bits), label, *costs, _task_changes(report, family, bits)])
             if ratio == 8 and not sentence:
                 sentence = (
                     f"At {_ratio(16 / bits)} ({label}), the KL to the exact cache is {costs[0]} nats a token, "
@@ -262,10 +278,10 @@ def _headline(report: Report) -> Section:
     sentence = sentence or "No curve reaches 8x."
     for entry in report["quality"]:
         if entry["family"] == "destroyed":
-            change = _with_error(math.expm1(entry["delta_nll"]), None, signed=True, percent=True)
+            change = with_error(math.expm1(entry["delta_nll"]), None, signed=True, percent=True)
             sentence += (
-                f" For scale: with a destroyed cache the KL is {_number(entry['kl'])} and the perplexity changes by "
-                f"{change}."
+                f" For scale: with a destroyed cache the KL is {format_number(entry['kl'])} and the perplexity changes "
+                f"by {change}."
             )
     columns = ["size", "bits a value", "codec ", "KL", "top-1 kept", "perplexity", "tasks "]
     note = (
@@ -293,7 +309,7 @@ def _task_changes(report: Report, family: str, bits: float) -> str:
         return "no scored setting is this small"
     best = max(scored, key=lambda key: known[key]["bits_per_value"])
     moved = [
-        f"{score['task']} {_number(score['difference'], signed=True)}"
+        f"{score['task']} {format_number(score['difference'], signed=True)}"
         for score in report["scores"]
         if score["key"] == best and _mark(report, score)
     ]
@@ -317,8 +333,10 @@ def _equal_kl(report: Report) -> Section:
         ]
         for against in dict.fromkeys(str(r["against"]) for r in anchor["ratios"]):
             found = {str(r["of"]): r for r in anchor["ratios"] if r["against"] == against}
-            cells = [_interval(found.get(family)) for family in families]
-            rows.append([name, _number(anchor["kl"]), _name(report, against), _bits(sizes.get(against)), *cells])
+            cells = [format_interval(found.get(family)) for family in families]
+            rows.append(
+                [name, format_number(anchor["kl"]), _name(report, against), format_bits(sizes.get(against)), *cells]
+            )
     if not rows:
         return Section("equal-kl", "How much smaller at equal KL", [])
     columns = [
@@ -376,14 +394,14 @@ def _quality_table(report: Report, entries: Sequence[Entry], note: str) -> Table
         rows.append(
             [
                 e["label"] if named else f"{e['label']} @{e['setting']}",
-                _bits(e["bits_per_value"]),
+                format_bits(e["bits_per_value"]),
                 _ratio(e["ratio"]),
-                _with_error(e["kl"], e["kl_stderr"]),
-                _with_error(e["delta_nll"], e["delta_nll_stderr"], signed=True),
-                _number(math.exp(e["nll"]), 4),
-                _with_error(e["top1"], e["top1_stderr"], percent=True),
-                _number(e["encode_gb_per_s"]),
-                _number(e["decode_gb_per_s"]),
+                with_error(e["kl"], e["kl_stderr"]),
+                with_error(e["delta_nll"], e["delta_nll_stderr"], signed=True),
+                format_number(math.exp(e["nll"]), 4),
+                with_error(e["top1"], e["top1_stderr"], percent=True),
+                format_number(e["encode_gb_per_s"]),
+                format_number(e["decode_gb_per_s"]),
                 e["counts"],
             ]
         )
@@ -401,15 +419,15 @@ def _tasks(report: Report) -> Section:
         rows = [
             [
                 _name(report, s["key"]),
-                _bits(s["bits_per_value"]),
-                _with_error(s["score"], s["stderr"]),
-                "" if s["difference"] is None else _with_error(s["difference"], s["difference_stderr"], signed=True),
+                format_bits(s["bits_per_value"]),
+                with_error(s["score"], s["stderr"]),
+                "" if s["difference"] is None else with_error(s["difference"], s["difference_stderr"], signed=True),
                 _mark(report, s),
             ]
             for s in scores
         ]
         if task["chance"] is not None:
-            rows.append(["chance", "", _number(task["chance"]), "", ""])
+            rows.append(["chance", "", format_number(task["chance"]), "", ""])
         better = "higher" if task["higher_is_better"] else "lower"
         about = [f"{task['docs']} documents, {better} is better", str(task["description"]).strip().rstrip(".")]
         blocks.append(
@@ -441,11 +459,11 @@ def _layers(report: Report) -> Section:
         if all(layer["bits_per_value"] is not None for layer in entry["layers"]):
             columns.append(f"bits: {entry['label']}")
             for row, layer in zip(rows, entry["layers"], strict=True):
-                row.append(_bits(layer["bits_per_value"]))
+                row.append(format_bits(layer["bits_per_value"]))
     for entry in entries:
         columns.append(f"error of K / V: {entry['label']}")
         for row, layer in zip(rows, entry["layers"], strict=True):
-            row.append(f"{_number(layer['key_error'], 2)} / {_number(layer['value_error'], 2)}")
+            row.append(f"{format_number(layer['key_error'], 2)} / {format_number(layer['value_error'], 2)}")
     note = (
         "Error: squared error over the variance, keys after RoPE. Bits of a layer without the header of the blob; "
         "none where one basis spans several layers."
@@ -467,8 +485,8 @@ def _profiles(report: Report) -> Section:
             str(p["group"]),
             str(p["source"]),
             f"{p['bytes']:,}",
-            _number(p["bits_per_value_over_1m_tokens"]),
-            _number(p["seconds"]),
+            format_number(p["bits_per_value_over_1m_tokens"]),
+            format_number(p["seconds"]),
             str(p["id"]),
         ]
         for name, p in report["profiles"].items()
@@ -490,7 +508,7 @@ def _protocol(report: Report) -> Section:
         ("tokens coded together", configuration.get("chunk_tokens")),
         ("sequences to calibrate on", text["calibration_sequences"]),
         ("SHA-256 of the tokens", text["tokens_sha256"]),
-        ("perplexity, exact cache", report["exact"] and _number(report["exact"]["perplexity"], 4)),
+        ("perplexity, exact cache", report["exact"] and format_number(report["exact"]["perplexity"], 4)),
         ("documents a task at most", configuration.get("limit")),
         ("seed", configuration.get("seed")),
         ("time taken", f"{report['seconds']:.0f} s"),
@@ -622,7 +640,7 @@ def _format(value: float, decimals: int, signed: bool = False) -> str:
     return text.replace("-", "\N{MINUS SIGN}", 1) if text.startswith("-") else text
 
 
-def _number(value: float | None, digits: int = 3, signed: bool = False) -> str:
+def format_number(value: float | None, digits: int = 3, signed: bool = False) -> str:
     """A number with so many significant digits; empty where there is none."""
     if value is None:
         return ""
@@ -631,12 +649,12 @@ def _number(value: float | None, digits: int = 3, signed: bool = False) -> str:
     return _format(value, _decimals(value, digits), signed)
 
 
-def _with_error(value: float, error: float | None, *, signed: bool = False, percent: bool = False) -> str:
+def with_error(value: float, error: float | None, *, signed: bool = False, percent: bool = False) -> str:
     """A number to the second digit of its standard error; a value other than 0 keeps at least one digit."""
     scale, unit = (100.0, " %") if percent else (1.0, "")
     value *= scale
     if error is None:
-        return _number(value, 4 if percent else 3, signed) + unit
+        return format_number(value, 4 if percent else 3, signed) + unit
     error *= scale
     decimals = _decimals(error, 2) if error else _decimals(value, 3)
     if value and not round(value, decimals):
@@ -644,10 +662,11 @@ def _with_error(value: float, error: float | None, *, signed: bool = False, perc
     return f"{_format(value, decimals, signed)} ± {_format(error, decimals)}{unit}"
 
 
-def _bits(bits: float | None) -> str:
+def format_bits(bits: float | None) -> str:
+    """Bits a value as a cell; empty for None."""
     if bits is None:
         return ""
-    return "0" if bits == 0 else f"{bits:.2f}" if bits >= 0.1 else _number(bits)
+    return "0" if bits == 0 else f"{bits:.2f}" if bits >= 0.1 else format_number(bits)
 
 
 def _ratio(ratio: float | None) -> str:
@@ -656,7 +675,7 @@ def _ratio(ratio: float | None) -> str:
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
-def _interval(ratio: Mapping[str, Any] | None) -> str:
+def format_interval(ratio: Mapping[str, Any] | None) -> str:
     """A ratio and its interval, of which an end may lie beyond what was measured."""
     if ratio is None or ratio["ratio"] is None:
         return "not reached"

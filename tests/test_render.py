@@ -334,7 +334,7 @@ def test_ratios_at_equal_kl(folder: Path) -> None:
     ],
 )
 def test_an_interval_may_have_one_end(low: float | None, high: float | None, shown: str) -> None:
-    assert render._interval({"ratio": 6.34, "low": low, "high": high}) == f"6.34x{shown}"
+    assert render.format_interval({"ratio": 6.34, "low": low, "high": high}) == f"6.34x{shown}"
 
 
 def test_scores_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
@@ -530,7 +530,7 @@ def test_small_numbers_are_not_zero(report: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_numbers_have_the_digits_their_errors_allow(value: float, error: float | None, shown: str) -> None:
-    assert render._with_error(value, error) == shown
+    assert render.with_error(value, error) == shown
 
 
 def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> None:
@@ -555,8 +555,8 @@ def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> No
     assert report["command"] in text and report["command"] in page
     assert not list(root.iter("b")) and entities.escape("<b>") in (tmp_path / "report.html").read_text()
     for line in ("# a", "1. b", "- c", "+ d"):
-        assert MarkdownIt().parse(render._escape(line))[0].type == "paragraph_open"
-    assert MarkdownIt().render(render._escape("a\n\nb_c _d_")) == "<p>a b_c _d_</p>\n"
+        assert MarkdownIt().parse(render.escape(line))[0].type == "paragraph_open"
+    assert MarkdownIt().render(render.escape("a\n\nb_c _d_")) == "<p>a b_c _d_</p>\n"
 
 
 def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
