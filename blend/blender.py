@@ -92,12 +92,19 @@ class BlendRecord:
 class BlendResult:
     """A blended prompt.
 
+    Generation goes on from the token that is likeliest next (`generate` wants all tokens, and changes the cache):
+
+        seen = torch.cat([result.tokens, result.logits[-1:].argmax(-1).cpu()])[None]
+        model.generate(seen.to(model.device), past_key_values=result.cache)
+
     Attributes:
-        cache: keys and values `[1, H, T, D]` a layer in the model's dtype, ready for `generate` or another pass.
+        tokens: int64 `[T]`, of all segments.
+        cache: keys and values `[1, H, T, D]` a layer in the model's dtype.
         logits: float32 `[n, V]` after the last n tokens.
         record: what was recomputed.
     """
 
+    tokens: torch.Tensor
     cache: DynamicCache
     logits: torch.Tensor
     record: BlendRecord
@@ -240,9 +247,8 @@ class _Run:
             hidden = torch.cat([self.model.layer(layer, part, block.rows, exchange) for part, block, exchange in parts])
             if selection.watches(layer):
                 selection.observe(layer, *_deviations(exchanges))
-        return BlendResult(
-            self._cache(), self.model.logits(hidden[-self.kept :]), self._record(depth, through, leading)
-        )
+        logits = self.model.logits(hidden[-self.kept :])
+        return BlendResult(self.tokens, self._cache(), logits, self._record(depth, through, leading))
 
     # Cached KV -----------------------------------------------------------------------------------------------------
 
@@ -250,12 +256,12 @@ class _Run:
         """Put every chunk where its segment stands; whether the first is exact there."""
         layout, device, total = self.model.layout, self.model.device, len(self.tokens)
 
-        def empty(heads: int, size: int) -> torch.Tensor:
+        def zeros(heads: int, size: int) -> torch.Tensor:
             # Zeros, not garbage: what a mask hides still takes part in the product, and 0 * NaN is NaN.
             return torch.zeros(heads, total, size, dtype=layout.torch_dtype, device=device)
 
-        self.keys = [empty(layer.kv_heads, layer.head_dim) for layer in layout.layers]
-        self.values = [empty(layer.kv_heads, layer.value_dim) for layer in layout.layers]
+        self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
+        self.values = [zeros(layer.kv_heads, layer.value_dim) for layer in layout.layers]
         blobs: list[bytes] = []
         slots: list[torch.Tensor] = []
         starts: list[int] = []

@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Protocol
 
 import torch
@@ -121,6 +121,10 @@ class _Scored(ABC):
     def __post_init__(self) -> None:
         _check_budget(self.ratio, self.cost)
 
+    def __repr__(self) -> str:
+        said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
+        return f"{type(self).__name__}({', '.join(said)})"
+
     @abstractmethod
     def score(self, prompt: Prompt) -> torch.Tensor:
         """See `Scorer`."""
@@ -133,7 +137,7 @@ class _Scored(ABC):
         return _fixed(self, self.ratio, self.cost, prompt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Random(_Scored):
     """Any tokens: the control that a selector has to beat.
 
@@ -148,7 +152,7 @@ class Random(_Scored):
         return torch.rand(len(prompt.tokens), generator=torch.Generator().manual_seed(self.seed)) + 0.5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Boundary(_Scored):
     """The first tokens of each chunk, which miss most of what they would have looked at (EPIC, arXiv:2410.15332).
 
@@ -179,7 +183,7 @@ class Boundary(_Scored):
         return _Fixed((prompt.cached & ~prompt.leading & (prompt.offset < self.tokens)).nonzero()[:, 0])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Overlap(_Scored):
     """Tokens that occur in the text after the chunks, and those that follow them: where a model looks to copy from.
 
@@ -212,7 +216,7 @@ class Overlap(_Scored):
         return _lifted(votes + following, prompt)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class QueryGuided(_Scored):
     """Tokens that the query attends to over the chunks as they are cached (ProphetKV, arXiv:2602.02579).
 
@@ -266,8 +270,8 @@ class _Combination(ABC):
         self.cost = cost
 
     def __repr__(self) -> str:
-        budget = "" if (self.ratio, self.cost) == (None, None) else f", ratio={self.ratio}, cost={self.cost}"
-        return f"{type(self).__name__}({', '.join(map(repr, self.scorers))}{budget})"
+        said = [f"{name}={value}" for name, value in (("ratio", self.ratio), ("cost", self.cost)) if value is not None]
+        return f"{type(self).__name__}({', '.join([*map(repr, self.scorers), *said])})"
 
     @abstractmethod
     def score(self, prompt: Prompt) -> torch.Tensor:
@@ -468,7 +472,7 @@ def _affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: 
     if left < -1e-9:
         raise InputError(
             f"cost={cost:g} does not pay for {what}: {spent / cached / prompt.layers:.3f} of the token-layers of this "
-            "prompt"
+            "prompt; raise it, or say ratio= instead"
         )
     return int(left / layers + 1e-9)
 

@@ -32,7 +32,7 @@ from cuvee.eval.blend import (
     share_recovered,
 )
 from cuvee.eval.blend_methods import ON_ALONE, ON_AVERAGED
-from cuvee.eval.blend_prompts import multidoc_prompts, passage_prompts, reread_prompts
+from cuvee.eval.blend_prompts import ahead_prompts, multidoc_prompts, passage_prompts, reread_prompts
 from cuvee.eval.blend_render import blend_markdown, blend_sections, print_blend_summary, write_blend_report
 from cuvee.eval.blend_wall import measure_wall_time
 from cuvee.eval.corpus import read_corpus, spread_sequences
@@ -139,8 +139,8 @@ def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[
     assert json.loads((out / "blend.json").read_text()) == data
     assert data["complete"] and data["command"] == "cuvee report --blend" and data["environment"]["cpu"]
     assert data["configuration"]["seed"] == 7 and data["profile"]["given"] and data["text"]["contexts"] == 2
-    assert [made["name"] for made in data["constructions"]] == ["reread", "passages", "pets"]
-    for made, costs in zip(data["constructions"], ((0.15, 0.3, 1.0), (0.3,), (0.15, 0.3, 1.0)), strict=True):
+    assert [made["name"] for made in data["constructions"]] == ["reread", "ahead", "passages", "pets"]
+    for made, costs in zip(data["constructions"], ((0.15, 0.3, 1.0), (0.3,), (0.3,), (0.3,)), strict=True):
         keys = [(e["kv"], e["chunks"], e["selector"], e["cost"]) for e in made["entries"]]
         assert len(set(keys)) == len(keys)
         for chunks, selectors in (("alone", ON_ALONE), ("averaged", ON_AVERAGED)):
@@ -227,8 +227,8 @@ def test_the_comparison_and_the_cost_of_coding_follow_too(done: tuple[Path, dict
                 assert other["share"] == max(e["share"] for e in allowed)
                 if other["share"] > 0:
                     assert against["ratio"] == pytest.approx(of["share"] / other["share"])
-    assert sum(compared["best"] for compared in data["comparison"]) == (2 + 1 + 2) * 2
-    assert len(data["codec_cost"]) == 3 * 2 * 3
+    assert sum(compared["best"] for compared in data["comparison"]) == (2 + 1 + 1 + 1) * 2
+    assert len(data["codec_cost"]) == 4 * 2 * 3
     for lost in data["codec_cost"]:
         made = construction(data, lost["construction"])
         named = (lost["chunks"], lost["selector"], lost["cost"])
@@ -348,6 +348,14 @@ def test_the_rest_of_every_second_prompt_repeats_a_part_of_its_chunks() -> None:
         assert found == (index % 2 == 0) and prompt.scored == 15 and [len(c) for c in prompt.chunks] == [32] * 3
 
 
+def test_ahead_scores_what_is_not_there_when_tokens_are_selected() -> None:
+    texts = [read_corpus(name, "books-3m") for name in EVALUATION_TEXTS]
+    whole = reread_prompts(texts, 4, 3, 32, 16, 7)
+    for given, prompt in zip(whole.prompts, ahead_prompts(whole).prompts, strict=True):
+        assert torch.equal(torch.cat([prompt.text, torch.tensor(prompt.choices[0])]), given.text)
+        assert (len(prompt.text), len(prompt.choices), prompt.scored, prompt.kind) == (8, 1, 0, given.kind)
+
+
 def test_prompts_of_a_file(bundled: tuple[Any, Any], tmp_path: Path, done: tuple[Path, dict[str, Any]]) -> None:
     tokenizer = bundled[1]
     long = {**ITEM, "passages": ["word " * 200, "The dog ran. " * 30], "gold": 0}
@@ -355,8 +363,8 @@ def test_prompts_of_a_file(bundled: tuple[Any, Any], tmp_path: Path, done: tuple
     path.write_text(json.dumps(ITEM) + "\n\n" + json.dumps(long))
     made = multidoc_prompts(path, tokenizer, 9, 100)
     short, cut = made.prompts
-    assert made.name == "two" and tokenizer.decode(short.tokens) == "The cat sat.\n\nThe dog ran.\n\nThe dog ran."
-    assert tokenizer.decode(short.text[-short.scored :]) == " ran."
+    assert made.name == "two" and tokenizer.decode(short.tokens) == "The cat sat.\n\nThe dog ran.\n\nThe dog"
+    assert [tokenizer.decode(choice) for choice in short.choices] == [" ran."] and short.scored == 0
     assert [len(chunk) for chunk in cut.chunks] == [64, 64] and short.kind != cut.kind
     assert len(multidoc_prompts(path, tokenizer, 9, 10_000).prompts[1].chunks[0]) > 64
     assert len(multidoc_prompts(path, tokenizer, 1, 100).prompts) == 1
@@ -427,7 +435,7 @@ def test_wall_time_is_of_the_prompts_asked_for(done: tuple[Path, dict[str, Any]]
 def test_what_is_not_the_full_prefill_is_not_timed(small_wall: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(blend_wall, "TOLERANCE", -1.0)
     with pytest.raises(CuveeError, match="not timed"):
-        measure_wall_time((128,), 0, lambda what: None)
+        measure_wall_time((256,), 0, lambda what: None)
 
 
 # --- what is refused

@@ -377,7 +377,7 @@ def test_generation_continues_on_the_cache(build: Build) -> None:
     options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
     with torch.no_grad():
         expected = model.generate(tokens[None], attention_mask=torch.ones(1, 26), **options)[0]
-        prompt = torch.cat((tokens, first))[None]
+        prompt = torch.cat((result.tokens, first))[None]
         options["max_new_tokens"] -= 1
         got = model.generate(prompt, past_key_values=result.cache, attention_mask=torch.ones(1, 27), **options)[0]
     assert len(set(expected[26:].tolist())) > 3
