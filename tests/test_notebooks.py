@@ -23,7 +23,7 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = ("quickstart", "quality_vs_size")
+NOTEBOOKS = ("quickstart", "quality_vs_size", "blend")
 METADATA = {
     "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
     "language_info": {"name": "python"},
@@ -114,7 +114,9 @@ def committed(request: pytest.FixtureRequest) -> Path:
     return ROOT / "notebooks" / f"{request.param}.ipynb"
 
 
-@pytest.mark.parametrize("name", [NOTEBOOKS[0], pytest.param(NOTEBOOKS[1], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", [NOTEBOOKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS[1:])]
+)
 def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     original = ROOT / "notebooks" / f"{name}.ipynb"
     copy = tmp_path / original.name
