@@ -13,14 +13,15 @@ import cuvee
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
 
 
-def test_the_python_of_the_readme_runs() -> None:
-    library, paged = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
+    library, paged, blended = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(library, "README.md", "exec"), names)
     assert names["cache"].get_seq_length() == 300
@@ -32,6 +33,14 @@ def test_the_python_of_the_readme_runs() -> None:
         assert torch.equal(keys.transpose(0, 1), names["cache"].layers[layer].keys[0])
     (blob,) = names["blobs"]
     assert cuvee.inspect(blob).tokens == 300
+    exec(compile(blended, "README.md", "exec"), names)
+    assert names["result"].cache.get_seq_length() == 128 + 128 + 30
+    assert 0.1 < names["result"].record.cost < 0.25 and names["library"].counters.misses == 2
+    (of_blend,) = re.findall(r"```python\n(.*?)```", BLEND, re.DOTALL)
+    names["documents"] = names["text"][:384].split(128)
+    of_blend = of_blend.replace("/var/cache/chunks", str(tmp_path / "chunks"))
+    exec(compile(of_blend, "blend/README.md", "exec"), names)
+    assert names["result"].record.tokens == 384 + 30 and any((tmp_path / "chunks").iterdir())
 
 
 def test_files_and_commands_that_the_readme_names_exist() -> None:
