@@ -16,6 +16,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
+BLENDED = ROOT / "eval" / "results" / "2026-11-21-blend" / "blend.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
 
@@ -126,3 +127,26 @@ def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
         assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in README.split("### In vLLM")[1]
     storing = [ratio["median"] for ratio in report["storing"]["throughput_over_no_connector"].values()]
     assert round(min(storing), 2) >= 0.84 and round(max(storing), 2) <= 0.95
+
+
+def test_the_shares_of_blending_are_those_of_the_committed_run() -> None:
+    report = json.loads(BLENDED.read_text(encoding="utf-8"))
+    made = {construction["name"]: construction for construction in report["constructions"]}
+    kinds = (
+        ("exact", "alone", "hkvd"), ("exact", "alone", "boundary"), ("exact", "alone", "default"),
+        ("exact", "averaged", "nothing"), ("exact", "averaged", "boundary"), ("exact", "averaged", "overlap*boundary"),
+        ("exact", "averaged", "default"), ("high", "averaged", "default"), ("balanced", "averaged", "default"),
+    )  # fmt: skip
+    table = rows("% recovered at cost 15 / 30 / 45 %")
+    for cells, kind in zip(table, kinds, strict=True):
+        for cell, construction in zip(cells[1:], made.values(), strict=True):
+            found = [e for e in construction["entries"] if (e["kv"], e["chunks"], e["selector"]) == kind]
+            shown = [e for e in found if e["cost"] in (None, 0.15, 0.3, 0.45)]
+            assert cell == " / ".join("-" if e["reason"] else f"{100 * e['share']:.0f}" for e in shown), cells[0]
+    ratios = {
+        (length["tokens"], blend["selector"], blend["cost"]): blend["ratio"]["median"]
+        for length in report["wall_time"]["lengths"]
+        for blend in length["blends"]
+    }
+    for tokens, said in re.findall(r"(\d\.\d\d) at ([\d,]+) tokens", README):
+        assert f"{ratios[int(said.replace(',', '')), 'default', 0.15]:.2f}" == tokens
