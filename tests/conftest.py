@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate
 
+ENGINE_SITE = str(Path(__file__).with_name("engine_site"))  # for the engines that tests start; see there
 MAX_POSITIONS = 4096
 
 _SMALL: dict[str, Any] = {
@@ -101,6 +103,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _HEAD),
     "qwen3_moe": ("Qwen3MoeConfig", {**_HEAD, **_MOE}),
 }
+
+
+def pytest_configure() -> None:
+    """Let processes that tests start find `engine_site`."""
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ENGINE_SITE, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ENGINE_SITE
 
 from cuvee.eval.data import bundled_model_path
 from cuvee.integrations.stores import open_store
@@ -110,7 +111,7 @@ def test_the_offline_example_runs_on_the_real_engine(tmp_path: Path) -> None:
         pytest.skip("vLLM is not installed")
     environment = {
         **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONPATH": os.pathsep.join([ENGINE_SITE, *filter(None, sys.path)]),
     }  # fmt: skip
     script = str(ROOT / "vllm" / "examples" / "offline.py")
     command = [sys.executable, script, str(bundled_model_path()), f"file://{tmp_path}/kv", "400"]
