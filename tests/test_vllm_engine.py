@@ -42,6 +42,9 @@ pytestmark = pytest.mark.slow
 CHUNK = 128
 FAMILIES = ("books", "llama", "qwen2", "qwen3")
 DTYPES = ("float32", "bfloat16")
+# Most that the comparison may allow. With bfloat16 a logit of 16 to 32 moves by steps of 1/8, and on some CPUs a batch
+# of another size moves it by one; with two blocks exchanged the models generate other tokens, which nothing allows.
+NOISE = {"float32": 0.05, "bfloat16": 1.0}
 # Which (model, dtype, block size, asynchronous) load: all of the bundled model, and every pair of two of these.
 LOADS = [
     ("books", "float32", 32, False),
@@ -231,10 +234,10 @@ def conversation(ran: Ran) -> list[int]:
     return [*QUESTION, *ran.steps[4][0].tokens, *NEXT_QUESTION]
 
 
-def assert_same(answers: list[Answer], expected: list[Answer], reference: Ran) -> None:
+def assert_same(answers: list[Answer], expected: list[Answer], reference: Ran, most: float = NOISE["float32"]) -> None:
     """Same tokens; logprobs as close as the reference's own runs are to each other."""
     allowed = 4 * spread(reference.steps[: 4 if len(reference.steps) > 4 else 3])
-    assert allowed < 0.05, "the reference does not agree with itself"
+    assert allowed < most, "the reference does not agree with itself"
     distances = [distance(answer, other) for answer, other in zip(answers, expected, strict=True)]
     assert max(distances) <= allowed, distances
 
@@ -249,7 +252,7 @@ def assert_sound(ran: Ran) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_storing_changes_nothing(family: str, dtype: str, reference: Results, stored: Results) -> None:
     expected, ran = reference[f"{family}-{dtype}"], stored[f"{family}-{dtype}"]
-    assert_same(ran.steps[0], expected.steps[2], expected)
+    assert_same(ran.steps[0], expected.steps[2], expected, NOISE[dtype])
     assert ran.steps[1][0].tokens == expected.steps[4][0].tokens
     assert ran.metric("vllm:cuvee_stored_chunks") == chunks(*PROMPTS.values()) + 1  # and one of question and answer
     assert 0 < ran.metric("vllm:cuvee_stored_bytes") < ran.metric("vllm:cuvee_raw_bytes")
@@ -264,9 +267,9 @@ def test_another_process_answers_the_same_from_the_store(
     family, dtype, _, _ = case
     expected, ran = reference[f"{family}-{dtype}"], loaded[name]
     alone, together, turn = ran.steps
-    assert_same(alone, expected.steps[0], expected)
-    assert_same(together, expected.steps[2], expected)
-    assert_same(turn, expected.steps[5], expected)
+    assert_same(alone, expected.steps[0], expected, NOISE[dtype])
+    assert_same(together, expected.steps[2], expected, NOISE[dtype])
+    assert_same(turn, expected.steps[5], expected, NOISE[dtype])
     # Alone, all that is cached comes from the store; together, requests also find what others have computed.
     assert [answer.cached for answer in alone] == [loadable(prompt) for prompt in PROMPTS.values()]
     assert all(answer.cached >= loadable(prompt) for answer, prompt in zip(together, PROMPTS.values(), strict=True))
