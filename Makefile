@@ -58,7 +58,7 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/mypy
 
 test: lint $(ENGINE_STAMP) redis  ## lint and the whole test suite
-	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
