@@ -174,8 +174,9 @@ class Boundary(_Scored):
                 raise InputError(f"Boundary.tokens: must be an int of at least 0, got {self.tokens!r}")
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        # Falls about as the deviation of isolated chunks does: with the root of the distance from the boundary.
-        return (1.0 + prompt.offset.float()) ** -0.5
+        # Alone only the order counts. In a product this fall measured better than that of its root, which is about how
+        # the deviation of isolated chunks falls.
+        return 1.0 / (1.0 + prompt.offset.float())
 
     def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
         if self.tokens is None:
@@ -224,16 +225,20 @@ class QueryGuided(_Scored):
         ratio, cost: see above; the pass of the query counts as recomputed tokens.
         queries: how many of the last tokens of the text after the chunks ask.
         layers: in which layers their attention is summed; default: the one at two thirds of the depth.
+        most: share of the token-layers that the pass may take: where it would take more, fewer tokens ask, one at
+            least. Default: no limit.
     """
 
     queries: int = 32
     layers: tuple[int, ...] | None = None
+    most: float | None = None
 
     def __post_init__(self) -> None:
         _check_budget(self.ratio, self.cost)
         if type(self.queries) is not int or self.queries < 1:
             raise InputError(f"QueryGuided.queries: must be an int of at least 1, got {self.queries!r}")
         _check_layers("QueryGuided.layers", self.layers)
+        _check_share("QueryGuided.most", self.most)
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
         return _lifted(prompt.attend(self._count(prompt), self._layers(prompt)), prompt)
@@ -242,7 +247,11 @@ class QueryGuided(_Scored):
         return self._count(prompt) * (max(self._layers(prompt)) + 1)
 
     def _count(self, prompt: Prompt) -> int:
-        return min(self.queries, int(prompt.suffix.sum()))
+        count = min(self.queries, int(prompt.suffix.sum()))
+        if self.most is None or not count:
+            return count
+        affordable = self.most * prompt.cached_tokens * prompt.layers / (max(self._layers(prompt)) + 1)
+        return min(count, max(1, int(affordable + 1e-9)))
 
     def _layers(self, prompt: Prompt) -> tuple[int, ...]:
         chosen = self.layers or (2 * prompt.layers // 3,)
@@ -442,7 +451,7 @@ class _Deviating:
 
 def default_selector(*, ratio: float | None = None, cost: float | None = None) -> Product:
     """What measured best: tokens that the text names or attends to, those near the beginnings of chunks first."""
-    return Product(Sum(Overlap(), QueryGuided(queries=16)), Boundary(), ratio=ratio, cost=cost)
+    return Product(Sum(Overlap(), QueryGuided(queries=16, most=0.01)), Boundary(), ratio=ratio, cost=cost)
 
 
 def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prompt) -> Selection:
@@ -480,10 +489,13 @@ def _affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: 
 def _check_budget(ratio: float | None, cost: float | None) -> None:
     if ratio is not None and cost is not None:
         raise InputError("ratio, cost: give one of them")
-    given: tuple[tuple[str, object], ...] = (("ratio", ratio), ("cost", cost))
-    for name, value in given:
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
-            raise InputError(f"{name}: must be a number from 0 to 1, got {value!r}")
+    _check_share("ratio", ratio)
+    _check_share("cost", cost)
+
+
+def _check_share(name: str, value: object) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
+        raise InputError(f"{name}: must be a number from 0 to 1, got {value!r}")
 
 
 def _check_layers(name: str, layers: tuple[int, ...] | None) -> None:

@@ -220,6 +220,28 @@ def test_query_guided_takes_what_is_looked_at() -> None:
     assert QueryGuided(queries=1, layers=(0, 3)).overhead(on) == 4 and QueryGuided().overhead(on) == 10
 
 
+@pytest.mark.parametrize(
+    ("most", "count"),
+    [
+        (None, 6),
+        (1.0, 6),
+        (0.5, 4),  # 8 · 6 · 0.5 = 24 token-layers, 5 a token
+        (10 / 48, 2),
+        (9.9 / 48, 1),
+        (0.0, 1),  # one always asks
+    ],
+)
+def test_a_pass_of_the_query_can_be_bounded(most: float | None, count: int) -> None:
+    on = prompt(A, B, [9, 8, 9, 8, 9, 8], text=[2])
+    selector = QueryGuided(0.25, most=most)
+    assert selector.overhead(on) == 5 * count
+    chosen(selector, on)
+    assert on.attend.calls == [(count, (4,))]  # type: ignore[attr-defined]
+    # In the first layers more may ask; where there is nobody to ask, none do.
+    assert QueryGuided(most=10 / 48, layers=(0,)).overhead(on) == 6
+    assert QueryGuided(most=0.5).overhead(prompt(A, B)) == 0
+
+
 def test_the_query_pays_only_where_there_is_a_choice() -> None:
     for selector in (QueryGuided(1.0), QueryGuided(0.0), QueryGuided(cost=1.0), Product(QueryGuided(), ratio=1)):
         on = prompt(*TWO, text=[2])
@@ -237,7 +259,7 @@ def test_a_product_multiplies() -> None:
     product = Product(Overlap(), Boundary(), ratio=0.5)
     assert torch.equal(product.score(on), both)
     assert torch.equal(Product(product, Random()).score(on), both * Random().score(on))
-    # Lifted votes of the first three are 2.6, 4.3 and 2.3, to be divided by 1, √2 and √3.
+    # Lifted votes of the first three are 2.6, 4.3 and 2.3, to be divided by 1, 2 and 3.
     assert chosen(Product(Overlap(), Boundary(), ratio=2 / 8), on) == [0, 1]
     assert chosen(Product(Overlap(), Boundary(), ratio=3 / 8), on) == [0, 1, 2]
     assert Product(QueryGuided(layers=(1,)), QueryGuided(layers=(2,)), Overlap()).overhead(on) == 2 * 2 + 2 * 3
@@ -257,10 +279,11 @@ def test_a_sum_adds_and_is_a_score_like_any_other() -> None:
 
 def test_the_default_names_or_attends_near_the_boundary() -> None:
     on = prompt(A, B, [1, 2], text=[2])
-    expected = (Overlap().score(on) + QueryGuided(queries=16).score(on)) * Boundary().score(on)
+    query = QueryGuided(queries=16, most=0.01)
+    expected = (Overlap().score(on) + query.score(on)) * Boundary().score(on)
     assert torch.allclose(default_selector().score(on), expected)
     assert default_selector(ratio=0.3).ratio == 0.3 and default_selector(cost=0.3).cost == 0.3
-    assert default_selector().overhead(on) == QueryGuided(queries=16).overhead(on) > 0
+    assert default_selector().overhead(on) == query.overhead(on) == 5
 
 
 def test_a_union_keeps_what_any_keeps() -> None:
@@ -313,9 +336,9 @@ def tables(layer: int, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
         (HKVD(2 / 8, check_layers=(0, 1)), [[1, 3]]),  # 5 + 1
         (HKVD(1 / 8, check_layers=(0, 1), of="keys"), [[1]]),
         (HKVD(1 / 8, weight=Boundary()), [[6]]),  # 5 / √3 beats 2 / √4, 1 / √2
-        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 4)), [[6]]),  # 3 / 9 beats 1 / 4
-        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 6)), [[1]]),  # 1 / 8 beats 3 / 27
-        (HKVD(2 / 8, of="keys", weight=Product(*[Boundary()] * 6)), [[1, 5]]),
+        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 2)), [[6]]),  # 3 / 9 beats 1 / 4
+        (HKVD(1 / 8, of="keys", weight=Product(*[Boundary()] * 3)), [[1]]),  # 1 / 8 beats 3 / 27
+        (HKVD(2 / 8, of="keys", weight=Product(*[Boundary()] * 3)), [[1, 5]]),
         (HKVD(1 / 8, of="both", weight=Overlap()), [[6]]),
         (HKVD(cost=0.5), [[6]]),  # 48 · 0.5 - 16 = 8 = 2 · 4
         (HKVD(cost=1 / 3), [[]]),
@@ -531,6 +554,7 @@ def test_budgets_are_checked(make: Any) -> None:
         (lambda: Boundary(tokens=-1), "Boundary.tokens: must be an int of at least 0, got -1"),
         (lambda: Boundary(tokens=2.0), "Boundary.tokens: "),  # type: ignore[arg-type]
         (lambda: QueryGuided(queries=0), "QueryGuided.queries: must be an int of at least 1, got 0"),
+        (lambda: QueryGuided(most=1.5), "QueryGuided.most: must be a number from 0 to 1, got 1.5"),
         (lambda: QueryGuided(layers=()), r"QueryGuided.layers: must be rising layer numbers, at least one, got \(\)"),
         (lambda: QueryGuided(layers=(2, 1)), "QueryGuided.layers: "),
         (lambda: HKVD(check_layers=()), "HKVD.check_layers: must be rising layer numbers"),
