@@ -33,6 +33,7 @@ from cuvee.codec.errors import InputError
 
 DEFAULT_RATIO = 0.15
 _BASE = 0.6  # of a score whose mean is 1: what a token gets that the query does not look at (0.3 and 1 measured worse)
+_QUERY_SHARE = 0.1  # of the budget: what the default selector's pass of the query may take
 _PAIR = 4.0  # weight of a match of two tokens in a row beside that of one
 
 
@@ -450,8 +451,14 @@ class _Deviating:
 
 
 def default_selector(*, ratio: float | None = None, cost: float | None = None) -> Product:
-    """What measured best: tokens that the text names or attends to, those near the beginnings of chunks first."""
-    return Product(Sum(Overlap(), QueryGuided(queries=16, most=0.01)), Boundary(), ratio=ratio, cost=cost)
+    """What measured best: tokens that the text names or attends to, those near the beginnings of chunks first.
+
+    The pass of the query takes a tenth of what is spent at most.
+    """
+    _check_budget(ratio, cost)
+    budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)
+    query = QueryGuided(queries=16, most=_QUERY_SHARE * budget)
+    return Product(Sum(Overlap(), query), Boundary(), ratio=ratio, cost=cost)
 
 
 def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prompt) -> Selection:

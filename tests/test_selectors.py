@@ -279,11 +279,21 @@ def test_a_sum_adds_and_is_a_score_like_any_other() -> None:
 
 def test_the_default_names_or_attends_near_the_boundary() -> None:
     on = prompt(A, B, [1, 2], text=[2])
-    query = QueryGuided(queries=16, most=0.01)
-    expected = (Overlap().score(on) + query.score(on)) * Boundary().score(on)
-    assert torch.allclose(default_selector().score(on), expected)
+    expected = (Overlap().score(on) + QueryGuided(queries=16).score(on)) * Boundary().score(on)
+    assert torch.allclose(default_selector(cost=1).score(on), expected)
     assert default_selector(ratio=0.3).ratio == 0.3 and default_selector(cost=0.3).cost == 0.3
-    assert default_selector().overhead(on) == query.overhead(on) == 5
+
+
+@pytest.mark.parametrize(
+    ("budget", "queries"),
+    [({}, 2), ({"ratio": 0.15}, 2), ({"cost": 0.15}, 2), ({"cost": 0.3}, 5), ({"ratio": 0.0}, 1), ({"cost": 1}, 16)],
+)
+def test_the_default_asks_for_a_tenth_of_its_budget(budget: Any, queries: int) -> None:
+    on = prompt([3] * 70, [4] * 70, [5] * 40, text=[2])  # 140 cached tokens in 6 layers, 5 of them asked
+    selector = default_selector(**budget)
+    assert selector.overhead(on) == 5 * queries
+    if budget.get("cost"):
+        assert queries == 16 or 5 * queries <= 0.1 * budget["cost"] * 140 * 6 < 5 * (queries + 1)
 
 
 def test_a_union_keeps_what_any_keeps() -> None:
@@ -554,6 +564,7 @@ def test_budgets_are_checked(make: Any) -> None:
         (lambda: Boundary(tokens=-1), "Boundary.tokens: must be an int of at least 0, got -1"),
         (lambda: Boundary(tokens=2.0), "Boundary.tokens: "),  # type: ignore[arg-type]
         (lambda: QueryGuided(queries=0), "QueryGuided.queries: must be an int of at least 1, got 0"),
+        (lambda: default_selector(ratio=50), "ratio: must be a number from 0 to 1, got 50"),
         (lambda: QueryGuided(most=1.5), "QueryGuided.most: must be a number from 0 to 1, got 1.5"),
         (lambda: QueryGuided(layers=()), r"QueryGuided.layers: must be rising layer numbers, at least one, got \(\)"),
         (lambda: QueryGuided(layers=(2, 1)), "QueryGuided.layers: "),
