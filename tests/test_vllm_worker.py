@@ -171,6 +171,26 @@ def test_a_synchronous_load_is_done_on_return(bench: Callable[..., Bench]) -> No
     assert b.worker.take_arrived() == {"r"}
 
 
+def test_an_idle_engine_is_woken_by_a_load_that_is_over(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    b.store_all()
+    go = threading.Event()
+    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK)], synchronous=False)
+    assert b.worker.take_arrived() == set(), "without patience it is only a question"
+    assert b.worker.take_arrived(0.01) == set(), "patience ends"
+    found: list[set[str]] = []
+    asking = threading.Thread(target=lambda: found.append(b.worker.take_arrived(3600.0)), daemon=True)
+    asking.start()
+    asking.join(0.2)
+    assert not found
+    go.set()
+    asking.join(30)
+    assert found == [{"r"}]
+    # Nothing is under way any more: there is nothing to wait for.
+    assert b.worker.take_arrived(3600.0) == set()
+
+
 def test_a_chunk_that_is_being_stored_is_not_stored_again(bench: Callable[..., Bench]) -> None:
     b = bench()
     go = threading.Event()

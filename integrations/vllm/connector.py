@@ -54,6 +54,9 @@ def _join_log() -> None:
 
 _join_log()
 
+# Seconds that a step without tokens waits for a load to end. The engine would only ask again at once, and take the
+# interpreter from the threads that decode; a request that comes meanwhile waits no longer than this.
+_IDLE_WAIT = 2e-3
 _HIT_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
 
@@ -190,7 +193,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """Requests whose loads are over."""
-        return None, self._working.take_arrived() or None
+        return None, self._working.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Blocks to be recomputed."""

@@ -47,11 +47,19 @@ class Save:
 
 @dataclass(slots=True)
 class Plan:
-    """Loads to start and chunks to store in step number `step`."""
+    """Loads to start and chunks to store in step number `step`.
+
+    Attributes:
+        step: counts up from 1.
+        loads: to start.
+        saves: to make.
+        idle: the step computes no tokens, the engine has nothing to do but to wait for loads.
+    """
 
     step: int
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    idle: bool = False
 
 
 @dataclass(slots=True)

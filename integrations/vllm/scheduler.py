@@ -176,7 +176,7 @@ class SchedulerSide:
         """Loads and stores of the step that the engine has just scheduled (its `SchedulerOutput`)."""
         self._step += 1
         self._patience = _PATIENCE
-        plan = Plan(self._step, list(self._loads.values()))
+        plan = Plan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
         self._loads.clear()
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

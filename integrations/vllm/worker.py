@@ -74,6 +74,7 @@ class WorkerSide:
         self._coders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-decode")
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="cuvee-fetch")
         self._lock = threading.Lock()  # of what follows
+        self._ended = threading.Condition(self._lock)  # told of every load that is over
         self._jobs: dict[str, _Job] = {}
         self._arrived: set[str] = set()
         self._invalid: set[int] = set()
@@ -122,8 +123,15 @@ class WorkerSide:
             except TimeoutError:
                 self._give_up(job, patient=True)
 
-    def take_arrived(self) -> set[str]:
-        """Requests whose loads are over, well or not, since the last call. Gives up those past their deadline."""
+    def take_arrived(self, patience: float = 0.0) -> set[str]:
+        """Requests whose loads are over, well or not, since the last call. Gives up those past their deadline.
+
+        Args:
+            patience: seconds to wait for the first, if any is under way.
+        """
+        if patience:
+            with self._ended:
+                self._ended.wait_for(lambda: self._arrived or not self._jobs, patience)
         now = time.monotonic()
         with self._lock:
             late = [job for job in self._jobs.values() if now - job.begun > self._timeout]
@@ -279,6 +287,7 @@ class WorkerSide:
             else:
                 self._report.failed.add(load.request)
                 self._report.unsaved.update(load.digests[done // self._chunk - load.first_chunk :])
+            self._ended.notify()
         self._recorder.count("loads")
         self._recorder.count("load_seconds", seconds)
         self._recorder.count("loaded_tokens", done - load.start)
