@@ -196,7 +196,10 @@ class Overlap(_Scored):
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
         tokens, positions = prompt.tokens.tolist(), prompt.cached.nonzero()[:, 0].tolist()
-        first = prompt.offset == 0
+        goes_on = ~prompt.cached
+        goes_on[1:] &= ~prompt.cached[:-1]  # text after text is one text, in however many segments
+        first = (prompt.offset == 0) & ~goes_on
+        first[0] = True
         pairs = list(zip([-1, *tokens[:-1]], tokens, strict=True))  # of a token and the one before it
         pairs = [(-1, pair[1]) if starts else pair for pair, starts in zip(pairs, first.tolist(), strict=True)]
         singles, doubles = Counter(tokens[p] for p in positions), Counter(pairs[p] for p in positions)

@@ -182,6 +182,10 @@ def test_overlap_counts_a_pair_five_times() -> None:
     assert votes(on) == shares(1, 1 + 5 / 6, 5 / 6, 0, 0, 1 / 6, 1 / 6, 0)
     assert chosen(Overlap(3 / 8), on) == [0, 1, 2]
     assert chosen(Overlap(4 / 8), on) == [0, 1, 2, 5]
+    # However the text is cut into segments.
+    assert votes(prompt(A, B, [1], [2], text=[2, 3])) == votes(on)
+    # Text before chunks, and what follows it, is no pair; nor is what begins a prompt.
+    assert votes(prompt([1], [2, 3], [2], text=[0, 2])) == shares(1, 1)
 
 
 def test_overlap_stops_at_the_ends_of_chunks() -> None:
