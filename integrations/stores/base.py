@@ -6,12 +6,14 @@ key so that all of a tenant's entries can be found and deleted without an index.
 
 from __future__ import annotations
 
+import builtins
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
+from cuvee.integrations.stores.envelope import Expired
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
@@ -53,6 +55,18 @@ class TierCounters:
     queued: int = 0
     entries: int | None = None
     bytes: int | None = None
+
+    def answer(self, blob: builtins.bytes | None, problem: Exception | None = None) -> None:
+        """Count what a `get` gave: a hit, or a miss, which a bad or expired entry may be the reason of."""
+        if blob is None:
+            self.misses += 1
+        else:
+            self.hits += 1
+            self.hit_bytes += len(blob)
+        if isinstance(problem, Expired):
+            self.expired += 1
+        elif problem is not None:
+            self.corrupt += 1
 
 
 class Store(ABC):

@@ -104,11 +104,7 @@ class DiskStore(Store):
         with self._errors():
             blob = self._read(path, key)
         with self._lock:
-            if blob is None:
-                self._counters.misses += 1
-            else:
-                self._counters.hits += 1
-                self._counters.hit_bytes += len(blob)
+            self._counters.answer(blob)
         return blob
 
     def put(self, key: str, blob: bytes) -> bool:

@@ -63,12 +63,9 @@ class MemoryStore(Store):
         check_key(key)
         with self._cache.lock:
             blob = None if self._closed else self._cache.entries.get(key)
-            if blob is None:
-                self._counters.misses += 1
-                return None
-            self._cache.entries.move_to_end(key)
-            self._counters.hits += 1
-            self._counters.hit_bytes += len(blob)
+            if blob is not None:
+                self._cache.entries.move_to_end(key)
+            self._counters.answer(blob)
             return blob
 
     def put(self, key: str, blob: bytes) -> bool:

@@ -297,15 +297,7 @@ class RedisStore(Store):
             except (CorruptError, Expired) as error:
                 problem = error
         with self._lock:
-            if blob is not None:
-                self._counters.hits += 1
-                self._counters.hit_bytes += len(blob)
-            else:
-                self._counters.misses += 1
-            if isinstance(problem, Expired):
-                self._counters.expired += 1
-            elif problem is not None:
-                self._counters.corrupt += 1
+            self._counters.answer(blob, problem)
         if problem is not None:
             if not isinstance(problem, Expired):
                 self._warn("bad entries are deleted and missed", problem)
