@@ -199,7 +199,6 @@ class Overlap(_Scored):
         goes_on = ~prompt.cached
         goes_on[1:] &= ~prompt.cached[:-1]  # text after text is one text, in however many segments
         first = (prompt.offset == 0) & ~goes_on
-        first[0] = True
         pairs = list(zip([-1, *tokens[:-1]], tokens, strict=True))  # of a token and the one before it
         pairs = [(-1, pair[1]) if starts else pair for pair, starts in zip(pairs, first.tolist(), strict=True)]
         singles, doubles = Counter(tokens[p] for p in positions), Counter(pairs[p] for p in positions)
@@ -456,7 +455,8 @@ class _Deviating:
 def default_selector(*, ratio: float | None = None, cost: float | None = None) -> Product:
     """What measured best: tokens that the text names or attends to, those near the beginnings of chunks first.
 
-    The pass of the query takes a tenth of what is spent at most.
+    The pass of the query takes a tenth of the budget at most, unless that is less than one token's; beside a ratio it
+    comes on top.
     """
     _check_budget(ratio, cost)
     budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)

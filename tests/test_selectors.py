@@ -194,6 +194,7 @@ def test_overlap_stops_at_the_ends_of_chunks() -> None:
     assert votes(prompt(A, [5, 5], [4, 5], text=[2])) == shares(0, 0, 0, 1, 1 / 2, 1 / 2 + 1 / 2)
     # Nor is the last token of a chunk and the first of the query.
     assert votes(prompt([1, 2, 3], [1], [2], text=[2])) == shares(0, 1, 1, 0)
+    assert votes(prompt([1, 2, 5, 2], [1], [2], text=[2])) == shares(0, 1, 1, 1, 0)
 
 
 def test_overlap_hears_only_the_text_after_the_chunks() -> None:
