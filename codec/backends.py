@@ -16,27 +16,56 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from cuvee.codec import rans, rans_numba, symbols, symbols_numba, transform, transform_numba
+from cuvee.codec import (
+    classes_numba,
+    rans,
+    rans_classes,
+    rans_numba,
+    symbols,
+    symbols_classes,
+    symbols_numba,
+    transform,
+    transform_numba,
+)
+from cuvee.codec.classes import ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.rans import U8, U16, Streams
 from cuvee.codec.symbols import F32, I32, CodingPlan, Escapes, Quantizer
 from cuvee.codec.tables import EntropyTables
-from cuvee.codec.transform import Rotation, Section
+from cuvee.codec.transform import I64, Rotation, Section
 
 if TYPE_CHECKING:
     from cuvee.codec.container import Header, Scheme
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.profile import Profile
 
-Place = Callable[
-    [torch.Tensor, torch.Tensor, Section, KVLayout, Rotation, slice, list[torch.Tensor], list[torch.Tensor]], None
-]
+
+class Place(Protocol):
+    """`cuvee.codec.transform.place`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        section: Section,
+        layout: KVLayout,
+        rotation: Rotation,
+        at: slice,
+        keys: list[torch.Tensor],
+        values: list[torch.Tensor],
+        order: I64 | None = None,
+    ) -> None:
+        """Write values into the outputs."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """The stages, each with the signature and the results of its namesake in rans, symbols or transform."""
+    """The stages, each with the signature and the results of its namesake in rans, symbols or transform.
+
+    Those for tokens that have classes are in rans_classes and symbols_classes.
+    """
 
     name: str
     devices: tuple[str, ...]
@@ -49,6 +78,11 @@ class Backend:
     pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
     unpack: Callable[[U8, Escapes, CodingPlan], I32]
     place: Place
+    rans_encode_classes: Callable[[U8, U8, ClassedPlan, EntropyTables, int], Streams]
+    rans_decode_classes: Callable[[Streams, U8, ClassedPlan, EntropyTables, int], U8]
+    to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
+    from_planes: Callable[[U8, U8, Escapes, ClassedPlan, Quantizer, int, torch.dtype], torch.Tensor]
+    read_classes: Callable[[Streams, EntropyTables, int], U8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +135,17 @@ class DeviceBackend(Protocol):
         ...
 
     def encode(
-        self, coding: Coding, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int]
+        self,
+        coding: Coding,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        offsets: Sequence[torch.Tensor | None],
     ) -> list[list[bytes]]:
         """The sections of each chunk: chunk i is the tokens at `slots[i]`, the first at position `starts[i]`.
+
+        `offsets[i]` are octaves `[T]` by which its tokens' steps shall be coarser (on the CPU), None where the profile
+        is to say.
 
         Raises:
             InputError: values that the scheme cannot code, or a slot beyond the cache.
@@ -205,6 +247,11 @@ register(
         symbols.pack,
         symbols.unpack,
         transform.place,
+        rans_classes.rans_encode_classes,
+        rans_classes.rans_decode_classes,
+        symbols_classes.to_planes,
+        symbols_classes.from_planes,
+        rans_classes.read_classes,
     )
 )
 register(
@@ -220,5 +267,10 @@ register(
         symbols_numba.pack,
         symbols_numba.unpack,
         transform_numba.place,
+        classes_numba.rans_encode_classes,
+        classes_numba.rans_decode_classes,
+        classes_numba.to_planes,
+        classes_numba.from_planes,
+        classes_numba.read_classes,
     )
 )

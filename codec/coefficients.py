@@ -11,13 +11,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
 from cuvee.codec.backends import Backend
-from cuvee.codec.container import Reader, read_streams, write_streams
-from cuvee.codec.errors import InputError
+from cuvee.codec.classes import CLASSES, ClassedPlan, coding_order
+from cuvee.codec.container import CodedPart, Reader, read_coded, write_streams
+from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.family import Family, step_value
 from cuvee.codec.rans import Streams, stream_count
-from cuvee.codec.symbols import F32, MAX_LEVEL, CodingPlan, Escapes, Prediction
+from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction
+from cuvee.codec.tables import EntropyTables
 from cuvee.codec.transform import tiles
 
 MAX_TOKENS_PER_STREAM = 128
@@ -67,6 +71,43 @@ def _merge(parts: list[Escapes]) -> Escapes:
     return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
 
 
+def _too_large(steps: float) -> str:
+    return f"the KV cache holds values that are {steps:.3g} quantiser steps large: encode it with quality='lossless'"
+
+
+def _side_by_side(parts: list[U8], tokens: int) -> U8:
+    """Planes of tiles as one matrix, as deep as the deepest."""
+    joined = np.zeros((max(map(len, parts)), tokens), np.uint8)
+    start = 0
+    for part in parts:
+        joined[: len(part), start : start + part.shape[1]] = part
+        start += part.shape[1]
+    return joined
+
+
+def check_classes(classes: U8, plan: ClassedPlan) -> None:
+    """Raise FormatError if a token has a class that the plan does not serve."""
+    if classes.min(initial=CLASSES) < plan.finest or classes.max(initial=0) >= CLASSES:
+        raise FormatError(f"a section has token classes outside {plan.finest} … {CLASSES - 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class ClassedTile:
+    """A decoded tile of tokens that have classes.
+
+    Attributes:
+        at: its tokens.
+        order: `[t]` token of each column, counted from `at.start`.
+        classes: `[t]` uint8 of the columns.
+        y: `[R, t]` coefficients; zero below a column's last component.
+    """
+
+    at: slice
+    order: npt.NDArray[np.intp]
+    classes: U8
+    y: torch.Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class CoefficientCoder:
     """Codes the coefficients of one section at one step."""
@@ -98,10 +139,7 @@ class CoefficientCoder:
         for at, y in pieces:
             peak = float(np.abs(y).max(initial=0.0))
             if not peak < MAX_LEVEL * step:
-                raise InputError(
-                    f"the KV cache holds values that are {peak / step:.3g} quantiser steps large: "
-                    "encode it with quality='lossless'"
-                )
+                raise InputError(_too_large(peak / step))
             levels = self.backend.quantize(y, step, plan, self.family.quantizer)
             differences = self.backend.predict(levels, plan, per_stream)
             planes[:, at], escapes = self.backend.pack(differences, plan, self.family.tables, per_stream)
@@ -109,8 +147,59 @@ class CoefficientCoder:
         streams = self.backend.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
         return write_streams(streams, _merge(escaped), plan.planes, per_stream)
 
+    def encode_classes(
+        self, pieces: Iterable[tuple[U8, U8, F32]], tokens: int, plan: ClassedPlan, table: EntropyTables
+    ) -> bytes:
+        """Code coefficients of tokens that have classes.
+
+        Args:
+            pieces: tiles in order, whole windows but for the last: the classes `[t]` of their tokens, those of their
+                columns, and the columns' `[R, t]` float32, R at least the components of the finest class among them.
+            tokens: T.
+            plan: how the components of each class are coded.
+            table: what codes the classes.
+
+        Raises:
+            InputError: a coefficient that is too many steps large.
+        """
+        if int(plan.rows.max()) * tokens >= 1 << 32:
+            raise InputError(f"{plan.rows.max()} components cannot hold {tokens} tokens: encode fewer at a time")
+        classes, order = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
+        coded: list[U8] = []
+        escaped: list[Escapes] = []
+        start = 0
+        for own, columns, y in pieces:
+            at = slice(start, start + len(own))
+            classes[at], order[at] = own, columns
+            with np.errstate(over="ignore"):  # infinitely many steps are too many, too
+                peak = float((np.abs(y).max(0, initial=0.0) / plan.steps[columns]).max())
+            if not peak < MAX_LEVEL:
+                raise InputError(_too_large(peak))
+            planes, escapes = self.backend.to_planes(y, columns, plan, self.family.quantizer, self.family.tables)
+            coded.append(planes)
+            escaped.append(_renumber(escapes, len(own), tokens, start))
+            start = at.stop
+        share = np.bincount(classes, minlength=CLASSES) / tokens
+        per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
+        joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
+        streams = self.backend.rans_encode_classes(joined, order, plan, self.family.tables, per_stream)
+        which = np.zeros(tokens, np.uint16)
+        listed = self.backend.rans_encode(classes[:, None], which, which, table, 1)
+        return write_streams(streams, _merge(escaped), int(plan.planes.max()), per_stream, listed)
+
+    def read(self, reader: Reader, plan: CodingPlan, tokens: int, classed: ClassedPlan | None = None) -> CodedPart:
+        """The coded part of a section, all of `reader` that is left.
+
+        Raises:
+            FormatError: the bytes break a rule.
+        """
+        shape = None if classed is None else (int(classed.planes.max()), int(classed.rows.max()))
+        part = read_coded(reader, plan.planes, len(plan.shift), tokens, shape)
+        reader.finish()
+        return part
+
     def decode(
-        self, reader: Reader, plan: CodingPlan, tokens: int, wanted: slice, tile: int
+        self, part: CodedPart, plan: CodingPlan, tokens: int, wanted: slice, tile: int
     ) -> Iterator[tuple[slice, F32]]:
         """Decode the tokens `wanted` of a section of `tokens`.
 
@@ -120,9 +209,7 @@ class CoefficientCoder:
         Raises:
             FormatError, CorruptError: the bytes break a rule.
         """
-        rows = len(plan.shift)
-        streams, escapes, per_stream = read_streams(reader, plan.planes, rows, tokens)
-        reader.finish()
+        streams, escapes, per_stream = part.streams, part.escapes, part.tokens_per_stream
         # Whole tiles, always cut at the same places: a product's last bits depend on its shape, and a run of tokens
         # shall come out as it does in the whole.
         low = wanted.start - wanted.start % tile
@@ -140,6 +227,42 @@ class CoefficientCoder:
             )
             differences = self.backend.unpack(planes, _select_escapes(escapes, tokens, at), plan)
             levels = self.backend.unpredict(differences, plan, per_stream)
-            for part in tiles(at.stop - at.start, tile):
-                y = self.backend.dequantize(levels[:, part], step_value(self.step), plan, self.family.quantizer)
-                yield slice(at.start + part.start, at.start + part.stop), y
+            for piece in tiles(at.stop - at.start, tile):
+                y = self.backend.dequantize(levels[:, piece], step_value(self.step), plan, self.family.quantizer)
+                yield slice(at.start + piece.start, at.start + piece.stop), y
+
+    def decode_classes(
+        self,
+        part: CodedPart,
+        plan: ClassedPlan,
+        table: EntropyTables,
+        tokens: int,
+        wanted: slice,
+        tile: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> Iterator[ClassedTile]:
+        """Decode the tokens `wanted` of a section of `tokens` that have classes; coefficients of `dtype`.
+
+        Yields:
+            the tiles that hold wanted tokens.
+
+        Raises:
+            FormatError, CorruptError: the bytes break a rule.
+        """
+        if part.classes is None:
+            raise FormatError("a section has no token classes")
+        classes = self.backend.read_classes(part.classes, table, tokens)
+        check_classes(classes, plan)
+        n = part.tokens_per_stream
+        low = wanted.start - wanted.start % tile
+        high = min(wanted.stop + -wanted.stop % tile, tokens)
+        for start in range(low, high, tile):
+            at = slice(start, min(start + tile, high))
+            order = coding_order(classes[at])
+            columns = classes[at][order]
+            streams = select_streams(part.streams, at.start // n, stream_count(at.stop, n))
+            planes = self.backend.rans_decode_classes(streams, columns, plan, self.family.tables, n)
+            escapes = _select_escapes(part.escapes, tokens, at)
+            rows = int(plan.rows[columns.min()])  # of the finest
+            y = self.backend.from_planes(planes, columns, escapes, plan, self.family.quantizer, rows, dtype)
+            yield ClassedTile(at, order, columns, y)

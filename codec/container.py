@@ -17,15 +17,16 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cuvee.codec.errors import CorruptError, FormatError, InputError, VersionError
+from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatch, VersionError
+from cuvee.codec.keys import KEY_ID_BYTES, Key
 from cuvee.codec.rans import LOWER_BOUND, Streams, stream_count
 from cuvee.codec.symbols import Escapes
 
 MAGIC = b"cuve"
-VERSION = 1
+VERSION = 2
 FLAG_TAG = 1
 TAG_BYTES = 16
-MIN_KEY_BYTES = 16
+TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
 MAX_TOKENS_PER_STREAM_LOG2 = 7
@@ -37,6 +38,7 @@ _FIXED = struct.Struct("<4sBBBBIIIiII16s16sQ")
 _ENTRY = struct.Struct("<IQ")
 _CHECKSUM = struct.Struct("<Q")
 _STREAMS = struct.Struct("<IIBBH")
+_CLASSES = struct.Struct("<II")
 
 
 class Scheme(IntEnum):
@@ -62,7 +64,7 @@ class Header:
         profile: id of the profile, 16 bytes (zero for lossless, which needs none).
         section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
-        tagged: whether a keyed tag ends the blob.
+        tagged: whether a key id and a keyed tag end the blob.
     """
 
     scheme: Scheme
@@ -85,7 +87,7 @@ class Header:
     @property
     def total_bytes(self) -> int:
         """Length of the blob."""
-        return self.header_bytes + sum(self.section_bytes) + (TAG_BYTES if self.tagged else 0)
+        return self.header_bytes + sum(self.section_bytes) + (TRAILER_BYTES if self.tagged else 0)
 
     def section_offset(self, index: int) -> int:
         """Where section `index` begins in the blob."""
@@ -134,20 +136,13 @@ class BlobInfo:
         return self.raw_bytes / self.total_bytes
 
 
-def _tag(key: bytes, *parts: bytes | memoryview) -> bytes:
-    digest = hashlib.blake2b(key=key, digest_size=TAG_BYTES, person=b"cuvee-blob")
+def _tag(key: Key, associated: bytes, *parts: bytes | memoryview) -> bytes:
+    digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
+    # Its length first: no bytes can move from the one to the other.
+    digest.update(_CHECKSUM.pack(len(associated)) + associated)
     for part in parts:
         digest.update(part)
     return digest.digest()
-
-
-def check_key(key: object) -> bytes | None:
-    """`key`, if it is None or 16 to 64 bytes; else raises InputError."""
-    if key is None:
-        return None
-    if not isinstance(key, bytes) or not MIN_KEY_BYTES <= len(key) <= hashlib.blake2b.MAX_KEY_SIZE:
-        raise InputError(f"key must be {MIN_KEY_BYTES} to {hashlib.blake2b.MAX_KEY_SIZE} bytes of secret")
-    return key
 
 
 def write_blob(
@@ -160,9 +155,10 @@ def write_blob(
     layout: bytes,
     profile: bytes,
     sections: Sequence[bytes],
-    key: bytes | None,
+    key: Key | None,
+    associated: bytes = b"",
 ) -> bytes:
-    """Put the sections into a blob; `key` adds an authentication tag."""
+    """Put the sections into a blob; `key` adds an authentication tag over it and over `associated`."""
     if tokens > MAX_TOKENS:
         raise InputError(f"a chunk holds at most {MAX_TOKENS} tokens, not {tokens}: encode it in pieces")
     if start >= 1 << 32:
@@ -170,7 +166,7 @@ def write_blob(
     if len(sections) > MAX_SECTIONS or any(len(s) >= 1 << 32 for s in sections):
         raise InputError("a section of this chunk would exceed 4 GiB: encode fewer tokens at a time")
     header_bytes = _FIXED.size + _ENTRY.size * len(sections) + _CHECKSUM.size
-    total = header_bytes + sum(map(len, sections)) + (TAG_BYTES if key else 0)
+    total = header_bytes + sum(map(len, sections)) + (TRAILER_BYTES if key else 0)
     head = _FIXED.pack(
         MAGIC, VERSION, scheme, DTYPES.index(dtype), FLAG_TAG if key else 0, tokens, start, values_per_token, step,
         len(sections), 0, layout, profile, total,
@@ -178,7 +174,8 @@ def write_blob(
     head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
     body = [head, *sections]
     if key:
-        body.append(_tag(key, *body))
+        body.append(key.id)
+        body.append(_tag(key, associated, *body))
     return b"".join(body)
 
 
@@ -231,22 +228,33 @@ def read_header(blob: bytes | memoryview) -> Header:
     return header
 
 
-def verify_tag(blob: bytes | memoryview, header: Header, key: bytes | None) -> None:
+def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated: bytes = b"") -> None:
     """Check the keyed tag.
 
+    Args:
+        blob: with its tag.
+        header: of the blob.
+        keys: that are accepted; none: the blob must have no tag.
+        associated: what the blob must have been bound to.
+
     Raises:
-        CorruptError: the tag does not match the key.
-        InputError: a key was given and the blob has no tag, or the other way round.
+        CorruptError: the tag is not that of these bytes bound to `associated`.
+        KeyMismatch: keys were given and the blob has no tag, or that of another key; or the other way round.
     """
-    if key is None and not header.tagged:
+    if not keys and not header.tagged:
         return
-    if key is None:
-        raise InputError("the blob carries an authentication tag: give Codec the key= it was encoded with")
+    if not keys:
+        raise KeyMismatch("the blob carries an authentication tag: give Codec the key= it was encoded with")
     if not header.tagged:
-        raise InputError("the blob carries no authentication tag, but this Codec has a key=: it is not to be trusted")
-    body, tag = blob[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
-    if not hmac.compare_digest(_tag(key, body), tag):
-        raise CorruptError("the authentication tag does not match: another key, or the bytes were changed")
+        raise KeyMismatch("the blob carries no authentication tag, but this Codec has a key=: it is not to be trusted")
+    body, tag = memoryview(blob)[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
+    name = bytes(body[-KEY_ID_BYTES:])
+    key = next((key for key in keys if key.id == name), None)
+    if key is None:
+        known = ", ".join(key.id.hex() for key in keys)
+        raise KeyMismatch(f"the blob was made with the key of id {name.hex()}, this Codec has {known}")
+    if not hmac.compare_digest(_tag(key, associated, body), tag):
+        raise CorruptError("the authentication tag does not match: the bytes were changed, or belong somewhere else")
 
 
 def read_section(blob: bytes | memoryview, header: Header, index: int) -> memoryview:
@@ -351,40 +359,95 @@ def _length_dtype(planes: int, tokens_per_stream: int) -> str:
     return "u2" if planes * tokens_per_stream <= 0xFFFF else "u4"
 
 
-def write_streams(streams: Streams, escapes: Escapes, planes: int, tokens_per_stream: int) -> bytes:
-    """The coded part of a section: counts, states, lengths, words, padding, escapes."""
-    parts = [
-        _STREAMS.pack(len(streams.words), len(escapes.index), tokens_per_stream.bit_length() - 1, 0, 0),
-        _wire(streams.states, "u4"),
-        _wire(streams.lengths, _length_dtype(planes, tokens_per_stream)),
-        _wire(streams.words, "u2"),
-    ]
+@dataclass(frozen=True, slots=True)
+class CodedPart:
+    """What the coded part of a section holds.
+
+    Attributes:
+        streams: of the planes.
+        escapes: of the planes.
+        tokens_per_stream: n.
+        classes: the stream of the tokens' classes; None: the tokens have none.
+    """
+
+    streams: Streams
+    escapes: Escapes
+    tokens_per_stream: int
+    classes: Streams | None = None
+
+
+def write_streams(
+    streams: Streams, escapes: Escapes, planes: int, tokens_per_stream: int, classes: Streams | None = None
+) -> bytes:
+    """The coded part of a section: counts, states, lengths, words, padding, escapes.
+
+    Args:
+        streams: of the planes.
+        escapes: of the planes.
+        planes: that a token has at most.
+        tokens_per_stream: n.
+        classes: the one stream of the tokens' classes; None: they have none.
+    """
+    log2 = tokens_per_stream.bit_length() - 1
+    parts = [_STREAMS.pack(len(streams.words), len(escapes.index), log2, classes is not None, 0)]
+    if classes is not None:
+        parts.append(_CLASSES.pack(len(classes.words), int(classes.states[0])))
+    parts += [_wire(streams.states, "u4"), _wire(streams.lengths, _length_dtype(planes, tokens_per_stream))]
+    if classes is not None:
+        parts.append(_wire(classes.words, "u2"))
+    parts.append(_wire(streams.words, "u2"))
     parts.append(bytes(-sum(map(len, parts)) % 4))
     parts += [_wire(escapes.index, "u4"), _wire(escapes.value, "i4")]
     return b"".join(parts)
 
 
 def read_streams(reader: Reader, planes: int, rows: int, tokens: int) -> tuple[Streams, Escapes, int]:
-    """The inverse of `write_streams`: streams, escapes, tokens per stream.
+    """Streams, escapes and tokens per stream of a coded part without token classes; see `read_coded`."""
+    part = read_coded(reader, planes, rows, tokens)
+    return part.streams, part.escapes, part.tokens_per_stream
+
+
+def read_coded(
+    reader: Reader, planes: int, rows: int, tokens: int, classed: tuple[int, int] | None = None
+) -> CodedPart:
+    """The inverse of `write_streams`.
+
+    Args:
+        reader: at the coded part.
+        planes: of every token, if the tokens have no classes.
+        rows: components, likewise.
+        tokens: in the chunk.
+        classed: planes and components of the finest class, where the scheme has classes.
 
     Raises:
-        FormatError: counts that contradict the lengths, or escapes outside the `rows` x `tokens` matrix.
+        FormatError: counts that contradict the lengths, classes where the scheme has none, or escapes outside the
+            `rows` x `tokens` matrix.
     """
-    words, escapes, log2, *reserved = reader.unpack(_STREAMS)
-    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or any(reserved):
+    words, escapes, log2, mode, reserved = reader.unpack(_STREAMS)
+    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or reserved:
         raise FormatError("the stream header of a section is out of range")
+    class_words = class_state = 0
+    if mode:
+        if classed is None:
+            raise FormatError("a section has token classes, which its scheme or its profile does not")
+        planes, rows = classed
+        class_words, class_state = reader.unpack(_CLASSES)
     per_stream = 1 << log2
     count = stream_count(tokens, per_stream)
     states = reader.array("u4", count).view(np.uint32)
     lengths = reader.array(_length_dtype(planes, per_stream), count).astype(np.uint32)
-    if np.any(states < LOWER_BOUND):
+    if np.any(states < LOWER_BOUND) or (mode and class_state < LOWER_BOUND):
         raise FormatError("a stream begins in a state below its lower bound")
     if int(lengths.sum(dtype=np.uint64)) != words:
         raise FormatError("the lengths of a section's streams do not add up")
+    coded_classes = None
+    if mode:
+        raw = reader.array("u2", class_words).view(np.uint16)
+        coded_classes = Streams(np.array([class_state], np.uint32), np.array([class_words], np.uint32), raw)
     coded = reader.array("u2", words).view(np.uint16)
     reader.skip_padding()
     index = reader.array("u4", escapes).view(np.uint32)
     value = reader.array("i4", escapes).view(np.int32)
     if escapes and (np.any(index[1:] <= index[:-1]) or int(index[-1]) >= rows * tokens):
         raise FormatError("the escapes of a section are out of order or out of range")
-    return Streams(states, lengths, coded), Escapes(index, value), per_stream
+    return CodedPart(Streams(states, lengths, coded), Escapes(index, value), per_stream, coded_classes)

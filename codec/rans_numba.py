@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
+from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.rans import U8, U16, Streams, check_streams, stream_count
 from cuvee.codec.tables import EntropyTables
@@ -13,7 +13,7 @@ from cuvee.codec.tables import EntropyTables
 LANES = 64
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _encode(symbols, first, rest, freq, cumulative, prob_bits, n, states, lengths, words):  # type: ignore[no-untyped-def]
     steps, tokens = symbols.shape
     shift = np.uint32(prob_bits)
@@ -44,7 +44,7 @@ def _encode(symbols, first, rest, freq, cumulative, prob_bits, n, states, length
     return filled
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _decode(states, start, end, words, first, rest, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
     steps, tokens = out.shape
     count = len(states)

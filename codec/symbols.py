@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.errors import CorruptError
+from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.tables import EntropyTables
 
 ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
@@ -48,8 +48,17 @@ class Quantizer:
     shrink: F32  # [tables, 2]
 
     def __post_init__(self) -> None:
-        tables = len(self.dead_zone)
-        assert self.rounding.shape == (tables,) and self.shrink.shape == (tables, 2)
+        tables = len(self.dead_zone) if self.dead_zone.ndim else -1
+        # A profile's file decides about them, and compiled loops index them without a look at their size.
+        for name, array, shape, least in (
+            ("dead_zone", self.dead_zone, (tables,), 0.0),
+            ("rounding", self.rounding, (tables,), 0.0),
+            ("shrink", self.shrink, (tables, 2), -2.0),
+        ):
+            if array.shape != shape or array.dtype != np.float32:
+                raise FormatError(f"{name} of the quantiser has the wrong shape or dtype")
+            if not np.all((array >= least) & (array <= 2.0)):  # NaN is not
+                raise FormatError(f"{name} of the quantiser must lie within {least:g} … 2")
 
 
 class Prediction(IntEnum):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 
-from cuvee.codec import symbols as reference
+from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.symbols import ESCAPE, F32, I32, RHO_BITS, U8, CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.tables import EntropyTables
@@ -13,7 +12,7 @@ from cuvee.codec.tables import EntropyTables
 _RHO_HALF = 1 << (RHO_BITS - 1)
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _quantize(y, inverse, table, dead_zone, rounding, out):  # type: ignore[no-untyped-def]
     rows, tokens = y.shape
     for c in range(rows):
@@ -32,7 +31,7 @@ def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32
     return out
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _dequantize(q, step, table, shrink, out):  # type: ignore[no-untyped-def]
     rows, tokens = q.shape
     for c in range(rows):
@@ -52,7 +51,7 @@ def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F
     return out
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _difference(q, source, rho, anchor, sign, n):  # type: ignore[no-untyped-def]
     rows, tokens = q.shape
     for c in range(rows):
@@ -83,7 +82,7 @@ def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
     return q
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _pack(d, shift, first, rest, codable, n, planes):  # type: ignore[no-untyped-def]
     rows, tokens = d.shape
     escapes = 0
@@ -120,7 +119,7 @@ def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int
     return planes, Escapes(index.astype(np.uint32), high.astype(np.int32))
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _unpack(planes, escape_index, escape_value, shift, out):  # type: ignore[no-untyped-def]
     rows, tokens = out.shape
     low_row = rows
@@ -153,6 +152,3 @@ def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
     if not _unpack(planes, escapes.index, escapes.value, plan.shift, out):
         raise CorruptError("the escape list does not match the coded symbols: the bytes are damaged")
     return out
-
-
-assert reference.MAX_LEVEL < 1 << 30  # so that a level plus half a low-bit range stays inside int32

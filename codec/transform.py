@@ -16,11 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin, turn
+
+I64 = npt.NDArray[np.int64]
 
 WEIGHT_RANGE = 1e-7  # least over largest weight of a metric: float32 maps cannot hold a wider range
 
@@ -74,10 +77,11 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
 def tile_tokens(section: Section, layout: KVLayout) -> int:
     """Tokens handled at a time: float32 tiles must stay small beside the chunk even if a section is all of it.
 
-    A multiple of every number of tokens a stream.
+    A multiple of every number of tokens a stream, and of the windows in which tokens are sorted by class.
     """
-    share = layout.values_per_token // section.values
-    return 128 * min(max(share, 1), 4)
+    # By layers, not by values: adding up those of a layout for every section would take longer than all else here.
+    layers = max(section.end_layer - section.first_layer, 1)
+    return 512 if layout.num_layers >= 4 * layers else 256
 
 
 def tiles(tokens: int, tile: int) -> Iterator[slice]:
@@ -92,8 +96,9 @@ class Rotation:
     def __init__(self, layout: KVLayout, start: int, tokens: int, device: torch.device, inverse: bool = False) -> None:
         positions = torch.arange(start, start + tokens, dtype=torch.int64, device=device)
         self._tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
-        for rope in {layer.rope for layer in layout.layers} - {None}:
-            assert rope is not None
+        for rope in {layer.rope for layer in layout.layers}:
+            if rope is None:
+                continue
             cos, sin = cos_sin(rope, positions)
             if inverse:
                 square = rope.attention_scaling**2
@@ -125,7 +130,8 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
 
 def require_finite(x: torch.Tensor, section: Section) -> None:
     """Raise InputError if `x`, values of the section, holds NaN or infinities."""
-    if not bool(torch.isfinite(x).all()):
+    # A sum is finite only if all of its terms are; one that overflows is looked at again.
+    if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
         raise InputError(
             f"the KV cache holds NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
             "encode it with quality='lossless'"
@@ -141,19 +147,25 @@ def place(
     at: slice,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
+    order: I64 | None = None,
 ) -> None:
     """Write `x + mean` into the tokens `at` of per-layer outputs: keys turned, rounded to the outputs' dtype.
 
     Args:
         x: `[t, N]`, position-free keys; float32 or bfloat16, arithmetic is float32.
-        mean: `[t, N]` or `[1, N]` float32, contiguous.
+        mean: `[m, N]` float32, contiguous; its last row serves all further tokens.
         section: whose values x holds.
         layout: of the outputs.
         rotation: turns keys to their positions; `at` indexes it.
         at: rows of the outputs.
         keys: per layer `[T, H, D]`; those of the section's layers are written.
         values: likewise.
+        order: `[t]` the row of `mean`, of `at` and of the outputs that each row of x belongs to; None: its own.
     """
+    if order is not None:
+        x = x[torch.from_numpy(np.argsort(order))]
+    if 1 < len(mean) < len(x):
+        mean = mean[torch.arange(len(x)).clamp_max(len(mean) - 1)]
     x = x.float() + mean
     column = 0
     for index, layer in enumerate(section.layers(layout), section.first_layer):
@@ -188,17 +200,29 @@ class SectionBasis:
 
     def means(self, start: int, at: slice) -> torch.Tensor:
         """Means `[t, N]` (`[1, N]` if alike) of the tokens `at` of a chunk that begins at position `start`."""
+        mean = self.leading_means(start, at)
+        further = at.stop - at.start - len(mean)
+        return torch.cat([mean, mean[-1:].expand(further, -1)]) if len(mean) > 1 and further else mean
+
+    def leading_means(self, start: int, at: slice) -> torch.Tensor:
+        """`means` without repetition: `[m, N]`, of which the last row serves all further tokens."""
         sinks = self.sinks[start + at.start : start + at.stop]
-        usual = self.mean[None]
-        return torch.cat([sinks, usual.expand(at.stop - at.start - len(sinks), -1)]) if len(sinks) else usual
+        if not len(sinks):
+            return self.mean[None]
+        return torch.cat([sinks, self.mean[None]]) if len(sinks) < at.stop - at.start else sinks
 
     def analyse(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
         """`x [t, N]` float32 of the tokens `at` of a chunk that begins at position `start` -> `y [sum(ranks), t]`.
 
         `ranks` says how many leading components of each block are wanted.
         """
-        centred = x - self.means(start, at)
-        y = x.new_empty(sum(ranks), len(x))
+        return self.coefficients(x - self.means(start, at), ranks)
+
+    def coefficients(
+        self, centred: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """`analyse` of values `[t, N]` less their means; `out` receives y."""
+        y = centred.new_empty(sum(ranks), len(centred)) if out is None else out
         row = column = 0
         for matrix, rank in zip(self.forward, ranks, strict=True):
             size = matrix.shape[1]
@@ -206,22 +230,62 @@ class SectionBasis:
             row, column = row + rank, column + size
         return y
 
+    def leading(self, wanted: npt.NDArray[np.int32]) -> LeadingComponents:
+        """Some of the components on their own; `wanted` `[K]` numbers them, all blocks in a row."""
+        parts, first, column = [], 0, 0
+        for matrix in self.forward:
+            rank, size = matrix.shape
+            inside = np.flatnonzero((wanted >= first) & (wanted < first + rank))
+            if len(inside):
+                rows = matrix[torch.from_numpy(wanted[inside] - first).long()].contiguous()
+                parts.append((slice(int(inside[0]), int(inside[-1]) + 1), slice(column, column + size), rows))
+            first, column = first + rank, column + size
+        return LeadingComponents(len(wanted), tuple(parts))
 
-def synthesise(y: torch.Tensor, inverse: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The inverse of `SectionBasis.analyse` but for the means; `y` and the matrices share a dtype, and so does x.
+
+@dataclass(frozen=True, slots=True)
+class LeadingComponents:
+    """Some of a basis's components: what a predictor reads.
+
+    Attributes:
+        count: K.
+        parts: of each block that holds some: its rows among the K, its values among the N, and the matrix
+            `[rows, values]` that gives them.
+    """
+
+    count: int
+    parts: tuple[tuple[slice, slice, torch.Tensor], ...]
+
+    def __call__(self, centred: torch.Tensor) -> torch.Tensor:
+        """Values less their means, `[t, N]` float32 -> coefficients `[K, t]`."""
+        y = centred.new_empty(self.count, len(centred))
+        for rows, values, matrix in self.parts:
+            torch.mm(matrix, centred[:, values].T, out=y[rows])
+        return y
+
+
+def synthesise(
+    y: torch.Tensor,
+    inverse: tuple[torch.Tensor, ...],
+    ranks: tuple[int, ...] | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The inverse of `SectionBasis.analyse`; `y` and the matrices share a dtype, and so does x.
 
     Args:
-        y: `[R, t]` coefficients, block after block.
-        inverse: per block `[rank, n]`, transposed leading columns of `SectionBasis.inverse`; ranks add up to R.
+        y: `[sum(ranks), t]` coefficients, block after block.
+        inverse: per block `[r, n]`, the transposed `SectionBasis.inverse`, r at least the block's rank.
+        ranks: leading components of each block that y holds; None: all r of them.
+        out: receives x.
 
     Returns:
         x: `[t, N]`.
     """
-    x = y.new_empty(y.shape[1], sum(matrix.shape[1] for matrix in inverse))
+    x = y.new_empty(y.shape[1], sum(matrix.shape[1] for matrix in inverse)) if out is None else out
     row = column = 0
-    for matrix in inverse:
-        rank, size = matrix.shape
-        torch.mm(y[row : row + rank].T, matrix, out=x[:, column : column + size])
+    for matrix, rank in zip(inverse, ranks or map(len, inverse), strict=True):
+        size = matrix.shape[1]
+        torch.mm(y[row : row + rank].T, matrix[:rank], out=x[:, column : column + size])
         row, column = row + rank, column + size
     return x
 

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import numba as nb
 import numpy as np
 import torch
 
 from cuvee.codec import transform
+from cuvee.codec.compiled import compiled
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.transform import Rotation, Section
+from cuvee.codec.transform import I64, Rotation, Section
 
 
-@nb.njit(nogil=True, cache=True)
-def _place(x, mean, column, cos, sin, out):  # type: ignore[no-untyped-def]
+@compiled
+def _place(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-def]
     tokens, heads, size = out.shape
     width = heads * size
     half = cos.shape[1]
     means = len(mean)
     bits = np.empty(width, np.uint32)
     value = bits.view(np.float32)
-    for t in range(tokens):
-        source = x[t, column : column + width]
+    for row in range(tokens):
+        t = order[row] if len(order) else row
+        source = x[row, column : column + width]
         centre = mean[min(t, means - 1), column : column + width]
         target = out[t].reshape(width)
         for i in range(width):
@@ -40,6 +41,7 @@ def _place(x, mean, column, cos, sin, out):  # type: ignore[no-untyped-def]
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
+_IN_ORDER = np.empty(0, np.int64)
 
 
 def place(
@@ -51,19 +53,23 @@ def place(
     at: slice,
     keys: list[torch.Tensor],
     values: list[torch.Tensor],
+    order: I64 | None = None,
 ) -> None:
     """See `cuvee.codec.transform.place`, which does what is not bfloat16 throughout, or interleaved."""
     layers = section.layers(layout)
     if x.dtype != torch.bfloat16 or layout.torch_dtype != torch.bfloat16 or any(map(_interleaved, layers)):
-        transform.place(x, mean, section, layout, rotation, at, keys, values)
+        transform.place(x, mean, section, layout, rotation, at, keys, values, order)
         return
+    to = _IN_ORDER if order is None else order
     source, means = x.view(torch.int16).numpy().view(np.uint16), mean.numpy()
     column = 0
     for index, layer in enumerate(layers, section.first_layer):
         cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
-        _place(source, means, column, cos, sin, keys[index][at].view(torch.int16).numpy().view(np.uint16))
+        _place(source, means, column, cos, sin, keys[index][at].view(torch.int16).numpy().view(np.uint16), to)
         column += layer.key_values
-        _place(source, means, column, _NO_TABLE, _NO_TABLE, values[index][at].view(torch.int16).numpy().view(np.uint16))
+        _place(
+            source, means, column, _NO_TABLE, _NO_TABLE, values[index][at].view(torch.int16).numpy().view(np.uint16), to
+        )
         column += layer.value_values
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import pickle
 import struct
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,10 +18,10 @@ import xxhash
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import (
     MAX_TOKENS,
-    MIN_KEY_BYTES,
     Reader,
     Scheme,
     inspect,
+    read_coded,
     read_header,
     read_section,
     read_streams,
@@ -27,8 +29,10 @@ from cuvee.codec.container import (
     write_blob,
     write_streams,
 )
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, VersionError
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatch, VersionError
+from cuvee.codec.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
 from cuvee.codec.symbols import Escapes
@@ -44,7 +48,7 @@ class Fields:
     """The header's fields in order; `seal` makes a blob of them, with right checksums whatever they say."""
 
     magic: bytes = b"cuve"
-    version: int = 1
+    version: int = 2
     scheme: int = 1
     dtype: int = 0
     flags: int = 0
@@ -59,8 +63,8 @@ class Fields:
     total: int | None = None
     lengths: tuple[int, ...] | None = None
 
-    def seal(self, sections: tuple[bytes, ...] = SECTIONS, key: bytes | None = None) -> bytes:
-        total = 72 + 12 * len(sections) + 8 + sum(map(len, sections)) + (16 if key else 0)
+    def seal(self, sections: tuple[bytes, ...] = SECTIONS, key: bytes | None = None, associated: bytes = b"") -> bytes:
+        total = 72 + 12 * len(sections) + 8 + sum(map(len, sections)) + (24 if key else 0)
         head = struct.pack(
             FIXED, self.magic, self.version, self.scheme, self.dtype, self.flags | bool(key), self.tokens, self.start,
             self.values, self.step, self.count, self.reserved, self.layout, self.profile,
@@ -71,7 +75,9 @@ class Fields:
             head += struct.pack("<IQ", length, xxhash.xxh3_64_intdigest(section))
         blob = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) + b"".join(sections)
         if key:
-            blob += hashlib.blake2b(blob, key=key, digest_size=16, person=b"cuvee-blob").digest()
+            blob += hashlib.blake2b(key=key, digest_size=8, person=b"cuvee-key-id").digest()
+            bound = struct.pack("<Q", len(associated)) + associated + blob
+            blob += hashlib.blake2b(bound, key=key, digest_size=16, person=b"cuvee-tag").digest()
         return blob
 
 
@@ -81,7 +87,8 @@ GOOD = Fields()
 def written(key: bytes | None = None, **changes: Any) -> bytes:
     arguments: dict[str, Any] = {
         "scheme": Scheme.TRANSFORM, "dtype": "bfloat16", "tokens": 77, "start": 1234, "step": -65,
-        "values_per_token": 96, "layout": LAYOUT_ID, "profile": PROFILE_ID, "sections": SECTIONS, "key": key,
+        "values_per_token": 96, "layout": LAYOUT_ID, "profile": PROFILE_ID, "sections": SECTIONS,
+        "key": None if key is None else Key.of(key),
     }  # fmt: skip
     return write_blob(**{**arguments, **changes})
 
@@ -92,6 +99,8 @@ def written(key: bytes | None = None, **changes: Any) -> bytes:
 @pytest.mark.parametrize("key", [None, KEY])
 def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
     assert written(key) == GOOD.seal(key=key)
+    if key:
+        assert written(key, associated=b"its place") == GOOD.seal(key=key, associated=b"its place")
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -112,15 +121,15 @@ def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> Non
 
 def test_inspect_tells_every_field_without_a_profile() -> None:
     info = inspect(written(KEY, dtype="float32"))
-    assert (info.scheme, info.version, info.dtype) == ("transform", 1, "float32")
+    assert (info.scheme, info.version, info.dtype) == ("transform", 2, "float32")
     assert (info.tokens, info.start, info.values_per_token) == (77, 1234, 96)
     assert info.step == pytest.approx(2 ** (-65 / 64))
     assert (info.layout_fingerprint, info.profile_id) == (LAYOUT_ID.hex(), PROFILE_ID.hex())
     assert (info.section_bytes, info.header_bytes) == ((13, 0, 14), 72 + 36 + 8)
-    assert info.total_bytes == 116 + 27 + 16 and info.authenticated
+    assert info.total_bytes == 116 + 27 + 24 and info.authenticated
     assert info.raw_bytes == 77 * 96 * 4
-    assert info.bits_per_value == pytest.approx(8 * 159 / (77 * 96))
-    assert info.ratio == pytest.approx(77 * 96 * 4 / 159)
+    assert info.bits_per_value == pytest.approx(8 * 167 / (77 * 96))
+    assert info.ratio == pytest.approx(77 * 96 * 4 / 167)
 
 
 def test_inspect_of_lossless_has_neither_step_nor_profile() -> None:
@@ -176,15 +185,15 @@ def test_the_limits_themselves_are_allowed(tokens: int) -> None:
     assert read_header(replace(GOOD, tokens=tokens).seal()).tokens == tokens
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 3, 255])
 def test_other_versions_are_refused_as_such(version: int) -> None:
-    with pytest.raises(VersionError, match=str(version)):
+    with pytest.raises(VersionError, match=f"version {version}; this build reads version 2"):
         read_header(replace(GOOD, version=version).seal())
 
 
 def test_another_version_is_named_whatever_follows() -> None:
-    with pytest.raises(VersionError, match="2"):
-        read_header(b"cuve\x02" + b"\xff" * 200)
+    with pytest.raises(VersionError, match="version 3"):
+        read_header(b"cuve\x03" + b"\xff" * 200)
 
 
 @pytest.mark.parametrize("junk", [b"", b"cuve", b"cuve\x01", bytes(79), b"PK\x03\x04" + bytes(300)])
@@ -236,33 +245,65 @@ def test_writing_refuses_what_reading_would() -> None:
 # --- the keyed tag
 
 
-def verified(blob: bytes, key: bytes | None) -> None:
-    verify_tag(blob, read_header(blob), key)
+def verified(blob: bytes, *keys: bytes, associated: bytes = b"") -> None:
+    verify_tag(blob, read_header(blob), make_keys(keys or None), associated)
 
 
 def test_the_right_key_verifies() -> None:
     verified(written(KEY), KEY)
     verified(written(KEY * 4), KEY * 4)
-    verified(written(), None)
+    verified(written())
+
+
+def test_a_tag_of_any_accepted_key_verifies() -> None:
+    old, new = KEY, KEY[::-1]
+    for key in (old, new):
+        verified(written(key), new, old)
+    with pytest.raises(KeyMismatch, match=f"of id {make_keys(KEY * 2)[0].id.hex()}, this Codec has "):
+        verified(written(KEY * 2), new, old)
+
+
+@pytest.mark.parametrize("place", [b"", b"her", b"here ", b"there"])
+def test_a_blob_verifies_only_where_it_belongs(place: bytes) -> None:
+    blob = written(KEY, associated=b"here")
+    verified(blob, KEY, associated=b"here")
+    with pytest.raises(CorruptError, match="belong somewhere else"):
+        verified(blob, KEY, associated=place)
+
+
+def test_no_byte_moves_between_the_blob_and_what_it_is_bound_to() -> None:
+    """Without the length in front, a tag over `associated` and blob would also be one over another cut of both."""
+    blob = written(KEY, associated=b"x")
+    header = read_header(blob)
+    with pytest.raises(CorruptError):
+        verify_tag(b"x" + blob, header, make_keys(KEY), b"")
 
 
 @pytest.mark.parametrize("key", [KEY[:-1] + b"!", KEY + b"\0", KEY * 2])
 def test_another_key_does_not(key: bytes) -> None:
-    with pytest.raises(CorruptError, match="tag"):
+    with pytest.raises(KeyMismatch, match="key of id"):
         verified(written(KEY), key)
 
 
+def test_a_key_id_that_was_changed_does_not_verify() -> None:
+    """Whoever rewrites the id so that a reader takes the tag for its own still lacks the secret."""
+    blob, other = written(KEY), KEY[::-1]
+    forged = blob[:-24] + make_keys(other)[0].id + blob[-16:]
+    with pytest.raises(CorruptError, match="tag"):
+        verified(forged, other)
+
+
 def test_a_missing_key_or_tag_is_refused() -> None:
-    with pytest.raises(InputError, match="key="):
-        verified(written(KEY), None)
-    with pytest.raises(InputError, match="no authentication tag"):
+    with pytest.raises(KeyMismatch, match="key="):
+        verified(written(KEY))
+    with pytest.raises(KeyMismatch, match="no authentication tag"):
         verified(written(), KEY)
 
 
 def test_a_stripped_tag_does_not_make_a_blob_trusted() -> None:
     stripped = GOOD.seal()
-    assert read_header(stripped).total_bytes == len(written(KEY)) - 16
-    with pytest.raises(InputError):
+    assert read_header(stripped).total_bytes == len(written(KEY)) - 24
+    with pytest.raises(KeyMismatch):
         verified(stripped, KEY)
 
 
@@ -303,16 +344,95 @@ def test_a_codec_with_a_key_takes_its_own_blobs_only() -> None:
     plain, keyed, other = (Codec(profile, "lossless", key=key) for key in (None, KEY, KEY[::-1]))
     blob = keyed.encode(chunk())
     assert torch.equal(keyed.decode(blob).keys[1], chunk().keys[1])
-    for codec, error in ((plain, InputError), (other, CorruptError)):
-        with pytest.raises(error):
+    for codec in (plain, other):
+        with pytest.raises(KeyMismatch):
             codec.decode(blob)
-        with pytest.raises(error):
+        with pytest.raises(KeyMismatch):
             codec.decode_layers(blob, 0, 1)
-    with pytest.raises(InputError):
+    with pytest.raises(KeyMismatch):
         keyed.decode(plain.encode(chunk()))
 
 
-@pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16])
+def test_a_codec_with_a_key_is_not_pickled() -> None:
+    """The bytes would hold the secret, and travel."""
+    profile = Profile.generic(LAYOUT)
+    keyed = Codec(profile, "lossless", key=KEY)
+    for write in (pickle.dumps, deepcopy, lambda codec: pickle.dumps(vars(codec))):
+        with pytest.raises(InputError, match=r"key= is not pickled.* that process's own environment"):
+            write(keyed)
+    assert KEY.decode() not in repr(vars(keyed))
+    plain = pickle.loads(pickle.dumps(Codec(profile, "lossless")))
+    assert plain.decode(plain.encode(chunk())).tokens == 9
+
+
+def test_a_codec_with_several_keys_writes_with_the_first_and_reads_all() -> None:
+    profile = Profile.generic(LAYOUT)
+    old, new, both = (Codec(profile, "lossless", key=key) for key in (KEY, KEY[::-1], [KEY[::-1], KEY, KEY]))
+    assert both.key_ids == new.key_ids + old.key_ids
+    assert both.encode(chunk()) == new.encode(chunk())
+    for codec in (old, new):
+        assert torch.equal(both.decode(codec.encode(chunk())).keys[1], chunk().keys[1])
+    with pytest.raises(KeyMismatch):
+        old.decode(both.encode(chunk()))
+
+
+def test_a_codec_binds_a_blob_to_its_place() -> None:
+    codec = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
+    blob = codec.encode(chunk(), associated=b"here")
+    assert torch.equal(codec.decode(blob, associated=b"here").keys[1], chunk().keys[1])
+    assert codec.check(blob, associated=b"here").tokens == chunk().tokens
+    assert len(codec.decode_layers(blob, 0, 1, associated=b"here")[0]) == 1
+    cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
+    slots = [torch.arange(chunk().tokens)] * 2
+    blobs = codec.encode_paged(cache, slots, [0, 0], associated=[b"here", b"there"])
+    assert blobs[0] == blob
+    codec.decode_paged(blobs, cache, slots, associated=[b"here", b"there"]).check()
+    for wrong in (b"", b"there"):
+        for call in (
+            lambda wrong=wrong: codec.decode(blob, associated=wrong),
+            lambda wrong=wrong: codec.decode_layers(blob, 0, 1, associated=wrong),
+            lambda wrong=wrong: codec.check(blob, associated=wrong),
+            lambda: codec.decode_paged(blobs[::-1], cache, slots, associated=[b"here", b"there"]),
+        ):
+            with pytest.raises(CorruptError, match="belong somewhere else"):
+                call()
+
+
+def test_what_cannot_be_bound_is_refused() -> None:
+    """Without a key nothing would be bound, and nobody would notice."""
+    plain = Codec(Profile.generic(LAYOUT), "lossless")
+    for call in (
+        lambda: plain.encode(chunk(), associated=b"here"),
+        lambda: plain.decode(plain.encode(chunk()), associated=b"here"),
+        lambda: plain.check(plain.encode(chunk()), associated=b"here"),
+    ):
+        with pytest.raises(InputError, match="key="):
+            call()
+    keyed = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
+    with pytest.raises(InputError, match="associated must be bytes, got str"):
+        keyed.encode(chunk(), associated="here")  # type: ignore[arg-type]
+    cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
+    with pytest.raises(InputError, match="associated is given for 2 chunks, there are 1"):
+        keyed.encode_paged(cache, [torch.arange(3)], [0], associated=[b"", b""])
+    with pytest.raises(InputError, match="associated is given for 0 chunks, there are 1"):
+        keyed.decode_paged([keyed.encode(chunk())], cache, [torch.arange(chunk().tokens)], associated=[])
+
+
+def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
+    generic = Profile.generic(LAYOUT)
+    codec = Codec(generic, step=0.1)
+    codec.check_own(codec.encode(chunk()), 9, 0, "float32")
+    for other, wrong in ((Codec(generic, "lossless"), "lossless"), (Codec(generic, step=0.2), "step index")):
+        blob = other.encode(chunk())
+        assert codec.decode(blob).tokens == 9, "any quality decodes"
+        with pytest.raises(CorruptError, match=f"holds .*{wrong}.*; expected "):
+            codec.check_own(blob, 9, 0, "float32")
+    for tokens, start, dtype in ((8, 0, "float32"), (9, 1, "float32"), (9, 0, "float16")):
+        with pytest.raises(CorruptError, match="the entry holds 9 tokens from 0 on in float32"):
+            codec.check_own(codec.encode(chunk()), tokens, start, dtype)
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])
 def test_weak_keys_are_refused(key: Any) -> None:
     with pytest.raises(InputError, match="key"):
         Codec(Profile.generic(LAYOUT), "lossless", key=key)
@@ -327,7 +447,7 @@ def test_the_reported_size_is_what_decoding_needs(quality: str, key: bytes | Non
     codec = Codec(Profile.generic(LAYOUT), quality, key=key)
     blob = codec.encode(chunk())
     info = inspect(blob)
-    assert info.header_bytes + sum(info.section_bytes) + (16 if key else 0) == info.total_bytes
+    assert info.header_bytes + sum(info.section_bytes) + (24 if key else 0) == info.total_bytes
     padded = blob + bytes(100)
     want, got = codec.decode(blob), codec.decode(padded[: info.total_bytes])
     assert all(torch.equal(a, b) for a, b in zip(want.keys, got.keys, strict=True))
@@ -401,7 +521,9 @@ def damage(offset: int, fmt: str, value: int) -> bytes:
         pytest.param(8, "<B", 4, id="fewer streams"),
         pytest.param(8, "<B", 8, id="256 tokens a stream"),
         pytest.param(8, "<B", 255, id="2**255 tokens a stream"),
-        pytest.param(9, "<B", 1, id="reserved byte"),
+        pytest.param(9, "<B", 1, id="classes where the scheme has none"),
+        pytest.param(9, "<B", 2, id="an unknown mode"),
+        pytest.param(9, "<B", 255, id="an unknown mode, all bits"),
         pytest.param(10, "<H", 1, id="reserved word"),
         pytest.param(10, "<H", 0x8000, id="reserved word, high bit"),
         pytest.param(12, "<I", 0xFFFF, id="a state below its bound"),
@@ -419,6 +541,67 @@ def test_streams_that_break_a_rule_are_refused(offset: int, fmt: str, value: int
     assert parse(damage(48, "<I", ROWS * TOKENS - 1))[1].index[-1] == ROWS * TOKENS - 1
     with pytest.raises(FormatError):
         parse(damage(offset, fmt, value))
+
+
+def class_stream(words: int = 3) -> Streams:
+    return Streams(np.array([1 << 20], np.uint32), np.array([words], np.uint32), np.arange(90, 90 + words, dtype="u2"))
+
+
+@pytest.mark.parametrize("words", [0, 1, 3, 4])
+def test_token_classes_are_laid_out_as_specified(words: int) -> None:
+    data = write_streams(*coded(5), PLANES, 8, class_stream(words))
+    assert struct.unpack_from("<IIBBHII", data) == (5, 2, 3, 1, 0, words, 1 << 20)
+    assert struct.unpack_from("<3I3H", data, 20) == (1 << 16, 2**32 - 1, 70000, 3, 2, 0)
+    own = range(90, 90 + words)
+    assert struct.unpack_from(f"<{words + 5}H", data, 38) == (*own, 0, 1, 2, 3, 4)
+    end = 38 + 2 * (words + 5)
+    assert not any(data[end : end + -end % 4])
+    assert struct.unpack_from("<2I2i", data, end + -end % 4) == (3, 40, -(2**31), 2**31 - 1)
+    assert len(data) == end + -end % 4 + 16
+    # The planes and components of tokens without classes do not count here.
+    part = read_coded(Reader(memoryview(data)), 1, 1, TOKENS, (PLANES, ROWS))
+    assert part.tokens_per_stream == 8 and part.classes is not None
+    streams, escapes = coded(5)
+    for got, want in (
+        (part.classes.states, class_stream(words).states), (part.classes.lengths, class_stream(words).lengths),
+        (part.classes.words, class_stream(words).words), (part.streams.words, streams.words),
+        (part.streams.lengths, streams.lengths), (part.escapes.index, escapes.index),
+    ):  # fmt: skip
+        assert got.dtype == want.dtype and got.tobytes() == want.tobytes()
+
+
+def test_a_coded_part_without_classes_is_read_as_ever() -> None:
+    data = write_streams(*coded(5), PLANES, 8)
+    part = read_coded(Reader(memoryview(data)), PLANES, ROWS, TOKENS, (1, 1))
+    assert part.classes is None and part.streams.words.tobytes() == coded(5)[0].words.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("offset", "fmt", "value"),
+    [
+        pytest.param(9, "<B", 0, id="no classes"),
+        pytest.param(9, "<B", 2, id="an unknown mode"),
+        pytest.param(10, "<H", 1, id="reserved word"),
+        pytest.param(12, "<I", 2, id="a class word too few"),
+        pytest.param(12, "<I", 4, id="a class word too many"),
+        pytest.param(12, "<I", 2**32 - 1, id="class words overflow"),
+        pytest.param(16, "<I", 0xFFFF, id="a class state below its bound"),
+        pytest.param(16, "<I", 0, id="no class state"),
+        pytest.param(60, "<I", ROWS * TOKENS, id="escape beyond the matrix of the finest class"),
+    ],
+)
+def test_token_classes_that_break_a_rule_are_refused(offset: int, fmt: str, value: int) -> None:
+    def read(data: bytes) -> None:
+        reader = Reader(memoryview(data))
+        read_coded(reader, PLANES, ROWS, TOKENS, (PLANES, ROWS))
+        reader.finish()
+
+    data = bytearray(write_streams(*coded(6), PLANES, 8, class_stream()))
+    read(bytes(data))
+    assert struct.unpack_from("<I", data, 60) == (40,)
+    struct.pack_into(fmt, data, offset, value)
+    with pytest.raises(FormatError):
+        read(bytes(data))
 
 
 def test_truncated_or_longer_streams_are_refused() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,22 +25,29 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cuvee.codec.backends import Backend, backend_names, get_backend
+from cuvee.codec.classes import WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import Reader, Scheme, inspect, read_header, read_section, read_streams
+from cuvee.codec.container import Reader, Scheme, inspect, read_coded, read_header, read_section
 from cuvee.codec.family import Family, coding_plan
+from cuvee.codec.importance import Predictor
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.profile import Profile
-from cuvee.codec.symbols import I32, CodingPlan, Prediction
+from cuvee.codec.symbols import I32, U8, CodingPlan, Prediction
 
 FOLDER = Path(__file__).parent / "golden"
 DTYPES = ("bfloat16", "float16", "float32")
-NAMES = tuple(f"{scheme}-{dtype}" for scheme in ("lossless", "transform", "generic") for dtype in DTYPES)
+# "classes": learned, and the caller says what each token is worth.
+SCHEMES = ("lossless", "transform", "generic", "classes")
+NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
 LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))
 PROFILE, MANIFEST, EXPECTED = FOLDER / "profile.safetensors", FOLDER / "manifest.json", FOLDER / "expected.safetensors"
 
 ROPE = Rope((1.0, 0.1, 0.01, 0.001))
 LAYOUT = KVLayout("golden", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "float32", 4096)
 TOKENS, STEP = 37, 2.0**-5
+CLASSED_TOKENS, KEPT = 270, slice(None, None, 7)  # more than a window; which of them `expected` holds
+# Many classes, in no order; one token is worth nothing.
+WEIGHTS = [0.0 if t == 100 else 2.0 ** (7 * t % 12 - 6) for t in range(CLASSED_TOKENS)]
 KEY = b"golden vectors' key"
 
 
@@ -77,16 +85,21 @@ def tensor_digest(chunk: KVChunk) -> str:
     return digest(*(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (*chunk.keys, *chunk.values)))
 
 
+def tokens_of(name: str) -> int:
+    return CLASSED_TOKENS if name.startswith("classes") else TOKENS
+
+
 def named_tensors(name: str, chunk: KVChunk) -> dict[str, torch.Tensor]:
-    tensors = {f"{name}.keys.{i}": k for i, k in enumerate(chunk.keys)}
-    return tensors | {f"{name}.values.{i}": v for i, v in enumerate(chunk.values)}
+    kept = KEPT if name.startswith("classes") else slice(None)
+    tensors = {f"{name}.keys.{i}": k[kept].contiguous() for i, k in enumerate(chunk.keys)}
+    return tensors | {f"{name}.values.{i}": v[kept].contiguous() for i, v in enumerate(chunk.values)}
 
 
 def codec_of(name: str, profile: Profile, backend: str = "auto") -> Codec:
     key = KEY if name.endswith("-float16") else None
     if name.startswith("lossless"):
         return Codec(profile, "lossless", backend=backend, threads=1, key=key)
-    profile = profile if name.startswith("transform") else Profile.generic(LAYOUT)
+    profile = Profile.generic(LAYOUT) if name.startswith("generic") else profile
     return Codec(profile, step=STEP, backend=backend, threads=1, key=key)
 
 
@@ -103,11 +116,13 @@ def generic_plan(reader: Reader, blocks: tuple[int, ...]) -> CodingPlan:
 class Coded:
     """What a lossy section holds before any floating-point arithmetic."""
 
-    plan: CodingPlan
+    plan: CodingPlan  # of tokens without classes
     offset: int  # of the coded part within the section
     levels: I32
     escapes: int
     streams: int
+    wide: bool  # whether components have low bits of their own
+    classes: U8 | None = None  # of the tokens; the levels are in the order of the columns
 
 
 def coded_sections(blob: bytes, codec: Codec, backend: Backend) -> list[Coded]:
@@ -116,22 +131,58 @@ def coded_sections(blob: bytes, codec: Codec, backend: Backend) -> list[Coded]:
     for index in range(len(header.section_bytes)):
         reader = Reader(read_section(blob, header, index))
         family: Family = codec.profile.family
+        classed: ClassedPlan | None = None
         if header.scheme is Scheme.TRANSFORM:
             _, plan = codec.profile.learned[index].plan(header.step)
+            classed = codec.profile.learned[index].classed_plan(header.step)
         else:
             layer = LAYOUT.layers[index]
             plan = generic_plan(reader, (layer.key_values, layer.value_values))
         offset = reader.position
-        streams, escapes, n = read_streams(reader, plan.planes, len(plan.shift), header.tokens)
+        shape = None if classed is None else (int(classed.planes.max()), int(classed.rows.max()))
+        part = read_coded(reader, plan.planes, len(plan.shift), header.tokens, shape)
         reader.finish()
-        planes = backend.rans_decode(streams, plan.first, plan.rest, family.tables, n, header.tokens)
-        levels = backend.unpredict(backend.unpack(planes, escapes, plan), plan, n)
-        out.append(Coded(plan, offset, levels, len(escapes.index), len(streams.states)))
+        streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
+        counts = len(escapes.index), len(streams.states)
+        if part.classes is None or classed is None:
+            planes = backend.rans_decode(streams, plan.first, plan.rest, family.tables, n, header.tokens)
+            levels = backend.unpredict(backend.unpack(planes, escapes, plan), plan, n)
+            out.append(Coded(plan, offset, levels, *counts, wide=bool(plan.shift.any())))
+            continue
+        classes = backend.read_classes(
+            part.classes, class_table(codec.profile.learned[index].class_freq), header.tokens
+        )
+        columns = classes[coding_order(classes)]
+        planes = backend.rans_decode_classes(streams, columns, classed, family.tables, n)
+        # Nothing is shrunk and every step is 1: coefficients are levels.
+        unit, quantizer = copy(classed), replace(family.quantizer, shrink=np.zeros_like(family.quantizer.shrink))
+        unit.steps = np.ones_like(classed.steps)
+        y = backend.from_planes(planes, columns, escapes, unit, quantizer, int(classed.rows.max()), torch.float32)
+        wide = bool(classed.shift[columns].any())
+        out.append(Coded(plan, offset, y.numpy().astype(np.int32), *counts, wide=wide, classes=classes))
     return out
 
 
 def levels_digest(sections: list[Coded]) -> str:
-    return digest(*(struct.pack("<II", *s.levels.shape) + s.levels.astype("<i4").tobytes() for s in sections))
+    parts = []
+    for section in sections:
+        parts.append(struct.pack("<II", *section.levels.shape) + section.levels.astype("<i4").tobytes())
+        parts.append(b"" if section.classes is None else section.classes.tobytes())
+    return digest(*parts)
+
+
+def with_predictor(profile: Profile) -> Profile:
+    """The profile with a predictor of token classes in its second section, and class tables in both."""
+    predictor = Predictor(
+        np.array([0, 1, 4], np.int32), np.array([2.0, 1.0, 0.25], np.float32), np.array([0.5, -0.25, 0.0], np.float32),
+        np.array([0.125, 0.0, -0.25], np.float32), -0.125, 0.5, np.array([-2.0], np.float32),
+        np.array([-1.0, -1.25, -1.5, 2.0], np.float32),
+    )  # fmt: skip
+    class_scale = np.array([40, 40, 30, 30, 20, 20, 10, 10, 0, 0, 0, -10, -10, -20, -20, -20], np.int16)
+    freq = class_frequencies(np.array([1, 1, 2, 4, 8, 16, 32, 64, 64, 32, 32, 16, 8, 4, 2, 1]))
+    first, second = (replace(section, class_freq=freq, class_scale=class_scale) for section in profile.learned)
+    learned = (first, replace(second, predictor=predictor))
+    return Profile(profile.layout, profile.group, profile.source, profile.family, learned)
 
 
 def regenerate() -> None:
@@ -139,14 +190,14 @@ def regenerate() -> None:
     for old in FOLDER.iterdir():
         old.unlink()
     profile = Profile.fit(LAYOUT, [synthetic_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
-    profile = profile.with_curve(())
+    profile = with_predictor(profile)
     profile.save(PROFILE)
     manifest: dict[str, Any] = {"profile": profile.id.hex(), "vectors": {}}
     expected: dict[str, torch.Tensor] = {}
     for number, name in enumerate(NAMES):
-        chunk = converted(synthetic_chunk(100 + number, TOKENS, 0, outlier=500.0), name.split("-")[1])
+        chunk = converted(synthetic_chunk(100 + number, tokens_of(name), 0, outlier=500.0), name.split("-")[1])
         codec = codec_of(name, profile)
-        blob = codec.encode(chunk)
+        blob = codec.encode(chunk, importance=WEIGHTS if name.startswith("classes") else None)
         (FOLDER / f"{name}.bin").write_bytes(blob)
         vector = {"blob": digest(blob)}
         back = codec.decode(blob)
@@ -253,8 +304,8 @@ def test_the_files_are_those_that_were_committed(golden: Golden, name: str) -> N
 def test_inspect_reads_the_vector(golden: Golden, name: str) -> None:
     scheme, dtype = name.split("-")
     info = inspect(golden.blob(name))
-    assert (info.scheme, info.dtype, info.version) == (scheme, dtype, 1)
-    assert (info.tokens, info.start, info.values_per_token) == (TOKENS, 0, 48)
+    assert (info.scheme, info.dtype, info.version) == ("transform" if scheme == "classes" else scheme, dtype, 2)
+    assert (info.tokens, info.start, info.values_per_token) == (tokens_of(name), 0, 48)
     assert info.layout_fingerprint == replace(LAYOUT, dtype=dtype).fingerprint.hex()
     assert info.step == (None if scheme == "lossless" else STEP)
     assert info.authenticated == (dtype == "float16")
@@ -274,8 +325,11 @@ def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, backend: 
     if backend == "triton":
         device, header = torch.device("cuda" if torch.cuda.is_available() else "cpu"), read_header(blob)
         views = [read_section(blob, header, index) for index in range(len(sections))]
+        # The classes of tokens are left to test_kernel_classes.py.
         found = [
             device_levels(view, coded.offset, coded.plan, codec.profile.family, device)
+            if coded.classes is None
+            else coded.levels
             for view, coded in zip(views, sections, strict=True)
         ]
         sections = [replace(coded, levels=levels) for coded, levels in zip(sections, found, strict=True)]
@@ -316,9 +370,16 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
     assert any(len(section.basis.sinks) for section in profile.learned)
     for name in LOSSY:
         sections = coded_sections(golden.blob(name), codec_of(name, profile), get_backend("numba"))
-        assert any(section.plan.shift.any() for section in sections), "low bits"
+        assert any(section.wide for section in sections), "low bits"
         assert any(section.escapes for section in sections), "escapes"
         assert any(section.streams > 1 for section in sections), "several streams"
+        classes = [section.classes for section in sections]
+        has = {"generic": (False, False), "transform": (False, True), "classes": (True, True)}[name.split("-")[0]]
+        assert tuple(own is not None for own in classes) == has
+        for own in classes:
+            assert own is None or len(set(own.tolist())) > 4, "many classes"
+        if name.startswith("classes"):
+            assert all(own is not None and own[100] == 15 and len(own) > WINDOW for own in classes)
     transform = coded_sections(golden.blob(LOSSY[0]), codec_of(LOSSY[0], profile), get_backend("numba"))
     ranks = [len(section.plan.shift) for section in transform]
     assert any(rank < len(section.scale) for rank, section in zip(ranks, profile.learned, strict=True)), "left out"

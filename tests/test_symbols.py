@@ -27,6 +27,11 @@ def backend(request: pytest.FixtureRequest) -> Backend:
     return get_backend(request.param)
 
 
+def test_levels_leave_room_in_32_bits() -> None:
+    """A level plus half a range of low bits stays inside int32, which the compiled loops count in."""
+    assert MAX_LEVEL < 1 << 30
+
+
 def plan_of(rows: int, prediction: Prediction = Prediction.NONE, seed: int = 0) -> CodingPlan:
     """Rows from the narrowest table to the widest component, in no order."""
     rng = np.random.default_rng(seed)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
 from cuvee.codec import transform, transform_numba
+from cuvee.codec.classes import WINDOW
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.transform import (
     Rotation,
+    Section,
     SectionBasis,
     eigenbasis,
     gather,
     partition,
     place,
+    require_finite,
     synthesise,
     tile_tokens,
     tiles,
@@ -108,9 +112,9 @@ def test_gather_orders_layer_unit_head_dimension() -> None:
 
 
 @pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("sinks", [0, 3])
+@pytest.mark.parametrize("means", [1, 4, 63])
 @pytest.mark.parametrize("rotary", [0, 4, 16])
-def test_both_places_write_the_same_bits(x_dtype: torch.dtype, sinks: int, rotary: int) -> None:
+def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotary: int) -> None:
     rope = Rope(tuple(0.3**i for i in range(rotary // 2)), 1.3) if rotary else None
     layout = KVLayout("synthetic", (LayerLayout(2, 16, 5, rope),) * 2, "bfloat16", None)
     (section,) = partition(layout, "all")
@@ -119,7 +123,7 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, sinks: int, rotar
         x_dtype
     )
     x[5, 3], x[6, 30] = 3e38, -3e38  # rounds to infinity, or nearly
-    mean = torch.randn(63 if sinks else 1, section.values, generator=generator)
+    mean = torch.randn(means, section.values, generator=generator)
     # Half-way between two bfloat16, above an even one and above an odd one: the values of the last layer.
     x[:, -10:], mean[:, -10:-5], mean[:, -5:] = 0, 1 + 2**-8, 1 + 3 * 2**-8
     rotation = Rotation(layout, 1000, 100, CPU)
@@ -132,6 +136,22 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, sinks: int, rotar
             assert bool(a[:37].isnan().all())
     ties = torch.tensor([[1.0] * 5, [1 + 2**-6] * 5]).bfloat16()
     assert torch.equal(outputs[0][1][1][37:], ties.expand(63, 2, 5))
+    # The last mean serves all further tokens: the same as if it was repeated.
+    repeated = empty_outputs(layout, 100)
+    whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
+    transform.place(x, whole, section, layout, rotation, slice(37, 100), *repeated)
+    for units, others in zip(repeated, outputs[0], strict=True):
+        for a, b in zip(units, others, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_large_values_are_finite_also_where_their_sum_is_not() -> None:
+    section = Section(0, 1, (2,))
+    large = torch.full((2, 2), 3e38)
+    require_finite(large, section)
+    large[1, 0] = float("nan")
+    with pytest.raises(InputError, match="NaN or infinite"):
+        require_finite(large, section)
 
 
 def random_covariance(size: int, seed: int) -> torch.Tensor:
@@ -247,6 +267,30 @@ def test_tiles_are_whole_streams_and_small(group: str, layouts: dict[str, KVLayo
     for layout in layouts.values():
         for section in partition(layout, group):
             tile = tile_tokens(section, layout)
-            assert tile % 128 == 0 and 128 <= tile <= 512
-            assert tile == 128 or tile * section.values <= 128 * layout.values_per_token
+            # Whole windows of token classes, and with them whole streams.
+            assert tile % WINDOW == 0 and WINDOW <= tile <= 512
+            assert tile == WINDOW or tile * section.values <= 128 * layout.values_per_token
     assert place is transform.place
+
+
+@pytest.mark.parametrize("group", ["head", "layer"])
+def test_leading_components_and_shallow_products(group: str, fitted: Callable[[str, str], Profile]) -> None:
+    """Some components alone are what they are among all; a product as deep as it must be is one with zeros below."""
+    for learned in fitted("irregular", group).learned:
+        basis, ranks = learned.basis, learned.basis.block_ranks
+        x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
+        everything = basis.coefficients(x, ranks)
+        for wanted in (np.arange(0, sum(ranks), 3), np.array([sum(ranks) - 1]), np.arange(ranks[0])):
+            got = basis.leading(wanted.astype(np.int32))(x)
+            torch.testing.assert_close(got, everything[torch.from_numpy(wanted)], rtol=1e-4, atol=1e-4)
+        shallow = tuple(rank // 2 for rank in ranks)
+        some = basis.coefficients(x, shallow)
+        inverse = tuple(matrix.T.contiguous() for matrix in basis.inverse)
+        padded, row, taken = torch.zeros_like(everything), 0, 0
+        for rank, own in zip(ranks, shallow, strict=True):
+            padded[row : row + own] = some[taken : taken + own]
+            row, taken = row + rank, taken + own
+        want = synthesise(padded, inverse)
+        out = torch.full_like(want, float("nan"))
+        assert synthesise(some, inverse, shallow, out) is out
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)

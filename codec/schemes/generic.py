@@ -129,8 +129,8 @@ class GenericScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
-        """See `SectionScheme.encode`."""
+    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
+        """See `SectionScheme.encode`. Tokens have no classes: all are quantised alike."""
         section = self._sections[index]
         tile = tile_tokens(section, chunk.layout)
         x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])
@@ -157,7 +157,9 @@ class GenericScheme:
         live = channels.live
         mean, scale, where = (torch.from_numpy(a) for a in (channels.mean, channels.scale[live], live))
         tile = tile_tokens(section, target.layout)
-        for at, y in self._coder.decode(reader, channels.plan(), target.tokens, target.wanted, tile):
+        plan = channels.plan()
+        part = self._coder.read(reader, plan, target.tokens)
+        for at, y in self._coder.decode(part, plan, target.tokens, target.wanted, tile):
             x = torch.zeros(at.stop - at.start, section.values)
             x[:, where] = torch.from_numpy(y).T * scale
             inside, rows = overlap(at, target.wanted)

@@ -115,7 +115,7 @@ class LosslessScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
+    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
         """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
         layer = self._sections[index].first_layer
         units = (chunk.keys[layer].flatten(1), chunk.values[layer].flatten(1))
@@ -170,12 +170,11 @@ class LosslessScheme:
             symbols = tile(at) if tile is not None else np.empty((0, at.stop - at.start), np.uint8)
             planes, row = [], 0
             for size, model, kept in zip(channels, models, stored, strict=True):
-                if model is None:
-                    assert kept is not None
-                    planes.append(kept[:, inside])
-                else:
+                if model is not None:
                     planes.append(symbols[row : row + size, columns] + model[0][:, None])
                     row += size
+                elif kept is not None:
+                    planes.append(kept[:, inside])
             keys = from_byte_planes(planes[:itemsize], dtype).unflatten(1, (layer.kv_heads, layer.head_dim))
             if moved:
                 positions = torch.arange(inside.start, inside.stop) + target.source_start

@@ -1,0 +1,122 @@
+"""The entropy coder for tokens of several classes, the reference: plain NumPy over `rans.py`'s coder.
+
+The planes of a section whose tokens have classes are a matrix `[P, T]` in the order of `classes.py`: columns sorted by
+class within windows. A column of class k has only its class's first `planes[k]` steps, and step c uses the table
+`tables[k, c]`. Streams are dealt out in rows: with S streams to a window of t columns, stream s holds the columns
+s, s + S, … of the window, one after the other, from its first step to its last.
+
+The coder itself, its bounds and what a stream must end in are those of `rans.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from cuvee.codec.classes import ClassedPlan, windows
+from cuvee.codec.errors import CorruptError
+from cuvee.codec.rans import LOWER_BOUND, U8, WORD_BITS, Streams, check_streams, rans_decode, stream_count
+from cuvee.codec.tables import EntropyTables
+
+
+def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, slice]]:
+    """Of each row of each window, in order: its streams and its columns, one column a stream."""
+    for window in windows(0, tokens):
+        count = stream_count(window.stop - window.start, tokens_per_stream)
+        first = window.start // tokens_per_stream
+        for column in range(window.start, window.stop, count):
+            width = min(count, window.stop - column)
+            yield slice(first, first + width), slice(column, column + width)
+
+
+def rans_encode_classes(
+    planes: U8, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
+) -> Streams:
+    """Code planes `[P, T]` uint8 of columns of the given classes.
+
+    Args:
+        planes: column t holds `plan.planes[classes[t]]` bytes; what is below is not read.
+        classes: `[T]` uint8 of the columns, rising within each window.
+        plan: whose tables.
+        tables: the family that `plan.tables` indexes.
+        tokens_per_stream: n; a power of two, at most 128.
+    """
+    tokens = len(classes)
+    count = stream_count(tokens, tokens_per_stream)
+    freq, cumulative = tables.freq.astype(np.uint64), tables.cumulative.astype(np.uint64)
+    bits = np.uint64(tables.prob_bits)
+    state = np.full(count, LOWER_BOUND, dtype=np.uint64)
+    words: list[list[int]] = [[] for _ in range(count)]
+    for streams, columns in reversed(list(stream_rows(tokens, tokens_per_stream))):
+        own = classes[columns]
+        for step in range(int(plan.planes[own].max(initial=0)) - 1, -1, -1):
+            lanes = np.flatnonzero(plan.planes[own] > step)
+            table, symbol = plan.tables[own[lanes], step], planes[step, columns][lanes]
+            f, low = freq[table, symbol], cumulative[table, symbol]
+            at = lanes + streams.start
+            x = state[at]
+            full = x >= f << (np.uint64(32) - bits)
+            for stream in at[full]:
+                words[stream].append(int(state[stream]) & 0xFFFF)
+            x = np.where(full, x >> np.uint64(WORD_BITS), x)
+            state[at] = (x // f << bits) + x % f + low
+    lengths = np.array([len(w) for w in words], dtype=np.uint32)
+    flat = np.array([word for w in words for word in reversed(w)], dtype=np.uint16)
+    return Streams(state.astype(np.uint32), lengths, flat)
+
+
+def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
+    """The classes `[T]` uint8 of a section's tokens, from their one stream.
+
+    Raises:
+        CorruptError: the stream does not end in the initial state with all of its words read.
+    """
+    which = np.zeros(tokens, np.uint16)
+    try:
+        return rans_decode(stream, which, which, table, 1, 1)[:, 0]
+    except CorruptError as error:
+        raise CorruptError("the class stream of a section does not end where it must: the bytes are damaged") from error
+
+
+def rans_decode_classes(
+    streams: Streams, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
+) -> U8:
+    """Decode what `rans_encode_classes` made; the same arguments.
+
+    Returns:
+        `[P, T]` uint8 with P the planes of the finest class; zero below a column's last plane.
+
+    Raises:
+        CorruptError: a stream did not end in the initial state with all of its words read.
+    """
+    tokens = len(classes)
+    check_streams(streams, tokens_per_stream, tokens)
+    out = np.zeros((plan.tables.shape[1], tokens), dtype=np.uint8)
+    state = streams.states.astype(np.uint64)
+    end = np.cumsum(streams.lengths, dtype=np.int64)
+    at = end - streams.lengths
+    bits = np.uint64(tables.prob_bits)
+    for lanes, columns in stream_rows(tokens, tokens_per_stream):
+        own = classes[columns]
+        for step in range(int(plan.planes[own].max(initial=0))):
+            active = np.flatnonzero(plan.planes[own] > step)
+            stream = active + lanes.start
+            x = state[stream]
+            low = (x & np.uint64((1 << tables.prob_bits) - 1)).astype(np.int64)
+            slot = tables.slots[plan.tables[own[active], step], low].astype(np.uint64)
+            out[step, active + columns.start] = slot >> np.uint64(24)
+            x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
+            need = x < LOWER_BOUND
+            # A damaged stream may ask for more words than it has: it gets zeros and is found out below.
+            inside = need & (at[stream] < end[stream])
+            word = np.zeros(len(stream), dtype=np.uint64)
+            word[inside] = streams.words[at[stream[inside]]]
+            state[stream] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
+            at[stream] += need
+    bad = np.flatnonzero((state != LOWER_BOUND) | (at != end))
+    if bad.size:
+        raise CorruptError(
+            f"entropy-coded stream {bad[0]} of {len(end)} does not end where it must: the bytes are damaged"
+        )
+    return out

@@ -1,0 +1,437 @@
+"""Token classes: the order of the columns, the coder, the planes, the coded part of a section; every backend alike."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuvee.codec.backends import Backend, get_backend
+from cuvee.codec.classes import (
+    CLASS_UNITS,
+    CLASSES,
+    NEUTRAL,
+    WINDOW,
+    ClassedPlan,
+    class_frequencies,
+    class_step,
+    class_table,
+    coding_order,
+    default_class_frequencies,
+)
+from cuvee.codec.coefficients import CoefficientCoder, check_classes, select_streams
+from cuvee.codec.container import Reader, read_coded, read_streams, write_streams
+from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
+from cuvee.codec.family import coding_plan, default_family, scale_codes, step_value
+from cuvee.codec.rans import Streams, stream_count
+from cuvee.codec.rans_classes import stream_rows
+from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, U8, CodingPlan, Escapes
+from cuvee.codec.symbols_classes import class_runs
+
+FAMILY = default_family()
+TABLE = class_table(default_class_frequencies())
+SIZES = (1, 2, 63, 255, 256, 257, 700)
+BACKENDS = ("reference", "numba")
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return get_backend(request.param)
+
+
+def plan_of(rows: int, step: int = 0, widest: int = 300) -> ClassedPlan:
+    """Components whose scales fall from `widest` (several of them wide at fine steps) to far below the step."""
+    scale = np.linspace(widest, -300, rows).astype(np.int16)
+    plans: list[CodingPlan | None] = []
+    for k in range(CLASSES):
+        codes = scale_codes(scale, class_step(step, k))
+        try:
+            plans.append(coding_plan(codes[codes >= 0]))
+        except ProfileError:
+            plans.append(None)
+    return ClassedPlan(plans, step)
+
+
+def classes_of(tokens: int, plan: ClassedPlan, seed: int = 0) -> U8:
+    """Classes of columns: any that are served, rising within each window."""
+    classes = np.random.default_rng(seed).integers(plan.finest, CLASSES, tokens).astype(np.uint8)
+    return classes[coding_order(classes)]
+
+
+def coefficients(rows: int, classes: U8, plan: ClassedPlan, seed: int = 0, widest: int = 300) -> F32:
+    rng = np.random.default_rng(seed)
+    spread = np.exp2(np.linspace(widest, -300, rows) / 64)[:, None]
+    y: F32 = (rng.standard_normal((rows, len(classes))) * spread).astype(np.float32)
+    if len(classes) > 2:
+        y[0, len(classes) // 2] = 1000 * spread[0, 0]  # escapes
+        y[min(3, rows - 1), 0] = -300 * spread[min(3, rows - 1), 0]
+    return y
+
+
+# --- order
+
+
+def test_a_stream_lies_in_one_window() -> None:
+    """Streams hold up to 128 tokens; the coders count on it."""
+    assert all(WINDOW % (1 << log2) == 0 for log2 in range(8))
+
+
+def test_columns_are_sorted_by_class_within_windows() -> None:
+    classes = np.random.default_rng(1).integers(0, CLASSES, 700).astype(np.uint8)
+    order = coding_order(classes)
+    assert sorted(order.tolist()) == list(range(700))
+    for start in range(0, 700, WINDOW):
+        own = order[start : start + WINDOW]
+        assert own.min() >= start and own.max() < start + WINDOW
+        columns = classes[own]
+        assert np.all(np.diff(columns.astype(int)) >= 0)
+        for k in range(CLASSES):
+            assert np.all(np.diff(own[columns == k]) > 0), "tokens of one class keep their order"
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 255, 256, 257, 600])
+@pytest.mark.parametrize("n", [1, 8, 128])
+def test_rows_hold_every_column_once_and_streams_stay_in_a_window(tokens: int, n: int) -> None:
+    seen: dict[int, int] = {}
+    for streams, columns in stream_rows(tokens, n):
+        assert streams.stop - streams.start == columns.stop - columns.start
+        for stream, column in zip(range(streams.start, streams.stop), range(columns.start, columns.stop), strict=True):
+            assert column not in seen
+            seen[column] = stream
+    assert sorted(seen) == list(range(tokens))
+    assert set(seen.values()) == set(range(stream_count(tokens, n)))
+    for column, stream in seen.items():
+        assert stream * n // WINDOW == column // WINDOW
+    assert max(np.bincount(list(seen.values()))) <= n
+
+
+def test_a_plan_has_no_deeper_columns_than_finer_ones() -> None:
+    plan = plan_of(40)
+    assert plan.finest == 0 and np.all(np.diff(plan.rows) <= 0) and np.all(np.diff(plan.planes) <= 0)
+    assert plan.rows[0] > plan.rows[NEUTRAL] > plan.rows[-1] and plan.planes[0] > plan.rows[0]
+    assert plan.steps[NEUTRAL] == 1.0 and plan.steps[NEUTRAL + 2] == 2.0
+    assert np.array_equal(plan.tables[3, : plan.planes[3]], plan.of(3).first)
+
+
+def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
+    plan = plan_of(10, step=-300, widest=500)
+    assert plan.finest == 9 and plan.plans[8] is None and plan.plans[9] is not None
+    assert np.all(plan.rows[:9] == 0)
+    with pytest.raises(ProfileError, match="class 8 is finer"):
+        plan.of(8)
+    with pytest.raises(ProfileError, match="too small"):
+        plan_of(10, step=-900, widest=500)
+
+
+@pytest.mark.parametrize("counts", [np.zeros(16), np.eye(16)[3] * 1e6, np.arange(16.0)])
+def test_class_tables_can_code_every_class(counts: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+    freq = class_frequencies(counts)
+    assert freq.dtype == np.uint16 and freq.sum() == 4096 and freq.min() >= 1
+    assert len(class_table(freq)) == 1
+
+
+# --- the entropy coder
+
+
+@pytest.mark.parametrize("n", [1, 4, 128])
+@pytest.mark.parametrize("tokens", SIZES)
+def test_backends_code_the_same_bytes(tokens: int, n: int) -> None:
+    plan = plan_of(24)
+    classes = classes_of(tokens, plan, tokens)
+    one, other = (get_backend(name) for name in BACKENDS)
+    planes, _ = one.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    want = one.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
+    got = other.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
+    for name in ("states", "lengths", "words"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
+    for run in (one, other):
+        back = run.rans_decode_classes(want, classes, plan, FAMILY.tables, n)
+        for t, k in enumerate(classes):
+            depth = plan.planes[k]
+            np.testing.assert_array_equal(back[:depth, t], planes[:depth, t])
+
+
+@pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 700), slice(256, 700)])
+def test_windows_decode_alone(backend: Backend, at: slice) -> None:
+    plan = plan_of(24)
+    classes = classes_of(700, plan)
+    planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    streams = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    part = select_streams(streams, at.start // 8, stream_count(at.stop, 8))
+    back = backend.rans_decode_classes(part, classes[at], plan, FAMILY.tables, 8)
+    for column, k in enumerate(classes[at]):
+        np.testing.assert_array_equal(back[: plan.planes[k], column], planes[: plan.planes[k], at.start + column])
+
+
+@pytest.mark.parametrize("change", ["word", "state", "length"])
+def test_damaged_streams_are_found(backend: Backend, change: str) -> None:
+    plan = plan_of(24)
+    classes = classes_of(300, plan)
+    planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    good = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    states, lengths, words = good.states.copy(), good.lengths.copy(), good.words.copy()
+    if change == "word":
+        words[len(words) // 2 :][:20] ^= 0x9D7B
+    elif change == "state":
+        states[5] ^= 1 << 20
+    else:
+        lengths[3] += 1
+        lengths[4] -= 1
+    with pytest.raises(CorruptError, match="does not end where it must"):
+        backend.rans_decode_classes(Streams(states, lengths, words), classes, plan, FAMILY.tables, 8)
+
+
+@pytest.mark.parametrize("wrong", ["finer", "coarser", "shuffled"])
+def test_classes_that_are_not_those_of_the_streams_are_found(backend: Backend, wrong: str) -> None:
+    plan = plan_of(24)
+    classes = classes_of(256, plan)
+    planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    good = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    other = {
+        "finer": np.zeros_like(classes),
+        "coarser": np.full_like(classes, CLASSES - 1),
+        "shuffled": classes[::-1].copy(),
+    }[wrong]
+    with pytest.raises(CorruptError):
+        backend.rans_decode_classes(good, other, plan, FAMILY.tables, 8)
+
+
+# --- planes
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+@pytest.mark.parametrize("step", [-100, 0, 130])
+def test_planes_come_back_within_half_a_step(tokens: int, step: int) -> None:
+    plan = plan_of(30, step)
+    classes = classes_of(tokens, plan, tokens)
+    y = coefficients(30, classes, plan)
+    one, other = (get_backend(name) for name in BACKENDS)
+    planes, escapes = one.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
+    again, listed = other.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
+    np.testing.assert_array_equal(escapes.index, listed.index)
+    np.testing.assert_array_equal(escapes.value, listed.value)
+    assert tokens < 3 or len(escapes.index)
+    for t, k in enumerate(classes):
+        np.testing.assert_array_equal(planes[: plan.planes[k], t], again[: plan.planes[k], t])
+    rows = int(plan.rows[classes].max())
+    wide = one.from_planes(planes, classes, escapes, plan, FAMILY.quantizer, rows, torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        mine = other.from_planes(again, classes, listed, plan, FAMILY.quantizer, rows, dtype)
+        assert mine.dtype == dtype and torch.equal(mine, wide.to(dtype))
+    back = wide.numpy()
+    for t, k in enumerate(classes):
+        depth = plan.rows[k]
+        assert np.all(back[depth:, t] == 0)
+        off = np.abs(back[:depth, t] - y[:depth, t]) / plan.steps[k]
+        # The dead zone of the default family is 0.6; float32 cannot hold more of a large level.
+        assert np.all(off <= 0.65 + 1e-6 * np.abs(y[:depth, t]) / plan.steps[k])
+
+
+def test_each_class_is_coded_as_its_own_step_codes_it() -> None:
+    plan = plan_of(20)
+    for k in (0, NEUTRAL, CLASSES - 1):
+        classes = np.full(100, k, np.uint8)
+        y = coefficients(20, classes, plan)
+        own = plan.of(k)
+        planes, escapes = get_backend("numba").to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
+        usual = get_backend("reference")
+        step = step_value(CLASS_UNITS * (k - NEUTRAL))
+        levels = usual.quantize(np.ascontiguousarray(y[: len(own.shift)]), step, own, FAMILY.quantizer)
+        want, listed = usual.pack(levels, own, FAMILY.tables, 1)
+        np.testing.assert_array_equal(planes, want)
+        np.testing.assert_array_equal(escapes.index, listed.index)
+        np.testing.assert_array_equal(escapes.value, listed.value)
+
+
+@pytest.mark.parametrize("change", ["missing", "extra", "elsewhere", "below the column"])
+def test_escapes_that_do_not_match_are_found(backend: Backend, change: str) -> None:
+    plan = plan_of(20)
+    classes = classes_of(256, plan)
+    y = coefficients(20, classes, plan)
+    planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
+    index, value = escapes.index.tolist(), escapes.value.tolist()
+    free = next(i for i in range(256) if planes[0, i] != ESCAPE)
+    if change == "missing":
+        index, value = index[:-1], value[:-1]
+    elif change == "extra":
+        index, value = sorted([*index, free]), [*value, 1]
+    elif change == "elsewhere":
+        index = sorted([free, *index[1:]])
+    else:
+        index, value = [*index, int(plan.rows[classes[-1]]) * 256 + 255], [*value, 1]
+    listed = Escapes(np.array(index, np.uint32), np.array(value, np.int32))
+    with pytest.raises(CorruptError, match="escape"):
+        backend.from_planes(
+            planes, classes, listed, plan, FAMILY.quantizer, int(plan.rows[classes].max()), torch.float32
+        )
+
+
+def test_runs_of_classes() -> None:
+    assert list(class_runs(np.array([3, 3, 5, 9, 9], np.uint8))) == [
+        (slice(0, 2), 3), (slice(2, 3), 5), (slice(3, 5), 9)
+    ]  # fmt: skip
+    assert list(class_runs(np.empty(0, np.uint8))) == []
+
+
+# --- the coded part
+
+
+def pieces_of(classes: U8, columns: U8, y: F32) -> list[tuple[U8, U8, F32]]:
+    """Tiles of one window: classes of the tokens, of the columns, coefficients."""
+    tiles = [slice(at, at + WINDOW) for at in range(0, len(classes), WINDOW)]
+    return [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles]
+
+
+def section(backend: Backend, plan: ClassedPlan, tokens: int, seed: int = 0, rows: int = 24) -> tuple[bytes, U8, F32]:
+    rng = np.random.default_rng(seed)
+    classes = rng.integers(plan.finest, CLASSES, tokens).astype(np.uint8)
+    columns = classes[coding_order(classes)]
+    y = coefficients(rows, columns, plan, seed)
+    coder = CoefficientCoder(backend, FAMILY, plan.step)
+    return coder.encode_classes(pieces_of(classes, columns, y), tokens, plan, TABLE), classes, y
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+def test_sections_are_the_same_bytes_and_come_back(tokens: int) -> None:
+    plan = plan_of(24)
+    one, other = (get_backend(name) for name in BACKENDS)
+    data, classes, _ = section(one, plan, tokens)
+    assert section(other, plan, tokens)[0] == data
+    backs = []
+    for run in (one, other):
+        coder = CoefficientCoder(run, FAMILY, 0)
+        part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), tokens, plan)
+        tiles = list(coder.decode_classes(part, plan, TABLE, tokens, slice(0, tokens), 256))
+        backs.append(np.concatenate([tile.y[: plan.rows[CLASSES - 1]] for tile in tiles], axis=1))
+        assert np.array_equal(np.concatenate([tile.classes for tile in tiles]), classes[coding_order(classes)])
+    np.testing.assert_array_equal(backs[0], backs[1])
+
+
+@settings(max_examples=25, deadline=None)
+@given(tokens=st.integers(1, 600), seed=st.integers(0, 1000), low=st.integers(0, 15), width=st.integers(1, 16))
+def test_any_classes_come_back(tokens: int, seed: int, low: int, width: int) -> None:
+    plan = plan_of(6)
+    rng = np.random.default_rng(seed)
+    classes = np.minimum(low + rng.integers(0, width, tokens), CLASSES - 1).astype(np.uint8)
+    columns = classes[coding_order(classes)]
+    y = coefficients(6, columns, plan, seed)
+    coder = CoefficientCoder(get_backend("numba"), FAMILY, 0)
+    data = coder.encode_classes(pieces_of(classes, columns, y), tokens, plan, TABLE)
+    part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), tokens, plan)
+    for tile in coder.decode_classes(part, plan, TABLE, tokens, slice(0, tokens), 512):
+        want = columns[tile.at]
+        assert np.array_equal(tile.classes, want) and np.array_equal(classes[tile.at][tile.order], want)
+        off = np.abs(tile.y.numpy() - y[: len(tile.y), tile.at])
+        served = np.arange(len(tile.y))[:, None] < plan.rows[want][None, :]
+        limit = 0.65 * plan.steps[want] + 1e-6 * np.abs(y[: len(tile.y), tile.at])
+        assert np.all((off <= limit) | ~served)
+
+
+def test_a_run_of_tokens_touches_only_its_windows() -> None:
+    plan = plan_of(24)
+    numba = get_backend("numba")
+    data, _, _ = section(numba, plan, 1000)
+    coder = CoefficientCoder(numba, FAMILY, 0)
+    part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), 1000, plan)
+    whole = list(coder.decode_classes(part, plan, TABLE, 1000, slice(0, 1000), 256))
+    some = list(coder.decode_classes(part, plan, TABLE, 1000, slice(300, 520), 256))
+    assert [tile.at for tile in some] == [slice(256, 512), slice(512, 768)]
+    for mine, theirs in zip(some, whole[1:3], strict=True):
+        np.testing.assert_array_equal(mine.y, theirs.y)
+    # Words of other windows may be anything.
+    streams = part.streams
+    first = int(streams.lengths[: 256 // part.tokens_per_stream].sum())
+    streams.words[:first] ^= 0x5555
+    for mine, theirs in zip(coder.decode_classes(part, plan, TABLE, 1000, slice(300, 400), 256), some, strict=False):
+        np.testing.assert_array_equal(mine.y, theirs.y)
+
+
+def forged(data: bytes, at: int, value: bytes) -> Reader:
+    return Reader(memoryview(data[:at] + value + data[at + len(value) :]))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "message"),
+    [
+        (9, b"\x02", "stream header"),  # mode
+        (10, b"\x01", "stream header"),  # reserved
+        (8, b"\x08", "stream header"),  # tokens per stream
+        (12, b"\xff\xff\xff\xff", "too early"),  # words of the class stream
+        (12, b"\x00\x00\x00\x00", "padding|too many"),
+        (16, b"\x00\x00\x00\x00", "lower bound"),  # its state
+    ],
+)
+def test_hostile_headers_are_refused(at: int, value: bytes, message: str) -> None:
+    plan = plan_of(24)
+    data, _, _ = section(get_backend("numba"), plan, 300)
+    with pytest.raises(FormatError, match=message):
+        CoefficientCoder(get_backend("numba"), FAMILY, 0).read(forged(data, at, value), plan.of(NEUTRAL), 300, plan)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_damaged_class_stream_is_found(name: str) -> None:
+    plan = plan_of(24)
+    data, _, _ = section(get_backend(name), plan, 300)
+    coder = CoefficientCoder(get_backend(name), FAMILY, 0)
+    part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), 300, plan)
+    assert part.classes is not None
+    part.classes.words[0] ^= 0x0101
+    with pytest.raises(CorruptError):
+        list(coder.decode_classes(part, plan, TABLE, 300, slice(0, 300), 256))
+
+
+def test_classes_where_there_may_be_none_are_refused() -> None:
+    plan = plan_of(24)
+    data, _, _ = section(get_backend("numba"), plan, 300)
+    with pytest.raises(FormatError, match="has token classes"):
+        read_streams(Reader(memoryview(data)), plan.of(NEUTRAL).planes, 24, 300)
+    coder = CoefficientCoder(get_backend("numba"), FAMILY, 0)
+    nothing = Streams(np.full(1, 1 << 16, np.uint32), np.zeros(1, np.uint32), np.empty(0, np.uint16))
+    plain = write_streams(nothing, Escapes(np.empty(0, np.uint32), np.empty(0, np.int32)), 0, 128)
+    part = read_coded(Reader(memoryview(plain)), 0, 0, 100, (5, 5))
+    with pytest.raises(FormatError, match="no token classes"):
+        list(coder.decode_classes(part, plan, TABLE, 100, slice(0, 100), 256))
+
+
+def test_classes_that_the_profile_cannot_serve_are_refused() -> None:
+    plan = plan_of(10, step=-300, widest=500)
+    check_classes(np.array([9, 15], np.uint8), plan)
+    for bad in (8, 16, 255):
+        with pytest.raises(FormatError, match="outside 9 … 15"):
+            check_classes(np.array([12, bad], np.uint8), plan)
+    served = plan_of(24)
+    data, _, _ = section(get_backend("numba"), served, 300)
+    coder = CoefficientCoder(get_backend("numba"), FAMILY, 0)
+    part = coder.read(Reader(memoryview(data)), served.of(NEUTRAL), 300, served)
+    with pytest.raises(FormatError, match="outside 9"):
+        list(coder.decode_classes(part, plan, TABLE, 300, slice(0, 300), 256))
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0 * MAX_LEVEL])
+def test_values_too_large_for_their_class_are_refused(value: float) -> None:
+    plan = plan_of(8)
+    classes = np.array([0, NEUTRAL], np.uint8)
+    y = np.zeros((8, 2), np.float32)
+    y[0, 1] = value
+    with pytest.raises(InputError, match="lossless"):
+        CoefficientCoder(get_backend("numba"), FAMILY, 0).encode_classes([(classes, classes, y)], 2, plan, TABLE)
+
+
+def test_a_section_costs_little_more_than_its_ideal_code() -> None:
+    plan = plan_of(120, widest=100)
+    rng = np.random.default_rng(0)
+    classes = np.clip(np.rint(rng.normal(NEUTRAL, 2, 256)), 0, 15).astype(np.uint8)
+    columns = classes[coding_order(classes)]
+    y = coefficients(120, columns, plan, widest=100)
+    y[0, 128], y[3, 0] = 0, 0
+    numba = get_backend("numba")
+    table = class_table(class_frequencies(np.bincount(classes, minlength=16)))
+    data = CoefficientCoder(numba, FAMILY, 0).encode_classes([(classes, columns, y)], 256, plan, table)
+    planes, escapes = numba.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
+    ideal = 64.0 * len(escapes.index) + float(table.bits[0, classes].sum())
+    for t, k in enumerate(columns):
+        depth = plan.planes[k]
+        ideal += float(FAMILY.tables.bits[plan.tables[k, :depth], planes[:depth, t]].sum())
+    assert ideal <= 8 * len(data) <= 1.03 * ideal
