@@ -65,9 +65,14 @@ class DeviceScheme(Protocol):
         ...
 
     def encode(
-        self, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int], first_chunk: int
+        self,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        offsets: Sequence[torch.Tensor | None],
+        first_chunk: int,
     ) -> list[list[bytes]]:
-        """The sections of each chunk, of which the first has number `first_chunk`."""
+        """The sections of each chunk, of which the first has number `first_chunk`; see `DeviceBackend.encode`."""
         ...
 
 
@@ -90,7 +95,12 @@ class TritonBackend:
         self._making = threading.Lock()  # a codec may be used by several threads
 
     def encode(
-        self, coding: Coding, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int]
+        self,
+        coding: Coding,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        offsets: Sequence[torch.Tensor | None],
     ) -> list[list[bytes]]:
         """See `DeviceBackend.encode`."""
         scheme = self._scheme(coding, cache)
@@ -98,7 +108,7 @@ class TritonBackend:
         out: list[list[bytes]] = []
         with _on(cache.device), torch.no_grad():
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
-                out += scheme.encode(cache, slots[run], starts[run], run.start)
+                out += scheme.encode(cache, slots[run], starts[run], offsets[run], run.start)
         return out
 
     def decode(

@@ -166,10 +166,14 @@ class Incoming:
         """Where the section of a job begins in the upload."""
         return self._begin[job]
 
+    def name(self, job: int) -> str:
+        """Of a job's section, for messages."""
+        return self._names[job]
+
     def pack(
         self, device: torch.device, plans: I64, coded: Sequence[int] | None = None, which: I64 | None = None
     ) -> tuple[Packed, int, int]:
-        """Describe the jobs and put everything into one buffer.
+        """Describe the jobs and put everything into one buffer, where tokens have no classes.
 
         Args:
             device: where it will go.
@@ -183,7 +187,29 @@ class Incoming:
         Raises:
             FormatError: parts that do not fill their section.
         """
-        planes, coefficients = place_jobs(self.jobs, plans)
+        packed, _ = self.read(device, plans[self.jobs[:, Job.PLAN], Plan.PLANES], coded, which)
+        return packed, *self.place(packed, plans)
+
+    def read(
+        self,
+        device: torch.device,
+        planes: I64,
+        coded: Sequence[int] | None = None,
+        which: I64 | None = None,
+        class_planes: I64 | None = None,
+    ) -> tuple[Packed, npt.NDArray[np.bool_]]:
+        """Put everything into one buffer and fill in what the coded parts say; `place` is to follow.
+
+        Args:
+            device: as for `pack`, as are `coded` and `which`.
+            planes: of each job, if its tokens have no classes.
+            coded: see there.
+            which: see there.
+            class_planes: of the finest class of each job; None: the scheme has no classes.
+
+        Returns:
+            the buffer, and which of the jobs `which` have tokens with classes.
+        """
         packed = self.upload.pack(device)
         which = np.arange(len(self.jobs)) if which is None else which
         begin = np.array(self._begin, np.int64)
@@ -191,14 +217,18 @@ class Incoming:
         if coded is not None:
             begin += np.array(coded, np.int64)
         jobs = self.jobs[which]
-        rows = plans[jobs[:, Job.PLAN], Plan.PLANES]
-        read_coded(
-            packed.bytes.numpy(), begin[which], end[which], jobs[:, Job.TOKENS], rows, jobs,
-            [self._names[job] for job in which],
+        classed = read_coded(
+            packed.bytes.numpy(), begin[which], end[which], jobs[:, Job.TOKENS], planes[which], jobs,
+            [self._names[job] for job in which], None if class_planes is None else class_planes[which],
         )  # fmt: skip
         self.jobs[which] = jobs
+        return packed, classed
+
+    def place(self, packed: Packed, plans: I64) -> tuple[int, int]:
+        """Give the jobs their places, see `place_jobs`, and put them into the buffer."""
+        sizes = place_jobs(self.jobs, plans)
         packed.host(self.at_jobs, self.jobs)[:] = self.jobs
-        return packed, planes, coefficients
+        return sizes
 
 
 def outgoing(slots: Sequence[torch.Tensor], starts: Sequence[int], sections: int) -> tuple[I64, I64]:
@@ -229,7 +259,7 @@ def place_jobs(jobs: I64, plans: I64) -> tuple[int, int]:
     stride = -(-tokens // ALIGNMENT) * ALIGNMENT
     jobs[:, Job.STRIDE] = stride
     jobs[:, Job.PLANES], planes = running_offsets(plan[:, Plan.PLANES] * tokens, ALIGNMENT)
-    jobs[:, Job.LEVELS], coefficients = running_offsets(plan[:, Plan.ROWS] * stride, ALIGNMENT)
+    jobs[:, Job.LEVELS], coefficients = running_offsets(plan[:, Plan.EXTENT] * stride, ALIGNMENT)
     return planes, coefficients
 
 

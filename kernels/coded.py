@@ -15,7 +15,8 @@ from cuvee.codec.symbols import CodingPlan
 from cuvee.codec.transform import Section
 from cuvee.kernels.batch import raise_status, running_offsets, stage
 from cuvee.kernels.jobs import Job, Plan
-from cuvee.kernels.rans import coded_bytes, count_words, rans_encode, write_coded
+from cuvee.kernels.rans import class_bytes, coded_bytes, count_words, long_lengths, rans_encode, write_coded
+from cuvee.kernels.rans_classes import rans_encode_classes
 from cuvee.kernels.staging import Upload
 
 I64 = npt.NDArray[np.int64]
@@ -38,13 +39,19 @@ def check_size(jobs: I64, plans: I64) -> None:
         raise InputError(f"{rows.max()} components cannot hold {tokens} tokens a chunk: encode fewer at a time")
 
 
-def place_streams(jobs: I64, plans: I64) -> None:
+def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> None:
     """Give every job its place among the streams and their words, before they are coded.
 
     Args:
-        jobs: with PLAN, TOKENS and PER_STREAM; STREAMS, STATES, LENGTHS and WORDS are written.
+        jobs: with PLAN, TOKENS, PER_STREAM and CLASS_PLAN; STREAMS, STATES, LENGTHS, WORDS and LONG_LENGTHS are
+            written.
         plans: `[Q, len(Plan)]`.
+        class_planes: of the finest class that each job's section serves; None: no tokens have classes.
     """
+    planes = plans[jobs[:, Job.PLAN], Plan.PLANES]
+    if class_planes is not None:
+        planes = np.where(jobs[:, Job.CLASS_PLAN] > 0, class_planes, planes)
+    jobs[:, Job.LONG_LENGTHS] = long_lengths(planes, jobs[:, Job.PER_STREAM])
     jobs[:, Job.STREAMS] = -(-jobs[:, Job.TOKENS] // jobs[:, Job.PER_STREAM])
     jobs[:, Job.STATES], _ = running_offsets(jobs[:, Job.STREAMS])
     jobs[:, Job.LENGTHS] = jobs[:, Job.STATES]
@@ -70,6 +77,8 @@ def encode_planes(
     first_chunk: int,
     counts: torch.Tensor | None = None,
     list_escapes: ListEscapes | None = None,
+    classes: torch.Tensor | None = None,
+    class_words: torch.Tensor | None = None,
 ) -> list[bytes]:
     """Entropy-code the byte planes of all jobs.
 
@@ -88,6 +97,8 @@ def encode_planes(
         first_chunk: number of the first chunk, for messages.
         counts: int32 `[J, max_rows]` escapes of each row; None: there are none.
         list_escapes: writes them out.
+        classes: uint8, of the columns of the jobs whose tokens have classes; None: there are none.
+        class_words: uint16, of the streams of these classes.
 
     Returns:
         the coded part of each job.
@@ -98,12 +109,18 @@ def encode_planes(
     device = planes.device
     streams, words = int(jobs[:, Job.STREAMS].sum()), int(_word_bound(jobs, plans).sum())
     max_streams = int(jobs[:, Job.STREAMS].max())
+    classed = jobs[:, Job.CLASS_PLAN] > 0
     scratch = torch.empty(words, dtype=torch.uint16, device=device)
     states = torch.empty(streams, dtype=torch.uint32, device=device)
     lengths = torch.empty(streams, dtype=torch.uint32, device=device)
     totals = torch.empty(len(jobs), dtype=torch.int64, device=device)
     with stage("rans"):
-        rans_encode(planes, device_jobs, device_plans, tables, coding, scratch, states, lengths, max_streams)
+        if not classed.all():
+            rans_encode(planes, device_jobs, device_plans, tables, coding, scratch, states, lengths, max_streams)
+        if classes is not None:
+            rans_encode_classes(
+                planes, device_jobs, device_plans, tables, coding, classes, scratch, states, lengths, max_streams
+            )
         count_words(device_jobs, lengths, totals, max_streams)
     escaped = torch.zeros_like(totals) if counts is None else counts.sum(1, dtype=torch.int64)
     sizes = torch.stack([totals, escaped, status.long()]).cpu().numpy()
@@ -113,8 +130,8 @@ def encode_planes(
     jobs = jobs.copy()
     jobs[:, Job.WORD_COUNT], jobs[:, Job.ESCAPE_COUNT] = sizes[0], sizes[1]
     jobs[:, Job.ESCAPES], listed = running_offsets(sizes[1])
-    plane_counts = plans[jobs[:, Job.PLAN], Plan.PLANES]
-    section_bytes = coded_bytes(jobs[:, Job.STREAMS], plane_counts, jobs[:, Job.PER_STREAM], sizes[0], sizes[1])
+    of_classes = np.where(classed, class_bytes(jobs[:, Job.CLASS_WORD_COUNT]), 0)
+    section_bytes = coded_bytes(jobs[:, Job.STREAMS], jobs[:, Job.LONG_LENGTHS], sizes[0], sizes[1], of_classes)
     jobs[:, Job.SECTION], total = running_offsets(section_bytes, 4)
     upload = Upload()
     at = upload.add(jobs)
@@ -127,7 +144,7 @@ def encode_planes(
             list_escapes((flat.cumsum(0) - flat).view(counts.shape), index, value)
     out = torch.empty(total, dtype=torch.uint8, device=device)
     with stage("write"):
-        write_coded(device_jobs, device_plans, scratch, states, lengths, index, value, out, max_streams)
+        write_coded(device_jobs, device_plans, scratch, states, lengths, index, value, out, max_streams, class_words)
     with stage("download"):
         kept = torch.empty(total, dtype=torch.uint8, pin_memory=device.type != "cpu")
         kept.copy_(out, non_blocking=True)

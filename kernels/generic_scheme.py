@@ -171,7 +171,12 @@ class GenericDevice:
         return tokens * (4 * self._geometry.tiles.columns + 7 * int(self._first[-1]))
 
     def encode(
-        self, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int], first_chunk: int
+        self,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        offsets: Sequence[torch.Tensor | None],
+        first_chunk: int,
     ) -> list[list[bytes]]:
         """The sections of each chunk. Waits for the device three times: the first is for the statistics."""
         memory, geometry, device = Memory.of(cache), self._geometry, self._device

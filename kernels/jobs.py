@@ -36,6 +36,11 @@ class Job(IntEnum):
     STRIDE = 13  # of a row of coefficients, at least T
     CHUNK = 14  # row of `chunks`
     SECTION = 15  # in `out`: byte offset of the coded part, a multiple of 4 (encoding)
+    CLASS_PLAN = 16  # row of `plans` for tokens of class 0, k rows later for class k; not above 0: there are no classes
+    COLUMNS = 17  # in `classes` and `order`: its tokens in the order in which they are coded
+    CLASS_WORDS = 18  # in `class_words`: the stream of its classes (encoding)
+    CLASS_WORD_COUNT = 19
+    CLASS_STATE = 20  # of that stream, initial
 
 
 class Plan(IntEnum):
@@ -47,6 +52,8 @@ class Plan(IntEnum):
     REST = 3  # in `tables`: for the other tokens
     ROW = 4  # of the first component, in the arrays by component
     PREDICTION = 5  # symbols.Prediction
+    EXTENT = 6  # of a class: rows of coefficients up to the last that it fills
+    ROW_MAP = 7  # of a class, in `row_maps`: which of its components each row of coefficients holds, or -1
 
 
 class Chunk(IntEnum):
@@ -87,6 +94,7 @@ class Tile(IntEnum):
     BASIS = 11  # of the tile's column 0, in `basis`: `[rank, BASIS_STRIDE]`, 2 * PAIRS columns a tile
     BASIS_STRIDE = 12
     COLUMN = 13  # of the tile's first value in a row of `means`, and of the gathered values
+    BLOCK = 14  # row of `blocks`
 
 
 class Block(IntEnum):
@@ -128,6 +136,11 @@ JOB_LEVELS = tl.constexpr(int(Job.LEVELS))
 JOB_STRIDE = tl.constexpr(int(Job.STRIDE))
 JOB_CHUNK = tl.constexpr(int(Job.CHUNK))
 JOB_SECTION = tl.constexpr(int(Job.SECTION))
+JOB_CLASS_PLAN = tl.constexpr(int(Job.CLASS_PLAN))
+JOB_COLUMNS = tl.constexpr(int(Job.COLUMNS))
+JOB_CLASS_WORDS = tl.constexpr(int(Job.CLASS_WORDS))
+JOB_CLASS_WORD_COUNT = tl.constexpr(int(Job.CLASS_WORD_COUNT))
+JOB_CLASS_STATE = tl.constexpr(int(Job.CLASS_STATE))
 
 PLAN_FIELDS = tl.constexpr(len(Plan))
 PLAN_PLANES = tl.constexpr(int(Plan.PLANES))
@@ -136,6 +149,8 @@ PLAN_FIRST = tl.constexpr(int(Plan.FIRST))
 PLAN_REST = tl.constexpr(int(Plan.REST))
 PLAN_ROW = tl.constexpr(int(Plan.ROW))
 PLAN_PREDICTION = tl.constexpr(int(Plan.PREDICTION))
+PLAN_EXTENT = tl.constexpr(int(Plan.EXTENT))
+PLAN_ROW_MAP = tl.constexpr(int(Plan.ROW_MAP))
 
 CHUNK_FIELDS = tl.constexpr(len(Chunk))
 CHUNK_TOKENS = tl.constexpr(int(Chunk.TOKENS))
@@ -167,6 +182,7 @@ TILE_RANK = tl.constexpr(int(Tile.RANK))
 TILE_BASIS = tl.constexpr(int(Tile.BASIS))
 TILE_BASIS_STRIDE = tl.constexpr(int(Tile.BASIS_STRIDE))
 TILE_COLUMN = tl.constexpr(int(Tile.COLUMN))
+TILE_BLOCK = tl.constexpr(int(Tile.BLOCK))
 
 BLOCK_FIELDS = tl.constexpr(len(Block))
 BLOCK_SECTION = tl.constexpr(int(Block.SECTION))

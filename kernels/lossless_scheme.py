@@ -185,7 +185,12 @@ class LosslessDevice:
         return 3 * tokens * self._layout.bytes_per_token
 
     def encode(
-        self, cache: PagedCache, slots: Sequence[torch.Tensor], starts: Sequence[int], first_chunk: int
+        self,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        offsets: Sequence[torch.Tensor | None],
+        first_chunk: int,
     ) -> list[list[bytes]]:
         """The sections of each chunk. Waits for the device three times: the first is for the counts of symbols."""
         memory, geometry, device = Memory.of(cache), self._geometry, self._device

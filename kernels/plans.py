@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.family import Family, step_value
+from cuvee.codec.classes import CLASS_BITS, CLASSES
+from cuvee.codec.errors import ProfileError
+from cuvee.codec.family import Family, coding_plan, step_value
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.profile import Profile
+from cuvee.codec.profile import Profile, SectionProfile
+from cuvee.codec.schemes.transform import SectionCoding
 from cuvee.codec.symbols import CodingPlan, Prediction
 from cuvee.codec.transform import Section
 from cuvee.kernels.jobs import Plan
@@ -22,7 +25,9 @@ from cuvee.kernels.symbols import level_limit
 from cuvee.kernels.transform import lay_out_tiles, rotation_tables
 
 I64 = npt.NDArray[np.int64]
+Numbers = TypeVar("Numbers", int, I64)
 
+USUAL_FREQUENCY = (1 << CLASS_BITS) // 100  # of a class that is no rarity
 ANGLE_ALIGNMENT = 4  # columns of a rotation table: the widest load of a thread
 
 
@@ -56,7 +61,7 @@ class PlanArrays:
         plans: int64 `[Q, len(Plan)]`.
         tables: int32 table of each plane; `Plan.FIRST` and `Plan.REST` point into it.
         row_floats: float32 `[rows, 4]`: shrinkage of level 1, of those above, dead zone, rounding.
-        row_ints: int32 `[rows, 3]`: shift, plane of the low bits or -1, predictor gain.
+        row_ints: int32 `[rows, 4]`: shift, plane of the low bits or -1, predictor gain, row of coefficients.
         steps: float32 `[Q]`.
         inverses: float32 `[Q]`, their inverses.
         limits: float32 `[Q]`: a coefficient must lie below (`symbols.level_limit`).
@@ -73,6 +78,24 @@ class PlanArrays:
     @classmethod
     def of(cls, plans: Sequence[CodingPlan], family: Family, step: int) -> PlanArrays:
         """The arrays of plans that share a family and a step index."""
+        return cls.at_steps(plans, family, [step_value(step)] * len(plans))
+
+    @classmethod
+    def at_steps(
+        cls,
+        plans: Sequence[CodingPlan],
+        family: Family,
+        steps: Sequence[float],
+        rows_of: Sequence[npt.NDArray[np.intp]] | None = None,
+    ) -> PlanArrays:
+        """The arrays of plans that share a family.
+
+        Args:
+            plans: how components are coded.
+            family: whose quantiser.
+            steps: of each plan.
+            rows_of: of each plan, the row of coefficients that each component takes; None: they follow each other.
+        """
         table = np.zeros((len(plans), len(Plan)), np.int64)
         tables: list[npt.NDArray[Any]] = []
         floats: list[npt.NDArray[Any]] = []
@@ -81,28 +104,27 @@ class PlanArrays:
         plane = row = 0
         for index, plan in enumerate(plans):
             rows = len(plan.shift)
+            places = np.arange(rows) if rows_of is None else rows_of[index]
             same = plan.prediction is Prediction.NONE
             rest = plane if same else plane + plan.planes
-            table[index] = (plan.planes, rows, plane, rest, row, plan.prediction)
+            table[index, : Plan.EXTENT] = (plan.planes, rows, plane, rest, row, plan.prediction)
+            table[index, Plan.EXTENT] = places.max(initial=-1) + 1
             tables += [plan.first] if same else [plan.first, plan.rest]
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
-            ints.append(np.stack([plan.shift, low, plan.rho], axis=1).astype(np.int32))
+            ints.append(np.stack([plan.shift, low, plan.rho, places], axis=1).astype(np.int32))
             at = plan.level_table
             floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
             plane = rest + plan.planes
             row += rows
-        steps = np.full(len(plans), step_value(step), np.float32)
-        inverses = np.full(len(plans), 1.0 / step_value(step), np.float32)
-        limits = np.full(len(plans), level_limit(step_value(step)), np.float32)
         return cls(
             table,
             np.concatenate(tables).astype(np.int32),
             np.concatenate(floats).astype(np.float32),
             np.concatenate(ints),
-            steps,
-            inverses,
-            limits,
+            np.array(steps, np.float32),
+            np.array([1.0 / step for step in steps], np.float32),
+            np.array([level_limit(step) for step in steps], np.float32),
         )
 
     def named(self) -> dict[str, npt.NDArray[Any]]:
@@ -146,6 +168,57 @@ class Geometry:
         return cos, sin
 
 
+class LinearMaps:
+    """The bases of a learned profile, cut to leading components and packed in the order of tiles.
+
+    Args:
+        geometry: the tiles.
+        learned: the profile's sections.
+        ranks: per section, per block: leading components.
+        device: where the arrays go.
+        product: dtype of the inverse transform's matrix product.
+
+    Attributes:
+        tiles, blocks: int64 tables on the host, ranks and bases filled in.
+        device_tiles, device_blocks: the same on the device.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        learned: Sequence[SectionProfile],
+        ranks: Sequence[Sequence[int]],
+        device: torch.device,
+        product: torch.dtype,
+    ) -> None:
+        self._layout, self._learned, self._ranks = geometry.tiles, learned, ranks
+        self._device, self._product = device, product
+        self.tiles, self.blocks, self._elements = geometry.tiles.with_ranks(ranks)
+        self.device_tiles = torch.from_numpy(self.tiles).to(device)
+        self.device_blocks = torch.from_numpy(self.blocks).to(device)
+
+    @cached_property
+    def inverse(self) -> torch.Tensor:
+        """Packed inverse bases, of dtype `product`. Made when first decoding."""
+        return self._packed([section.basis.inverse for section in self._learned], True, self._product)
+
+    @cached_property
+    def forward(self) -> torch.Tensor:
+        """Packed forward bases, float32. Made when first encoding."""
+        return self._packed([section.basis.forward for section in self._learned], False, torch.float32)
+
+    def _packed(self, bases: Sequence[Sequence[torch.Tensor]], transpose: bool, dtype: torch.dtype) -> torch.Tensor:
+        packed = torch.empty(self._elements, dtype=dtype)
+        at = 0
+        for index, (matrices, ranks) in enumerate(zip(bases, self._ranks, strict=True)):
+            rows = [m[:, :rank].T if transpose else m[:rank] for m, rank in zip(matrices, ranks, strict=True)]
+            for matrix in self._layout.pack_basis(rows, index):
+                packed[at : at + matrix.numel()] = matrix.reshape(-1)
+                at += matrix.numel()
+        # Converted on the host: the copy then has ended when this returns, whatever stream uses it first.
+        return packed.to(self._device)
+
+
 class TransformPlan:
     """All that coding at one step of a learned profile needs on the device.
 
@@ -157,51 +230,103 @@ class TransformPlan:
 
     Attributes:
         geometry: the tiles of its sections.
-        coding: the `CodingPlan` of each section, on the host.
-        arrays: the same as flat arrays, on the host; `device_arrays` on the device.
-        tiles, blocks: int64 tables on the host, ranks and bases filled in.
-        inverse: packed inverse bases, of dtype `product`.
+        coding: of each section, on the host.
+        arrays: the plans of tokens without classes as flat arrays, on the host; `device_arrays` on the device.
+        maps: the bases, as deep as such tokens need them.
     """
 
     def __init__(self, profile: Profile, step: int, device: torch.device, product: torch.dtype) -> None:
+        self.profile, self.step = profile, step
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
-        self._learned = profile.learned
-        chosen = [section.plan(step) for section in profile.learned]
-        self._ranks = [ranks for ranks, _ in chosen]
-        self.coding = [plan for _, plan in chosen]
-        self.arrays = PlanArrays.of(self.coding, profile.family, step)
+        self.coding = [SectionCoding(section, step) for section in profile.learned]
+        self.arrays = PlanArrays.of([own.plan for own in self.coding], profile.family, step)
         self.device_arrays = DeviceArrays.of(self.arrays, device)
-        self.tiles, self.blocks, self._elements = self.geometry.tiles.with_ranks(self._ranks)
-        self.device_tiles = torch.from_numpy(self.tiles).to(device)
-        self.device_blocks = torch.from_numpy(self.blocks).to(device)
-        self.inverse = self._packed([section.basis.inverse for section in profile.learned], transpose=True).to(product)
+        self.maps = LinearMaps(self.geometry, profile.learned, [own.ranks for own in self.coding], device, product)
 
     @cached_property
     def means(self) -> torch.Tensor:
         """float32 `[S + 1, M]`: means of the first S positions, then of all others."""
-        sinks = max(len(section.basis.sinks) for section in self._learned)
+        learned = self.profile.learned
+        sinks = max(len(section.basis.sinks) for section in learned)
         rows = []
-        for index, section in enumerate(self._learned):
+        for index, section in enumerate(learned):
             own, usual = section.basis.sinks, section.basis.mean[None]
             table = torch.cat([own, usual.expand(sinks + 1 - len(own), -1)])
             rows.append(self.geometry.tiles.pack(table, index))
         return torch.cat(rows, dim=1).contiguous().to(self.device)
 
     @cached_property
-    def forward(self) -> torch.Tensor:
-        """Packed forward bases, float32. Made when first encoding."""
-        return self._packed([section.basis.forward for section in self._learned], transpose=False)
+    def classes(self) -> ClassTables:
+        """What tokens that have classes need besides. Made when the first of them comes."""
+        return ClassTables(self)
 
-    def _packed(self, bases: Sequence[Sequence[torch.Tensor]], transpose: bool) -> torch.Tensor:
-        packed = torch.empty(self._elements, dtype=torch.float32)
-        at = 0
-        for index, (matrices, ranks) in enumerate(zip(bases, self._ranks, strict=True)):
-            rows = [m[:, :rank].T if transpose else m[:rank] for m, rank in zip(matrices, ranks, strict=True)]
-            for matrix in self.geometry.tiles.pack_basis(rows, index):
-                packed[at : at + matrix.numel()] = matrix.reshape(-1)
-                at += matrix.numel()
-        return packed.to(self.device)
+
+class ClassTables:
+    """What a `TransformPlan` needs for tokens that have classes.
+
+    A class's components are the leading ones of each block. So that those of all classes lie in the same rows, the
+    coefficients of a section are laid out for the finest class that is served: a class leaves rows of each block free.
+
+    Attributes:
+        arrays: the plans of all sections without classes, then of class k of section s in row S + 16 s + k, on the
+            host; `device_arrays` on the device. Classes that are not served have no planes.
+        row_maps: int32 at `Plan.ROW_MAP`: which component of the class each row of coefficients holds, or -1.
+        block_ranks: int32 `[blocks, 16]` components of each block by class.
+        maps: the bases, as deep as the finest class needs them.
+        finest: int64 `[S]` finest class of each section that is served.
+        planes: int64 `[S, 16]` of each section's classes; its maximum over the classes is P of the format.
+        bits: float64 `[S, 16]` that a token of each class is expected to take.
+        usual: int64 `[S]` the finest class that is no rarity, which tells how large a chunk is as a rule.
+        slots: uint32 `[S, 4096]` of the tables that code the classes.
+        freq: uint16 `[S, 256]` of these tables.
+    """
+
+    def __init__(self, plan: TransformPlan) -> None:
+        family = plan.profile.family
+        classed = [own.classed for own in plan.coding]
+        plans, steps = [own.plan for own in plan.coding], [step_value(plan.step)] * len(plan.coding)
+        rows_of = [np.arange(len(own.shift)) for own in plans]
+        row_maps: list[npt.NDArray[np.int32]] = []
+        nothing = coding_plan(np.empty(0, np.int32))
+        for section in classed:
+            # What the kernels take for granted: their scratch is that of the finest class that occurs.
+            for falling in (section.rows[section.finest :], section.planes[section.finest :]):
+                if np.any(np.diff(falling) > 0):
+                    raise ProfileError("the profile codes more components of coarser tokens than of finer ones")
+        deepest = []
+        for own, section in zip(plan.coding, classed, strict=True):
+            finest = own.class_ranks[section.finest]
+            deepest.append(finest)
+            begin = np.cumsum(finest) - finest
+            for k, ranks in enumerate(own.class_ranks):
+                rows = np.concatenate([first + np.arange(rank) for first, rank in zip(begin, ranks, strict=True)])
+                row_map = np.full(sum(finest), -1, np.int32)
+                row_map[rows] = np.arange(len(rows))
+                plans.append(section.plans[k] or nothing)
+                steps.append(float(section.steps[k]))
+                rows_of.append(rows)
+                row_maps.append(row_map)
+        self.arrays = PlanArrays.at_steps(plans, family, steps, rows_of)
+        ends = np.cumsum([len(row_map) for row_map in row_maps])
+        self.arrays.plans[len(plan.coding) :, Plan.ROW_MAP] = ends - [len(row_map) for row_map in row_maps]
+        self.device_arrays = DeviceArrays.of(self.arrays, plan.device)
+        self.row_maps = torch.from_numpy(np.concatenate(row_maps)).to(plan.device)
+        ranks_by_class = [np.array(own.class_ranks, np.int32).T for own in plan.coding]
+        self.block_ranks = torch.from_numpy(np.ascontiguousarray(np.concatenate(ranks_by_class))).to(plan.device)
+        self.maps = LinearMaps(plan.geometry, plan.profile.learned, deepest, plan.device, plan.product)
+        self.finest = np.array([section.finest for section in classed], np.int64)
+        self.planes = np.stack([section.planes for section in classed]).astype(np.int64)
+        self.bits = np.stack([section.entropy(family.tables) for section in classed])
+        tables = [own.class_table for own in plan.coding]
+        self.slots = np.concatenate([table.slots for table in tables])
+        self.freq = np.concatenate([table.freq for table in tables])
+        self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest)
+
+    def rows(self, sections: Numbers, classes: Numbers | int = 0) -> Numbers:
+        """Rows of `plans`: of class `classes` of each of `sections`."""
+        rows: Numbers = len(self.finest) + sections * CLASSES + classes
+        return rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,10 @@ from cuvee.codec.rans import LOWER_BOUND, U32, WORD_BITS, Streams
 from cuvee.codec.symbols import Escapes
 from cuvee.codec.tables import SYMBOLS, EntropyTables
 from cuvee.kernels.jobs import (
+    JOB_CLASS_PLAN,
+    JOB_CLASS_STATE,
+    JOB_CLASS_WORD_COUNT,
+    JOB_CLASS_WORDS,
     JOB_ESCAPE_COUNT,
     JOB_ESCAPES,
     JOB_FIELDS,
@@ -50,21 +54,29 @@ from cuvee.kernels.spec import Budget, KernelSpec
 
 _BOUND = tl.constexpr(LOWER_BOUND)
 _SYMBOLS = tl.constexpr(SYMBOLS)
-_HEADER_BYTES = 12  # W, E, log2 n, zeros
+_HEADER_BYTES = 12  # W, E, log2 n, the mode, zeros
 _HEADER = tl.constexpr(_HEADER_BYTES // 4)
-_SHORT_LENGTH = tl.constexpr(0xFFFF)  # the most symbols of a stream for which two bytes hold its words
+_CLASS_HEADER_BYTES = 8  # C, the class state
+_CLASS_HEADER = tl.constexpr(_CLASS_HEADER_BYTES // 4)
+_SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
 
 # Streams of a program: one warp, so that the streams of a single chunk already spread over many multiprocessors.
-_LANES = 64 if torch.version.hip else 32
+LANES = 64 if torch.version.hip else 32
 # What the inner loops need. Without a limit the compiler takes more for the code around them. AMD has no such option.
-_REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 40}
-_PRECEDING = 64  # lengths read at a time to find where a stream begins; more would take the inner loop's registers
+REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 40}
+PRECEDING = 64  # lengths read at a time to find where a stream begins; more would take the inner loop's registers
 _WRITE_STREAMS = 16
 _WRITE_PRECEDING = 256
 _WRITE_WORDS = 128
 _WRITE_ESCAPES = 1024
 
 Count = TypeVar("Count", int, npt.NDArray[np.int64])
+
+
+def long_lengths(planes: Count, per_stream: Count) -> Count:
+    """1 where lengths of streams take four bytes: of so many planes and tokens a stream, one word a symbol."""
+    long: Count = 1 * (planes * per_stream > _SHORT_LENGTH)
+    return long
 
 
 @triton.jit
@@ -92,6 +104,47 @@ def _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS: 
     return x, at, word
 
 
+@triton.jit
+def _decode_run(x, at, word, end, words, slots, table_of, out, tokens, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`steps` symbols of every lane, at least one; see `_decode_step`."""
+    # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
+    table = tl.load(table_of) << PROB_BITS
+    for _ in range(1, steps):
+        table_of += 1
+        following = tl.load(table_of)
+        x, at, word = _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
+        table = following << PROB_BITS
+        out += tokens
+    return _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
+
+
+@triton.jit
+def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the words of each stream lie, from the lengths: first word, end, and the end before it was clamped.
+
+    The sums are exact, then clamped to the words that there are: lengths that lie shift a stream, and are found out,
+    but no read leaves the words. Positions fit int32: a section has less than 2**32 bytes.
+    """
+    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
+    lengths = data16 + tl.load(job + JOB_LENGTHS)
+    before = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, first, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        before += _length(lengths, other, long, other < first)
+    length = _length(lengths, stream, long, exists)
+    ends = tl.sum(before, 0) + tl.cumsum(length, 0)
+    word_count = tl.load(job + JOB_WORD_COUNT)
+    return tl.minimum(ends - length, word_count).to(tl.int32), tl.minimum(ends, word_count).to(tl.int32), ends
+
+
+@triton.jit
+def _flag_streams(status, bad, exists, ends, job, is_last):  # type: ignore[no-untyped-def]
+    """Say so if a stream is `bad`, or if the last program's lengths do not add up."""
+    wrong = tl.max((bad & exists).to(tl.int32), 0) > 0
+    wrong |= is_last & (tl.max(ends, 0) != tl.load(job + JOB_WORD_COUNT))
+    tl.atomic_or(status, STATUS_STREAMS, mask=wrong)
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
     data16, data32, jobs, plans, tables, slots, planes, status, blocks,
@@ -101,30 +154,15 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     first = tl.program_id(0) % blocks * LANES
     job = jobs + index * JOB_FIELDS
     streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    if first >= streams:
+    if (first >= streams) | (tl.load(job + JOB_CLASS_PLAN) > 0):
         return
     plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
     steps = tl.load(plan + PLAN_PLANES).to(tl.int32)
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
     per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
     stream = first + tl.arange(0, LANES)
     exists = stream < streams
-
-    # Where the words of each stream lie. The sums are exact, then clamped to the words that there are: lengths that
-    # lie shift a stream, and are found out, but no read leaves the words. Positions fit int32: a section has less than
-    # 2**32 bytes.
-    lengths = data16 + tl.load(job + JOB_LENGTHS)
-    before = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, first, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        before += _length(lengths, other, long, other < first)
-    length = _length(lengths, stream, long, exists)
-    ends = tl.sum(before, 0) + tl.cumsum(length, 0)
-    word_count = tl.load(job + JOB_WORD_COUNT)
-    end = tl.minimum(ends, word_count).to(tl.int32)
-    at = tl.minimum(ends - length, word_count).to(tl.int32)
-
+    at, end, ends = _open_streams(data16, job, first, stream, exists, BLOCK)
     x = tl.load(data32 + tl.load(job + JOB_STATES) + stream, mask=exists, other=_BOUND)
     bad = x < _BOUND
     words = data16 + tl.load(job + JOB_WORDS)
@@ -132,29 +170,18 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     last_x, last_at = x, at
     token = stream * per_stream
     column = planes + tl.load(job + JOB_PLANES) + token
-    # Without planes there is nothing to decode, and the last step below would be one too many.
+    # Without planes there is nothing to decode, and a run has at least one step.
     turns = tl.where(steps > 0, tl.minimum(per_stream, tokens - first * per_stream), 0)
     for j in range(turns):
         # Lanes without a token run along, store nothing, and keep the state they ended in.
         active = exists & (token + j < tokens)
         table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST))
-        out = column
-        # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
-        table = tl.load(table_of) << PROB_BITS
-        for _ in range(1, steps):
-            table_of += 1
-            following = tl.load(table_of)
-            x, at, word = _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
-            table = following << PROB_BITS
-            out += tokens
-        x, at, word = _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
+        x, at, word = _decode_run(x, at, word, end, words, slots, table_of, column, tokens, steps, active, PROB_BITS)
         last_x = tl.where(active, x, last_x)
         last_at = tl.where(active, at, last_at)
         column += 1
     bad |= (last_x != _BOUND) | (last_at != end)
-    wrong = tl.max((bad & exists).to(tl.int32), 0) > 0
-    wrong |= (first + LANES >= streams) & (tl.max(ends, 0) != word_count)
-    tl.atomic_or(status + index, STATUS_STREAMS, mask=wrong)
+    _flag_streams(status + index, bad, exists, ends, job, first + LANES >= streams)
 
 
 def rans_decode(
@@ -185,11 +212,11 @@ def rans_decode(
             a state below 2**16, does not end in 2**16, or does not end with its words. Its symbols are then anything.
         max_streams: the largest STREAMS of a job.
     """
-    blocks = triton.cdiv(max_streams, _LANES)
+    blocks = triton.cdiv(max_streams, LANES)
     _decode_kernel[(blocks * len(jobs),)](
         data.view(torch.uint16), data.view(torch.uint32), jobs, plans, tables, slots, planes, status, blocks,
-        PROB_BITS=slots.shape[1].bit_length() - 1, LANES=_LANES, BLOCK=_PRECEDING,
-        num_warps=1, **_REGISTERS,
+        PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
+        num_warps=1, **REGISTERS,
     )  # fmt: skip
 
 
@@ -274,22 +301,54 @@ def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type:
     return x + (packed & 0xFFFF) + quotient * gap + correction, at
 
 
+@triton.jit
+def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, active):  # type: ignore[no-untyped-def]
+    """`steps` symbols of every lane, from the plane at `row` and the table at `table_of` upwards."""
+    for _ in range(steps % 4):
+        packed, reciprocal = _entry(coding, table_of, row, active)
+        x, at = _encode_step(x, at, top, packed, reciprocal, total, scale, active)
+        row -= tokens
+        table_of -= 1
+    # Four at a time: their symbols and entries do not depend on the state, and are fetched together.
+    for _ in range(steps // 4):
+        packed0, reciprocal0 = _entry(coding, table_of, row, active)
+        row -= tokens
+        packed1, reciprocal1 = _entry(coding, table_of - 1, row, active)
+        row -= tokens
+        packed2, reciprocal2 = _entry(coding, table_of - 2, row, active)
+        row -= tokens
+        packed3, reciprocal3 = _entry(coding, table_of - 3, row, active)
+        row -= tokens
+        table_of -= 4
+        x, at = _encode_step(x, at, top, packed0, reciprocal0, total, scale, active)
+        x, at = _encode_step(x, at, top, packed1, reciprocal1, total, scale, active)
+        x, at = _encode_step(x, at, top, packed2, reciprocal2, total, scale, active)
+        x, at = _encode_step(x, at, top, packed3, reciprocal3, total, scale, active)
+    return x, at
+
+
+@triton.jit
+def _totals(coding):  # type: ignore[no-untyped-def]
+    """2**prob_bits and 2**(32 - prob_bits) of the tables."""
+    # The frequencies of a table add up to 2**prob_bits: those of all bytes before the last, and its own.
+    last = tl.load(coding + (_SYMBOLS - 1)).to(tl.uint32)
+    total = (last >> 16) + (last & 0xFFFF)
+    return total, 0xFFFFFFFF // total + 1
+
+
 @triton.jit(do_not_specialize=["blocks"])
 def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, blocks, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
     index = tl.program_id(0) // blocks
     first = tl.program_id(0) % blocks * LANES
     job = jobs + index * JOB_FIELDS
     streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    if first >= streams:
+    if (first >= streams) | (tl.load(job + JOB_CLASS_PLAN) > 0):
         return
     plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
     steps = tl.load(plan + PLAN_PLANES).to(tl.int32)
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
     per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-    # The frequencies of a table add up to 2**prob_bits: those of all bytes before the last, and its own.
-    last = tl.load(coding + (_SYMBOLS - 1)).to(tl.uint32)
-    total = (last >> 16) + (last & 0xFFFF)
-    scale = 0xFFFFFFFF // total + 1  # 2**(32 - prob_bits)
+    total, scale = _totals(coding)
     stream = first + tl.arange(0, LANES)
     exists = stream < streams
     token = stream * per_stream
@@ -302,27 +361,7 @@ def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, 
         j = longest - 1 - back
         active = exists & (token + j < tokens)
         table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST)) + (steps - 1)
-        row = last_row + j
-        for _ in range(steps % 4):
-            packed, reciprocal = _entry(coding, table_of, row, active)
-            x, at = _encode_step(x, at, top, packed, reciprocal, total, scale, active)
-            row -= tokens
-            table_of -= 1
-        # Four at a time: their symbols and entries do not depend on the state, and are fetched together.
-        for _ in range(steps // 4):
-            packed0, reciprocal0 = _entry(coding, table_of, row, active)
-            row -= tokens
-            packed1, reciprocal1 = _entry(coding, table_of - 1, row, active)
-            row -= tokens
-            packed2, reciprocal2 = _entry(coding, table_of - 2, row, active)
-            row -= tokens
-            packed3, reciprocal3 = _entry(coding, table_of - 3, row, active)
-            row -= tokens
-            table_of -= 4
-            x, at = _encode_step(x, at, top, packed0, reciprocal0, total, scale, active)
-            x, at = _encode_step(x, at, top, packed1, reciprocal1, total, scale, active)
-            x, at = _encode_step(x, at, top, packed2, reciprocal2, total, scale, active)
-            x, at = _encode_step(x, at, top, packed3, reciprocal3, total, scale, active)
+        x, at = _encode_run(x, at, top, coding, table_of, last_row + j, tokens, steps, total, scale, active)
         # Lanes without a token run along, store nothing, and begin where the others do.
         x = tl.where(active, x, _BOUND)
         at = tl.where(active, at, 0)
@@ -358,10 +397,10 @@ def rans_encode(
         lengths: uint32, receives the words of stream s at `Job.LENGTHS` + s.
         max_streams: the largest STREAMS of a job.
     """
-    blocks = triton.cdiv(max_streams, _LANES)
+    blocks = triton.cdiv(max_streams, LANES)
     _encode_kernel[(blocks * len(jobs),)](
         planes, jobs, plans, tables, coding.view(torch.int64), words, states, lengths, blocks,
-        LANES=_LANES, num_warps=1,
+        LANES=LANES, num_warps=1,
     )  # fmt: skip
 
 
@@ -424,25 +463,30 @@ def count_words_reference(jobs: torch.Tensor, lengths: torch.Tensor, totals: tor
         totals[index] = lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]].to(torch.int64).sum()
 
 
-def coded_bytes(streams: Count, planes: Count, per_stream: Count, words: Count, escapes: Count) -> Count:
+def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
     """Size of coded parts: of one (ints) or of many (int64 arrays).
 
     Args:
         streams: S.
-        planes: P.
-        per_stream: n.
+        long: 1: lengths take four bytes, 0: two.
         words: W, of all streams.
         escapes: E.
+        classes: bytes of the stream of classes, `class_bytes`; 0: there are none.
     """
-    length_bytes = 2 + 2 * (planes * per_stream > _SHORT_LENGTH.value)
-    coded = _HEADER_BYTES + (4 + length_bytes) * streams + 2 * words
+    coded = _HEADER_BYTES + (6 + 2 * long) * streams + 2 * words + classes
     size: Count = coded + -coded % 4 + 8 * escapes
+    return size
+
+
+def class_bytes(words: Count) -> Count:
+    """Size of what a coded part holds of the classes, whose stream has so many words."""
+    size: Count = _CLASS_HEADER_BYTES + 2 * words
     return size
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _write_kernel(  # type: ignore[no-untyped-def]
-    jobs, plans, words, states, lengths, escape_index, escape_value, out16, out32, blocks,
+    jobs, plans, words, states, lengths, escape_index, escape_value, class_words, out16, out32, blocks,
     STREAMS: tl.constexpr, WORDS: tl.constexpr, ESCAPES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0) % blocks
@@ -453,19 +497,29 @@ def _write_kernel(  # type: ignore[no-untyped-def]
         return
     steps = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_PLANES)
     region = steps * tl.load(job + JOB_PER_STREAM)
-    long = (region > _SHORT_LENGTH).to(tl.int32)
+    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
     word_count = tl.load(job + JOB_WORD_COUNT)
     escape_count = tl.load(job + JOB_ESCAPE_COUNT)
+    classed = tl.load(job + JOB_CLASS_PLAN) > 0
+    class_count = tl.where(classed, tl.load(job + JOB_CLASS_WORD_COUNT), 0)
+    header = tl.where(classed, _HEADER + _CLASS_HEADER, _HEADER)
     section = out32 + tl.load(job + JOB_SECTION) // 4
-    coded_lengths = out16 + tl.load(job + JOB_SECTION) // 2 + 2 * (_HEADER + streams)
-    coded_words = coded_lengths + streams * (1 + long)
-    coded = 2 * (_HEADER + streams) + streams * (1 + long) + word_count  # in uint16, padding apart
+    coded_lengths = out16 + tl.load(job + JOB_SECTION) // 2 + 2 * (header + streams)
+    coded_words = coded_lengths + streams * (1 + long) + class_count
+    coded = 2 * (header + streams) + streams * (1 + long) + class_count + word_count  # in uint16, padding apart
     if block == 0:
         per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
         log2 = tl.sum((per_stream >> tl.arange(0, 8) > 0).to(tl.int32), 0) - 1
         tl.store(section, word_count.to(tl.uint32))
         tl.store(section + 1, escape_count.to(tl.uint32))
-        tl.store(section + 2, log2.to(tl.uint32))
+        tl.store(section + 2, (log2 | (classed.to(tl.int32) << 8)).to(tl.uint32))
+        tl.store(section + 3, class_count.to(tl.uint32), mask=classed)
+        tl.store(section + 4, tl.load(job + JOB_CLASS_STATE).to(tl.uint32), mask=classed)
+        listed = class_words + tl.where(classed, tl.load(job + JOB_CLASS_WORDS), 0)
+        for start in range(0, class_count, WORDS):
+            at = start + tl.arange(0, WORDS)
+            word = tl.load(listed + at, mask=at < class_count, other=0)
+            tl.store(coded_words - class_count + at, word, mask=at < class_count)
         tl.store(coded_words + word_count, 0, mask=coded % 2 > 0)
 
     lengths += tl.load(job + JOB_LENGTHS)
@@ -480,7 +534,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     tl.store(written, length.to(tl.uint16), mask=exists)
     tl.store(written + 1, (length >> 16).to(tl.uint16), mask=tl.where(exists, long, 0) > 0)
     state = tl.load(states + tl.load(job + JOB_STATES) + stream, mask=exists, other=0)
-    tl.store(section + _HEADER + stream, state, mask=exists)
+    tl.store(section + header + stream, state, mask=exists)
 
     size = length.to(tl.int64)
     source = words + tl.load(job + JOB_WORDS) + (stream + 1) * region - size
@@ -512,12 +566,14 @@ def write_coded(
     escape_value: torch.Tensor,
     out: torch.Tensor,
     max_streams: int,
+    class_words: torch.Tensor | None = None,
 ) -> None:
     """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
 
     Args:
-        jobs: `[J, len(Job)]` int64 as for `rans_encode`; read are also WORD_COUNT (of `count_words`), ESCAPE_COUNT,
-            ESCAPES, which here counts in `escape_index` and `escape_value`, and SECTION.
+        jobs: `[J, len(Job)]` int64 as for `rans_encode`; read are also WORD_COUNT (of `count_words`), LONG_LENGTHS,
+            ESCAPE_COUNT, ESCAPES, which here counts in `escape_index` and `escape_value`, SECTION, CLASS_PLAN, and
+            where that tells of classes CLASS_WORDS, which counts in `class_words`, CLASS_WORD_COUNT and CLASS_STATE.
         plans: `[Q, len(Plan)]` int64; read is PLANES.
         words: uint16, of `rans_encode`.
         states: uint32, of `rans_encode`.
@@ -526,10 +582,11 @@ def write_coded(
         escape_value: int32.
         out: uint8, a multiple of 4; receives each coded part at `Job.SECTION`.
         max_streams: the largest STREAMS of a job.
+        class_words: uint16, words of the streams of classes; None: no tokens have classes.
     """
     blocks = triton.cdiv(max_streams, _WRITE_STREAMS)
     _write_kernel[(blocks * len(jobs),)](
-        jobs, plans, words, states, lengths, escape_index, escape_value,
+        jobs, plans, words, states, lengths, escape_index, escape_value, words if class_words is None else class_words,
         out.view(torch.uint16), out.view(torch.uint32), blocks,
         STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
     )  # fmt: skip
@@ -545,6 +602,7 @@ def write_coded_reference(
     escape_value: torch.Tensor,
     out: torch.Tensor,
     max_streams: int,
+    class_words: torch.Tensor | None = None,
 ) -> None:
     """See `write_coded`."""
     for job in jobs.tolist():
@@ -555,7 +613,13 @@ def write_coded_reference(
         streams = Streams(states[job[Job.STATES] :][:count].cpu().numpy(), length, coded)
         listed = slice(job[Job.ESCAPES], job[Job.ESCAPES] + job[Job.ESCAPE_COUNT])
         escapes = Escapes(escape_index[listed].cpu().numpy(), escape_value[listed].cpu().numpy())
-        part = np.frombuffer(write_streams(streams, escapes, steps, per_stream), np.uint8)
+        classes = None
+        if job[Job.CLASS_PLAN] > 0 and class_words is not None:
+            own = class_words[job[Job.CLASS_WORDS] :][: job[Job.CLASS_WORD_COUNT]].cpu().numpy()
+            classes = Streams(np.array([job[Job.CLASS_STATE]], np.uint32), np.array([len(own)], np.uint32), own)
+        # The planes decide how long a length is, and nothing else.
+        planes = _SHORT_LENGTH + 1 if job[Job.LONG_LENGTHS] else 0
+        part = np.frombuffer(write_streams(streams, escapes, planes, per_stream, classes), np.uint8)
         out[job[Job.SECTION] :][: len(part)] = torch.from_numpy(part.copy()).to(out.device)
 
 
@@ -574,7 +638,7 @@ SPECS: tuple[KernelSpec, ...] = (
             "status": "*i32",
             "blocks": "i32",
         },
-        {"PROB_BITS": 12, "LANES": 32, "BLOCK": _PRECEDING},
+        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
         num_warps=1,
         options={"maxnreg": 40},
         divisible=("data16", "data32", "jobs", "plans", "tables", "slots", "planes", "status"),
@@ -621,13 +685,15 @@ SPECS: tuple[KernelSpec, ...] = (
             "lengths": "*u32",
             "escape_index": "*u32",
             "escape_value": "*i32",
+            "class_words": "*u16",
             "out16": "*u16",
             "out32": "*u32",
             "blocks": "i32",
         },
         {"STREAMS": _WRITE_STREAMS, "WORDS": _WRITE_WORDS, "ESCAPES": _WRITE_ESCAPES, "BLOCK": _WRITE_PRECEDING},
         divisible=(
-            "jobs", "plans", "words", "states", "lengths", "escape_index", "escape_value", "out16", "out32",
+            "jobs", "plans", "words", "states", "lengths", "escape_index", "escape_value", "class_words", "out16",
+            "out32",
         ),
     ),
 )  # fmt: skip

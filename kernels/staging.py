@@ -22,7 +22,8 @@ from cuvee.codec.errors import FormatError
 from cuvee.kernels.jobs import Job
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
-STREAM_HEADER = 12  # bytes of W, E, log2 n and what is reserved
+STREAM_HEADER = 12  # bytes of W, E, log2 n, the mode and what is reserved
+CLASS_HEADER = 8  # bytes of C and the state, after that
 
 PARALLEL_BYTES = 1 << 20  # fewer are moved faster than they are handed to threads
 MAX_THREADS = 8
@@ -105,8 +106,15 @@ class Packed:
 
 
 def read_coded(
-    data: npt.NDArray[np.uint8], begin: I64, end: I64, tokens: I64, planes: I64, jobs: I64, names: list[str]
-) -> None:
+    data: npt.NDArray[np.uint8],
+    begin: I64,
+    end: I64,
+    tokens: I64,
+    planes: I64,
+    jobs: I64,
+    names: list[str],
+    class_planes: I64 | None = None,
+) -> npt.NDArray[np.bool_]:
     """Find the parts of coded sections and fill in what `jobs` `[J, len(Job)]` says of them.
 
     Args:
@@ -114,9 +122,13 @@ def read_coded(
         begin: `[J]` where each coded part begins, a multiple of four.
         end: `[J]` where it must end.
         tokens: `[J]` tokens of each job.
-        planes: `[J]` byte planes of each job.
-        jobs: the table; the columns STATES … PER_STREAM and LONG_LENGTHS are written.
+        planes: `[J]` byte planes of each job, if its tokens have no classes.
+        jobs: the table; the columns STATES … PER_STREAM, LONG_LENGTHS and CLASS_WORDS … CLASS_STATE are written.
         names: of each job, for messages.
+        class_planes: `[J]` byte planes of the finest class; None: the scheme has no classes.
+
+    Returns:
+        `[J]` whose tokens have classes.
 
     Raises:
         FormatError: parts that do not fill their section.
@@ -131,13 +143,20 @@ def read_coded(
     at = begin // 4
     words, escapes = words32[at].astype(np.int64), words32[at + 1].astype(np.int64)
     packed = words32[at + 2].astype(np.int64)
-    require(packed <= MAX_TOKENS_PER_STREAM_LOG2, "has a stream header that is out of range")
-    per_stream = np.left_shift(np.int64(1), packed)
+    classed: npt.NDArray[np.bool_] = packed >> 8 == 1
+    require((packed & 0xFF <= MAX_TOKENS_PER_STREAM_LOG2) & (packed >> 9 == 0), "has a stream header out of range")
+    require(~classed | (class_planes is not None), "has token classes, which its scheme does not")
+    states = begin + STREAM_HEADER + np.where(classed, CLASS_HEADER, 0)
+    require(end >= states, "ends before its stream header does")
+    class_words, class_state = (
+        np.where(classed, words32[np.where(classed, at + place, 0)], 0).astype(np.int64) for place in (3, 4)
+    )
+    per_stream = np.left_shift(np.int64(1), packed & 0xFF)
     streams = -(-tokens // per_stream)
-    long = planes * per_stream > 0xFFFF
-    states = begin + STREAM_HEADER
+    long = np.where(classed, planes if class_planes is None else class_planes, planes) * per_stream > 0xFFFF
     lengths = states + 4 * streams
-    first_word = lengths + streams * np.where(long, 4, 2)
+    first_class = lengths + streams * np.where(long, 4, 2)
+    first_word = first_class + 2 * class_words
     last_word = first_word + 2 * words
     listed = last_word + (begin - last_word) % 4
     require(listed + 8 * escapes == end, "is not filled exactly by its streams and escapes")
@@ -155,5 +174,9 @@ def read_coded(
         (Job.TOKENS, tokens),
         (Job.PER_STREAM, per_stream),
         (Job.LONG_LENGTHS, long),
+        (Job.CLASS_WORDS, first_class // 2),
+        (Job.CLASS_WORD_COUNT, class_words),
+        (Job.CLASS_STATE, class_state),
     ):
         jobs[:, field] = value
+    return classed

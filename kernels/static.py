@@ -39,7 +39,10 @@ import cuvee
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.kernels.spec import KernelSpec
 
-MODULES = tuple(f"cuvee.kernels.{name}" for name in ("rans", "symbols", "transform", "lossless", "generic"))
+MODULES = tuple(
+    f"cuvee.kernels.{name}"
+    for name in ("rans", "rans_classes", "symbols", "symbols_classes", "transform", "lossless", "generic")
+)
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 KINDS = ("memory", "integer", "float", "tensor", "control")
 

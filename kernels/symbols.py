@@ -30,6 +30,7 @@ from cuvee.codec.errors import CorruptError
 from cuvee.codec.symbols import RHO_BITS, CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.tables import EntropyTables
 from cuvee.kernels.jobs import (
+    JOB_CLASS_PLAN,
     JOB_ESCAPE_COUNT,
     JOB_ESCAPES,
     JOB_FIELDS,
@@ -69,17 +70,18 @@ DEAD_ZONE = tl.constexpr(2)
 ROUNDING = tl.constexpr(3)
 
 # Columns of `row_ints`: int32 by component.
-INT_FIELDS = tl.constexpr(3)
+INT_FIELDS = tl.constexpr(4)
 SHIFT = tl.constexpr(0)
 LOW_PLANE = tl.constexpr(1)  # plane of the low bits within the job, or -1
 GAIN = tl.constexpr(2)  # of the prediction, 1/256
+Y_ROW = tl.constexpr(3)  # row of coefficients; the component's number where tokens have no classes
 
 _ROWS, _GROUPS, _RUN = 8, 32, 8  # tile of `dequantize`
 _TOKENS = _GROUPS * _RUN
 _BLOCK_ROWS = 4  # rows of `quantize`: its many numbers a row take registers
-_ENTRIES = 128  # of an escape list at a time
-_CELLS = 1 << 16  # a program for the escapes of so many values, one in 512; it repeats where there are more
-_MAX_GRID = 65535  # programs along the second and third axis
+ENTRIES = 128  # of an escape list at a time
+CELLS = 1 << 16  # a program for the escapes of so many values, one in 512; it repeats where there are more
+MAX_GRID = 65535  # programs along the second and third axis
 
 
 def level_limit(step: float) -> float:
@@ -212,7 +214,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
     job = jobs + index * JOB_FIELDS
     plan_index = tl.load(job + JOB_PLAN)
     plan = plans + plan_index * PLAN_FIELDS
-    if tile_row * ROWS < tl.load(plan + PLAN_ROWS):
+    has_classes = tl.load(job + JOB_CLASS_PLAN) > 0
+    if (tile_row * ROWS < tl.load(plan + PLAN_ROWS)) & (has_classes == 0):
         step = tl.load(steps + plan_index)
         sizes = tl.load(job + JOB_TOKENS) | tl.load(job + JOB_STRIDE)
         offsets = tl.load(job + JOB_PLANES) | tl.load(job + JOB_LEVELS)
@@ -236,6 +239,8 @@ def _place_escapes(  # type: ignore[no-untyped-def]
     """Check a job's escape list and redo the values it changes; a *cell* is a place of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
+    if tl.load(job + JOB_CLASS_PLAN) > 0:
+        return
     plan_index = tl.load(job + JOB_PLAN)
     plan = plans + plan_index * PLAN_FIELDS
     count = tl.load(job + JOB_ESCAPE_COUNT)
@@ -325,7 +330,8 @@ def dequantize(
             The lists lie within `data`; STRIDE is at most T rounded up to a multiple of 256.
         plans: int64 `[Q, len(Plan)]`.
         row_floats: float32 `[components, 4]`: shrink of level 1, shrink above, dead zone, rounding; from Plan.ROW on.
-        row_ints: int32 `[components, 3]`: shift, plane of the low bits or -1, prediction gain; from Plan.ROW on.
+        row_ints: int32 `[components, 4]`: shift, plane of the low bits or -1, prediction gain, and one that tokens
+            without classes do not use; from Plan.ROW on.
         steps: float32 `[Q]`.
         planes: uint8.
         y: bfloat16 or float32.
@@ -342,10 +348,10 @@ def dequantize(
         PREDICTED=predicted, ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     # At least one program: the list of a job without a single row is checked too.
-    blocks = min(triton.cdiv(max(max_rows, 1) * max_tokens, _CELLS), _MAX_GRID)
+    blocks = min(triton.cdiv(max(max_rows, 1) * max_tokens, CELLS), MAX_GRID)
     _place_escapes[(count, blocks)](
         data.view(torch.uint32), jobs, plans, row_floats, row_ints, steps, planes, y, found, status,
-        PREDICTED=predicted, ENTRIES=_ENTRIES, num_warps=4, enable_fp_fusion=False,
+        PREDICTED=predicted, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -383,6 +389,8 @@ def _quantize(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
+    if tl.load(job + JOB_CLASS_PLAN) > 0:
+        return
     plan_index = tl.load(job + JOB_PLAN)
     plan = plans + plan_index * PLAN_FIELDS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -477,6 +485,8 @@ def _list_escapes(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     number = tl.program_id(0).to(tl.int64)
     job = jobs + number * JOB_FIELDS
+    if tl.load(job + JOB_CLASS_PLAN) > 0:
+        return
     plan_index = tl.load(job + JOB_PLAN)
     plan = plans + plan_index * PLAN_FIELDS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -561,6 +571,10 @@ def _host(tensor: torch.Tensor) -> npt.NDArray[Any]:
     return tensor.detach().cpu().numpy()
 
 
+def _without_classes(jobs: torch.Tensor) -> list[int]:
+    return [index for index, job in enumerate(jobs.tolist()) if job[Job.CLASS_PLAN] <= 0]
+
+
 class _Part:
     """One job with its plan in the terms of `codec.symbols`."""
 
@@ -578,6 +592,7 @@ class _Part:
         self.quantizer = Quantizer(floats[:, 2], floats[:, 3], floats[:, :2])
         # The planes as `codec.symbols` orders them: high parts, then the low bits of the wide components.
         self.order = np.concatenate([np.arange(self.rows), ints[ints[:, 0] > 0, 1]])
+        self.y_rows = torch.from_numpy(ints[:, 3].astype(np.int64))
         self._ints, self._prediction = ints, Prediction(plan[Plan.PREDICTION])
 
     def plan(self, tables: torch.Tensor | None = None) -> CodingPlan:
@@ -631,7 +646,7 @@ def dequantize_reference(
 ) -> None:
     """See `dequantize`; the coefficients of a job with a status are zero."""
     words = _host(data).view(np.uint32)
-    for index in range(len(jobs)):
+    for index in _without_classes(jobs):
         part = _Part(jobs, plans, row_floats, row_ints, index)
         plan = part.plan()
         at, count = part.job[Job.ESCAPES], part.job[Job.ESCAPE_COUNT]
@@ -668,9 +683,9 @@ def quantize_reference(
     """See `quantize`; a job with a status keeps its planes."""
     frequencies = _host(freq)
     entropy = EntropyTables(frequencies, int(frequencies[0].sum()).bit_length() - 1)
-    counts.zero_()
-    for index in range(len(jobs)):
+    for index in _without_classes(jobs):
         part = _Part(jobs, plans, row_floats, row_ints, index)
+        counts[index] = 0
         peak = np.abs(_host(part.coefficients(y)[:, : part.tokens])).max()
         if not peak < float(limits[part.plan_index]):
             status[index] |= int(Status.TOO_LARGE)
@@ -696,7 +711,7 @@ def list_escapes_reference(
     max_rows: int,
 ) -> None:
     """See `list_escapes`."""
-    for number in range(len(jobs)):
+    for number in _without_classes(jobs):
         part = _Part(jobs, plans, row_floats, row_ints, number)
         plan = part.plan()
         d = part.differences(y, inverses, plan)
@@ -746,8 +761,8 @@ _BLOCK = {"ROWS": _BLOCK_ROWS, "TOKENS": _TOKENS}
 SPECS: tuple[KernelSpec, ...] = (
     _spec("dequantize", _dequantize, _DECODE, {"PREDICTED": False, **_TILE}, 80),
     _spec("dequantize predicted", _dequantize, _DECODE, {"PREDICTED": True, **_TILE}, 128),
-    _spec("place_escapes", _place_escapes, _PLACE, {"PREDICTED": False, "ENTRIES": _ENTRIES}, 48),
-    _spec("place_escapes predicted", _place_escapes, _PLACE, {"PREDICTED": True, "ENTRIES": _ENTRIES}, 48),
+    _spec("place_escapes", _place_escapes, _PLACE, {"PREDICTED": False, "ENTRIES": ENTRIES}, 48),
+    _spec("escapes predicted", _place_escapes, _PLACE, {"PREDICTED": True, "ENTRIES": ENTRIES}, 48),
     _spec("quantize", _quantize, _QUANTIZE, _BLOCK, 168, _SIZES),
     _spec("list_escapes", _list_escapes, _LIST, _BLOCK, 128, {"total": "i32", **_SIZES}),
 )

@@ -9,7 +9,7 @@ The M *columns* of x, of the means and of the bases are a section's values in an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cuvee.codec.classes import CLASSES, WINDOW
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.transform import Section
@@ -34,6 +35,8 @@ from cuvee.kernels.jobs import (
     CHUNK_SOURCE,
     CHUNK_TOKENS,
     ELEMENTS,
+    JOB_CLASS_PLAN,
+    JOB_COLUMNS,
     JOB_FIELDS,
     JOB_LEVELS,
     JOB_STRIDE,
@@ -41,6 +44,7 @@ from cuvee.kernels.jobs import (
     TILE_ANGLE,
     TILE_BASIS,
     TILE_BASIS_STRIDE,
+    TILE_BLOCK,
     TILE_COLUMN,
     TILE_COUNT0,
     TILE_COUNT1,
@@ -76,6 +80,32 @@ GATHER_TOKENS = 64
 ANALYSIS_ROWS, ANALYSIS_TOKENS, ANALYSIS_COLUMNS = 128, 64, 32  # a step of `analyze`: what fits registers
 
 INFINITY = tl.constexpr(float("inf"))
+_WINDOW = tl.constexpr(WINDOW)
+_CLASSES = tl.constexpr(CLASSES)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Where tokens have classes: in which order the coefficients of a job lie, and how many there are.
+
+    Attributes:
+        classes: uint8 below 16, at `Job.COLUMNS` of each job those of its T columns, not falling within a window.
+        order: uint8, likewise the token of each column, counted from the first of its window.
+        block_ranks: int32 `[blocks, 16]` components of each block of the bases by class, not rising with the class.
+    """
+
+    classes: torch.Tensor
+    order: torch.Tensor
+    block_ranks: torch.Tensor
+
+
+@triton.jit
+def _classed_columns(job, block, start, column, inside, classes, order, block_ranks):  # type: ignore[no-untyped-def]
+    """Of columns from `start` on, all of one window: their tokens, and the components of a block that they have."""
+    first = tl.load(job + JOB_COLUMNS)
+    token = start // _WINDOW * _WINDOW + tl.load(order + first + column, mask=inside, other=0).to(tl.int32)
+    finest = tl.load(classes + first + start).to(tl.int64)
+    return token, tl.load(block_ranks + (block * _CLASSES + finest))
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +210,12 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
                         blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
                     if value + size > ends[0]:
                         raise InputError(f"a block of section {index} ends within a head")
+                    block = len(blocks) - 1
                     for piece in _cut_head(size, rope, angles, pairs):
                         first, second, count0, count1, step, angle = piece
                         column = len(tiles) * 2 * pairs
                         tiles.append(
-                            [index, unit, head, first, second, count0, count1, step, angle, 0, 0, 0, 0, column]
+                            [index, unit, head, first, second, count0, count1, step, angle, 0, 0, 0, 0, column, block]
                         )
                         blocks[-1][Block.COLUMNS] += 2 * pairs
                         place = np.full((2, pairs), -1, np.int32)
@@ -449,8 +480,9 @@ def _turn(
 
 @triton.jit(do_not_specialize=["sections", "first_section", "rank_blocks", "token_blocks", "chunk_count"])
 def _analyze(  # type: ignore[no-untyped-def]
-    x, jobs, blocks, basis, chunks, y, sections, first_section, first_column, width, rank_blocks, token_blocks,
-    chunk_count, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
+    x, jobs, blocks, basis, chunks, y, classes, order, block_ranks, sections, first_section, first_column, width,
+    rank_blocks, token_blocks, chunk_count, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr, CLASSED: tl.constexpr,
 ):  # fmt: skip
     # Programs that share tokens run together, then those that share a basis.
     program = tl.program_id(0)
@@ -459,20 +491,28 @@ def _analyze(  # type: ignore[no-untyped-def]
     token_block = rest % token_blocks
     rest = rest // token_blocks
     chunk_index = rest % chunk_count
-    block = blocks + rest // chunk_count * BLOCK_FIELDS
+    block_index = rest // chunk_count
+    block = blocks + block_index * BLOCK_FIELDS
     chunk = chunks + chunk_index * CHUNK_FIELDS
-    tokens = tl.load(chunk + CHUNK_TOKENS).to(tl.int32)
-    rank = tl.load(block + BLOCK_RANK).to(tl.int32)
-    if (token_block * BLOCK_T >= tokens) | (rank_block * BLOCK_R >= rank):
-        return
     job = jobs + (chunk_index * sections + tl.load(block + BLOCK_SECTION) - first_section) * JOB_FIELDS
-    token = token_block * BLOCK_T + tl.arange(0, BLOCK_T)
+    tokens = tl.load(chunk + CHUNK_TOKENS).to(tl.int32)
+    start = token_block * BLOCK_T
+    if (start >= tokens) | ((tl.load(job + JOB_CLASS_PLAN) > 0) != CLASSED):
+        return
+    column = start + tl.arange(0, BLOCK_T)
+    inside = column < tokens
+    if CLASSED:
+        token, rank = _classed_columns(job, block_index, start, column, inside, classes, order, block_ranks)
+    else:
+        token, rank = column, tl.load(block + BLOCK_RANK).to(tl.int32)
+    if rank_block * BLOCK_R >= rank:
+        return
     row = rank_block * BLOCK_R + tl.arange(0, BLOCK_R)
     k = tl.arange(0, BLOCK_K)
     size = tl.multiple_of(tl.load(block + BLOCK_COLUMNS).to(tl.int32), BLOCK_K)
-    inside, coded = token < tokens, row < rank
-    column = tl.multiple_of(tl.load(block + BLOCK_COLUMN) - first_column, BLOCK_K)
-    x_at = x + ((tl.load(chunk + CHUNK_FIRST) + token) * width + column)[:, None] + k[None, :]
+    coded = row < rank
+    value = tl.multiple_of(tl.load(block + BLOCK_COLUMN) - first_column, BLOCK_K)
+    x_at = x + ((tl.load(chunk + CHUNK_FIRST) + token) * width + value)[:, None] + k[None, :]
     basis_at = basis + tl.multiple_of(tl.load(block + BLOCK_BASIS), BLOCK_K)
     basis_at = basis_at + (row.to(tl.int64) * size)[:, None] + k[None, :]
     acc = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
@@ -483,7 +523,7 @@ def _analyze(  # type: ignore[no-untyped-def]
         basis_at += BLOCK_K
         x_at += BLOCK_K
     out = y + tl.load(job + JOB_LEVELS) + (tl.load(block + BLOCK_ROW) + row)[:, None] * tl.load(job + JOB_STRIDE)
-    tl.store(out + token[None, :], acc, mask=coded[:, None] & inside[None, :])
+    tl.store(out + column[None, :], acc, mask=coded[:, None] & inside[None, :])
 
 
 def analyze(
@@ -498,6 +538,7 @@ def analyze(
     max_tokens: int,
     first_section: int = 0,
     first_column: int = 0,
+    columns: Columns | None = None,
 ) -> None:
     """Coefficients of centred values: `SectionBasis.analyse` for every block of every chunk.
 
@@ -516,6 +557,9 @@ def analyze(
         max_tokens: of a chunk.
         first_section: of the run of sections.
         first_column: likewise.
+        columns: None: jobs whose tokens have classes are left out. Else the others are, column i of the coefficients
+            is a token of that order, and rows of a block that none of 64 columns has are not written. `block_ranks`
+            has the rows of `blocks`.
     """
     block_r = min(max(triton.next_power_of_2(max_rank), 16), ANALYSIS_ROWS)
     block_t = min(max(triton.next_power_of_2(max_tokens), 16), ANALYSIS_TOKENS)
@@ -524,10 +568,30 @@ def analyze(
     if not grid[0]:
         return
     _analyze[grid](
-        x, jobs, blocks, basis, chunks, y, sections, first_section, first_column, x.stride(0), rank_blocks,
-        token_blocks, len(chunks), BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_K=ANALYSIS_COLUMNS,
-        PRECISION="ieee" if torch.version.hip or not x.is_cuda else "tf32x3", num_warps=8, num_stages=3,
+        x, jobs, blocks, basis, chunks, y, *_unpacked(columns), sections, first_section, first_column, x.stride(0),
+        rank_blocks, token_blocks, len(chunks), BLOCK_T=block_t, BLOCK_R=block_r, BLOCK_K=ANALYSIS_COLUMNS,
+        PRECISION="ieee" if torch.version.hip or not x.is_cuda else "tf32x3", CLASSED=columns is not None,
+        num_warps=8, num_stages=3,
     )  # fmt: skip
+
+
+def _unpacked(columns: Columns | None) -> tuple[torch.Tensor | None, ...]:
+    return (None, None, None) if columns is None else (columns.classes, columns.order, columns.block_ranks)
+
+
+def _tokens_of(job: Sequence[int], columns: Columns) -> torch.Tensor:
+    """The token of each column of a job, counted from the chunk's first."""
+    order = columns.order[job[Job.COLUMNS] :][: job[Job.TOKENS]].long()
+    place = torch.arange(len(order), device=order.device)
+    return place // WINDOW * WINDOW + order
+
+
+def _ranks_of(job: Sequence[int], columns: Columns, block: int, size: int) -> Iterator[tuple[slice, int]]:
+    """Runs of `size` columns of a job, and how many components of a block the first of each has."""
+    classes = columns.classes[job[Job.COLUMNS] :][: job[Job.TOKENS]].tolist()
+    ranks = columns.block_ranks[block].tolist()
+    for start in range(0, len(classes), size):
+        yield slice(start, min(start + size, len(classes))), ranks[classes[start]]
 
 
 def analyze_reference(
@@ -542,16 +606,27 @@ def analyze_reference(
     max_tokens: int,
     first_section: int = 0,
     first_column: int = 0,
+    columns: Columns | None = None,
 ) -> None:
     """See `analyze`."""
     job_rows = jobs.tolist()
+    block_t = min(max(triton.next_power_of_2(max_tokens), 16), ANALYSIS_TOKENS)
     for chunk, row in enumerate(chunks.tolist()):
         at, tokens = slice(row[Chunk.FIRST], row[Chunk.FIRST] + row[Chunk.TOKENS]), row[Chunk.TOKENS]
-        for block in blocks.tolist():
+        for index, block in enumerate(blocks.tolist()):
             job = job_rows[chunk * sections + block[Block.SECTION] - first_section]
+            if (job[Job.CLASS_PLAN] > 0) != (columns is not None):
+                continue
             size, rank, column = block[Block.COLUMNS], block[Block.RANK], block[Block.COLUMN] - first_column
             matrix = basis[block[Block.BASIS] :][: rank * size].view(rank, size)
-            _coefficients(y, job, block[Block.ROW], rank, tokens).copy_(matrix @ x[at, column : column + size].T)
+            values = x[at, column : column + size]
+            if columns is None:
+                _coefficients(y, job, block[Block.ROW], rank, tokens).copy_(matrix @ values.T)
+                continue
+            values = values[_tokens_of(job, columns)]
+            for run, own in _ranks_of(job, columns, index, block_t):
+                out = _coefficients(y, job, block[Block.ROW], own, tokens)
+                out[:, run] = matrix[:own] @ values[run].T
 
 
 def _coefficients(y: torch.Tensor, job: Sequence[int], first: int, rank: int, tokens: int) -> torch.Tensor:
@@ -620,7 +695,7 @@ def _finish(  # type: ignore[no-untyped-def]
     ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
     FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Add means to half of a tile's pairs, from FIRST on, turn and store them."""
+    """Add means to half of a tile's pairs, from FIRST on, turn and store them; no token comes before `start`."""
     HALF: tl.constexpr = PAIRS // 2
     pair = FIRST + tl.arange(0, HALF)
     mean = means + tl.multiple_of(tl.load(tile + TILE_COLUMN), 2 * PAIRS)
@@ -644,10 +719,10 @@ def _finish(  # type: ignore[no-untyped-def]
     do_not_specialize=["sections", "first_section", "tile_count", "group", "chunk_count", "token_blocks", "sinks"]
 )
 def _synthesize(  # type: ignore[no-untyped-def]
-    y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, sections, first_section,
-    tile_count, group, chunk_count, token_blocks, sinks, columns, angles, BLOCK_T: tl.constexpr,
-    BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr,
-    PAIRS: tl.constexpr, PRECISION: tl.constexpr,
+    y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, classes, order, block_ranks,
+    sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, CLASSED: tl.constexpr,
 ):  # fmt: skip
     # `group` tiles, usually a section's, share the coefficients of a block of tokens: they run together. The blocks
     # of tokens of all chunks follow, which share the group's bases.
@@ -666,18 +741,27 @@ def _synthesize(  # type: ignore[no-untyped-def]
         return
     job_index = chunk_index * sections + tl.load(tile + TILE_SECTION) - first_section
     job = jobs + job_index * JOB_FIELDS
-    token = start + tl.arange(0, BLOCK_T)
-    inside = token < tokens
+    if (tl.load(job + JOB_CLASS_PLAN) > 0) != CLASSED:
+        return
+    column = start + tl.arange(0, BLOCK_T)
+    inside = column < tokens
+    if CLASSED:
+        # Columns are sorted: the first of them has the most components.
+        block_index = tl.load(tile + TILE_BLOCK)
+        token, rank = _classed_columns(job, block_index, start, column, inside, classes, order, block_ranks)
+        first_token = start // _WINDOW * _WINDOW
+    else:
+        token, rank = column, tl.load(tile + TILE_RANK).to(tl.int32)
+        first_token = start
     component = tl.arange(0, BLOCK_R)
     stride = tl.multiple_of(tl.load(job + JOB_STRIDE), 16)
-    rank = tl.load(tile + TILE_RANK).to(tl.int32)
     y_at = y + tl.multiple_of(tl.load(job + JOB_LEVELS), 16) + tl.load(tile + TILE_ROW) * stride
-    y_at = y_at + (component * stride)[:, None] + token[None, :]
+    y_at = y_at + (component * stride)[:, None] + column[None, :]
     basis_stride = tl.multiple_of(tl.load(tile + TILE_BASIS_STRIDE), 2 * PAIRS)
     basis_at = basis + tl.multiple_of(tl.load(tile + TILE_BASIS), 2 * PAIRS)
     basis_at = basis_at + (component * basis_stride)[:, None] + tl.arange(0, 2 * PAIRS)[None, :]
-    # Tokens T … STRIDE - 1 hold anything; they are computed and not stored.
-    readable = (token < stride)[None, :]
+    # Columns T … STRIDE - 1 hold anything; they are computed and not stored.
+    readable = (column < stride)[None, :]
     acc = tl.zeros((BLOCK_T, 2 * PAIRS), tl.float32)
     for done in range(0, rank, BLOCK_R):
         coded = (component < rank - done)[:, None]
@@ -695,12 +779,12 @@ def _synthesize(  # type: ignore[no-untyped-def]
     left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
     a, b = tl.split(tl.permute(left, (0, 2, 1)))
     _finish(
-        a, b, means, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+        a, b, means, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
         angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0,
     )  # fmt: skip
     a, b = tl.split(tl.permute(right, (0, 2, 1)))
     _finish(
-        a, b, means, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+        a, b, means, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
         angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, HALF,
     )  # fmt: skip
 
@@ -726,6 +810,7 @@ def synthesize(
     pairs: int,
     aligned: bool = False,
     config: SynthesisConfig | None = None,
+    columns: Columns | None = None,
 ) -> None:
     """Write a cache: inverse transform, mean, rotation, rounding, in one pass.
 
@@ -755,15 +840,17 @@ def synthesize(
         pairs: of `lay_out_tiles`.
         aligned: see `pages.contiguity`.
         config: None: `synthesis_config` of a large rank.
+        columns: None: jobs whose tokens have classes are left out. Else the others are, and column i of the
+            coefficients is a token of that order; of each `block_t` columns the components of the first are read.
     """
     chosen = config or synthesis_config(y.dtype, element, 1 << 16, max_tokens, aligned)
     token_blocks = triton.cdiv(max_tokens, chosen.block_t)
     group = max(min(len(tiles) // sections, MAX_GROUP), 1)
     _synthesize[(len(tiles) * len(chunks) * token_blocks,)](
-        y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, sections, first_section,
-        len(tiles), group, len(chunks), token_blocks, len(means) - 1, means.stride(0), cos.shape[1],
+        y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, *_unpacked(columns), sections,
+        first_section, len(tiles), group, len(chunks), token_blocks, len(means) - 1, means.stride(0), cos.shape[1],
         BLOCK_T=chosen.block_t, BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride,
-        ALIGNED=aligned, PAIRS=pairs, PRECISION=product_precision(y.dtype, element),
+        ALIGNED=aligned, PAIRS=pairs, PRECISION=product_precision(y.dtype, element), CLASSED=columns is not None,
         num_warps=chosen.num_warps,
         num_stages=min(chosen.num_stages, HIP_STAGES) if torch.version.hip else chosen.num_stages,
     )  # fmt: skip
@@ -790,19 +877,31 @@ def synthesize_reference(
     pairs: int,
     aligned: bool = False,
     config: SynthesisConfig | None = None,
+    columns: Columns | None = None,
 ) -> None:
     """See `synthesize`."""
+    block_t = (config or synthesis_config(y.dtype, element, 1 << 16, max_tokens, aligned)).block_t
     place_rows, unit_scales, job_rows = places.tolist(), scales.tolist(), jobs.tolist()
     for chunk, row in enumerate(chunks.tolist()):
         at, tokens = slice(row[Chunk.FIRST], row[Chunk.FIRST] + row[Chunk.TOKENS]), row[Chunk.TOKENS]
         mean = _means(means, row, y.device)
         for tile in tiles.tolist():
             job = chunk * sections + tile[Tile.SECTION] - first_section
-            left = _coefficients(y, job_rows[job], tile[Tile.ROW], tile[Tile.RANK], tokens).float()
+            if (job_rows[job][Job.CLASS_PLAN] > 0) != (columns is not None):
+                continue
             right = basis.as_strided(
                 (tile[Tile.RANK], 2 * pairs), (tile[Tile.BASIS_STRIDE], 1), basis.storage_offset() + tile[Tile.BASIS]
-            )
-            both = left.T @ right.float() + mean[:, tile[Tile.COLUMN] : tile[Tile.COLUMN] + 2 * pairs]
+            ).float()
+            if columns is None:
+                left = _coefficients(y, job_rows[job], tile[Tile.ROW], tile[Tile.RANK], tokens)
+                both = left.float().T @ right
+            else:
+                both = torch.empty(tokens, 2 * pairs, device=y.device)
+                token = _tokens_of(job_rows[job], columns)
+                for run, rank in _ranks_of(job_rows[job], columns, tile[Tile.BLOCK], block_t):
+                    left = _coefficients(y, job_rows[job], tile[Tile.ROW], rank, tokens)
+                    both[token[run]] = left[:, run].float().T @ right[:rank]
+            both = both + mean[:, tile[Tile.COLUMN] : tile[Tile.COLUMN] + 2 * pairs]
             a, b = both[:, :pairs], both[:, pairs:]
             if tile[Tile.ANGLE] >= 0:
                 a, b = _turn(a, b, cos[at], sin[at], tile[Tile.ANGLE])
@@ -815,7 +914,9 @@ _TABLES = dict.fromkeys(("jobs", "tiles", "blocks", "chunks", "slots", "places")
 _ARRAYS = dict.fromkeys(("x", "means", "cos", "sin", "scales", "inv_freq", "scaling"), "*fp32")
 _RUNS = dict.fromkeys(("sections", "first_section", "tile_count", "chunk_count", "token_blocks", "rank_blocks"), "i32")
 _SIZES = dict.fromkeys(("group", "sinks", "columns", "width", "first_column", "angles"), "i32")
-_TYPES = {**_TABLES, **_ARRAYS, **_RUNS, **_SIZES, "status": "*i32"}
+_COLUMNS = {"classes": "*u8", "order": "*u8", "block_ranks": "*i32"}
+_TYPES = {**_TABLES, **_ARRAYS, **_RUNS, **_SIZES, **_COLUMNS, "status": "*i32"}
+_PLAIN = {**dict.fromkeys(_COLUMNS), "CLASSED": False}
 # Sizes of Llama-3.1-8B that are multiples of 16.
 _DIVISIBLE = ("x", "y", "basis", "means", "cos", "sin", "tiles", "columns", "width", "first_column", "angles")
 
@@ -833,12 +934,24 @@ def _spec(
     )
 
 
-def _synthesis_spec(name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int) -> KernelSpec:
+def _analysis_spec(name: str, classed: bool) -> KernelSpec:
+    constants = {
+        "BLOCK_T": ANALYSIS_TOKENS, "BLOCK_R": ANALYSIS_ROWS, "BLOCK_K": ANALYSIS_COLUMNS, "PRECISION": "tf32x3",
+        **({"CLASSED": True} if classed else _PLAIN),
+    }  # fmt: skip
+    hip = {"gfx942": {"constants": {"PRECISION": "ieee"}}}
+    return _spec(name, _analyze, constants, 8, changes=hip, y="*fp32", basis="*fp32")
+
+
+def _synthesis_spec(
+    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, classed: bool = False
+) -> KernelSpec:
     config = synthesis_config(dtype, element, max_rank, 256)
     y = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
     constants = {
         "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": ELEMENTS[element], "UNIT_STRIDE": True,
         "ALIGNED": True, "PAIRS": 64, "PRECISION": product_precision(dtype, element),
+        **({"CLASSED": True} if classed else _PLAIN),
     }  # fmt: skip
     hip: dict[str, object] = {"num_stages": min(config.num_stages, HIP_STAGES)}
     if dtype == torch.float32:
@@ -862,21 +975,11 @@ SPECS: tuple[KernelSpec, ...] = (
         {"BLOCK_T": GATHER_TOKENS, "ELEMENT": tl.bfloat16, "UNIT_STRIDE": True, "ALIGNED": True, "PAIRS": 64},
         4,
     ),
-    _spec(
-        "analyze",
-        _analyze,
-        {
-            "BLOCK_T": ANALYSIS_TOKENS,
-            "BLOCK_R": ANALYSIS_ROWS,
-            "BLOCK_K": ANALYSIS_COLUMNS,
-            "PRECISION": "tf32x3",
-        },
-        8,
-        changes={"gfx942": {"constants": {"PRECISION": "ieee"}}},
-        y="*fp32",
-        basis="*fp32",
-    ),
+    _analysis_spec("analyze", False),
+    _analysis_spec("analyze classes", True),
     _synthesis_spec("synthesize layer", torch.bfloat16, torch.bfloat16, 1400),
+    _synthesis_spec("synthesize classes", torch.bfloat16, torch.bfloat16, 1400, True),
     _synthesis_spec("synthesize head", torch.bfloat16, torch.bfloat16, 128),
+    _synthesis_spec("synthesize class heads", torch.bfloat16, torch.bfloat16, 128, True),
     _synthesis_spec("synthesize float16", torch.float32, torch.float16, 1400),
 )

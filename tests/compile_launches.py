@@ -60,8 +60,11 @@ def add_references() -> int:
         lossless,
         lossless_scheme,
         plans,
+        predictor,
         rans,
+        rans_classes,
         symbols,
+        symbols_classes,
         transform,
         transform_scheme,
     )
@@ -74,8 +77,8 @@ def add_references() -> int:
         return call
 
     wrapped: set[str] = set()
-    users: list[ModuleType] = [plans, coded, transform_scheme, generic_scheme, lossless_scheme]
-    for home in (rans, symbols, transform, lossless, generic):
+    users: list[ModuleType] = [plans, predictor, coded, transform_scheme, generic_scheme, lossless_scheme]
+    for home in (rans, rans_classes, symbols, symbols_classes, transform, lossless, generic):
         for name, reference in list(vars(home).items()):
             launcher: Any = getattr(home, name.removesuffix("_reference"))
             if name.endswith("_reference") and callable(launcher):
@@ -108,18 +111,22 @@ def main(target: str) -> None:
         ("bfloat16", "layer"),
         ("float16", "head"),
         ("irregular", "layers:2"),
+        ("bfloat16", "layer classes"),
+        ("float16", "head classes"),
         ("gqa", "generic"),
         ("bfloat16", "lossless"),
         ("interleaved", "lossless"),
     ):
         layout = conftest.LAYOUTS[name]
         learned = scheme not in ("generic", "lossless")
-        profile = conftest.fitted_profile(name, scheme) if learned else Profile.generic(layout)
+        group, _, classes = scheme.partition(" ")
+        profile = conftest.fitted_profile(name, group) if learned else Profile.generic(layout)
         quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
         cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
         first = len(compiled)
         chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
-        blob = gpu.encode(chunks[0])
+        weights = [4.0 ** torch.randn(chunk.tokens) if classes else None for chunk in chunks]
+        blob = gpu.encode(chunks[0], importance=weights[0])
         want, got = cpu.decode(blob, 100), gpu.decode(blob, 100)
         error = max(
             float((a.float() - b.float()).abs().max() / a.float().abs().max())
@@ -132,7 +139,7 @@ def main(target: str) -> None:
         before = len(compiled)
         pages = conftest.dense_pages(layout, chunks)
         slots = list(torch.arange(128).split([37, 50, 41]))
-        blobs = gpu.encode_paged(pages, slots, [5, 5, 5])
+        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights)
         gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
         report["again"][case] = compiled[before:]
     print(json.dumps(report))

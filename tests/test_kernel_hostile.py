@@ -11,16 +11,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 
-from cuvee.codec import coefficients
+from cuvee.codec import coefficients, rans
 from cuvee.codec.backends import Coding, get_device_backend
+from cuvee.codec.classes import class_table
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import Scheme, read_header
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
@@ -38,10 +40,11 @@ LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 3, ROPE), LayerLayout(2, 4, 3, ROPE
 WIDE = KVLayout("wide", (LayerLayout(1, 260, 260, None),), "float32", 4096)
 START = 3
 # The lossless scheme codes only what pays, and one token of few is no outlier to the generic one.
-TOKENS = {"lossless": 24, "generic": 16, "transform": 7}
-PER_STREAM = {"lossless": 16, "generic": 8, "transform": 4}
+TOKENS = {"lossless": 24, "generic": 16, "transform": 7, "classes": 7}
+PER_STREAM = {"lossless": 16, "generic": 8, "transform": 4, "classes": 4}
 SCHEMES = ("lossless", "generic", "transform")
 LOSSY = SCHEMES[1:]
+CLASSES = "classes"  # of tokens: `transform` with a caller's importance
 GENERIC_SIDE = 28  # bytes before the coded part of the first section
 ROUNDING = 2.0**-14  # of sums and products, relative to the largest value of a unit
 
@@ -78,7 +81,7 @@ def learned() -> Profile:
 def codec_of(scheme: str, backend: str = "numba", step: float = 0.02, layout: KVLayout = LAYOUT) -> Codec:
     if scheme == "lossless":
         return Codec(Profile.generic(layout), "lossless", backend=backend, threads=1)
-    profile = learned() if scheme == "transform" else Profile.generic(layout)
+    profile = learned() if scheme in ("transform", CLASSES) else Profile.generic(layout)
     return Codec(profile, step=step, backend=backend, threads=1)
 
 
@@ -87,7 +90,8 @@ def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) ->
     with pytest.MonkeyPatch.context() as patch:
         for module in (coefficients, lossless):
             patch.setattr(module, "tokens_per_stream", lambda *_: per_stream)
-        return codec_of(scheme, step=step, layout=replace(chunk.layout, dtype="float32")).encode(chunk)
+        codec = codec_of(scheme, step=step, layout=replace(chunk.layout, dtype="float32"))
+        return codec.encode(chunk, importance=4.0 ** torch.arange(chunk.tokens) if scheme == CLASSES else None)
 
 
 @cache
@@ -132,6 +136,9 @@ class Coded:
     value: list[int]
     word_count: int
     escape_count: int
+    class_state: int = 0
+    class_count: int = 0
+    class_words: list[int] = field(default_factory=list)
 
     @classmethod
     def of(cls, scheme: str, blob: bytes) -> Coded:
@@ -140,6 +147,10 @@ class Coded:
         words, escapes, log2, low, high = struct.unpack_from("<IIBBH", section, at)
         streams = -(-tokens // (1 << log2))
         side, at = section[:at], at + 12
+        class_count = class_state = 0
+        if low:
+            class_count, class_state = struct.unpack_from("<II", section, at)
+            at += 8
 
         def take(code: str, count: int) -> list[int]:
             nonlocal at
@@ -147,25 +158,32 @@ class Coded:
             at += struct.calcsize(f"<{count}{code}")
             return list(found)
 
-        states, lengths, coded = take("I", streams), take("H", streams), take("H", words)
+        states, lengths, listed = take("I", streams), take("H", streams), take("H", class_count)
+        coded = take("H", words)
         padding = bytes(-at % 4)
         at += len(padding)
         index, value = take("I", escapes), take("i", escapes)
         assert at == len(section)
-        return cls(side, log2, low | high << 8, states, lengths, coded, padding, index, value, words, escapes)
+        return cls(
+            side, log2, low | high << 8, states, lengths, coded, padding, index, value, words, escapes, class_state,
+            class_count, listed,
+        )  # fmt: skip
 
     def counted(self) -> None:
         """Make the counts and the padding right."""
         self.word_count, self.escape_count = len(self.words), len(self.index)
-        self.padding = bytes(2 * ((len(self.lengths) + len(self.words)) % 2))
+        self.class_count = len(self.class_words)
+        self.padding = bytes(2 * ((len(self.lengths) + len(self.class_words) + len(self.words)) % 2))
 
     def section(self) -> bytes:
         return b"".join(
             [
                 self.side,
                 struct.pack("<III", self.word_count, self.escape_count, self.log2 | self.reserved << 8),
+                struct.pack("<II", self.class_count, self.class_state) if self.reserved & 0xFF == 1 else b"",
                 struct.pack(f"<{len(self.states)}I", *self.states),
                 struct.pack(f"<{len(self.lengths)}H", *self.lengths),
+                struct.pack(f"<{len(self.class_words)}H", *self.class_words),
                 struct.pack(f"<{len(self.words)}H", *self.words),
                 self.padding,
                 struct.pack(f"<{len(self.index)}I", *self.index),
@@ -190,7 +208,7 @@ def lossless_head(section: bytes, tokens: int) -> tuple[int, int]:
 
 def side_bytes(scheme: str, section: bytes, tokens: int) -> int:
     """Where the coded part of the first section begins."""
-    if scheme == "transform":
+    if scheme in ("transform", CLASSES):
         return 0
     if scheme == "generic":
         return GENERIC_SIDE
@@ -329,7 +347,7 @@ STREAMS: dict[str, Forge] = {
     "streams half as long": _log2(-1),
     "streams of one token": _set("log2", 0),
     "streams of 256 tokens": _set("log2", 8),
-    "reserved byte": _set("reserved", 1),
+    "another mode": lambda coded: setattr(coded, "reserved", coded.reserved | 2),
     "reserved word": _set("reserved", 1 << 23),
     "first state": _flip("states", 0, 1),
     "first state, high bit": _flip("states", 0, 1 << 31),
@@ -358,7 +376,7 @@ STREAMS: dict[str, Forge] = {
 BY_CHANCE = {"the first word", "the last word"}
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", [*SCHEMES, CLASSES])
 def test_streams_that_lie_are_refused(scheme: str, device: torch.device) -> None:
     blob = blob_of(scheme)
     assert Coded.of(scheme, blob).section() == sections_of(blob)[0]
@@ -376,10 +394,10 @@ def test_streams_that_lie_are_refused(scheme: str, device: torch.device) -> None
 @pytest.mark.parametrize("scheme", LOSSY)
 def test_stream_headers_out_of_range_are_refused_where_all_else_fits(scheme: str, device: torch.device) -> None:
     blob = encoded(scheme, smooth_chunk(LAYOUT, 3, 56), 128, 0.5)
-    for field in (1 << 8, 1 << 31, 8, 31, 64, 255):
+    for head in (2 << 8, 1 << 31, 8, 31, 64, 255):
         coded = Coded.of(scheme, blob)
-        coded.log2, coded.reserved = field & 0xFF, field >> 8
-        assert assert_agree(scheme, with_section(blob, coded.section()), device, 0.5) is None, field
+        coded.log2, coded.reserved = head & 0xFF, head >> 8
+        assert assert_agree(scheme, with_section(blob, coded.section()), device, 0.5) is None, head
 
 
 def test_sections_without_room_for_a_stream_header_are_refused(device: torch.device) -> None:
@@ -390,6 +408,97 @@ def test_sections_without_room_for_a_stream_header_are_refused(device: torch.dev
     for length in range(1, 12):
         with pytest.raises(FormatError):
             codec_of("transform", "triton", 0.5).decode(sealed(blob, [first, sections[1][:length]]), device=device)
+
+
+def _class_words(count: int) -> Forge:
+    """So many words more, which the count says."""
+
+    def change(coded: Coded) -> None:
+        coded.class_words = (coded.class_words + [0] * count)[: len(coded.class_words) + count]
+        coded.counted()
+
+    return change
+
+
+CLASS_STREAMS: dict[str, Forge] = {
+    "a state of 0": _set("class_state", 0),
+    "a state below its bound": _set("class_state", (1 << 16) - 1),
+    "a state at its bound": _set("class_state", 1 << 16),
+    "another state": lambda coded: setattr(coded, "class_state", coded.class_state ^ 1),
+    "the largest state": _set("class_state", 2**32 - 1),
+    "a word too many": _class_words(1),
+    "two words too many": _class_words(2),
+    "a word missing": _class_words(-1),
+    "a count of none": _set("class_count", 0),
+    "a count too large": lambda coded: setattr(coded, "class_count", coded.class_count + 1),
+    "a count far too large": _set("class_count", 2**32 - 1),
+    "a word that is one of the streams'": _many(
+        lambda coded: setattr(coded, "class_count", coded.class_count + 1), _counts(-1, 0)
+    ),
+    "no classes": _set("reserved", 0),
+    "another mode": _set("reserved", 2),
+    "the largest mode": _set("reserved", 255),
+    "reserved": _set("reserved", 1 | 1 << 8),
+}
+
+
+def test_class_streams_that_lie_are_refused(device: torch.device) -> None:
+    blob = blob_of(CLASSES)
+    assert Coded.of(CLASSES, blob).section() == sections_of(blob)[0]
+    assert Coded.of(CLASSES, blob).class_count > 0 and Coded.of(CLASSES, blob).reserved == 1
+    assert assert_agree(CLASSES, blob, device) is not None
+    for name, forge in CLASS_STREAMS.items():
+        coded = Coded.of(CLASSES, blob)
+        forge(coded)
+        assert assert_agree(CLASSES, with_section(blob, coded.section()), device) is None, name
+
+
+def class_stream(classes: Sequence[int], section: int = 0) -> tuple[int, list[int]]:
+    """State and words of a stream of these classes."""
+    table = class_table(learned().learned[section].class_freq)
+    which = np.zeros(len(classes), np.uint16)
+    streams = rans.rans_encode(np.array(classes, np.uint8)[:, None], which, which, table, 1)
+    return int(streams.states[0]), streams.words.tolist()
+
+
+@pytest.mark.parametrize("classes", [[0] * 7, [15] * 7, [15, 0, 8, 12, 9, 15, 0]], ids=["finest", "coarsest", "mixed"])
+def test_classes_that_lie_are_refused(classes: list[int], device: torch.device) -> None:
+    """Whole class streams of other classes: they decode, and the streams of the planes do not fit."""
+    coded = Coded.of(CLASSES, blob_of(CLASSES))
+    coded.class_state, coded.class_words = class_stream(classes)
+    coded.counted()
+    assert assert_agree(CLASSES, with_section(blob_of(CLASSES), coded.section()), device) is None
+
+
+def test_classes_that_the_profile_does_not_serve_are_refused(device: torch.device) -> None:
+    step = 2.0**-8
+    finest = learned().learned[0].classed_plan(codec_of(CLASSES, step=step).step).finest
+    assert finest > 0
+    blob = encoded(CLASSES, smooth_chunk(LAYOUT, 3, 58), 128, step)
+    assert assert_agree(CLASSES, blob, device, step) is not None
+    coded = Coded.of(CLASSES, blob)
+    coded.class_state, coded.class_words = class_stream([finest, finest - 1, 15])
+    coded.counted()
+    assert assert_agree(CLASSES, with_section(blob, coded.section()), device, step) is None
+
+
+def test_classes_where_the_scheme_has_none_are_refused(device: torch.device) -> None:
+    for scheme in ("lossless", "generic"):
+        coded = Coded.of(scheme, blob_of(scheme))
+        coded.reserved = 1
+        coded.class_state, coded.class_words = class_stream([8] * TOKENS[scheme])
+        coded.counted()
+        assert assert_agree(scheme, with_section(blob_of(scheme), coded.section()), device) is None
+
+
+def test_a_class_stream_at_the_end_of_what_goes_to_the_device(device: torch.device) -> None:
+    # Of the header of the last section there is less than it says.
+    sections = sections_of(blob_of(CLASSES))
+    for length in range(10, 21):
+        with pytest.raises(FormatError):
+            codec_of(CLASSES, "triton").decode(
+                sealed(blob_of(CLASSES), [*sections[:-1], sections[-1][:length]]), device=device
+            )  # fmt: skip
 
 
 # --- escapes
@@ -442,7 +551,7 @@ ESCAPES: dict[str, Forge] = {
 }
 
 
-@pytest.mark.parametrize("scheme", LOSSY)
+@pytest.mark.parametrize("scheme", [*LOSSY, CLASSES])
 def test_escapes_that_lie_are_refused(scheme: str, device: torch.device) -> None:
     blob = blob_of(scheme)
     assert Coded.of(scheme, blob).escape_count > 1
@@ -452,7 +561,7 @@ def test_escapes_that_lie_are_refused(scheme: str, device: torch.device) -> None
         assert assert_agree(scheme, with_section(blob, coded.section()), device) is None, name
 
 
-@pytest.mark.parametrize("scheme", LOSSY)
+@pytest.mark.parametrize("scheme", [*LOSSY, CLASSES])
 def test_escapes_of_any_value_decode_alike(scheme: str, device: torch.device) -> None:
     blob = blob_of(scheme)
     for value in (-(2**31), -(2**31) + 1, 2**31 - 1, 1 << 24, 0, -128):

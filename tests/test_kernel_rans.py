@@ -393,9 +393,10 @@ def write(launch: Launch, arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     for job, part, total in zip(launch.jobs, launch.parts, totals.tolist(), strict=True):
         escapes = len(part.escapes.index)
         job[[Job.WORD_COUNT, Job.ESCAPE_COUNT, Job.ESCAPES, Job.SECTION]] = total, escapes, len(index), at
+        job[Job.LONG_LENGTHS] = part.long
         index = np.concatenate([index, part.escapes.index])
         value = np.concatenate([value, part.escapes.value])
-        sizes.append(kernels.coded_bytes(part.count, part.steps, part.per_stream, total, escapes))
+        sizes.append(kernels.coded_bytes(part.count, int(part.long), total, escapes, 0))
         at += sizes[-1] + 4 * GAP
     out = launch.poison(at)
     run = kernels.write_coded_reference if reference else kernels.write_coded
@@ -511,12 +512,22 @@ def test_the_quotient_is_exact(prob_bits: int) -> None:
 
 def test_size_of_a_coded_part() -> None:
     shapes = [
-        (s, p, n, w, e) for s in (1, 2, 3) for p, n in ((1, 1), (511, 128), (512, 128)) for w in (0, 1) for e in (0, 3)
+        (s, p, n, w, e, c)
+        for s in (1, 2, 3)
+        for p, n in ((1, 1), (511, 128), (512, 128))
+        for w in (0, 1)
+        for e in (0, 3)
+        for c in (None, 0, 3)
     ]
-    sizes = []
-    for count, steps, per_stream, words, escapes in shapes:
+    sizes, counts = [], []
+    for count, steps, per_stream, words, escapes, classes in shapes:
         streams = Streams(np.zeros(count, np.uint32), np.zeros(count, np.uint32), np.zeros(words, np.uint16))
         listed = Escapes(np.zeros(escapes, np.uint32), np.zeros(escapes, np.int32))
-        sizes.append(len(write_streams(streams, listed, steps, per_stream)))
-    assert [kernels.coded_bytes(*shape) for shape in shapes] == sizes
-    assert kernels.coded_bytes(*np.array(shapes, np.int64).T).tolist() == sizes
+        own = None
+        if classes is not None:
+            own = Streams(np.zeros(1, np.uint32), np.full(1, classes, np.uint32), np.zeros(classes, np.uint16))
+        sizes.append(len(write_streams(streams, listed, steps, per_stream, own)))
+        long = kernels.long_lengths(steps, per_stream)
+        counts.append((count, long, words, escapes, 0 if classes is None else kernels.class_bytes(classes)))
+    assert [kernels.coded_bytes(*shape) for shape in counts] == sizes
+    assert kernels.coded_bytes(*np.array(counts, np.int64).T).tolist() == sizes

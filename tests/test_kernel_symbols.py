@@ -76,17 +76,17 @@ class Case:
         own = quantizer()
         rows: list[list[int]] = []
         tables: list[np.ndarray[tuple[int, ...], np.dtype[np.uint16]]] = []
-        floats, ints = [np.full((3, 4), np.nan)], [np.full((3, 3), 7)]
+        floats, ints = [np.full((3, 4), np.nan)], [np.full((3, 4), 7)]
         at_row, at_table = 3, 0
         for plan in self.plans:
             count = len(plan.shift)
-            rows.append([plan.planes, count, at_table, at_table + plan.planes, at_row, plan.prediction])
+            rows.append([plan.planes, count, at_table, at_table + plan.planes, at_row, plan.prediction, count, 0])
             tables += [plan.first, plan.rest]
             low = np.full(count, -1)
             low[plan.wide] = count + np.arange(len(plan.wide))
             table = plan.level_table
             floats.append(np.column_stack([own.shrink[table], own.dead_zone[table], own.rounding[table]]))
-            ints.append(np.column_stack([plan.shift, low, plan.rho]))
+            ints.append(np.column_stack([plan.shift, low, plan.rho, np.arange(count)]))
             at_row, at_table = at_row + count, at_table + 2 * plan.planes
         self.plan_table = self.tensor(np.array(rows, np.int64))
         self.row_floats = self.tensor(np.concatenate(floats).astype(np.float32))

@@ -1,0 +1,388 @@
+"""The entropy coder on the GPU for tokens that have classes: `codec/rans_classes.py`, whatever the order of a job.
+
+A lane is a stream, as in `rans.py`, but the columns of a program's lanes may be of several classes, which differ in
+their planes and in the tables of these. Columns are sorted, so that they are few. Every lane looks its table up; and a
+row of columns, one a lane, is coded in *segments*, between the planes at which the columns of a class end:
+
+    lanes   0 … 9   10 … 25   26 … 31
+    planes  70      64        51          0 … 50 in all lanes, 51 … 63 in lanes 0 … 25, 64 … 69 in lanes 0 … 9
+
+Within a segment the same lanes are active, so that its loop costs what it costs without classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.codec import rans_classes
+from cuvee.codec.classes import CLASSES, WINDOW, ClassedPlan
+from cuvee.codec.rans import LOWER_BOUND, WORD_BITS
+from cuvee.codec.symbols import I32, U8, U16
+from cuvee.codec.tables import EntropyTables
+from cuvee.kernels.jobs import (
+    JOB_CLASS_PLAN,
+    JOB_COLUMNS,
+    JOB_FIELDS,
+    JOB_LENGTHS,
+    JOB_PER_STREAM,
+    JOB_PLAN,
+    JOB_PLANES,
+    JOB_STATES,
+    JOB_STREAMS,
+    JOB_TOKENS,
+    JOB_WORDS,
+    PLAN_FIELDS,
+    PLAN_FIRST,
+    PLAN_PLANES,
+    Job,
+    Plan,
+    Status,
+)
+from cuvee.kernels.rans import (
+    _BOUND,
+    LANES,
+    PRECEDING,
+    REGISTERS,
+    _decode_run,
+    _encode_run,
+    _flag_streams,
+    _open_streams,
+    _totals,
+)
+from cuvee.kernels.spec import Budget, KernelSpec
+
+_WINDOW = tl.constexpr(WINDOW)
+
+
+@triton.jit
+def _columns(stream, tokens, per_stream):  # type: ignore[no-untyped-def]
+    """Of each stream its first column, the distance to the next one, and the first column that is not its window's."""
+    in_window = _WINDOW // per_stream
+    window = stream // in_window * _WINDOW
+    end = tl.minimum(window + _WINDOW, tokens)
+    return window + stream % in_window, (end - window + per_stream - 1) // per_stream, end
+
+
+@triton.jit
+def _class_of(plans, class_plan, classes, column, active):  # type: ignore[no-untyped-def]
+    """Of each lane's column the planes and the place of its tables; 0 planes where no column is."""
+    k = tl.load(classes + column, mask=active, other=0).to(tl.int32)
+    plan = plans + (class_plan + k) * PLAN_FIELDS
+    depth = tl.load(plan + PLAN_PLANES, mask=active, other=0).to(tl.int32)
+    return depth, tl.load(plan + PLAN_FIRST, mask=active, other=0).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _decode_classes_kernel(  # type: ignore[no-untyped-def]
+    data16, data32, jobs, plans, tables, slots, classes, planes, status, blocks,
+    PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    index = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * LANES
+    job = jobs + index * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    class_plan = tl.load(job + JOB_CLASS_PLAN)
+    if (first >= streams) | (class_plan <= 0):
+        return
+    deepest_table = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_FIRST).to(tl.int32)
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    stream = first + tl.arange(0, LANES)
+    exists = stream < streams
+    at, end, ends = _open_streams(data16, job, first, stream, exists, BLOCK)
+    x = tl.load(data32 + tl.load(job + JOB_STATES) + stream, mask=exists, other=_BOUND)
+    bad = x < _BOUND
+    words = data16 + tl.load(job + JOB_WORDS)
+    classes += tl.load(job + JOB_COLUMNS)
+    planes += tl.load(job + JOB_PLANES)
+    column, stride, end_column = _columns(stream, tokens, per_stream)
+    for _ in range(tl.minimum(per_stream, tokens)):
+        depth, table = _class_of(plans, class_plan, classes, column, exists & (column < end_column))
+        deepest = tl.max(depth, 0)
+        word = tl.load(words + at, mask=at < end, other=0)
+        last_x, last_at = x, at
+        done = tl.minimum(deepest, 0)
+        while done < deepest:
+            active = depth > done
+            stop = tl.min(tl.where(active, depth, deepest), 0)
+            # Lanes that are done run along, store nothing, and keep the state they ended in. With a state of 0 and no
+            # more words they stay at slot 0 of a table that another lane reads, and cost no cache lines.
+            x = tl.where(active, x, 0)
+            at = tl.where(active, at, end)
+            word = tl.where(active, word, 0)
+            table_of = tables + (tl.where(active, table, deepest_table) + done)
+            out = planes + done.to(tl.int64) * tokens + column
+            x, at, word = _decode_run(
+                x, at, word, end, words, slots, table_of, out, tokens, stop - done, active, PROB_BITS
+            )
+            last_x = tl.where(active, x, last_x)
+            last_at = tl.where(active, at, last_at)
+            done = stop
+        x, at = last_x, last_at
+        column += stride
+    bad |= (x != _BOUND) | (at != end)
+    _flag_streams(status + index, bad, exists, ends, job, first + LANES >= streams)
+
+
+def rans_decode_classes(
+    data: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    classes: torch.Tensor,
+    planes: torch.Tensor,
+    status: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """Decode the streams of all jobs whose tokens have classes; `rans.rans_decode` decodes the others.
+
+    Args:
+        data: as for `rans.rans_decode`.
+        jobs: likewise; read are also CLASS_PLAN and COLUMNS. PLAN is the plan of the finest class that occurs.
+        plans: `[Q, len(Plan)]` int64; read are PLANES and FIRST, PLANES not rising with the class.
+        tables: as for `rans.rans_decode`.
+        slots: likewise.
+        classes: uint8 below 16, at `Job.COLUMNS` of each job those of its T columns.
+        planes: uint8, receives `[P, T]` at `Job.PLANES`; below a column's last plane nothing is written.
+        status: as for `rans.rans_decode`.
+        max_streams: likewise.
+    """
+    blocks = triton.cdiv(max_streams, LANES)
+    _decode_classes_kernel[(blocks * len(jobs),)](
+        data.view(torch.uint16), data.view(torch.uint32), jobs, plans, tables, slots, classes, planes, status, blocks,
+        PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
+        num_warps=1, **REGISTERS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _encode_classes_kernel(  # type: ignore[no-untyped-def]
+    planes, jobs, plans, tables, coding, classes, words, states, lengths, blocks, LANES: tl.constexpr
+):
+    index = tl.program_id(0) // blocks
+    first = tl.program_id(0) % blocks * LANES
+    job = jobs + index * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    class_plan = tl.load(job + JOB_CLASS_PLAN)
+    if (first >= streams) | (class_plan <= 0):
+        return
+    plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
+    deepest_table = tl.load(plan + PLAN_FIRST).to(tl.int32)
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    total, scale = _totals(coding)
+    stream = first + tl.arange(0, LANES)
+    exists = stream < streams
+    region = tl.load(plan + PLAN_PLANES) * per_stream
+    top = words + tl.load(job + JOB_WORDS) + (stream + 1).to(tl.int64) * region
+    classes += tl.load(job + JOB_COLUMNS)
+    planes += tl.load(job + JOB_PLANES)
+    column, stride, end_column = _columns(stream, tokens, per_stream)
+    rows = tl.minimum(per_stream, tokens)
+    column += (rows - 1) * stride
+    x = tl.full([LANES], _BOUND, tl.uint32)
+    at = tl.zeros([LANES], tl.int32)
+    for _ in range(rows):
+        depth, table = _class_of(plans, class_plan, classes, column, exists & (column < end_column))
+        left = tl.max(depth, 0)
+        while left > 0:
+            active = depth >= left
+            stop = tl.max(tl.where(active, 0, depth), 0)
+            table_of = tables + (tl.where(active, table, deepest_table) + left - 1)
+            row = planes + (left - 1).to(tl.int64) * tokens + column
+            new_x, new_at = _encode_run(x, at, top, coding, table_of, row, tokens, left - stop, total, scale, active)
+            x = tl.where(active, new_x, x)
+            at = tl.where(active, new_at, at)
+            left = stop
+        column -= stride
+    tl.store(states + tl.load(job + JOB_STATES) + stream, x, mask=exists)
+    tl.store(lengths + tl.load(job + JOB_LENGTHS) + stream, (-at).to(tl.uint32), mask=exists)
+
+
+def rans_encode_classes(
+    planes: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    coding: torch.Tensor,
+    classes: torch.Tensor,
+    words: torch.Tensor,
+    states: torch.Tensor,
+    lengths: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """Code the planes of all jobs whose tokens have classes: the words of `codec.rans_classes.rans_encode_classes`.
+
+    Args:
+        planes: as for `rans.rans_encode`.
+        jobs: likewise; read are also CLASS_PLAN and COLUMNS. PLAN is the plan of the finest class that occurs.
+        plans: as for `rans_decode_classes`.
+        tables: as for `rans.rans_encode`.
+        coding: likewise.
+        classes: as for `rans_decode_classes`.
+        words: as for `rans.rans_encode`.
+        states: likewise.
+        lengths: likewise.
+        max_streams: likewise.
+    """
+    blocks = triton.cdiv(max_streams, LANES)
+    _encode_classes_kernel[(blocks * len(jobs),)](
+        planes, jobs, plans, tables, coding.view(torch.int64), classes, words, states, lengths, blocks,
+        LANES=LANES, num_warps=1,
+    )  # fmt: skip
+
+
+# --- plain references
+
+
+@dataclass(frozen=True)
+class _Classes:
+    """What the codec's coder reads of a `ClassedPlan`: planes `[16]` and tables `[16, P]`."""
+
+    planes: I32
+    tables: U16
+
+    @classmethod
+    def of(cls, job: list[int], plans: torch.Tensor, tables: torch.Tensor) -> _Classes:
+        """Of the classes that are no finer than those of a job."""
+        rows = plans[job[Job.CLASS_PLAN] : job[Job.CLASS_PLAN] + CLASSES].cpu().numpy()
+        table_of = tables.cpu().numpy().astype(np.uint16)
+        planes = rows[:, Plan.PLANES].astype(np.int32)
+        wide = np.zeros((CLASSES, int(planes.max())), np.uint16)
+        for own, row in zip(wide, rows.tolist(), strict=True):
+            own[: row[Plan.PLANES]] = table_of[row[Plan.FIRST] :][: row[Plan.PLANES]]
+        return cls(planes, wide)
+
+
+def _classes_of(job: list[int], classes: torch.Tensor) -> U8:
+    own: U8 = classes[job[Job.COLUMNS] :][: job[Job.TOKENS]].cpu().numpy()
+    return own
+
+
+def rans_decode_classes_reference(
+    data: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    slots: torch.Tensor,
+    classes: torch.Tensor,
+    planes: torch.Tensor,
+    status: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """See `rans_decode_classes`. Unlike `codec.rans_classes` it says what damaged streams decode to."""
+    raw, slot_of = data.cpu().numpy(), slots.cpu().numpy().astype(np.uint64)
+    bits = np.uint64(slots.shape[1].bit_length() - 1)
+    for index, job in enumerate(jobs.tolist()):
+        if job[Job.CLASS_PLAN] <= 0:
+            continue
+        plan, own = _Classes.of(job, plans, tables), _classes_of(job, classes)
+        count, tokens = job[Job.STREAMS], job[Job.TOKENS]
+        state = raw.view(np.uint32)[job[Job.STATES] :][:count].astype(np.uint64)
+        wire = raw.view(np.uint16)[job[Job.LENGTHS] :][: count << job[Job.LONG_LENGTHS]]
+        length = (wire.view(np.uint32) if job[Job.LONG_LENGTHS] else wire).astype(np.int64)
+        words = raw.view(np.uint16)[job[Job.WORDS] :][: job[Job.WORD_COUNT]]
+        ends = np.cumsum(length)
+        at, end = np.minimum(ends - length, len(words)), np.minimum(ends, len(words))
+        size = int(plans[job[Job.PLAN], Plan.PLANES]) * tokens
+        out = planes[job[Job.PLANES] :][:size].cpu().numpy().reshape(-1, tokens)
+        bad = bool((state < LOWER_BOUND).any()) or ends[-1] != len(words)
+        for lanes, columns in rans_classes.stream_rows(tokens, job[Job.PER_STREAM]):
+            depth = plan.planes[own[columns]]
+            for c in range(int(depth.max())):
+                active = np.flatnonzero(depth > c)
+                stream = active + lanes.start
+                x = state[stream]
+                table = plan.tables[own[columns][active], c]
+                slot = slot_of[table, (x & np.uint64((1 << int(bits)) - 1)).astype(np.int64)]
+                out[c, active + columns.start] = slot >> np.uint64(24)
+                x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
+                need = x < LOWER_BOUND
+                inside = need & (at[stream] < end[stream])
+                word = np.zeros(len(stream), np.uint64)
+                word[inside] = words[at[stream[inside]]]
+                state[stream] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
+                at[stream] += need
+        if bad or bool(((state != LOWER_BOUND) | (at != end)).any()):
+            status[index] |= int(Status.STREAMS)
+        planes[job[Job.PLANES] :][:size] = torch.from_numpy(out.ravel()).to(planes.device)
+
+
+def rans_encode_classes_reference(
+    planes: torch.Tensor,
+    jobs: torch.Tensor,
+    plans: torch.Tensor,
+    tables: torch.Tensor,
+    coding: torch.Tensor,
+    classes: torch.Tensor,
+    words: torch.Tensor,
+    states: torch.Tensor,
+    lengths: torch.Tensor,
+    max_streams: int,
+) -> None:
+    """See `rans_encode_classes`."""
+    freq = coding.cpu().numpy()[:, :, 0] >> 16
+    model = EntropyTables(freq, int(freq[0].sum()).bit_length() - 1)
+    for job in jobs.tolist():
+        if job[Job.CLASS_PLAN] <= 0:
+            continue
+        own = _classes_of(job, classes)
+        deepest, per_stream = int(plans[job[Job.PLAN], Plan.PLANES]), job[Job.PER_STREAM]
+        symbols = planes[job[Job.PLANES] :][: deepest * len(own)].cpu().numpy().reshape(deepest, len(own))
+        plan = cast(ClassedPlan, _Classes.of(job, plans, tables))
+        streams = rans_classes.rans_encode_classes(symbols, own, plan, model, per_stream)
+        states[job[Job.STATES] :][: job[Job.STREAMS]] = torch.from_numpy(streams.states).to(states.device)
+        lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]] = torch.from_numpy(streams.lengths).to(lengths.device)
+        ends = np.cumsum(streams.lengths, dtype=np.int64)
+        for s, (end, length) in enumerate(zip(ends.tolist(), streams.lengths.tolist(), strict=True)):
+            top = job[Job.WORDS] + (s + 1) * deepest * per_stream
+            words[top - length : top] = torch.from_numpy(streams.words[end - length : end]).to(words.device)
+
+
+# --- compiled ahead of time
+
+_POINTERS = {
+    "data16": "*u16", "data32": "*u32", "jobs": "*i64", "plans": "*i64", "tables": "*i32", "slots": "*u32",
+    "coding": "*i64", "classes": "*u8", "planes": "*u8", "words": "*u16", "states": "*u32", "lengths": "*u32",
+    "status": "*i32",
+}  # fmt: skip
+
+
+def _spec(name: str, kernel: object, constants: dict[str, int], budget: Budget) -> KernelSpec:
+    names: list[str] = kernel.arg_names  # type: ignore[attr-defined]
+    pointers = {n: _POINTERS[n] for n in names if n in _POINTERS}
+    return KernelSpec(
+        name,
+        kernel,
+        {**pointers, "blocks": "i32"},
+        constants,
+        num_warps=1,
+        options={"maxnreg": 40} if name.startswith("rans_decode") else None,
+        divisible=tuple(n for n in pointers if n != "classes"),
+        symbol_access="store8" if name.startswith("rans_decode") else "load8",
+        budgets={"sm_90": budget},
+        changes={"gfx942": {"constants": {"LANES": 64}}},
+    )
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    _spec(
+        "rans_decode_classes",
+        _decode_classes_kernel,
+        {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
+        Budget(instructions_per_symbol=28, registers=40, spilled_bytes=0),
+    ),
+    _spec(
+        "rans_encode_classes",
+        _encode_classes_kernel,
+        {"LANES": 32},
+        Budget(instructions_per_symbol=36, registers=64, spilled_bytes=0),
+    ),
+)
