@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.errors import ProfileError
+from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.symbols import ESCAPE, F32, I16, MAX_SHIFT, U8, U16, CodingPlan, Prediction, Quantizer
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 
@@ -60,6 +60,13 @@ def scale_codes(scale: I16, step: int) -> npt.NDArray[np.int32]:
     return codes
 
 
+def finest_step(scale: I16) -> int:
+    """The smallest step index at which components of these scales can be coded."""
+    widest = TABLES - 1 + TABLES_PER_OCTAVE * MAX_SHIFT
+    # scale_codes(scale, step) <= widest
+    return int(scale.max(initial=-(1 << 14))) - LOWEST + _TABLE // 2 - _TABLE * (widest + 1) + 1
+
+
 def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
     """Codes >= 0 -> (table, shift).
 
@@ -98,9 +105,14 @@ def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
     """A family from `[TABLES, 256]` frequencies.
 
     Raises:
-        FormatError: the frequencies are not tables.
+        FormatError: the frequencies are not tables, or one cannot code an escape: then nor what lies outside it.
     """
-    return Family(_with_raw_bits(freq), quantizer)
+    if freq.ndim != 2 or freq.shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
+        raise FormatError(f"a family has {TABLES} tables, and its quantiser as many rows")
+    tables = _with_raw_bits(freq)
+    if not tables.freq[:TABLES, ESCAPE].all():
+        raise FormatError("a table of the family has no frequency for escapes")
+    return Family(tables, quantizer)
 
 
 @lru_cache(maxsize=1)

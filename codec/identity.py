@@ -7,7 +7,7 @@ Two digests a chunk, BLAKE2b over canonical bytes:
     content   root ───> digest of one run of tokens       these tokens, wherever they stand: what blending looks up
 
 The root holds all that decides what KV a token gets (`Identity`) and who may have it (`Scope`). A store's key is
-made of tenant, digest and tensor-parallel shard.
+made of tenant, digest and tensor-parallel shard, and of the id of the secret where blobs carry a tag.
 
 **Keys are a persistent format.** Stores outlive processes and are shared by replicas of several versions: any change of
 the bytes hashed here orphans every entry ever stored. A change on purpose raises `VERSION`, which enters every digest,
@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.keys import KEY_ID_BYTES
 
 VERSION = 1
 DIGEST_BYTES = 32
@@ -210,16 +211,20 @@ def tenant_id(tenant: str) -> str:
     return hashlib.blake2b(data, digest_size=TENANT_BYTES, person=b"cuvee-tenant").hexdigest()
 
 
-def store_key(tenant: str, digest: bytes, shard: int = 0) -> str:
+def store_key(tenant: str, digest: bytes, shard: int = 0, key_id: bytes = b"") -> str:
     """The key of one shard of a chunk: `tenant_id/digest shard`, in hex: 32 digits, a slash, 64 + 4 digits.
+
+    Where blobs carry a tag, the id of their secret follows, 16 more digits: replicas with other secrets, or with none,
+    neither find nor replace nor delete each other's entries. The tag itself binds a blob to the key without this id.
 
     Args:
         tenant: cache salt, as in the scope that the digest was made with.
         digest: of `PrefixChain.digests` or `content_digest`.
         shard: tensor-parallel rank; the digest knows how many there are.
+        key_id: one of `Codec.key_ids`; empty where blobs have no tag.
 
     Raises:
-        InputError: a digest of another length, or a shard out of range.
+        InputError: a digest or a key id of another length, or a shard out of range.
     """
     _check_type("digest", digest, bytes)
     if len(digest) != DIGEST_BYTES:
@@ -227,7 +232,10 @@ def store_key(tenant: str, digest: bytes, shard: int = 0) -> str:
     _check_type("shard", shard, int)
     if not 0 <= shard < MAX_SHARDS:
         raise InputError(f"shard: must be 0 … {MAX_SHARDS - 1}, got {shard}")
-    return f"{tenant_id(tenant)}/{digest.hex()}{shard:04x}"
+    _check_type("key_id", key_id, bytes)
+    if len(key_id) not in (0, KEY_ID_BYTES):
+        raise InputError(f"key_id: must be {KEY_ID_BYTES} bytes or none, got {len(key_id)}")
+    return f"{tenant_id(tenant)}/{digest.hex()}{shard:04x}{key_id.hex()}"
 
 
 def canonical(*fields: bytes) -> bytes:

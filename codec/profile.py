@@ -11,8 +11,8 @@ import json
 import math
 import os
 import secrets
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -24,6 +24,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cuvee.codec.classes import (
+    CLASS_UNITS,
+    CLASSES,
+    ClassedPlan,
+    class_step,
+    class_table,
+    default_class_frequencies,
+)
+from cuvee.codec.container import MAX_SECTIONS, MAX_STEP
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
 from cuvee.codec.family import (
     OCTAVE,
@@ -35,16 +44,20 @@ from cuvee.codec.family import (
     scale_codes,
     step_value,
 )
+from cuvee.codec.importance import Predictor, read_predictor
 from cuvee.codec.layout import KVChunk, KVLayout
-from cuvee.codec.symbols import I16, CodingPlan, Prediction, Quantizer
+from cuvee.codec.symbols import I16, U16, CodingPlan, Prediction, Quantizer
 from cuvee.codec.transform import Section, SectionBasis, partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FORMAT = "cuvee-profile"
-VERSION = 1
+VERSION = 2
 ID_BYTES = 16
+# Of a token, in a file: 128 layers of 128 heads of 512 have as many. Bounds what a file of a few bytes can ask for.
+MAX_VALUES = 1 << 24
+_CURVE_LIMIT = 1e30  # beyond it, and below its inverse, a measurement is none, and interpolation would overflow
 
 LOSSLESS = "lossless"
 # What the presets promise where a profile's curve knows the KL (nats a token against the uncompressed cache), and
@@ -71,6 +84,8 @@ class CurvePoint:
         kl_stderr: its standard error over sequences.
         delta_nll: nats a token lost on the real next tokens (paired), with `delta_nll_stderr`.
         top1: share of tokens whose most likely successor stays the same.
+        kl_worst: KL of the worst sequence.
+        kind: of the text it was measured on; None: all kinds together.
     """
 
     step: int
@@ -81,6 +96,8 @@ class CurvePoint:
     delta_nll: float | None = None
     delta_nll_stderr: float | None = None
     top1: float | None = None
+    kl_worst: float | None = None
+    kind: str | None = None
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
@@ -90,17 +107,34 @@ class CurvePoint:
             raise FormatError(f"unknown fields in the curve: {sorted(data.keys() - known)}")
         point = cls(**data)
         required = (point.step, point.bits_per_value, point.error)
-        optional = (point.kl, point.kl_stderr, point.delta_nll, point.delta_nll_stderr, point.top1)
+        optional = (
+            point.kl, point.kl_stderr, point.delta_nll, point.delta_nll_stderr, point.top1, point.kl_worst
+        )  # fmt: skip
         numbers = [*required, *(value for value in optional if value is not None)]
-        if type(point.step) is not int or not all(type(v) in (int, float) and math.isfinite(v) for v in numbers):
-            raise FormatError(f"a point of the curve is not made of finite numbers: {data}")
+        if type(point.step) is not int or abs(point.step) > MAX_STEP or not all(map(_is_measured, numbers)):
+            raise FormatError("a point of the curve is not made of finite numbers")
+        if point.kind is not None and type(point.kind) is not str:
+            raise FormatError("the kind of a point of the curve is not a name")
         return point
+
+
+def _is_measured(value: object) -> bool:
+    """Whether a number of a curve is one that can be calculated with."""
+    # Compared as they are: an integer of a thousand digits cannot be converted.
+    return type(value) in (int, float) and (
+        value == 0 or 1 / _CURVE_LIMIT <= abs(value) <= _CURVE_LIMIT  # type: ignore[arg-type]
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SectionProfile:
     """What a profile knows of one section: its maps, and of each component (all blocks in a row, `[R]`) its scale,
     the scale of its prediction error, and the predictor's gain.
+
+    Attributes:
+        predictor: tells the class of a token; None: the tokens of this section have none unless a caller says so.
+        class_freq: `[16]` uint16 frequencies that code the classes.
+        class_scale: `[16]` int16, 1/64 octaves: how much wider the components of a class's tokens are than `scale`.
     """
 
     basis: SectionBasis
@@ -108,6 +142,9 @@ class SectionProfile:
     prediction: Prediction
     rest_scale: I16
     rho: I16
+    predictor: Predictor | None = None
+    class_freq: U16 = field(default_factory=default_class_frequencies)
+    class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
 
     def select(self, step: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
         """The components coded at a step: how many of each block, and their indices."""
@@ -129,6 +166,33 @@ class SectionProfile:
         rest = scale_codes(self.rest_scale[chosen], step)
         return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
 
+    def class_ranks(self, step: int, token_class: int) -> tuple[int, ...]:
+        """The components of each block that tokens of a class code in a blob of step index `step`."""
+        codes = self._class_codes(step, token_class)
+        ranks, at = [], 0
+        for size in self.basis.block_ranks:
+            ranks.append(int((codes[at : at + size] >= 0).sum()))
+            at += size
+        return tuple(ranks)
+
+    def classed_plan(self, step: int) -> ClassedPlan:
+        """How tokens of each class are coded in a blob of step index `step`.
+
+        Raises:
+            ProfileError: the step is too fine for all classes.
+        """
+        plans: list[CodingPlan | None] = []
+        for k in range(CLASSES):
+            codes = self._class_codes(step, k)
+            try:
+                plans.append(coding_plan(codes[codes >= 0]))
+            except ProfileError:
+                plans.append(None)
+        return ClassedPlan(plans, step)
+
+    def _class_codes(self, step: int, token_class: int) -> npt.NDArray[np.int32]:
+        return scale_codes(self.scale, class_step(step, token_class) - int(self.class_scale[token_class]))
+
     def take(self, blocks: Sequence[int]) -> SectionProfile:
         """What is known of some blocks of the section, in this order: each is coded as it is among the others."""
         basis = self.basis
@@ -140,7 +204,11 @@ class SectionProfile:
             tuple(basis.forward[block] for block in blocks),
             tuple(basis.inverse[block] for block in blocks),
         )
-        return SectionProfile(taken, self.scale[rows], self.prediction, self.rest_scale[rows], self.rho[rows])
+        predictor = None if self.predictor is None else self.predictor.take(rows)
+        return SectionProfile(
+            taken, self.scale[rows], self.prediction, self.rest_scale[rows], self.rho[rows], predictor,
+            self.class_freq, self.class_scale,
+        )  # fmt: skip
 
 
 def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:
@@ -157,7 +225,8 @@ class Profile:
         group: what one basis spans (see `partition`).
         source: "calibrated", "fitted" or "generic".
         model: fingerprint of the weights it was calibrated on (hex), or None.
-        curve: measured points, by rising step.
+        curve: measured points, by rising step, of all kinds of text together.
+        curves: by kind of text, the points measured on that kind alone; empty where there was one kind.
         family: entropy tables and quantiser.
         learned: one `SectionProfile` a section; empty for a generic profile.
         min_step: the smallest step index the stored components serve.
@@ -182,7 +251,10 @@ class Profile:
         self.learned = learned
         self.min_step = min_step
         self.model = model
-        self.curve = tuple(sorted(curve, key=lambda point: point.step))
+        points = sorted(curve, key=lambda point: point.step)
+        kinds = dict.fromkeys(point.kind for point in points if point.kind is not None)
+        self.curve = tuple(point for point in points if point.kind is None)
+        self.curves = {kind: tuple(point for point in points if point.kind == kind) for kind in kinds}
         self.sections: tuple[Section, ...] = partition(layout, group)
         if learned and len(learned) != len(self.sections):
             raise FormatError(f"the profile has {len(learned)} sections, group {group!r} needs {len(self.sections)}")
@@ -193,23 +265,28 @@ class Profile:
     def calibrate(
         cls,
         model: PreTrainedModel,
-        token_ids: torch.Tensor,
-        group: str = "layer",
+        token_ids: torch.Tensor | Mapping[str, torch.Tensor],
+        group: str = "auto",
         *,
         prefix: int | None = None,
         batch_size: int = 4,
         seed: int = 0,
+        flops: float | None = None,
         progress: bool = True,
     ) -> Profile:
         """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
 
         Args:
             model: a transformers causal language model, in eval mode, on any device.
-            token_ids: `[N, T]` int64: N sequences as the model will see them. An eighth of them (2 to 32) is kept
-                apart to measure the curve.
-            group: what one basis spans: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`.
+            token_ids: `[N, T]` int64: N sequences as the model will see them; or several kinds of text by name, each
+                with lengths of its own (`cuvee.eval.mixture.mixture` makes such a dict). An eighth of each (2 to 32)
+                is kept apart to measure the curve, kind by kind.
+            group: what one basis spans: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or `"auto"`: as many
+                layers as `flops` and the number of tokens allow (`choose_group`).
             prefix: how many leading tokens of a sequence count as cached; the loss of those after it is what the
                 metric measures. Default: three quarters of T.
+            flops: with `"auto"`, floating-point operations per decoded value that the inverse transform may take;
+                default 1536 where the model is on a CPU, 4096 elsewhere.
             batch_size: sequences a forward pass.
             seed: of the sampled targets; the same arguments give the same profile on the same machine.
             progress: show a progress bar on standard error.
@@ -221,7 +298,9 @@ class Profile:
         """
         from cuvee.codec.calibrate import calibrate
 
-        return calibrate(model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, progress=progress)
+        return calibrate(
+            model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, progress=progress
+        )
 
     @classmethod
     def fit(cls, layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
@@ -249,14 +328,14 @@ class Profile:
     def measure(
         self,
         model: PreTrainedModel,
-        token_ids: torch.Tensor,
+        token_ids: torch.Tensor | Mapping[str, torch.Tensor],
         *,
         prefix: int | None = None,
         steps: Iterable[int] | None = None,
         batch_size: int = 8,
         progress: bool = True,
     ) -> Profile:
-        """This profile with a curve measured on `token_ids` `[N, T]` (arguments as in `calibrate`).
+        """This profile with a curve measured on `token_ids` `[N, T]` or on several kinds; arguments as in `calibrate`.
 
         The id stays: blobs written with either decode with both.
         """
@@ -273,11 +352,18 @@ class Profile:
             min_step=self.min_step, model=self.model, curve=curve,
         )  # fmt: skip
 
+    @property
+    def points(self) -> tuple[CurvePoint, ...]:
+        """All measured points: those of `curve`, then those of `curves`."""
+        return self.curve + tuple(point for points in self.curves.values() for point in points)
+
     def shard(self, rank: int, size: int) -> Profile:
         """The profile of one tensor-parallel rank, which holds `layout.shard_heads(rank, size)` of each layer.
 
         At one step its codec codes those heads as this profile's codes them among all: same maps, scales and tables,
         so the same levels, and the same decoded bits but where BLAS rounds a product otherwise at another alignment.
+        That holds where tokens have no classes, or those of `importance=`. A rank's own predictor sees its own heads
+        alone, so that it may choose a class that the whole would not.
         A generic profile has nothing to cut: its steps are relative to the deviation of the rank's own heads.
 
         The curve is kept, so that a quality means the same step on every rank. Its KL is that of all ranks together;
@@ -306,7 +392,7 @@ class Profile:
         learned = tuple(known.take([*own, *(layer.kv_heads + head for head in own)]) for known, layer, own in parts)
         return Profile(
             layout, self.group, self.source, self.family, learned,
-            min_step=self.min_step, model=self.model, curve=self.curve,
+            min_step=self.min_step, model=self.model, curve=self.points,
         )  # fmt: skip
 
     # Identity --------------------------------------------------------------------------------------------------
@@ -341,26 +427,31 @@ class Profile:
         bits: float | None = None,
         ratio: float | None = None,
         step: float | None = None,
+        kind: str | None = None,
     ) -> int:
-        """The step index for a request; exactly one argument, none of them `"lossless"`.
+        """The step index for a request; exactly one argument besides `kind`, none of them `"lossless"`.
+
+        A KL, and the KL that a preset stands for, holds for every kind of text on the curve: the worst kind decides,
+        or the one called `kind`.
 
         Raises:
-            InputError: no request, several, or one that is not a positive number.
+            InputError: no request, several, one that is not a positive number, or a kind that was not measured.
             ProfileError: the curve does not reach what was asked, or does not know it; the message says the range.
         """
         asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
         given = [name for name, value in asked.items() if value is not None]
         if len(given) != 1:
             raise InputError(f"give exactly one of quality=, kl=, bits=, ratio=, step=; got {given or 'none'}")
+        self._check_kind(kind)
         if quality is not None:
-            return self._preset(quality)
+            return self._preset(quality, kind)
         value = next(float(v) for v in (kl, bits, ratio, step) if v is not None)
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"{given[0]}={value} must be a positive number")
         if step is not None:
             return self.check_step(round(math.log2(value) * OCTAVE))
         if kl is not None:
-            return self._interpolate("kl", value, self._expected_kl())
+            return self._interpolate("kl", value, self._expected_kl(kind))
         sizes: list[tuple[int, float | None]] = [(p.step, p.bits_per_value) for p in self.curve]
         if bits is not None:
             return self._interpolate("bits", value, sizes)
@@ -373,17 +464,37 @@ class Profile:
                 f"{self.layout.dtype} cache, but {error}"
             ) from error
 
-    def _preset(self, quality: str) -> int:
+    def least_kl(self, kind: str | None = None) -> float | None:
+        """The smallest KL that the curve can promise, nats per token; None where it does not know any.
+
+        Raises:
+            InputError: a kind that was not measured.
+        """
+        self._check_kind(kind)
+        return min((kl for _, kl in self._expected_kl(kind) if kl is not None), default=None)
+
+    def _check_kind(self, kind: str | None) -> None:
+        if kind is not None and kind not in self.curves:
+            known = ", ".join(self.curves) or "none: it was measured on one kind of text"
+            raise InputError(f"kind={kind!r} is not on the profile's curve; its kinds are {known}")
+
+    def _preset(self, quality: str, kind: str | None) -> int:
         if quality not in PRESET_KL:
             raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
         if any(p.kl is not None for p in self.curve):
-            return self._interpolate("kl", PRESET_KL[quality], self._expected_kl())
+            return self._interpolate("kl", PRESET_KL[quality], self._expected_kl(kind))
         if self.curve:
             return self._interpolate("error", PRESET_ERROR[quality], [(p.step, p.error) for p in self.curve])
         return self.check_step(PRESET_STEP[quality])
 
-    def _expected_kl(self) -> list[tuple[int, float | None]]:
-        return [(p.step, None if p.kl is None else KL_MARGIN * p.kl) for p in self.curve]
+    def _expected_kl(self, kind: str | None = None) -> list[tuple[int, float | None]]:
+        curves = [self.curves[kind]] if kind is not None else list(self.curves.values()) or [self.curve]
+        worst: dict[int, float | None] = {}
+        for point in (point for curve in curves for point in curve):
+            known = worst.get(point.step)
+            own = None if point.kl is None else KL_MARGIN * point.kl
+            worst[point.step] = own if known is None else known if own is None else max(known, own)
+        return sorted(worst.items())
 
     def check_step(self, step: int) -> int:
         """`step`, if it is an index this profile serves; else raises ProfileError."""
@@ -424,7 +535,7 @@ class Profile:
             "min_step": self.min_step,
             "model": self.model,
             "prediction": [int(s.prediction) for s in self.learned],
-            "curve": [asdict(point) for point in self.curve],
+            "curve": [asdict(point) for point in self.points],
         }
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -444,6 +555,9 @@ class Profile:
                 f"section.{i}.rest_scale": section.rest_scale,
                 f"section.{i}.rho": section.rho,
             }
+            arrays |= {f"section.{i}.class_freq": section.class_freq, f"section.{i}.class_scale": section.class_scale}
+            if section.predictor is not None:
+                arrays |= {f"section.{i}.predictor.{name}": a for name, a in section.predictor.arrays().items()}
             for b, (forward, inverse) in enumerate(zip(basis.forward, basis.inverse, strict=True)):
                 arrays[f"section.{i}.forward.{b}"] = forward.numpy()
                 arrays[f"section.{i}.inverse.{b}"] = inverse.numpy()
@@ -497,10 +611,10 @@ class Profile:
             TypeError,
             ValueError,
             IndexError,
-            AssertionError,
+            ArithmeticError,
             RecursionError,
         ) as error:
-            raise FormatError(f"{os.fspath(path)} is not a well-formed profile: {error!r}") from error
+            raise FormatError(f"{os.fspath(path)} is not a well-formed profile: {error!r:.500}") from error
         if profile.id.hex() != identity:
             raise FormatError(f"{os.fspath(path)} is damaged: its contents do not hash to its id")
         return profile
@@ -508,21 +622,43 @@ class Profile:
     @classmethod
     def _from_parts(cls, data: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[Profile, str]:
         layout = KVLayout.from_dict(data["layout"])
+        _check_size(layout, arrays if data["prediction"] else None)
+        freq = arrays["family.freq"]
+        if freq.dtype != np.uint16:
+            raise FormatError("family.freq has the wrong dtype")
         quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
-        if arrays["family.freq"].shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
-            raise FormatError(f"a profile's family has {TABLES} tables")
+        family = make_family(freq, quantizer)
         learned = []
         sections = partition(layout, data["group"]) if data["prediction"] else ()
         for i, (section, prediction) in enumerate(zip(sections, data["prediction"], strict=True)):
             learned.append(_read_section(i, section, Prediction(prediction), arrays))
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
-        if type(data["min_step"]) is not int:
-            raise FormatError(f"min_step is {data['min_step']!r}, not a step index")
+        min_step = data["min_step"]
+        if type(min_step) is not int or not -MAX_STEP <= min_step <= 8 * OCTAVE:
+            raise FormatError(f"min_step must be a step index, {-MAX_STEP} … {8 * OCTAVE}")
+        if not isinstance(data["source"], str) or not isinstance(data["model"], str | None):
+            raise FormatError("source and model of a profile must be names")
+        if not learned and data["group"] != "unit":
+            raise FormatError("a profile that learned nothing must have the group 'unit'")
         profile = cls(
-            layout, data["group"], data["source"], make_family(arrays["family.freq"], quantizer), tuple(learned),
-            min_step=data["min_step"], model=data["model"], curve=curve,
+            layout, data["group"], data["source"], family, tuple(learned),
+            min_step=min_step, model=data["model"], curve=curve,
         )  # fmt: skip
         return profile, data["id"]
+
+
+def _check_size(layout: KVLayout, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
+    """Refuse a layout that the file cannot be of, before anything is made in its size.
+
+    Args:
+        layout: as the file's metadata say.
+        arrays: of the file, if it learned something: it then holds at least a mean of every value of a token.
+    """
+    values = layout.values_per_token
+    if layout.num_layers > MAX_SECTIONS or values > MAX_VALUES:
+        raise FormatError(f"the profile is for {layout.num_layers} layers and more values of a token than there are")
+    if arrays is not None and values > sum(array.size for array in arrays.values()):
+        raise FormatError("the profile's arrays are too small for the values of its layout")
 
 
 def _read_section(
@@ -551,7 +687,26 @@ def _read_section(
         if np.any(np.diff(components[0][at : at + rank].astype(np.int32)) > 0):
             raise FormatError(f"section.{i}.scale does not fall within a block")
         at += rank
-    return SectionProfile(basis, components[0], prediction, components[1], components[2])
+    class_freq = _class_array(i, "class_freq", np.uint16, arrays)
+    class_scale = _class_array(i, "class_scale", np.int16, arrays)
+    class_table(class_freq)
+    if class_freq.min() < 1:
+        raise FormatError(f"section.{i}.class_freq has a class that cannot be coded")
+    if np.any(np.diff(class_scale.astype(np.int32)) > CLASS_UNITS):
+        raise FormatError(f"section.{i}.class_scale lets a coarser class code more than a finer one")
+    predictor = None
+    if f"section.{i}.predictor.components" in arrays:
+        predictor = read_predictor(f"section.{i}.predictor", arrays, sum(basis.block_ranks))
+    return SectionProfile(
+        basis, components[0], prediction, components[1], components[2], predictor, class_freq, class_scale
+    )
+
+
+def _class_array(i: int, name: str, dtype: type[np.generic], arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    array = arrays[f"section.{i}.{name}"]
+    if array.dtype != dtype or array.shape != (CLASSES,):
+        raise FormatError(f"section.{i}.{name} has the wrong shape or dtype")
+    return array
 
 
 def sealed(data: dict[str, Any]) -> str:

@@ -54,6 +54,8 @@ def test_golden_values() -> None:
     assert tenant_id("") == "399a81219c4b118d05336784dfd82aa0"
     assert tenant_id("acme") == "fde3980a662832b5d524682ec0731094"
     assert store_key("acme", bytes(range(32)), 258) == f"{tenant_id('acme')}/{bytes(range(32)).hex()}0102"
+    tagged = f"{tenant_id('acme')}/{bytes(range(32)).hex()}0102a0a1a2a3a4a5a6a7"
+    assert store_key("acme", bytes(range(32)), 258, bytes(range(0xA0, 0xA8))) == tagged
 
 
 def test_canonical_bytes_written_out_by_hand() -> None:
@@ -105,6 +107,8 @@ def test_a_store_key_is_one() -> None:
 
     tenant, name = check_key(store_key("acme", chain(range(4), 1)[0], 3))
     assert tenant == tenant_id("acme") and len(tenant) == 32 and len(name) == 68
+    tagged = store_key("acme", chain(range(4), 1)[0], 3, bytes(8))
+    assert check_key(tagged) == (tenant, name + "0" * 16)
 
 
 # Everything counts -----------------------------------------------------------------------------------------------
@@ -437,6 +441,8 @@ def test_an_identity_is_checked(change: dict[str, Any], message: str) -> None:
         (lambda: store_key("a", "00" * 32), "digest: must be bytes"),  # type: ignore[arg-type]
         (lambda: store_key("a", bytes(32), -1), "shard: must be 0 … 65535, got -1"),
         (lambda: store_key("a", bytes(32), 65536), "shard: "),
+        (lambda: store_key("a", bytes(32), 0, bytes(7)), "key_id: must be 8 bytes or none, got 7"),
+        (lambda: store_key("a", bytes(32), 0, "00" * 8), "key_id: must be bytes"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_arguments_are_named(call: Any, message: str) -> None:

@@ -7,6 +7,9 @@ import json
 import math
 import os
 import stat
+import subprocess
+import sys
+import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +22,11 @@ from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
 from cuvee.codec import profile as module
+from cuvee.codec.classes import class_frequencies
 from cuvee.codec.codec import Codec
+from cuvee.codec.container import read_header, read_section
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
+from cuvee.codec.importance import Predictor
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.profile import KL_MARGIN, CurvePoint, Profile
 from cuvee.codec.symbols import Prediction
@@ -97,6 +103,109 @@ def test_prediction_survives(fitted: Fitted, tmp_path: Path, make_chunk: Callabl
     assert loaded.id == profile.id != plain.id
     chunk = make_chunk(plain.layout, 140)
     assert Codec(loaded).encode(chunk) == Codec(profile).encode(chunk)
+
+
+def classed(plain: Profile) -> Profile:
+    """With predictors for some of the sections, and class tables that are not the default."""
+    counts = np.arange(16.0)[::-1] ** 2
+    learned = []
+    for i, section in enumerate(plain.learned):
+        components = np.array([0, 2, 3 + i], np.int32)
+        predictor = Predictor(
+            components, np.exp2(section.scale[components] / 64).astype(np.float32),
+            np.array([0.5, -0.25, 0.0], np.float32), np.array([-0.25, 0.0, -0.5], np.float32),
+            -0.125, 0.5 + i, np.array([-3.0, -1.0], np.float32)[:i],
+            np.array([-1.0, -1.25, -1.5, 2.0], np.float32)[: 2 * i],
+        )  # fmt: skip
+        learned.append(
+            replace(
+                section,
+                prediction=Prediction.NONE,
+                predictor=None if i == 1 else predictor,
+                class_freq=class_frequencies(counts + i),
+                class_scale=np.linspace(100, -100 - i, 16).astype(np.int16),
+            )
+        )
+    return Profile(plain.layout, plain.group, "fitted", plain.family, tuple(learned))
+
+
+def test_token_classes_survive(fitted: Fitted, tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+    profile = classed(fitted("irregular", "layer"))
+    profile.save(tmp_path / "p")
+    loaded = Profile.load(tmp_path / "p")
+    assert loaded.id == profile.id != fitted("irregular", "layer").id
+    for mine, back in zip(profile.learned, loaded.learned, strict=True):
+        assert back.class_freq.dtype == np.uint16 and back.class_scale.dtype == np.int16
+        np.testing.assert_array_equal(back.class_freq, mine.class_freq)
+        np.testing.assert_array_equal(back.class_scale, mine.class_scale)
+        assert (back.predictor is None) == (mine.predictor is None)
+        if mine.predictor is None or back.predictor is None:
+            continue
+        assert (back.predictor.energy, back.predictor.bias) == (mine.predictor.energy, mine.predictor.bias)
+        for name, array in mine.predictor.arrays().items():
+            np.testing.assert_array_equal(back.predictor.arrays()[name], array)
+            assert back.predictor.arrays()[name].dtype == array.dtype
+    chunk = make_chunk(profile.layout, 300)
+    ours, theirs = Codec(profile, step=0.2), Codec(loaded, step=0.2)
+    blob = ours.encode(chunk)
+    header = read_header(blob)
+    modes = [read_section(blob, header, index)[9] for index in range(len(profile.learned))]
+    assert modes == [1, 0, 1], "a section without a predictor has no classes"
+    assert theirs.encode(chunk) == blob
+    for a, b in zip(theirs.decode(blob).values, ours.decode(blob).values, strict=True):
+        assert torch.equal(a, b)
+
+
+CLASS_ARRAYS: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]] = [
+    ("sum", "class_freq", lambda a: a + np.eye(16, dtype=np.uint16)[0]),
+    ("sum that wraps", "class_freq", lambda a: np.full(16, 4096, np.uint16)),
+    ("none", "class_freq", lambda a: np.zeros(16, np.uint16)),
+    ("a class that cannot be coded", "class_freq", lambda a: np.array([a[0] + a[1], 0, *a[2:]], np.uint16)),
+    ("certain", "class_freq", lambda a: 4096 * np.eye(16, dtype=np.uint16)[8]),
+    ("signed", "class_freq", lambda a: a.astype(np.int16)),
+    ("too few", "class_freq", lambda a: np.append(a[:14], a[14] + a[15]).astype(np.uint16)),
+    ("too many", "class_freq", lambda a: np.append(a, np.uint16(0))),
+    ("a matrix", "class_freq", lambda a: a[None]),
+    ("rises too fast", "class_scale", lambda a: np.where(np.arange(16) == 9, a[8] + 33, a).astype(np.int16)),
+    ("rises by all there is", "class_scale", lambda a: np.where(np.arange(16) < 8, -(2**15), 2**15 - 1).astype("i2")),
+    ("wide", "class_scale", lambda a: a.astype(np.int32)),
+    ("unsigned", "class_scale", lambda a: np.zeros(16, np.uint16)),
+    ("float", "class_scale", lambda a: a.astype(np.float32)),
+    ("short", "class_scale", lambda a: a[:15]),
+    ("empty", "class_scale", lambda a: a[:0]),
+    ("no components", "predictor.components", lambda a: a[:0]),
+    ("beyond the components", "predictor.components", lambda a: np.array([0, 2, 30000], np.int32)),
+    ("twice", "predictor.components", lambda a: np.array([0, 2, 2], np.int32)),
+    ("wide numbers", "predictor.components", lambda a: a.astype(np.int64)),
+    ("no deviation", "predictor.scale", lambda a: a * 0),
+    ("another number", "predictor.linear", lambda a: a[:2]),
+    ("not a number", "predictor.square", lambda a: a * np.float32("nan")),
+    ("double", "predictor.constants", lambda a: a.astype(np.float64)),
+    ("one too few", "predictor.means", lambda a: a[:3]),
+    ("infinite", "predictor.means", lambda a: a * np.float32("inf")),
+    ("half", "predictor.means", lambda a: a.astype(np.float16)),
+    ("endless", "predictor.sinks", lambda a: np.zeros(1 << 20, np.float32)),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "change"), CLASS_ARRAYS, ids=[f"{n}: {w}" for w, n, _ in CLASS_ARRAYS])
+def test_token_classes_that_break_a_rule(
+    what: str,
+    name: str,
+    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    fitted: Fitted,
+    tmp_path: Path,
+) -> None:
+    """Refused by the rule, not by the id: that is anybody's to compute."""
+    classed(fitted("irregular", "layer")).save(tmp_path / "p")
+    key = f"section.2.{name}"
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
+    with pytest.raises(FormatError, match=r"section\.2\.|not a table|frequenc") as caught:
+        Profile.load(path)
+    assert "hash to its id" not in str(caught.value)
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.pop(key))
+    with pytest.raises(FormatError):
+        Profile.load(path)
 
 
 @pytest.mark.parametrize("failing", ["save_file", "replace"])
@@ -209,6 +318,10 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("curve step is text", lambda d: d["curve"][0].update(step="1")),
     ("curve value is text", lambda d: d["curve"][0].update(kl="1")),
     ("curve value is null", lambda d: d["curve"][0].update(error=None)),
+    ("curve's worst KL is text", lambda d: d["curve"][0].update(kl_worst="1")),
+    ("curve's worst KL is infinite", lambda d: d["curve"][0].update(kl_worst=math.inf)),
+    ("curve kind is a number", lambda d: d["curve"][0].update(kind=1)),
+    ("curve kind is a list", lambda d: d["curve"][0].update(kind=["prose"])),
     ("curve value is not a number", lambda d: d["curve"][0].update(kl=math.nan)),
 ]
 
@@ -223,11 +336,11 @@ def test_metadata_that_breaks_a_rule(
         Profile.load(path)
 
 
-@pytest.mark.parametrize("version", [0, 2, 99, "1", None])
+@pytest.mark.parametrize("version", [0, 1, 3, 99, "2", None])
 def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
-    with pytest.raises(VersionError, match="this build reads version 1"):
+    with pytest.raises(VersionError, match="this build reads version 2"):
         Profile.load(path)
 
 
@@ -241,7 +354,7 @@ def test_metadata_that_is_not_json(fitted: Fitted, tmp_path: Path) -> None:
 def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     names = list(load_file(tmp_path / "p"))
-    assert len(names) == 4 + 3 * 7
+    assert len(names) == 4 + 3 * 9
 
     def bad(value: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
         yield value[:-1]
@@ -268,6 +381,145 @@ def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
             Profile.load(path)
 
 
+def _set(array: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
+    changed = array.copy()
+    changed.flat[-1] = value
+    return changed
+
+
+def _without_escapes(freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    changed = freq.copy()
+    changed[7, 0] += changed[7, 0x80]
+    changed[7, 0x80] = 0
+    return changed
+
+
+FAMILY: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]] = [
+    (what, name, change)
+    for name in ("dead_zone", "rounding", "shrink")
+    for what, change in (
+        ("not a number", lambda a: _set(a, math.nan)),
+        ("infinite", lambda a: _set(a, math.inf)),
+        ("large", lambda a: _set(a, 1e30)),
+        ("below", lambda a: _set(a, -2.5)),
+        ("half", lambda a: a.astype(np.float16)),
+        ("double", lambda a: a.astype(np.float64)),
+        ("integers", lambda a: np.zeros(a.shape, np.int32)),
+        ("one too few", lambda a: a[:-1]),
+        ("one too many", lambda a: np.concatenate([a, a[:1]])),
+        ("empty", lambda a: a[:0]),
+        ("a scalar", lambda a: a.reshape(-1)[0]),
+        ("another axis", lambda a: a[None]),
+    )
+] + [
+    ("signed", "freq", lambda a: a.astype(np.int16)),
+    ("wide", "freq", lambda a: a.astype(np.int64)),
+    ("float", "freq", lambda a: a.astype(np.float32)),
+    ("one too few", "freq", lambda a: a[:-1]),
+    ("a row", "freq", lambda a: a[0]),
+    ("a scalar", "freq", lambda a: a[0, 0]),
+    ("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))),
+    ("no escapes", "freq", _without_escapes),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "change"), FAMILY, ids=[f"{n}: {w}" for w, n, _ in FAMILY])
+def test_tables_and_quantisers_that_break_a_rule(
+    what: str,
+    name: str,
+    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    fitted: Fitted,
+    tmp_path: Path,
+) -> None:
+    """Refused by the rule, not by the id: compiled loops would read and divide by what they find."""
+    fitted("gqa", "layer").save(tmp_path / "p")
+    key = f"family.{name}"
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
+    with pytest.raises(FormatError) as caught:
+        Profile.load(path)
+    assert "hash to its id" not in str(caught.value)
+
+
+def test_rules_hold_in_optimised_python(fitted: Fitted, tmp_path: Path) -> None:
+    """`python -O` leaves out asserts; nothing that a file decides about may depend on one."""
+    fitted("gqa", "layer").save(tmp_path / "p")
+    rewrite(tmp_path / "p", tmp_path / "q", lambda _, a: a.update({"family.rounding": a["family.rounding"][:3]}))
+    code = (
+        "import sys; from cuvee import Profile, FormatError\ntry: Profile.load(sys.argv[1])\nexcept FormatError: pass"
+    )
+    code += "\nelse: sys.exit('it was loaded')"
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code, str(tmp_path / "q")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _kind(data: dict[str, Any], **changes: Any) -> None:
+    for kind in data["layout"]["kinds"]:
+        kind.update(changes)
+
+
+def _heads(data: dict[str, Any], heads: int) -> list[dict[str, Any]]:
+    return [{**kind, "kv_heads": heads} for kind in data["layout"]["kinds"]]
+
+
+HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("heads", lambda d: _kind(d, kv_heads=10**10)),
+    ("more heads than a number holds", lambda d: _kind(d, kv_heads=10**400)),
+    ("heads that the arrays are too few for", lambda d: _kind(d, kv_heads=1 << 18)),
+    ("head size", lambda d: _kind(d, head_dim=10**10, value_dim=10**10)),
+    ("layers", lambda d: d["layout"].update(layers=[0] * 100_000)),
+    ("layers of many heads", lambda d: d["layout"].update(layers=[0] * 60_000, kinds=_heads(d, 1000))),
+    ("finest step", lambda d: d.update(min_step=-(10**9))),
+    ("finest step beyond numbers", lambda d: d.update(min_step=-(10**400))),
+    ("finest step above all", lambda d: d.update(min_step=10**400)),
+    ("step of a point", lambda d: d["curve"][0].update(step=-(10**30))),
+    ("value of a point", lambda d: d["curve"][0].update(bits_per_value=10**400)),
+    ("value of a point that overflows", lambda d: d["curve"][0].update(kl=1e-310)),
+    ("frequency", lambda d: _kind(d, rope={"inv_freq": [10**400]})),
+    ("scaling", lambda d: _kind(d, rope={"inv_freq": [1.0], "attention_scaling": 10**400})),
+    ("group", lambda d: d.update(group="layers:" + "9" * 1000)),
+    ("model is a list", lambda d: d.update(model=[1])),
+    ("source is a number", lambda d: d.update(source=1)),
+]
+
+
+@pytest.mark.parametrize("group", ["head", "layer"])
+@pytest.mark.parametrize(("what", "change"), HUGE, ids=[what for what, _ in HUGE])
+def test_huge_numbers_are_refused_before_anything_is_made_of_them(
+    what: str, change: Callable[[dict[str, Any]], Any], group: str, fitted: Fitted, tmp_path: Path
+) -> None:
+    fitted("gqa", group).with_curve(CURVE).save(tmp_path / "p")
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: change(data))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            Profile.load(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * path.stat().st_size + 2_000_000
+
+
+@pytest.mark.parametrize("group", ["unit", "head"])
+@pytest.mark.parametrize("heads", [10**7, 10**10])
+def test_a_profile_that_learned_nothing_has_bounds_too(
+    heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]
+) -> None:
+    """No array of the file says how large a model may be."""
+    Profile.generic(layouts["gqa"]).save(tmp_path / "p")
+
+    def change(data: dict[str, Any], _: object) -> None:
+        _kind(data, kv_heads=heads)
+        data.update(group=group)
+
+    with pytest.raises(FormatError) as caught:
+        Profile.load(rewrite(tmp_path / "p", tmp_path / "q", change))
+    assert "hash to its id" not in str(caught.value)
+    with pytest.raises(FormatError, match="must have the group 'unit'"):
+        Profile.load(rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(group="head")))
+
+
 def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
     profile = fitted("gqa", "layer")
     assert profile.with_curve(CURVE).id == profile.id
@@ -288,6 +540,8 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
 
     first = profile.learned[0]
     half = first.basis
+    predictor = classed(fitted("irregular", "layer")).learned[0].predictor
+    assert predictor is not None
     quantizer = profile.family.quantizer
     others = [
         changed(),
@@ -298,13 +552,18 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(learned=section(rest_scale=first.rest_scale - 1)),
         changed(learned=section(rho=first.rho + 1)),
         changed(learned=section(prediction=Prediction.LAG1)),
+        changed(learned=section(class_freq=class_frequencies(np.arange(16.0)))),
+        changed(learned=section(class_scale=first.class_scale - 1)),
+        changed(learned=section(predictor=predictor)),
+        changed(learned=section(predictor=replace(predictor, bias=9.0))),
+        changed(learned=section(predictor=replace(predictor, sinks=np.ones(1, np.float32)))),
         changed(learned=basis(mean=half.mean + 1)),
         changed(learned=basis(sinks=half.mean[None])),
         changed(learned=basis(forward=(half.forward[0] * 2,))),
         changed(learned=basis(inverse=(half.inverse[0] * 2,))),
         changed(family=replace(profile.family, quantizer=replace(quantizer, shrink=quantizer.shrink + 1))),
-        changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=-quantizer.rounding))),
-        changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=-quantizer.dead_zone))),
+        changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=1 - quantizer.rounding))),
+        changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=1 - quantizer.dead_zone))),
         changed(family=fitted("gqa", "head").family),
     ]
     assert others[0].id == profile.id

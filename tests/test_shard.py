@@ -167,6 +167,9 @@ def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -
                         getattr(mine, name)[_rows(mine.basis, at)], getattr(whole, name)[_rows(whole.basis, block)]
                     )
             assert mine.prediction is whole.prediction
+            # Classes mean the same. What predicts them reads the components that there are.
+            assert mine.class_freq is whole.class_freq and mine.class_scale is whole.class_scale
+            assert (mine.predictor is None) == (whole.predictor is None)
             assert len(mine.basis.forward) == len(mine.basis.inverse) == len(blocks)
             assert len(mine.scale) == len(mine.rest_scale) == len(mine.rho) == sum(mine.basis.block_ranks)
             for step in (-4 * OCTAVE, 0, 3 * OCTAVE):
@@ -255,6 +258,25 @@ def test_shards_together_are_the_whole(
         for rank in range(size):
             own = Codec(profile.shard(rank, size), step=step)
             assert_equal(own.decode(own.encode(of_rank(chunk, rank, size))), of_rank(whole, rank, size))
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(("name", "size"), [("gqa", 2), ("mha", 4)])
+def test_shards_that_are_told_the_classes_are_the_whole(
+    fitted: Fitted, make_chunk: MakeChunk, name: str, size: int, tokens: int
+) -> None:
+    """Given the same importance, every rank chooses the classes that the whole chooses, whatever else it knows."""
+    plain = fitted(name, "head")
+    class_scale = np.linspace(90, -60, 16).astype(np.int16)
+    learned = tuple(replace(section, class_scale=class_scale) for section in plain.learned)
+    profile = Profile(plain.layout, "head", "fitted", plain.family, learned)
+    chunk = make_chunk(profile.layout, tokens, 5, 3)
+    weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
+    codec = Codec(profile, step=0.2)
+    whole = codec.decode(codec.encode(chunk, importance=weights))
+    for rank in range(size):
+        own, part = Codec(profile.shard(rank, size), step=0.2), of_rank(chunk, rank, size)
+        assert_equal(own.decode(own.encode(part, importance=weights)), of_rank(whole, rank, size))
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -426,17 +448,26 @@ def test_the_bundled_model_on_two_ranks(books_head: tuple[Any, torch.Tensor, Pro
         exact = prefill(model, tokens[:, :256], profile.layout)
     shards = [profile.shard(rank, 2) for rank in range(2)]
     assert len({profile.id, *(shard.id for shard in shards)}) == 3
+    learned = tuple(replace(section, predictor=None) for section in profile.learned)
+    alike = Profile(profile.layout, "head", "calibrated", profile.family, learned, curve=profile.curve)
     for full in exact:
         chunk = KVChunk([k.bfloat16() for k in full.keys], [v.bfloat16() for v in full.values], layout)
         codec = Codec(profile, "balanced")
-        blob = codec.encode(chunk)
+        weights = torch.logspace(0, 3, chunk.tokens, 2)
+        blob = codec.encode(chunk, importance=weights)
         whole, size = codec.decode(blob), 0
+        usual = Codec(alike, "balanced").decode(Codec(alike, "balanced").encode(chunk))
         for rank, shard in enumerate(shards):
-            own = Codec(shard, "balanced")
+            own, part = Codec(shard, "balanced"), of_rank(chunk, rank, 2)
             assert own.step == codec.step and shard.model == profile.model
-            mine = own.encode(of_rank(chunk, rank, 2))
+            mine = own.encode(part, importance=weights)
             assert_equal(own.decode(mine), of_rank(whole, rank, 2))
             size += len(mine)
+            # Without a predictor, tokens are coded alike, here as there.
+            blind = Codec(alike.shard(rank, 2), "balanced")
+            assert_equal(blind.decode(blind.encode(part)), of_rank(usual, rank, 2))
+            # With one, a rank chooses by the heads it has: other classes, as fine on average.
+            assert 0.8 < len(own.encode(part)) / len(blind.encode(part)) < 1.4
         assert len(blob) < size < 1.02 * len(blob)
 
 
