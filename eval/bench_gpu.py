@@ -700,9 +700,9 @@ class Synthesis:
         self._parts = [
             (part, join(own)) for part, own in zip(y.to(plan.product).repeat(sets, count), self.regions, strict=True)
         ]
-        unit_stride, aligned = contiguity(memory.table, plan.tiles, memory.element)
+        unit_stride, aligned = contiguity(memory.table, plan.maps.tiles, memory.element)
         cos, sin = plan.geometry.rotations(self._chunks, count * tokens, tokens)
-        self._before = (job_table, plan.device_tiles, plan.inverse, plan.means)
+        self._before = (job_table, plan.maps.device_tiles, plan.maps.inverse, plan.means)
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
         self._after = (cos, sin, memory.places, memory.scales, status)
         self._options: dict[str, Any] = {
@@ -710,7 +710,7 @@ class Synthesis:
             "unit_stride": unit_stride, "aligned": aligned, "pairs": plan.geometry.tiles.pairs,
         }  # fmt: skip
         self.chosen = synthesis_config(
-            plan.product, memory.element, int(plan.tiles[:, Tile.RANK].max()), tokens, aligned
+            plan.product, memory.element, int(plan.maps.tiles[:, Tile.RANK].max()), tokens, aligned
         )
 
     def reference(self) -> None:

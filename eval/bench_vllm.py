@@ -693,7 +693,8 @@ class Engine:
         return found
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the engine's process was started without pipes")
         try:
             self._process.stdin.write(json.dumps([method, *arguments]) + "\n")
             self._process.stdin.flush()

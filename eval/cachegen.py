@@ -17,12 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import numba as nb
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk
 
@@ -189,7 +189,7 @@ def encode_symbols(symbols: torch.Tensor, peaks: torch.Tensor, tops: torch.Tenso
     )
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _encode(symbols, cdf, data, ends):  # type: ignore[no-untyped-def]
     """Code streams `[S, T]` one after the other; returns the number of bytes."""
     half, quarter = np.uint64(1 << 31), np.uint64(1 << 30)
@@ -265,7 +265,7 @@ def decode_reference(coded: Coded, symbols: torch.Tensor) -> None:
     symbols.copy_(torch.from_numpy(out).view(shape).transpose(2, 3))
 
 
-@nb.njit(nogil=True, cache=True)
+@compiled
 def _decode_streams(cdf, starts, data, out):  # type: ignore[no-untyped-def]
     half, quarter = np.uint64(1 << 31), np.uint64(1 << 30)
     mask, one, bits = np.uint64(0xFFFFFFFF), np.uint64(1), np.uint64(16)

@@ -1,6 +1,7 @@
 """Models and texts by name, as the command line gives them, and the token sequences cut from the texts.
 
-MODEL   a folder or hub name that transformers loads, or "books-3m", the bundled one
+MODEL   a folder or hub name that transformers loads, "books-3m", the bundled one, or "smollm2", a real one that is
+        fetched once (see `cuvee.eval.real_model`)
 TEXT    a bundled text's name
         FILE.txt (any suffix but the next): one document
         FILE.jsonl: a document a line: a list of token ids, or an object with input_ids or text
@@ -24,6 +25,7 @@ from cuvee.codec.calibrate import held_out_count
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.eval.data import TEXTS, bundled_model_path, bundled_text
+from cuvee.eval.real_model import REAL_MODEL, smollm2_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -58,13 +60,16 @@ class Corpus:
 
 
 def model_path(name: str) -> str:
-    """What `from_pretrained` takes for a model given by name.
+    """What `from_pretrained` takes for a model given by name. "smollm2" is fetched where it is not cached.
 
     Raises:
+        CorruptError, ImportError, ModelUnavailable: "smollm2" cannot be had, see `smollm2_path`.
         FileNotFoundError: a name that can only be a folder, and there is none.
     """
     if name == BUNDLED_MODEL:
         return str(bundled_model_path())
+    if name == REAL_MODEL:
+        return str(smollm2_path())
     if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
         raise FileNotFoundError(errno.ENOENT, "no such model folder", name)
     return name
@@ -74,11 +79,12 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     """Load a causal language model whose caches cuvee can code, in eval mode.
 
     Args:
-        name: a folder, a hub name, or "books-3m".
+        name: a folder, a hub name, "books-3m" or "smollm2".
         dtype: of the parameters: "auto" (as the files say), "bfloat16", "float16" or "float32".
         device: where the model goes.
 
     Raises:
+        CorruptError, ModelUnavailable: "smollm2" cannot be had, see `smollm2_path`.
         ImportError: transformers is not installed.
         InputError: files that transformers cannot make sense of, or a device that torch does not know.
         OSError: no such model.

@@ -1,5 +1,7 @@
 """`cuvee demo`: what compressing a cache saves and costs, on the bundled model, in under a minute and offline.
 
+Any other model can be asked for, such as "smollm2", a real one: less is measured of it then, in a few minutes.
+
 The model runs in float32. The caches that are coded are bfloat16, as a serving engine keeps them, so the sizes are
 compared with 16 bits a value; all predictions are compared with those after the float32 cache.
 """
@@ -29,12 +31,20 @@ from cuvee.codec.layout import KVChunk
 from cuvee.codec.model import frozen, score
 from cuvee.codec.profile import PRESET_KL, Profile
 from cuvee.eval.baselines import CacheGen, Float8, Identity, Kivi
-from cuvee.eval.corpus import BUNDLED_MODEL, calibration_windows, read_corpus, spread_sequences
-from cuvee.eval.data import load_bundled_model
+from cuvee.eval.corpus import (
+    BUNDLED_MODEL,
+    calibration_windows,
+    load_model,
+    load_tokenizer,
+    read_corpus,
+    spread_sequences,
+)
+from cuvee.eval.data import load_bundled_model, load_smollm2
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
 from cuvee.eval.protocol import LENGTH, PREFIX, reread
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench
+from cuvee.eval.real_model import REAL_MODEL, REAL_MODEL_TITLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,13 +52,12 @@ if TYPE_CHECKING:
 __all__ = ["run_demo"]
 
 CALIBRATION, EVALUATION = "harbour", "orchard"
-WINDOWS = 50  # to calibrate on: they overlap
-CURVE_OCTAVES = (-5, -4, -3, -2, -1, 0)  # extra steps for the plot, besides the presets
 SHOWN_TOKENS = 14  # of the prompt
 LEAST_PROMPT = 10
 CONTINUED_TOKENS = (12, 28)  # at least, at most
 WIDTH = 100
 GROUPS = {"none": "no profile", "layer": "by layer", "all": "all layers"}
+SPANS = {"layer": "one basis a layer", "all": "one basis for all layers"}
 
 BASELINES: dict[str, Method] = {
     "bfloat16": Identity(),
@@ -57,6 +66,30 @@ BASELINES: dict[str, Method] = {
     "int2 (KIVI)": Kivi(2),
     "CacheGen as shipped": CacheGen(),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How much is measured.
+
+    Attributes:
+        windows: sequences to calibrate on: they overlap.
+        sequences: to measure on, at most; None: as many as the text holds.
+        groups: those that profiles are learned for.
+        octaves: extra steps for the plot, besides the presets.
+    """
+
+    windows: int
+    sequences: int | None
+    groups: tuple[str, ...]
+    octaves: tuple[int, ...]
+
+
+PLANS = {
+    BUNDLED_MODEL: Plan(windows=50, sequences=None, groups=("layer", "all"), octaves=(-5, -4, -3, -2, -1, 0)),
+}
+# smollm2 is 40 times as large. A basis for all of its layers would need the directions of 11,520 values.
+LARGER = Plan(windows=20, sequences=6, groups=("layer",), octaves=(-4, -2, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +108,10 @@ class Continuation:
 
 
 def run_demo(
-    console: Console, out: Path | None = Path("out/demo.png"), progress: Console | None = None
+    console: Console,
+    out: Path | None = Path("out/demo.png"),
+    progress: Console | None = None,
+    model: str = BUNDLED_MODEL,
 ) -> dict[str, Any]:
     """Run the demo.
 
@@ -83,56 +119,67 @@ def run_demo(
         console: where the report goes.
         out: where the plot goes, or None for no plot. Without matplotlib there is a hint instead.
         progress: where the progress goes; default: standard error.
+        model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.eval.corpus.load_model`).
 
     Returns:
         All figures, JSON-ready.
 
     Raises:
         ImportError: transformers is not installed.
+        OSError, CuveeError: the model cannot be loaded, see `load_model`, or no profile can be learned for it.
+
+    Example:
+        >>> from rich.console import Console
+        >>> from cuvee.eval.demo import run_demo
+        >>> figures = run_demo(Console(), model="smollm2")  # doctest: +SKIP
     """
+    plan = PLANS.get(model, LARGER)
     began = time.perf_counter()
-    # One thread of torch: for a model this small more gain little, and on a busy machine they wait for each other.
-    with torch_threads(1), _steps(progress or Console(stderr=True), 8) as step:
+    # One thread of torch: for models this small more gain little, and on a busy machine they wait for each other:
+    # calibrating smollm2 took over three times as long with two of them beside another job.
+    with torch_threads(1), _steps(progress or Console(stderr=True), 6 + len(plan.groups)) as step:
         step("loading the model")
-        model, tokenizer = load_bundled_model()
-        harbour, orchard = ([read_corpus(name, BUNDLED_MODEL)] for name in (CALIBRATION, EVALUATION))
-        learning = reread(calibration_windows(harbour, LENGTH, WINDOWS))
-        testing = reread(spread_sequences(orchard, LENGTH))
-        step("calibrating on “harbour”, one basis a layer")
-        layer = Profile.calibrate(model, learning, "layer", prefix=PREFIX, progress=False)
-        step("calibrating on “harbour”, one basis for all layers")
-        joint = Profile.calibrate(model, learning, "all", prefix=PREFIX, progress=False)
-        step("exact predictions on “orchard”")
-        bench = QualityBench(model, testing, PREFIX, dtype="bfloat16")
+        lm, tokenizer = _load(model)
+        harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
+        learning = reread(calibration_windows(harbour, LENGTH, plan.windows))
+        testing = reread(spread_sequences(orchard, LENGTH, plan.sequences))
+        profiles = {}
+        for group in plan.groups:
+            step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}")
+            profiles[group] = Profile.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
+        step(f"exact predictions on “{EVALUATION}”")
+        bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
         step("continuing a text from a decoded cache")
-        row, first, run = _longest_repeat(model, tokenizer, bench.caches, testing)
+        row, first, run = _longest_repeat(lm, tokenizer, bench.caches, testing)
         count = min(max(run, CONTINUED_TOKENS[0]), CONTINUED_TOKENS[1])
-        continuation = _continue(model, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, Codec(layer))
+        codec = Codec(profiles["layer"])
+        continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
         step("baselines")
         baselines = [bench.run(name, method) for name, method in BASELINES.items()]
+
+        def measure(name: str, codec: Codec, group: str) -> Quality:
+            step(f"{name}, {GROUPS[group]}", detail=True)
+            return bench.run(name, CodecMethod(codec))
+
         step("presets")
         nothing = Profile.generic(bench.layout)
-        presets = {
-            "none": [_measure(bench, name, Codec(nothing, name)) for name in ("lossless", "balanced")],
-            "layer": [_measure(bench, name, Codec(layer, name)) for name in PRESET_KL],
-            "all": [_measure(bench, name, Codec(joint, name)) for name in PRESET_KL],
-        }
+        presets = {"none": [measure(name, Codec(nothing, name), "none") for name in ("lossless", "balanced")]}
+        for group, profile in profiles.items():
+            presets[group] = [measure(name, Codec(profile, name), group) for name in PRESET_KL]
         step("the curves")
         curves = {
-            group: presets[group] + [_measure(bench, f"step 2^{n}", Codec(profile, step=2.0**n)) for n in CURVE_OCTAVES]
-            for group, profile in (("layer", layer), ("all", joint))
+            group: presets[group] + [measure(f"step 2^{n}", Codec(profile, step=2.0**n), group) for n in plan.octaves]
+            for group, profile in profiles.items()
         }
+        shown_name = Path(model).name
         if out is not None and find_spec("matplotlib") is not None:
-            shown = {
-                "cuvee, one basis a layer": curves["layer"],
-                "cuvee, one basis for all layers": curves["all"],
-            }
-            plot_quality(out, shown, baselines[1:], "books-3m on “orchard”: size against quality")
+            shown = {f"cuvee, {SPANS[group]}": curve for group, curve in curves.items()}
+            plot_quality(out, shown, baselines[1:], f"{shown_name} on “{EVALUATION}”: size against quality")
     seconds = time.perf_counter() - began
     width = min(console.width, WIDTH)
     console.print(_prompt_panel(continuation), width=width)
     console.print(_table(baselines, presets), width=width)
-    console.print(_footnote(bench, len(learning), seconds), width=width)
+    console.print(_footnote(bench, shown_name, len(learning), seconds), width=width)
     if out is None:
         pass
     elif find_spec("matplotlib") is None:
@@ -141,7 +188,7 @@ def run_demo(
         console.print(f"Plot: [bold]{out}[/bold]", soft_wrap=True, highlight=False)
     return {
         "seconds": seconds,
-        "model": "books-3m",
+        "model": shown_name,
         "protocol": {
             "calibration": CALIBRATION,
             "calibration_sequences": len(learning),
@@ -161,6 +208,15 @@ def run_demo(
     }
 
 
+def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model in float32 and its tokenizer; of the two small ones without a progress bar of their own."""
+    if name == BUNDLED_MODEL:
+        return load_bundled_model()
+    if name == REAL_MODEL:
+        return load_smollm2()
+    return load_model(name, "float32"), load_tokenizer(name)
+
+
 @contextmanager
 def _steps(console: Console, count: int) -> Iterator[Any]:
     """A progress line; yields a function that names the next of `count` steps."""
@@ -168,16 +224,13 @@ def _steps(console: Console, count: int) -> Iterator[Any]:
     with Progress(TextColumn("{task.description:48}"), *columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=count, completed=-1)
 
-        def step(what: str) -> None:
-            progress.update(task, description=what, advance=1)
-            if not console.is_terminal:
+        def step(what: str, detail: bool = False) -> None:
+            """`detail`: what a step is at; in a file it would be one line too many."""
+            progress.update(task, description=f"  {what}" if detail else what, advance=0 if detail else 1)
+            if not detail and not console.is_terminal:
                 console.print(f"{what} …", highlight=False)
 
         yield step
-
-
-def _measure(bench: QualityBench, name: str, codec: Codec) -> Quality:
-    return bench.run(name, CodecMethod(codec))
 
 
 @torch.no_grad()
@@ -291,11 +344,11 @@ def _table(baselines: list[Quality], presets: dict[str, list[Quality]]) -> Table
         table.add_column(name, justify="right", no_wrap=True)
     for quality in baselines:
         table.add_row(*_row(quality.name, quality))
-    for group, title in GROUPS.items():
+    for group, series in presets.items():
         table.add_section()
-        for quality in presets[group]:
+        for quality in series:
             style = "bold green" if quality.name == "balanced" else ""
-            table.add_row(*_row(f"cuvee {quality.name}, {title}", quality), style=style)
+            table.add_row(*_row(f"cuvee {quality.name}, {GROUPS[group]}", quality), style=style)
     return table
 
 
@@ -305,9 +358,10 @@ def _row(name: str, q: Quality) -> tuple[str, ...]:
     return (name, f"{q.bits_per_value:.2f}", f"{q.ratio or 0:.1f}x", kl, f"{100 * q.top1:.1f} %", *speeds)
 
 
-def _footnote(bench: QualityBench, calibrated: int, seconds: float) -> Text:
+def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) -> Text:
+    name = REAL_MODEL_TITLE if model == REAL_MODEL else model
     return Text(
-        f"KL in nats a token, against the model (books-3m, float32) with its own cache; top-1: tokens whose likeliest "
+        f"KL in nats a token, against the model ({name}, float32) with its own cache; top-1: tokens whose likeliest "
         f"successor stays. The caches coded are bfloat16: the first row is the cost of that cast alone. Measured on "
         f"“orchard”, {len(bench.caches)} sequences of {LENGTH} tokens, {PREFIX} cached and the rest scored, which in "
         f"every second sequence repeats part of the cache; profiles learned on “harbour” ({calibrated} overlapping "

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from cuvee.codec.calibrate import tracked
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,11 +93,19 @@ def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
 
 
 @torch.no_grad()
-def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, temperature: float = 1.0) -> Tensor:
+def sample_text(
+    model: PreTrainedModel,
+    count: int,
+    length: int,
+    seed: int,
+    temperature: float = 1.0,
+    starts: Tensor | None = None,
+    progress: bool = False,
+) -> Tensor:
     """Sample sequences from the model itself: calibration text for when there is no other.
 
-    Every row starts with the model's BOS token, or its EOS token where it has no BOS. An end-of-text token
-    that comes up later does not end the row: what follows it is the model's next text.
+    Every row starts with a token of `starts`, or with the model's BOS token, or its EOS token where it has no BOS.
+    An end-of-text token that comes up later does not end the row: what follows it is the model's next text.
 
     Args:
         model: a Hugging Face causal LM, in evaluation mode.
@@ -105,6 +114,8 @@ def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, temp
         seed: of the draws. Equal arguments give equal rows on the same machine with the same number of
             threads; elsewhere a rounding difference in the logits may turn a draw, and the row from there on.
         temperature: divides the logits; 1 is the model's own distribution.
+        starts: integer [N], the first token of each row; None: the model's own first token.
+        progress: show how far it is, on standard error.
 
     Returns:
         int64 [N, T] on the CPU.
@@ -118,15 +129,19 @@ def sample_text(model: PreTrainedModel, count: int, length: int, seed: int, temp
         raise InputError(f"temperature: must be positive and finite, got {temperature}")
     from transformers import StaticCache
 
-    first = _first_token(model)
+    if starts is not None and (starts.ndim != 1 or len(starts) != count):
+        raise InputError(f"starts: must hold {count} tokens, got shape {tuple(starts.shape)}")
+    first = _first_token(model) if starts is None else 0
     # One uniform number a token, drawn on the CPU: the draws do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(length, count, generator=generator, dtype=torch.float64).to(model.device)
     tokens = torch.full((count, length), first, dtype=torch.long, device=model.device)
+    if starts is not None:
+        tokens[:, 0] = starts.to(tokens)
     for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
         # A growing cache would copy itself at every step, which takes most of the time of a small model.
         cache = StaticCache(config=model.config, max_cache_len=length)
-        for t in range(1, length):
+        for t in tracked(range(1, length), "sampling", progress):
             logits = model(input_ids=rows[:, t - 1 : t], past_key_values=cache, use_cache=True).logits[:, -1]
             cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
             # Scaled by the total, which is not exactly 1, so that a draw never falls past the last token.

@@ -16,10 +16,11 @@ from cuvee.eval.corpus import (
     calibration_windows,
     load_model,
     load_tokenizer,
+    model_path,
     read_corpus,
     spread_sequences,
 )
-from cuvee.eval.data import bundled_text
+from cuvee.eval.data import bundled_model_path, bundled_text
 
 
 def corpus(*lengths: int) -> Corpus:
@@ -36,6 +37,23 @@ def test_the_bundled_model_and_texts_go_by_name() -> None:
     text = read_corpus("orchard", BUNDLED_MODEL)
     assert text.documents[0].tolist() == load_tokenizer(BUNDLED_MODEL)(bundled_text("orchard")).input_ids
     assert text.tokens == len(text.documents[0]) and len(text.sha256) == 64
+
+
+def test_the_real_model_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is kept: its folder stands for the name."""
+    fetched = []
+
+    def path() -> Path:
+        fetched.append(1)
+        return bundled_model_path()
+
+    monkeypatch.setattr("cuvee.eval.corpus.smollm2_path", path)
+    assert model_path("smollm2") == str(bundled_model_path())
+    assert load_model("smollm2", "float32").config.model_type == "llama"
+    assert read_corpus("orchard", "smollm2").sha256 == read_corpus("orchard", BUNDLED_MODEL).sha256
+    assert len(fetched) == 3
+    with pytest.raises(FileNotFoundError, match="no such model folder"):
+        load_model("./smollm2")
 
 
 def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:

@@ -1,0 +1,171 @@
+"""The default calibration text: several kinds of text that come with cuvee, and samples of the model itself.
+
+What a profile is learned on decides what it is good for: learned on one novel, it needs twice the bits on source code.
+A mixture costs nothing on the novel and holds elsewhere, and the model's own samples stand for what nobody thought of.
+
+| kind | what | written for this project |
+|---|---|---|
+| prose | novels, essays, letters, reportage | yes |
+| encyclopaedia | articles, dense with names and numbers | yes |
+| tokenised | the articles as corpora hold them: words and marks apart, rare words replaced | yes |
+| code | source code and configuration in a dozen languages | yes |
+| dialogue | conversations, in the model's chat template where it has one | yes |
+| tables | tables, logs, lists, records | yes |
+| reread | prose and articles whose last quarter repeats an earlier part: the model must read its cache | yes |
+| samples | the model's own text, begun with words of the kinds above | drawn |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.eval.data import CALIBRATION_TEXTS, bundled_text
+from cuvee.eval.protocol import reread, sample_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = ["KINDS", "REREAD", "SAMPLES", "check_size", "mixture", "mixture_text", "tokenised"]
+
+REREAD, SAMPLES = "reread", "samples"  # the kinds that are made, not read
+# Shares of the sequences.
+SHARES: Mapping[str, float] = {
+    "prose": 0.15, "encyclopaedia": 0.15, "tokenised": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
+    REREAD: 0.08, SAMPLES: 0.12,
+}  # fmt: skip
+KINDS = tuple(SHARES)
+LEAST = 3  # sequences of a kind: two of them are kept apart to measure the curve
+
+_FOLDER = Path(__file__).parent / "texts" / "mixture"
+
+
+def mixture_text(kind: str, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+    """The texts of one kind, each a document.
+
+    Args:
+        kind: one of `KINDS` but "reread" and "samples".
+        tokenizer: renders dialogues in its chat template; without one, or where it has none, they are plain.
+
+    Raises:
+        InputError: there is no such kind.
+    """
+    if kind == "dialogue":
+        return [_conversation(turns, tokenizer) for turns in json.loads(_read("dialogue.json"))]
+    if kind not in SHARES or kind in (REREAD, SAMPLES):
+        raise InputError(f"kind: no text of kind {kind!r}; there are {', '.join(KINDS[:-2])}")
+    if kind == "tokenised":
+        return [tokenised(_read("encyclopaedia.txt"))]
+    own = [_read(f"{kind}.txt")]
+    return own + [bundled_text(name) for name in CALIBRATION_TEXTS] if kind == "prose" else own
+
+
+def check_size(sequences: int, length: int) -> None:
+    """Raise InputError if `mixture` cannot make so few sequences, or such short ones."""
+    if sequences < len(KINDS) * LEAST or length < 8:
+        raise InputError(f"sequences must be at least {len(KINDS) * LEAST} and length 8, got {sequences} and {length}")
+
+
+def mixture(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int = 96,
+    length: int = 512,
+    seed: int = 0,
+    samples: bool = True,
+    progress: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Token sequences of every kind, for `Profile.calibrate`.
+
+    Args:
+        model: draws the samples; in evaluation mode.
+        tokenizer: of the model.
+        sequences: about so many in all; at least three of each kind.
+        length: tokens of each, T.
+        seed: of the samples.
+        samples: whether to draw them, which takes as long as generating `sequences / 7` texts of T tokens.
+        progress: show how far it is, on standard error.
+
+    Returns:
+        int64 `[N, T]` on the CPU by kind. A text that is too short for its share gives what it has; one that holds
+        less than three sequences, which `Profile.calibrate` needs of each kind, is left out.
+
+    Raises:
+        InputError: sequences or length out of range.
+    """
+    check_size(sequences, length)
+    out: dict[str, torch.Tensor] = {}
+    starts: list[torch.Tensor] = []
+    again: list[torch.Tensor] = []
+    for kind, share in SHARES.items():
+        if kind in (REREAD, SAMPLES):
+            continue
+        encode: Any = tokenizer
+        documents = mixture_text(kind, tokenizer)
+        # verbose: a text longer than the model's context is cut here, and no reason for a warning.
+        ids = [torch.tensor(encode(text, verbose=False).input_ids, dtype=torch.int64) for text in documents]
+        joined = torch.cat(ids)
+        whole = len(joined) // length
+        if whole < LEAST:
+            continue
+        rows = joined[: whole * length].view(whole, length)
+        wanted = min(max(round(sequences * share), LEAST), whole)
+        out[kind] = rows[torch.arange(wanted) * whole // wanted]
+        starts.append(rows[:, 0])
+        if kind in ("prose", "encyclopaedia"):
+            again.append(rows[torch.arange(whole) % 2 == 1])
+    pool = torch.cat(again) if again else torch.empty(0)
+    if len(pool) >= LEAST:
+        wanted = min(max(round(sequences * SHARES[REREAD]), LEAST), len(pool))
+        # `reread` changes every second row.
+        chosen = pool[torch.arange(wanted) * len(pool) // wanted].repeat_interleave(2, dim=0)
+        out[REREAD] = reread(chosen, 3 * length // 4, seed)[::2]
+    if samples:
+        count = max(round(sequences * SHARES[SAMPLES]), LEAST)
+        begin = torch.cat(starts) if starts else None
+        if begin is not None:
+            begin = begin[torch.randperm(len(begin), generator=torch.Generator().manual_seed(seed))]
+            begin = begin.repeat(-(-count // len(begin)))[:count]
+        out[SAMPLES] = sample_text(model, count, length, seed, starts=begin, progress=progress)
+    return out
+
+
+def tokenised(text: str) -> str:
+    """A text as corpora of language modelling hold it: blanks around every mark, `@-@` within words, rare words gone.
+
+    Such files (Penn Treebank, WikiText) are what models are measured on, and nothing like what they usually read: a
+    profile that never saw their marks loses several times as much on them.
+
+    Example:
+        >>> tokenised("A well-known river, 1,200 km long.")
+        'A well @-@ known river , 1 @,@ 200 km long .'
+    """
+    counts = Counter(re.findall(r"[A-Za-z]+", text))
+    words = sum(counts.values())
+    # Every third of the long words that come once: about 3 % of all, as in WikiText-2.
+    once = sorted(word for word, count in counts.items() if count == 1 and word.islower() and len(word) > 6)
+    rare = set(once[::3])
+    text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)
+    text = re.sub(r"(?<=\d)([.,])(?=\d)", r" @\1@ ", text)
+    text = re.sub(r"(?<!@)([.,;:!?()\[\]\"%$£])(?!@)", r" \1 ", text)
+    text = re.sub(r"(?<=\w)('s\b|n't\b)", r" \1", text)
+    if words > 500:  # in a short text every word is rare
+        text = re.sub(r"[a-z]+", lambda found: "<unk>" if found[0] in rare else found[0], text)
+    return "\n".join(re.sub(r" +", " ", line).strip() for line in text.split("\n"))
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _conversation(turns: list[dict[str, str]], tokenizer: Any) -> str:
+    if getattr(tokenizer, "chat_template", None):
+        return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return "".join(f"{turn['role'].capitalize()}: {turn['content']}\n\n" for turn in turns)
