@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -13,7 +14,15 @@ import torch
 
 from cuvee.codec.codec import MAX_SCHEMES, Codec
 from cuvee.codec.container import inspect
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileError, ProfileMismatch
+from cuvee.codec.errors import (
+    CorruptError,
+    CuveeError,
+    FormatError,
+    InputError,
+    KeyMismatch,
+    ProfileError,
+    ProfileMismatch,
+)
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate, unrotate
@@ -157,6 +166,48 @@ def test_blobs_of_many_steps_do_not_pile_up(layouts: Layouts, make_chunk: MakeCh
         assert len(codec._schemes) <= MAX_SCHEMES
         assert own in codec._schemes
     assert len(codec._schemes) == MAX_SCHEMES
+
+
+def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
+    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    """Without a global lock a thread may come between any two accesses of a dict."""
+
+    class Evicting(dict[Any, Any]):
+        """Another thread evicts right after whatever is looked up."""
+
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.pop(key, None)
+            return found
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            self.pop(key, None)
+            return found
+
+    codec, chunk = make_codec("gqa", "layer", threads=1), make_chunk(layouts["gqa"], 9)
+    blob = codec.encode(chunk)
+    codec._schemes = Evicting(codec._schemes)
+    assert same(codec.decode(blob), make_codec("gqa", "layer").decode(blob))
+
+
+def test_threads_share_the_schemes(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    """More steps than are kept, from several threads: each blob comes back as it does alone."""
+    chunk = make_chunk(layouts["gqa"], 9)
+    blobs = [make_codec("gqa", "layer", step=0.05 * 1.2**k).encode(chunk) for k in range(MAX_SCHEMES + 4)]
+    alone = [make_codec("gqa", "layer").decode(blob) for blob in blobs]
+    codec = make_codec("gqa", "layer", threads=1)
+    order = list(range(len(blobs))) * 20
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for index, back in zip(order, pool.map(lambda index: codec.decode(blobs[index]), order), strict=True):
+                assert same(back, alone[index])
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(codec._schemes) <= MAX_SCHEMES
 
 
 def test_threads_leave_torchs_own_as_they_were(
@@ -436,7 +487,7 @@ def test_keys_authenticate(layouts: Layouts, make_chunk: MakeChunk, make_codec: 
     codec, plain = make_codec("gqa", "layer", key=bytes(16)), make_codec("gqa", "layer")
     blob = codec.encode(chunk)
     assert same(codec.decode(blob), plain.decode(plain.encode(chunk)))
-    with pytest.raises(CorruptError):
+    with pytest.raises(KeyMismatch):
         make_codec("gqa", "layer", key=bytes([1] * 16)).decode(blob)
     with pytest.raises(InputError):
         plain.decode(blob)

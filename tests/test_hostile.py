@@ -12,23 +12,39 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 
-from cuvee.codec.backends import backend_names
-from cuvee.codec.codec import Codec
+from cuvee.codec.backends import backend_names, get_backend
+from cuvee.codec.classes import CLASSES, class_table
+from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.container import read_header
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileError, ProfileMismatch
+from cuvee.codec.errors import (
+    CorruptError,
+    CuveeError,
+    FormatError,
+    InputError,
+    OutOfMemory,
+    ProfileError,
+    ProfileMismatch,
+    allocations,
+)
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
-from cuvee.codec.symbols import Prediction
+from cuvee.codec.rans import Streams
+from cuvee.codec.symbols import U8, Prediction
 
 ROPE = Rope((1.0, 0.1, 0.01, 0.001))
 LAYOUT = KVLayout("tiny", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "bfloat16", 4096)
 TOKENS, START = 20, 3
-SCHEMES = ("lossless", "generic", "transform")
+SCHEMES = ("lossless", "generic", "transform", "classes")  # the last: learned, and tokens have classes
+LOSSY = SCHEMES[1:]
+WEIGHTS = [2.0 ** (11 * t % 20 - 10) for t in range(TOKENS - 1)] + [2.0**60]  # the last token is of the finest class
 # The interpreter of the device backend computes with NumPy, which warns where damaged numbers overflow.
 TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
 BACKENDS = [*backend_names(), TRITON]
@@ -69,13 +85,14 @@ def learned() -> Profile:
 def codec_of(scheme: str, backend: str = "auto") -> Codec:
     if scheme == "lossless":
         return Codec(Profile.generic(LAYOUT), "lossless", backend=backend, threads=1)
-    return Codec(learned() if scheme == "transform" else Profile.generic(LAYOUT), step=0.02, backend=backend, threads=1)
+    return Codec(Profile.generic(LAYOUT) if scheme == "generic" else learned(), step=0.02, backend=backend, threads=1)
 
 
 @cache
 def blob_of(scheme: str) -> bytes:
     """With escapes where the scheme has them: token 10 is an outlier."""
-    return codec_of(scheme).encode(correlated_chunk(50, TOKENS, START, outlier=0.0 if scheme == "lossless" else 300.0))
+    chunk = correlated_chunk(50, TOKENS, START, outlier=0.0 if scheme == "lossless" else 300.0)
+    return codec_of(scheme).encode(chunk, importance=WEIGHTS if scheme == "classes" else None)
 
 
 def reseal(blob: bytes, sections: list[bytes] | None = None, **fields: int) -> bytes:
@@ -101,7 +118,7 @@ def sections_of(blob: bytes) -> list[bytes]:
 
 def coded_offset(scheme: str, section: bytes) -> int:
     """Where the coded part of section 0 begins."""
-    if scheme == "transform":
+    if scheme in ("transform", "classes"):
         return 0
     if scheme == "generic":
         return 2 * (2 + 3 * 8) + -(2 * (2 + 3 * 8)) % 4
@@ -156,8 +173,9 @@ def test_the_blobs_exercise_what_they_should(scheme: str) -> None:
     assert reseal(blob) == blob
     for index, section in enumerate(sections_of(blob)):
         if index == 0:
-            words, escapes, log2, *_ = struct.unpack_from("<IIBBH", section, coded_offset(scheme, section))
+            words, escapes, log2, mode, _ = struct.unpack_from("<IIBBH", section, coded_offset(scheme, section))
             assert words and log2 <= 7 and (escapes > 0) == (scheme != "lossless")
+            assert mode == (scheme == "classes")
     if scheme != "lossless":
         assert codec_of(scheme).decode(blob).keys[0].float().abs().max() > 100, "the outlier is there"
 
@@ -258,7 +276,7 @@ def test_every_backend_agrees_about_forged_sections(scheme: str, backend: str) -
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("value", [-(2**31), 2**31 - 1, 0, 1])
-@pytest.mark.parametrize("lossy", ["generic", "transform"])
+@pytest.mark.parametrize("lossy", LOSSY)
 def test_escapes_of_any_value_decode(lossy: str, value: int, backend: str) -> None:
     blob = blob_of(lossy)
     section = bytearray(sections_of(blob)[0])
@@ -305,7 +323,8 @@ def test_generic_scale_codes_beyond_the_widest_are_refused(code: int, backend: s
         pytest.param(0, "<Q", 2**64 - 1, id="words and escapes"),
         pytest.param(8, "<B", 63, id="tokens a stream"),
         pytest.param(8, "<B", 8, id="tokens a stream, one too far"),
-        pytest.param(9, "<B", 1, id="reserved byte"),
+        pytest.param(9, "<B", 2, id="mode"),
+        pytest.param(9, "<B", 255, id="mode, all bits"),
         pytest.param(10, "<H", 1, id="reserved word"),
     ],
 )
@@ -316,6 +335,158 @@ def test_counts_that_overflow_are_refused(scheme: str, offset: int, fmt: str, va
     struct.pack_into(fmt, section, coded_offset(scheme, bytes(section)) + offset, value)
     with pytest.raises(FormatError):
         decode(scheme, reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
+
+
+# --- token classes
+
+
+@dataclass(frozen=True)
+class Classed:
+    """The parts of section 0 of the blob whose tokens have classes."""
+
+    words: int
+    escapes: int
+    log2: int
+    class_words: int
+    class_state: int
+    states: bytes
+    lengths: bytes
+    stream: bytes  # class words
+    rest: bytes  # words, padding and escapes
+
+    @classmethod
+    def parse(cls) -> Classed:
+        section = sections_of(blob_of("classes"))[0]
+        words, escapes, log2, mode, reserved, count, state = struct.unpack_from("<IIBBHII", section)
+        assert (mode, reserved) == (1, 0)
+        streams = -(-TOKENS >> log2)
+        at = [20, 20 + 4 * streams, 20 + 6 * streams, 20 + 6 * streams + 2 * count]
+        states, lengths, stream = (section[a:b] for a, b in pairwise(at))
+        return cls(words, escapes, log2, count, state, states, lengths, stream, section[at[-1] :])
+
+    def blob(self, **fields: int) -> bytes:
+        """The blob with this for section 0, padded as it must be."""
+        head = struct.pack(
+            "<IIBBHII", self.words, self.escapes, self.log2, 1, 0, self.class_words, self.class_state
+        )  # fmt: skip
+        body = head + self.states + self.lengths + self.stream + self.rest[: 2 * self.words]
+        body += bytes(-len(body) % 4) + (self.rest[-8 * self.escapes :] if self.escapes else b"")
+        return reseal(blob_of("classes"), [body, sections_of(blob_of("classes"))[1]], **fields)
+
+    def with_classes(self, classes: U8) -> Classed:
+        """With the classes of the tokens coded anew, and the streams as they are."""
+        table, which = class_table(learned().learned[0].class_freq), np.zeros(len(classes), np.uint16)
+        listed = get_backend("reference").rans_encode(classes[:, None], which, which, table, 1)
+        return replace(
+            self, class_words=len(listed.words), class_state=int(listed.states[0]),
+            stream=listed.words.astype("<u2").tobytes(),
+        )  # fmt: skip
+
+
+def classes_of_blob() -> U8:
+    """The classes of the tokens in section 0."""
+    part = Classed.parse()
+    table, which = class_table(learned().learned[0].class_freq), np.zeros(TOKENS, np.uint16)
+    words = np.frombuffer(part.stream, "<u2").astype(np.uint16)
+    listed = Streams(np.array([part.class_state], np.uint32), np.array([len(words)], np.uint32), words)
+    return get_backend("reference").rans_decode(listed, which, which, table, 1, 1)[:, 0]
+
+
+def test_the_classes_are_where_they_should_be() -> None:
+    classes = classes_of_blob()
+    assert Classed.parse().blob() == blob_of("classes")
+    assert Classed.parse().with_classes(classes).blob() == blob_of("classes")
+    assert classes[-1] == 0 and len(set(classes.tolist())) > 5
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_other_classes_are_found_out(backend: str) -> None:
+    """Well-coded classes that the streams were not made for."""
+    classes, part = classes_of_blob(), Classed.parse()
+    for other in (np.zeros_like(classes), np.full_like(classes, CLASSES - 1), np.maximum(classes, 1) - 1):
+        with pytest.raises(CorruptError):
+            decode("classes", part.with_classes(other.astype(np.uint8)).blob(), backend)
+    # The same columns dealt out to other tokens: nothing tells, but the tag of a blob that has one.
+    assert attempt("classes", part.with_classes(classes[::-1].copy()).blob(), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_classes_finer_than_served_are_refused(backend: str) -> None:
+    """Four octaves below a step that is itself the profile's finest, the widest components are out of reach."""
+    step = learned().min_step
+    assert learned().learned[0].classed_plan(step).finest > 0 == classes_of_blob()[-1]
+    with pytest.raises(FormatError) as caught:
+        decode("classes", reseal(blob_of("classes"), step=step), backend)
+    if backend != "triton":
+        assert "token classes outside" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"class_words": 2**32 - 1}, id="class words overflow"),
+        pytest.param({"class_words": 1 << 20}, id="class words beyond the section"),
+        pytest.param({"class_words": 0}, id="no class words"),
+        pytest.param({"class_state": 0}, id="no class state"),
+        pytest.param({"class_state": (1 << 16) - 1}, id="class state below its bound"),
+        pytest.param({"class_state": 2**32 - 1}, id="another class state"),
+        pytest.param({"stream": b"", "class_words": 0}, id="class stream cut off"),
+        pytest.param({"escapes": 0}, id="no escapes"),
+        pytest.param({"log2": 0}, id="a stream a token"),
+        pytest.param({"log2": 8}, id="streams beyond a window"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["auto", TRITON])
+def test_class_fields_that_do_not_fit_are_refused(changes: dict[str, Any], backend: str) -> None:
+    with pytest.raises(FormatError):
+        decode("classes", replace(Classed.parse(), **changes).blob(), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_every_class_word_counts(backend: str) -> None:
+    part = Classed.parse()
+    assert part.class_words >= 3
+    for word in range(part.class_words):
+        stream = bytearray(part.stream)
+        stream[2 * word] ^= 0x10
+        with pytest.raises(FormatError):
+            decode("classes", replace(part, stream=bytes(stream)).blob(), backend)
+        if backend == "triton":
+            break
+    for count in (1, 2):
+        longer = replace(part, stream=part.stream + bytes(2 * count), class_words=part.class_words + count)
+        with pytest.raises(FormatError):
+            decode("classes", longer.blob(), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_modes_that_the_scheme_does_not_have_are_refused(backend: str) -> None:
+    """Classes read as none, and none read as classes."""
+    for name in SCHEMES:
+        section = bytearray(sections_of(blob_of(name))[0])
+        section[coded_offset(name, bytes(section)) + 9] ^= 1
+        with pytest.raises(FormatError):
+            decode(name, reseal(blob_of(name), [bytes(section), sections_of(blob_of(name))[1]]), backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_escapes_below_a_column_are_refused(backend: str) -> None:
+    """A row that the finest class codes, and the column of a coarse token does not."""
+    part = Classed.parse()
+    plan = learned().learned[0].classed_plan(read_header(blob_of("classes")).step)
+    rows, coarsest = int(plan.rows.max()), int(plan.rows[classes_of_blob().max()])
+    assert coarsest < rows and part.escapes
+    escapes = bytearray(part.rest[-8 * part.escapes :])
+    struct.pack_into("<I", escapes, 4 * (part.escapes - 1), rows * TOKENS - 1)
+    forged = replace(part, rest=part.rest[: -8 * part.escapes] + bytes(escapes))
+    with pytest.raises(CorruptError):
+        decode("classes", forged.blob(), backend)
+    struct.pack_into("<I", escapes, 4 * (part.escapes - 1), rows * TOKENS)
+    with pytest.raises(FormatError):
+        decode("classes", replace(part, rest=part.rest[: -8 * part.escapes] + bytes(escapes)).blob(), backend)
+
+
+# --- counts
 
 
 @pytest.mark.parametrize("tokens", [0, 1, TOKENS - 1, TOKENS + 1, 128, 1 << 20, 1 << 24, (1 << 24) + 1, 2**32 - 1])
@@ -354,13 +525,13 @@ def test_positions_beyond_the_model_are_refused(scheme: str, start: int) -> None
 
 
 @pytest.mark.parametrize("step", [-(2**31), -513, 513, 2**31 - 1])
-@pytest.mark.parametrize("lossy", ["generic", "transform"])
+@pytest.mark.parametrize("lossy", LOSSY)
 def test_steps_out_of_range_are_refused(lossy: str, step: int) -> None:
     with pytest.raises((FormatError, ProfileError)):
         codec_of(lossy).decode(reseal(blob_of(lossy), step=step))
 
 
-@pytest.mark.parametrize("lossy", ["generic", "transform"])
+@pytest.mark.parametrize("lossy", LOSSY)
 def test_any_other_step_is_refused_or_decodes(lossy: str) -> None:
     for step in range(-512, 513, 31):
         attempt(lossy, reseal(blob_of(lossy), step=step))
@@ -416,7 +587,7 @@ def test_blobs_of_another_profile_are_refused() -> None:
     other = Profile.fit(LAYOUT, [correlated_chunk(seed, 64, 0) for seed in range(30, 37)], "layer")
     with pytest.raises(ProfileMismatch, match="profile"):
         Codec(other, step=0.02).decode(blob_of("transform"))
-    for scheme in ("generic", "transform"):
+    for scheme in LOSSY:
         with pytest.raises(ProfileMismatch):
             codec_of("transform" if scheme == "generic" else "generic").decode(blob_of(scheme))
 
@@ -465,7 +636,7 @@ def test_every_backend_reads_the_blob(scheme: str, backend: str) -> None:
 def test_an_error_in_one_thread_is_raised(scheme: str) -> None:
     blob = bytearray(blob_of(scheme))
     blob[-1] ^= 1
-    profile = learned() if scheme == "transform" else Profile.generic(LAYOUT)
+    profile = learned() if scheme in ("transform", "classes") else Profile.generic(LAYOUT)
     with pytest.raises(CorruptError, match="section 1"):
         Codec(profile, "lossless", threads=2).decode(bytes(blob))
 
@@ -524,6 +695,18 @@ def test_memory_is_bounded_by_the_length_of_the_blob(tmp_path: Path) -> None:
         forged.append(reseal(good, [bytes(section), sections[1]], tokens=1 << 24))
     # All the tokens that sections of this length can promise, and not one stream of them.
     forged.append(reseal(good, [bytes(2048)] * 2, tokens=2048 * 128))
+    # The same with a class for each, in a stream of its own that has no words.
+    many = struct.pack("<IIBBHII", 0, 0, 7, 1, 0, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
+    forged.append(reseal(good, [many] * 2, tokens=340 * 128))
+    classed = codec.encode(correlated_chunk(50, TOKENS, START, layout, outlier=300.0), importance=WEIGHTS)
+    parts = sections_of(classed)
+    for tokens in (1 << 24, 1 << 20):
+        forged.append(reseal(classed, tokens=tokens))
+    for count in (2**32 - 1, 1 << 26):
+        section = bytearray(parts[0])
+        struct.pack_into("<I", section, 12, count)
+        forged.append(reseal(classed, [bytes(section), parts[1]]))
+        forged.append(reseal(classed, [bytes(section), parts[1]], tokens=1 << 24))
     forged.append(reseal(good, count=1 << 16))
     profile.save(tmp_path / "profile.safetensors")
     paths = []
@@ -537,3 +720,73 @@ def test_memory_is_bounded_by_the_length_of_the_blob(tmp_path: Path) -> None:
     limited, *outcomes = result.stdout.split()
     assert limited == "limited" and len(outcomes) == len(forged)
     assert set(outcomes) <= {"FormatError", "CorruptError"}, outcomes
+
+
+# --- blobs that claim a huge cache
+
+SMALL = KVLayout("small", (LayerLayout(1, 4, 4, None),), "bfloat16", None)
+
+
+@cache
+def bomb() -> bytes:
+    """Zeros compress to next to nothing: a whole, undamaged blob."""
+    tokens = MAX_DECODED_TOKENS + 1
+    zeros = torch.zeros(1, tokens, 1, 4, dtype=torch.bfloat16)
+    return Codec(Profile.generic(SMALL), "lossless").encode(KVChunk(list(zeros), list(zeros), SMALL))
+
+
+def test_a_small_blob_that_claims_a_huge_cache_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, blob = Codec(Profile.generic(SMALL), "lossless"), bomb()
+    assert len(blob) < 32_000
+    with monkeypatch.context() as patch:
+        patch.setattr("cuvee.codec.codec._outputs", lambda *_: pytest.fail("something was allocated"))
+        limits: list[dict[str, Any]] = [{}, {"max_tokens": MAX_DECODED_TOKENS}, {"max_tokens": 1}]
+        for limit in limits:
+            with pytest.raises(InputError, match="131073 tokens would be restored, more than max_tokens="):
+                codec.decode(blob, **limit)
+            with pytest.raises(InputError, match="max_tokens="):
+                codec.decode_layers(blob, 0, 1, **limit)
+        with pytest.raises(InputError, match="5 tokens would be restored, more than max_tokens=4"):
+            codec.decode(blob, tokens=(10, 15), max_tokens=4)
+        wrongs: tuple[Any, ...] = (0, -1, 1.5, True, "7")
+        for wrong in wrongs:
+            with pytest.raises(InputError, match=r"max_tokens=.* must be at least 1, or None"):
+                codec.decode(blob, max_tokens=wrong)
+    for enough in (None, MAX_DECODED_TOKENS + 1):
+        assert codec.decode(blob, max_tokens=enough).tokens == MAX_DECODED_TOKENS + 1
+        assert len(codec.decode_layers(blob, 0, 1, max_tokens=enough)[0][0]) == MAX_DECODED_TOKENS + 1
+    assert codec.decode(blob, tokens=(10, 15)).tokens == 5, "what is restored counts"
+
+
+HUGE = 1 << 52  # more bytes than any machine can address
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(HUGE, dtype=torch.uint8),
+        lambda: torch.empty((1 << 40, 1 << 40), dtype=torch.uint8),
+        lambda: np.empty(HUGE, np.uint8),
+    ],
+    ids=["torch", "torch-overflow", "numpy"],
+)
+def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, blob = codec_of("lossless"), blob_of("lossless")
+    chunk = codec.decode(blob)
+    pages = PagedCache.dense(LAYOUT, chunk.keys, chunk.values)
+    monkeypatch.setattr("cuvee.codec.codec._outputs", lambda *_: allocate())
+    for call in (
+        lambda: codec.decode(blob),
+        lambda: codec.decode_layers(blob, 0, 1),
+        lambda: codec.decode_paged([blob], pages, [torch.arange(TOKENS)]),
+    ):
+        with pytest.raises(OutOfMemory, match=f"decoding {TOKENS} tokens: not enough memory: "):
+            call()
+    assert issubclass(OutOfMemory, CuveeError) and issubclass(OutOfMemory, MemoryError)
+
+
+def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:
+    for error in (RuntimeError("a bug"), CorruptError("damaged"), InputError("wrong")):
+        with pytest.raises(type(error), match=str(error)) as caught, allocations("decoding"):
+            raise error
+        assert caught.value is error

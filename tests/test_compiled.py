@@ -1,0 +1,99 @@
+"""Compiled loops work without a place for Numba's cache, and say once what that costs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numba.core import caching
+
+from cuvee.codec import compiled as module
+from cuvee.codec.compiled import compiled
+
+ROUND_TRIP = """
+import logging, torch
+logging.basicConfig()
+from cuvee import Codec, KVChunk, KVLayout, Profile
+from cuvee.codec.layout import LayerLayout
+layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
+values = torch.randn(1, 9, 1, 4)
+codec = Codec(Profile.generic(layout), "balanced")
+assert codec.decode(codec.encode(KVChunk(values, values, layout))).tokens == 9
+print("coded")
+"""
+# What Numba finds on a file system where it may write nowhere.
+NO_PLACE = """
+from numba.core import caching
+caching.CompileResultCacheImpl._locator_classes = []
+"""
+
+
+@pytest.fixture(autouse=True)
+def untold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_told", set())
+
+
+def run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **changes}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment, cwd="/"
+    )
+
+
+@pytest.mark.slow
+def test_without_a_place_for_the_cache_everything_works() -> None:
+    done = run(NO_PLACE + ROUND_TRIP)
+    assert done.returncode == 0 and done.stdout == "coded\n", done.stderr
+    assert done.stderr.count("there is no writable folder for compiled code") == 1
+    assert "NUMBA_CACHE_DIR" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_the_cache_goes_where_numba_is_told(tmp_path: Path) -> None:
+    code = "from cuvee.codec.rans_numba import _decode; print(_decode._cache.cache_path)"
+    done = run(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr
+
+
+def twice(x: Any) -> Any:
+    return x + x
+
+
+def test_a_function_is_cached_where_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    assert compiled(twice)(np.ones(2)).tolist() == [2, 2]
+    assert list(tmp_path.rglob("*.nbc"))
+
+
+@pytest.mark.parametrize("operation", ["load_overload", "save_overload"])
+def test_a_cache_that_fails_later_costs_time_and_not_the_call(
+    operation: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(caching.FunctionCache, operation, fail)
+    function, other = compiled(twice), compiled(twice)
+    for made in (function, other):
+        assert made(np.ones(2)).tolist() == [2, 2]
+        assert made(np.ones(2, np.int32)).tolist() == [2, 2]
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and "No space left" in record.getMessage()
+    assert "NUMBA_CACHE_DIR" in record.getMessage()
+
+
+def test_a_damaged_cache_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path))
+    assert compiled(twice)(np.ones(2)).tolist() == [2, 2]
+    for path in tmp_path.rglob("*.nb[ic]"):
+        path.write_bytes(path.read_bytes()[:20])
+    assert compiled(twice)(np.ones(2)).tolist() == [2, 2]
+    assert any("compiled code cannot be" in record.getMessage() for record in caplog.records)
