@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -61,13 +62,18 @@ def used(root: Path) -> int:
     for folder, _, names in os.walk(root):
         for name in names:
             with suppress(FileNotFoundError):
-                total += os.stat(os.path.join(folder, name)).st_size
+                total += os.lstat(os.path.join(folder, name)).st_size
     return total
 
 
 def age(path: Path, seconds: float) -> None:
     then = time.time() - seconds
     os.utime(path, (then, then))
+
+
+def scan(store: DiskStore) -> None:
+    with store._opened() as root:
+        store._scan(root)
 
 
 # --- the envelope ---
@@ -170,14 +176,14 @@ def test_no_scan_removes_a_folder_that_waits_for_its_first_entry(root: Path, mon
     replace = os.replace
     calls: list[str] = []
 
-    def after_a_scan(source: str, target: str) -> None:
+    def after_a_scan(source: str, target: str, **folders: int) -> None:
         calls.append(target)
         for _ in range(2):
-            other._scan()
-        replace(source, target)
+            scan(other)
+        replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", after_a_scan)
-    assert store.put(KEY, b"x") and len(calls) == 2
+    assert store.put(KEY, b"x") and len(calls) == 1
     assert store.get(KEY) == b"x"
 
 
@@ -188,16 +194,201 @@ def test_delete_tenant_waits_until_an_entry_has_its_name(root: Path, monkeypatch
     deleted: list[int] = []
     deleter = threading.Thread(target=lambda: deleted.append(other.delete_tenant("ab")))
 
-    def meanwhile(source: str, target: str) -> None:
+    def meanwhile(source: str, target: str, **folders: int) -> None:
         deleter.start()
         deleter.join(0.1)
         assert deleter.is_alive()
-        replace(source, target)
+        replace(source, target, **folders)
 
     monkeypatch.setattr(os, "replace", meanwhile)
     store.put("ab/0124", b"y")
     deleter.join()
     assert deleted == [2] and files(root) == []
+
+
+# --- links and folders of others ---
+
+
+@pytest.fixture
+def treasure(tmp_path: Path) -> Path:
+    """A folder outside the store, laid out as a tenant's folder is, that nothing may touch."""
+    shard = tmp_path / "treasure" / "01"
+    shard.mkdir(parents=True)
+    (shard / "0123").write_bytes(seal(KEY, b"not the store's", 0.0))
+    (shard.parent / "letter").write_bytes(b"dear diary")
+    age(shard / "0123", 10**6)
+    return shard.parent
+
+
+def content(folder: Path) -> dict[str, object]:
+    return {
+        str(path.relative_to(folder)): (path.read_bytes() if path.is_file() else None, path.stat().st_mtime_ns)
+        for path in sorted(folder.rglob("*"))
+    }
+
+
+def links_to(root: Path, treasure: Path) -> dict[str, Path]:
+    """Places below the root where somebody may have put a link, by what it stands for."""
+    return {
+        "a deleted tenant": root / ".gone-0123",
+        "a tenant": root / "ab",
+        "a shard": root / "ab" / "01",
+        "an entry": root / "ab" / "01" / "0123",
+        "inside a deleted tenant": root / ".gone-0123" / "01",
+        "a temporary file": root / ".tmp-0123",
+    }
+
+
+@pytest.mark.parametrize("where", links_to(Path(), Path()))
+def test_no_link_below_the_root_is_followed(root: Path, treasure: Path, where: str) -> None:
+    DiskStore(root).put("cd/4567", b"x")
+    link = links_to(root, treasure)[where]
+    link.parent.mkdir(parents=True, exist_ok=True)
+    target = {"an entry": "01/0123", "a temporary file": "letter"}.get(
+        where, "" if "ab" not in link.parts[-2] else "01"
+    )
+    link.symlink_to(treasure / target)
+    os.utime(link, (0, 0), follow_symlinks=False)
+    before = content(treasure)
+    store = DiskStore(root, max_bytes=2000, ttl=10**9)
+    with suppress(StoreError):
+        assert store.get(KEY) is None
+    with suppress(StoreError):
+        assert store.contains([KEY]) == [False]
+    for action in (lambda: scan(store), lambda: store.delete(KEY), lambda: store.delete_tenant("ab")):
+        with suppress(StoreError, OSError):
+            action()
+    for name in range(20):
+        with suppress(StoreError):
+            store.put(f"ab/01{name:02x}", bytes(300))
+    with suppress(StoreError):
+        store.put(KEY, bytes(300))
+    assert content(treasure) == before
+
+
+def test_deleting_a_tenant_that_is_a_link_removes_the_link_alone(root: Path, treasure: Path) -> None:
+    store = DiskStore(root)
+    store.put("cd/4567", b"x")
+    (root / "ab").symlink_to(treasure)
+    (root / ".gone-0").symlink_to(treasure)
+    before = content(treasure)
+    assert store.delete_tenant("ab") == 0
+    assert not os.path.lexists(root / "ab")
+    DiskStore(root).put("cd/4567", b"y")
+    assert not os.path.lexists(root / ".gone-0") and content(treasure) == before
+
+
+def test_a_folder_that_becomes_a_link_while_it_is_scanned(
+    root: Path, treasure: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Seen as a folder, swapped before it is opened."""
+    store = DiskStore(root, max_bytes=10_000, ttl=60)
+    store.put(KEY, b"x")
+    before = content(treasure)
+    folder = disk._folder
+
+    def swap(parent: int, name: str, *, create: bool = False) -> Any:
+        if name == "ab" and not (root / "ab").is_symlink():
+            (root / "ab").rename(root / "aside")
+            (root / "ab").symlink_to(treasure)
+        return folder(parent, name, create=create)
+
+    monkeypatch.setattr(disk, "_folder", swap)
+    with suppress(OSError):
+        scan(store)
+    assert (root / "ab").is_symlink() and content(treasure) == before
+
+
+def test_the_lock_is_no_link(root: Path, tmp_path: Path) -> None:
+    root.mkdir(mode=0o700)
+    (root / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(StoreError, match="symbolic link"):
+        DiskStore(root).put(KEY, b"x")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720, 0o702, 0o1777])
+def test_a_folder_that_others_may_write_to_is_refused(root: Path, mode: int) -> None:
+    late = DiskStore(root)
+    late.put(KEY, b"x")
+    root.chmod(mode)
+    with pytest.raises(
+        InputError, match=rf"^path: group or others may write to {root} .*{mode:04o}.*chmod go-w {root}"
+    ):
+        DiskStore(root)
+    for action in (lambda: late.get(KEY), lambda: late.put(KEY, b"y"), lambda: late.contains([KEY])):
+        with pytest.raises(StoreError, match="path: group or others may write"):
+            action()
+    with pytest.raises(StoreError):
+        late.delete_tenant("ab")
+    assert counters(late).errors == 4
+    root.chmod(0o755)
+    assert late.get(KEY) == b"x" == DiskStore(root).get(KEY), "others may read: the files themselves are 0600"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_folder_of_another_user_is_refused(root: Path, tmp_path: Path) -> None:
+    late = DiskStore(root)
+    late.put(KEY, b"x")
+    os.chown(root, 12345, 12345)
+    with pytest.raises(InputError, match=rf"^path: {root} is a folder of user 12345.*chown -h 0 {root}"):
+        DiskStore(root)
+    with pytest.raises(StoreError, match="is a folder of user 12345"):
+        late.get(KEY)
+    os.chown(root, 0, 0)
+    link = tmp_path / "link"
+    link.symlink_to(root)
+    linked = DiskStore(link)
+    assert linked.get(KEY) == b"x", "our own link is as good as the folder"
+    os.lchown(link, 12345, 12345)
+    with pytest.raises(InputError, match=rf"^path: {link} is a link of user 12345"):
+        DiskStore(link)
+    with pytest.raises(StoreError, match="is a link of user 12345"):
+        linked.get(KEY)
+
+
+def test_a_folder_of_root_serves_everybody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as its permissions go: nobody but root could have put anything into it."""
+    DiskStore(root).put(KEY, b"x")
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    if os.getuid():
+        with pytest.raises(InputError, match=r"^path: .* is a folder of user"):
+            DiskStore(root)
+    else:
+        assert DiskStore(root).get(KEY) == b"x"
+
+
+def test_a_folder_of_its_own_in_one_that_everybody_may_write_to(tmp_path: Path) -> None:
+    """As in /dev/shm."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o1777)
+    assert DiskStore(shared / "kv").put(KEY, b"x")
+    assert stat.S_IMODE((shared / "kv").stat().st_mode) == 0o700 and DiskStore(shared / "kv").get(KEY) == b"x"
+    with pytest.raises(InputError, match=r"or name a folder inside it, which is then created 0700"):
+        DiskStore(shared)
+
+
+def test_links_to_the_root_that_lead_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(StoreError, match=r"symbolic links|Not a directory"):
+        DiskStore(tmp_path / "loop").get(KEY)
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to(tmp_path / "three")
+    store = DiskStore(tmp_path / "one")
+    assert store.get(KEY) is None
+    (tmp_path / "three").mkdir(mode=0o700)
+    assert store.put(KEY, b"x") and DiskStore(tmp_path / "three").get(KEY) == b"x"
+
+
+def test_folders_above_the_root_are_not_for_others_to_write(tmp_path: Path) -> None:
+    mask = os.umask(0)
+    try:
+        DiskStore(tmp_path / "a" / "b" / "store").put(KEY, b"x")
+    finally:
+        os.umask(mask)
+    modes = [stat.S_IMODE((tmp_path / path).stat().st_mode) for path in ("a", "a/b", "a/b/store")]
+    assert modes == [0o755, 0o755, 0o700]
 
 
 # --- folders that cannot be used ---
@@ -401,7 +592,7 @@ def test_disk_full(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert store.put(KEY, b"room again") and store.get(KEY) == b"room again"
 
 
-@pytest.mark.parametrize("call", ["replace", "open", "fstat", "read"])
+@pytest.mark.parametrize("call", ["replace", "open", "fstat"])
 def test_input_and_output_errors(root: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     store = DiskStore(root)
     store.put(KEY, b"the earlier one")
@@ -533,12 +724,12 @@ def test_no_entry_takes_its_name_between_the_look_and_the_deletion(root: Path, m
     unlink = os.unlink
     writer = threading.Thread(target=other.put, args=(KEY, b"good"))
 
-    def last_moment(path: str) -> None:
+    def last_moment(name: str, dir_fd: int) -> None:
         monkeypatch.setattr(os, "unlink", unlink)
         writer.start()
         writer.join(0.2)
         assert writer.is_alive(), "has to wait for the deletion"
-        unlink(path)
+        unlink(name, dir_fd=dir_fd)
 
     monkeypatch.setattr(os, "unlink", last_moment)
     assert store.get(KEY) is None
@@ -553,13 +744,252 @@ def test_a_bad_entry_that_cannot_be_deleted_stays_a_miss(
     store.put(KEY, b"payload")
     file_of(root, KEY).write_bytes(b"bad")
 
-    def refuse(path: str) -> None:
+    def refuse(name: str, dir_fd: int) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(os, "unlink", refuse)
     assert store.get(KEY) is None and store.get(KEY) is None
     assert counters(store).corrupt == 2 and counters(store).errors == 0
     assert caplog.text.count("cannot delete a bad entry") == 1
+
+
+# --- what is no file ---
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Fails the test if the work takes longer; an exception of it does not."""
+
+    def run() -> None:
+        with suppress(StoreError):
+            work()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+
+
+@pytest.mark.parametrize("ttl", [None, 3600.0])
+@pytest.mark.parametrize("place", [".lock", ".evict", ".tmp-0", ".gone-0", "ab", "ab/01", "ab/01/0123"])
+def test_a_fifo_keeps_nobody_waiting(root: Path, place: str, ttl: float | None) -> None:
+    DiskStore(root).put("cd/4567", b"x")
+    fifo = root / place
+    fifo.parent.mkdir(parents=True, exist_ok=True)
+    fifo.unlink(missing_ok=True)
+    os.mkfifo(fifo)
+    age(fifo, 10**6)
+    store = DiskStore(root, max_bytes=10_000, ttl=ttl)
+    actions: list[Callable[[], object]] = [
+        lambda: store.get(KEY),
+        lambda: store.contains([KEY]),
+        lambda: store.put("ab/0199", b"x"),
+        lambda: scan(store),
+        lambda: store.delete(KEY),
+        lambda: store.delete_tenant("ab"),
+        lambda: store.put(KEY, b"x"),
+    ]
+    for action in actions:
+        within(5, action)
+
+
+def make_odd(root: Path, key: str, kind: str) -> None:
+    """Something that is no entry in the place of one."""
+    path = file_of(root, key)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "folder":
+        path.mkdir()
+        (path / "full").write_bytes(b"")
+    elif kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as server:
+            here = os.getcwd()
+            os.chdir(path.parent)  # the path of a socket may not be long
+            server.bind(path.name)
+            os.chdir(here)
+    elif kind == "link":
+        path.symlink_to(path)
+    elif kind == "shard is a file":
+        path.parent.rmdir()
+        path.parent.write_bytes(b"")
+    elif kind == "tenant is a fifo":
+        path.parent.rmdir()
+        path.parent.parent.rmdir()
+        os.mkfifo(path.parent.parent)
+
+
+ODD = ["folder", "fifo", "socket", "link", "shard is a file", "tenant is a fifo"]
+
+
+@pytest.mark.parametrize("ttl", [None, 3600.0])
+@pytest.mark.parametrize("kind", ODD)
+def test_an_odd_entry_is_a_miss_and_the_rest_works_on(
+    root: Path, kind: str, ttl: float | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(root, max_bytes=5000, ttl=ttl)
+    others = [f"cd/{name:04x}" for name in range(3)]
+    for key in others:
+        store.put(key, key.encode())
+    make_odd(root, KEY, kind)
+    for _ in range(10):
+        within(5, lambda: store.get(KEY))
+        assert store.get_many([KEY, *others]) == [None, *(key.encode() for key in others)]
+        assert store.contains([KEY, *others]) == [False, True, True, True]
+    now = counters(store)
+    assert (now.misses, now.errors > 0, now.corrupt) == (20, True, 0)
+    assert caplog.text.count("cannot use an entry") == 1 and KEY in caplog.text
+    # Neither eviction nor sweeping minds it.
+    for name in range(40):
+        assert store.put(f"ef/{name:04x}", bytes(500))
+    scan(store)
+    assert used(root) <= 5000 and counters(store).evictions >= 30
+    # It may be replaced by an entry, or not; never is that a failure of the store.
+    kept = store.put(KEY, b"good")
+    assert kept is (kind in ("fifo", "socket", "link"))
+    assert store.get(KEY) == (b"good" if kept else None)
+    assert store.delete(KEY) is kept
+    assert not list(root.glob(".tmp-*"))
+
+
+def test_sectors_of_one_entry_that_cannot_be_read_are_a_miss_and_a_disk_of_them_an_outage(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = DiskStore(root)
+    keys = [f"ab/{name:04x}" for name in range(20)]
+    for key in keys:
+        store.put(key, b"x" * 100)
+    read = os.read
+    bad = {file_of(root, key).stat().st_ino for key in keys[:7]}
+
+    def failing(file: int, length: int) -> bytes:
+        if os.fstat(file).st_ino in bad:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(file, length)
+
+    monkeypatch.setattr(os, "read", failing)
+    for _ in range(3):
+        assert store.get_many(keys[:7]) == [None] * 7, "the same ones again and again"
+    assert store.get(keys[19]) == b"x" * 100
+    assert (counters(store).errors, counters(store).misses, counters(store).hits) == (21, 21, 1)
+    assert caplog.text.count("Input/output error") == 1
+    bad.update(file_of(root, key).stat().st_ino for key in keys[:12])
+    with pytest.raises(StoreError, match="Input/output error"):
+        store.get_many(keys[:12])
+    with pytest.raises(StoreError, match="Input/output error"):
+        store.get(keys[0])
+    bad.clear()
+    assert store.get(keys[0]) == b"x" * 100
+    monkeypatch.undo()
+    assert store.get_many(keys) == [b"x" * 100] * 20
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM, errno.ETIMEDOUT])
+def test_what_no_entry_is_to_blame_for_is_a_failure(root: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"x")
+
+    def failing(file: int, length: int) -> bytes:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "read", failing)
+    with pytest.raises(StoreError):
+        store.get(KEY)
+
+
+def test_an_entry_that_may_not_be_read_or_deleted(
+    root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Others are read, and evicted in its place."""
+    store = DiskStore(root, max_bytes=5000)
+    keys = [f"ab/{name:04x}" for name in range(4)]
+    for position, key in enumerate(keys):
+        store.put(key, bytes(1000))
+        age(file_of(root, key), 1000 - position)
+    open_, unlink = os.open, os.unlink
+
+    def may_not_open(path: str, *arguments: Any, **named: Any) -> int:
+        if path == "0000":
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_(path, *arguments, **named)
+
+    def may_not_delete(path: str, *arguments: Any, **named: Any) -> None:
+        if path == "0000":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "open", may_not_open)
+    monkeypatch.setattr(os, "unlink", may_not_delete)
+    assert store.get_many(keys) == [None, *[bytes(1000)] * 3]
+    assert store.delete(keys[0]) is False
+    assert store.put("ab/0004", bytes(1000)) and store.put("ab/0005", bytes(1000))
+    assert file_of(root, keys[0]).exists() and used(root) <= 5000
+    assert counters(store).errors >= 3 and caplog.text.count("cannot use an entry") == 1
+    # If none can be deleted the budget still holds.
+    monkeypatch.setattr(os, "unlink", lambda path, **named: may_not_delete("0000"))
+    with pytest.raises(StoreError, match="not permitted"):
+        store.put("ab/0006", bytes(3000))
+    assert used(root) <= 5000 + 3000 + HEADER_BYTES, "the temporary file could not be removed either"
+
+
+@pytest.mark.parametrize("ttl", [None, 3600.0])
+def test_an_entry_that_is_too_large_is_not_read(
+    root: Path, ttl: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Written by a process that may."""
+    large, store = DiskStore(root, ttl=ttl), DiskStore(root, ttl=ttl, max_entry=1000)
+    large.put(KEY, bytes(1001))
+    large.put("ab/4567", bytes(1000))
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "_read_exactly", lambda *_: pytest.fail("it was read"))
+        assert store.get(KEY) is None and store.get(KEY) is None
+    assert store.contains([KEY, "ab/4567"]) == [False, True] and store.get("ab/4567") == bytes(1000)
+    assert (counters(store).misses, counters(store).errors, counters(store).corrupt) == (2, 2, 0)
+    assert caplog.text.count("more than max_entry_mb allows") == 1
+    assert large.get(KEY) == bytes(1001), "it stays"
+    assert not store.put(KEY, bytes(1001)) and not store.put(KEY, bytes(1001))
+    assert (
+        caplog.text.count("drops entries that are too large; the first has 1001 bytes, max_entry_mb allows 1000") == 1
+    )
+    assert store.put(KEY, b"small") and store.get(KEY) == b"small"
+
+
+def test_folders_nested_without_end_are_no_outage(root: Path) -> None:
+    store = DiskStore(root)
+    store.put(KEY, b"x")
+    folder = os.open(root, os.O_RDONLY)
+    for name in [".gone-0", *["d"] * 1200]:
+        os.mkdir(name, dir_fd=folder)
+        deeper = os.open(name, os.O_RDONLY, dir_fd=folder)
+        os.close(folder)
+        folder = deeper
+    os.close(folder)
+    other = DiskStore(root)
+    assert other.put("cd/4567", b"x") and other.get(KEY) == b"x" and counters(other).errors == 1
+    # Python's own rmtree could not do it either.
+    subprocess.run(["rm", "-rf", str(root / ".gone-0")], check=True)
+
+
+def test_a_tenant_that_cannot_be_deleted_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An administrative act: what is left is said, the rest is gone, and a sweep does not fail for it."""
+    store = DiskStore(root)
+    for name in range(6):
+        store.put(f"ab/{name:04x}", b"x")
+    unlink = os.unlink
+
+    def may_not_delete(path: str, *arguments: Any, **named: Any) -> None:
+        if path == "0002":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+        unlink(path, *arguments, **named)
+
+    monkeypatch.setattr(os, "unlink", may_not_delete)
+    with pytest.raises(StoreError, match="not permitted"):
+        store.delete_tenant("ab")
+    assert [path.name for path in files(root)] == ["0002"] and not (root / "ab").exists()
+    scan(store)
+    assert DiskStore(root).put("cd/4567", b"x")
+    monkeypatch.undo()
+    scan(store)
+    assert [path.name for path in files(root)] == ["4567"]
 
 
 # --- time to live ---
@@ -706,7 +1136,7 @@ def test_a_scan_removes_folders_that_are_empty(root: Path) -> None:
     store.delete(KEY)
     for _ in range(2):
         # The first scan removes the folder of the shard, the second that of the tenant.
-        store._scan()
+        scan(store)
     assert not (root / "ab").exists() and (root / "cd" / "45" / "4567").exists()
 
 
@@ -718,11 +1148,11 @@ def test_an_entry_used_since_the_scan_is_not_evicted(root: Path, monkeypatch: py
         age(file_of(root, key), 1000 - position)
     unlink_same = disk._unlink_same
 
-    def meanwhile(path: str, seen: int) -> bool | None:
+    def meanwhile(name: str, seen: int, folder: int) -> bool | None:
         monkeypatch.setattr(disk, "_unlink_same", unlink_same)
         other.get(keys[0])
         other.delete(keys[1])
-        return unlink_same(path, seen)
+        return unlink_same(name, seen, folder)
 
     monkeypatch.setattr(disk, "_unlink_same", meanwhile)
     store.put("ab/0003", bytes(900))
@@ -761,21 +1191,19 @@ def test_threads_keep_the_budget_exactly(root: Path, monkeypatch: pytest.MonkeyP
     replace, unlink = os.replace, os.unlink
     total, most = 0, 0
 
-    def add(source: str, target: str) -> None:
+    def add(source: str, target: str, src_dir_fd: int, dst_dir_fd: int) -> None:
         nonlocal total, most
-        with lock, suppress(FileNotFoundError):
-            replace(source, target)
-            total += os.stat(target).st_size
+        with lock:
+            replace(source, target, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+            total += os.stat(target, dir_fd=dst_dir_fd).st_size
             most = max(most, total)
-            return
-        raise FileNotFoundError(target)
 
-    def remove(path: str) -> None:
+    def remove(name: str, dir_fd: int) -> None:
         nonlocal total
         with lock:
-            size = os.stat(path).st_size
-            unlink(path)
-            total -= 0 if ".tmp-" in path else size
+            size = os.stat(name, dir_fd=dir_fd).st_size
+            unlink(name, dir_fd=dir_fd)
+            total -= 0 if ".tmp-" in name else size
 
     monkeypatch.setattr(os, "replace", add)
     monkeypatch.setattr(os, "unlink", remove)

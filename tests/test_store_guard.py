@@ -353,6 +353,93 @@ def test_operations_that_fail_together_open_the_circuit_once(inner: Faulty, stor
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
+def hanging(inner: Faulty, *calls: str) -> tuple[threading.Event, threading.Event]:
+    """Let calls hang: (one has begun, set it to let them go)."""
+    begun, release = threading.Event(), threading.Event()
+
+    def hang(call: str) -> None:
+        if call in calls:
+            begun.set()
+            assert release.wait(LONG)
+            if inner.read_fault is not None:
+                raise inner.read_fault
+
+    inner.before = hang
+    return begun, release
+
+
+def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
+    inner: Faulty, store: GuardedStore, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    inner.entries[KEY] = b"x"
+    begun, release = hanging(inner, "contains")
+    answers: list[object] = []
+    threads = [threading.Thread(target=lambda: answers.append(store.contains([KEY]))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert begun.wait(LONG)
+    while len(inner.calls) < 3:
+        pass
+    clock.now += 2
+    store.overdue("get", 1.0)
+    store.overdue("contains", 2.5)
+    assert figures(store) == (0, 0) and store.get(KEY) == b"x", "other calls, or not so long"
+    for _ in range(2):
+        store.overdue("contains", 2.0)
+    assert figures(store) == (3, 0), "each once"
+    assert store.get(KEY) is None and not store.put(OTHER, b"y") and figures(store) == (3, 2)
+    assert len(caplog.messages) == 1
+    assert "reading of the fake store failed: TimeoutError: contains has not ended within 2 s" in caplog.messages[0]
+    # That they end at last, well or not, is neither counted again nor does it show that the store is back.
+    inner.read_fault = RuntimeError("late")
+    release.set()
+    for thread in threads:
+        thread.join(LONG)
+    assert figures(store)[0] == 3 and answers == [[False]] * 3
+    mend(inner)
+    assert store.get(KEY) is None
+    clock.now += 1
+    assert store.get(KEY) == b"x"
+
+
+def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    inner.entries[KEY] = b"x"
+    inner.read_fault = down()
+    store.get(KEY)
+    mend(inner)
+    clock.now += 1
+    begun, release = hanging(inner, "get")
+    probe = threading.Thread(target=store.get, args=(KEY,))
+    probe.start()
+    assert begun.wait(LONG)
+    clock.now += 2
+    store.overdue("get", 1.0)
+    clock.now += 100
+    calls = len(inner.calls)
+    assert [store.get(KEY) for _ in range(5)] == [None] * 5 and len(inner.calls) == calls
+    assert figures(store) == (2, 5)
+    release.set()
+    probe.join(LONG)
+    assert store.get(KEY) == b"x", "it came back"
+
+
+def test_a_forked_child_probes_by_itself(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    inner.entries[KEY] = b"x"
+    inner.read_fault = down()
+    store.get(KEY)
+    mend(inner)
+    clock.now += 1
+    begun, release = hanging(inner, "get")
+    probe = threading.Thread(target=store.get, args=(KEY,))
+    probe.start()
+    assert begun.wait(LONG)
+    store.after_fork()  # what a child does, where that thread is not
+    inner.before = lambda call: None
+    assert store.get(KEY) == b"x"
+    release.set()
+    probe.join(LONG)
+
+
 def test_a_failure_that_comes_late_opens_nothing(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
     inner.entries[KEY] = b"x"
     begun, release = threading.Event(), threading.Event()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import stat
 import subprocess
 import sys
 import textwrap
@@ -22,7 +24,7 @@ from fsspec.spec import AbstractFileSystem
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores import objects as module
 from cuvee.integrations.stores.base import StoreError, TierCounters
-from cuvee.integrations.stores.envelope import seal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
 from cuvee.integrations.stores.objects import ObjectStore
 
 KEY, OTHER = "ab/0123", "ab/4567"
@@ -216,6 +218,28 @@ def test_failures_name_the_store(url: str, open_objects: Open) -> None:
 
 
 @pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_close_is_bounded_in_time(url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(module, "_CLOSE_SECONDS", 0.1)
+    store = ObjectStore(url)
+    begun, release = threading.Event(), threading.Event()
+
+    def hang(self: Bucket, path: str, **named: Any) -> Any:
+        begun.set()
+        assert release.wait(10)
+
+    monkeypatch.setattr(Bucket, "info", hang)
+    asking = threading.Thread(target=lambda: store.contains([KEY, OTHER]), daemon=True)
+    asking.start()
+    assert begun.wait(10)
+    closing = threading.Thread(target=store.close, daemon=True)
+    closing.start()
+    closing.join(5)
+    assert not closing.is_alive() and "closed while requests hang" in caplog.text
+    release.set()
+    asking.join(10)
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
 def test_a_bad_entry_that_cannot_be_deleted_is_a_miss(
     url: str, open_objects: Open, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -294,6 +318,123 @@ def test_a_process_killed_while_it_writes_leaves_no_half_entry(tmp_path: Path, o
         assert blob is not None and len(blob) == 5_000_000
     assert store.delete_tenant("ab") >= 4
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # what was half written has gone too
+
+
+def test_entries_have_a_largest_size(
+    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, store = open_objects(url), open_objects(url, max_entry=1000)
+    large.put(KEY, b"x" * 100_000)
+    large.put(OTHER, b"y" * 1000)
+    read: list[int] = []
+    usual = ObjectStore._read
+
+    def note(self: ObjectStore, fs: Any, path: str) -> Any:
+        data = usual(self, fs, path)
+        read.append(len(data))
+        return data
+
+    monkeypatch.setattr(ObjectStore, "_read", note)
+    assert store.get(KEY) is None and store.get(OTHER) == b"y" * 1000
+    assert read == [HEADER_BYTES + 1001, HEADER_BYTES + 1000]
+    assert store.contains([KEY, OTHER]) == [False, True] and large.contains([KEY]) == [True]
+    assert not store.put(KEY, b"z" * 1001)
+    found = counted(store)
+    assert (found.misses, found.hits, found.errors, found.corrupt, found.dropped) == (1, 1, 1, 0, 1)
+    assert caplog.text.count("that max_entry_mb allows") == 1 and caplog.text.count("too large are dropped") == 1
+    assert store.put(KEY, b"small") and store.get(KEY) == b"small"
+    with pytest.raises(InputError, match=r"^max_entry: "):
+        ObjectStore(url, max_entry=0)
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_an_empty_object_of_a_server_that_sends_no_range_of_it(
+    url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = open_objects(url)
+    write(url, KEY, b"")
+
+    def refuse(self: Bucket, path: str, start: int, end: int) -> bytes:
+        raise OSError("416: the requested range is not satisfiable")
+
+    monkeypatch.setattr(Bucket, "cat_file", refuse)
+    assert store.get(KEY) is None
+    assert (counted(store).corrupt, counted(store).errors) == (1, 0)
+    write(url, OTHER, b"x")
+    with pytest.raises(StoreError, match="416"):
+        store.get(OTHER)
+
+
+@pytest.mark.parametrize("kind", ["folder", "fifo", "link", "shard is a file"])
+def test_an_odd_local_entry_is_a_miss(
+    tmp_path: Path, open_objects: Open, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = open_objects(f"file://{tmp_path}/store")
+    store.put(OTHER, b"x")
+    place = tmp_path / "store" / "ab" / "01" / "0123"
+    if kind == "shard is a file":
+        place.parent.write_bytes(b"")
+    else:
+        place.parent.mkdir()
+        if kind == "folder":
+            place.mkdir()
+        elif kind == "fifo":
+            os.mkfifo(place)
+        else:
+            place.symlink_to(tmp_path / "store" / "ab" / "45" / "4567")
+    answers: list[object] = []
+    thread = threading.Thread(target=lambda: answers.append(store.get_many([KEY, OTHER])), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert answers == [[None, b"x"]]
+    assert store.contains([KEY, OTHER]) == [False, True]
+    assert counted(store).errors >= 1 and caplog.text.count("cannot be used are missed") == 1
+    kept = store.put(KEY, b"good")
+    assert kept is (kind in ("fifo", "link")) and store.get(OTHER) == b"x"
+    assert store.get(KEY) == (b"good" if kept else None)
+    assert len([path for path in tmp_path.rglob("*") if path.name.count(".")]) == 0, "nothing half-written is left"
+
+
+def test_local_files_and_folders_are_the_owners_alone(tmp_path: Path, open_objects: Open) -> None:
+    mask = os.umask(0)
+    try:
+        open_objects(f"file://{tmp_path}/a/store").put(KEY, b"x")
+    finally:
+        os.umask(mask)
+    found = {str(path.relative_to(tmp_path)): stat.S_IMODE(path.stat().st_mode) for path in tmp_path.rglob("*")}
+    assert found == {
+        "a": 0o700, "a/store": 0o700, "a/store/ab": 0o700, "a/store/ab/01": 0o700, "a/store/ab/01/0123": 0o600,
+    }  # fmt: skip
+
+
+def test_connects_when_it_is_first_used(open_objects: Open) -> None:
+    class Server(MemoryFileSystem):  # type: ignore[misc]
+        protocol = "testserver"
+        up = False
+        tried = 0
+
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            type(self).tried += 1
+            if not self.up:
+                raise ConnectionRefusedError("nobody answers at testserver")
+            super().__init__(*arguments, **named)
+
+    fsspec.register_implementation("testserver", Server, clobber=True)
+    store = open_objects("testserver://u:s3cr@host/x")
+    assert Server.tried == 0
+    actions: list[Callable[[], object]] = [
+        lambda: store.get(KEY),
+        lambda: store.put(KEY, b"x"),
+        lambda: store.contains([KEY]),
+        lambda: store.delete(KEY),
+        lambda: store.delete_tenant("ab"),
+    ]
+    for action in actions:
+        with pytest.raises(StoreError, match=r"^object store testserver://u:\*\*\*@host/x: ConnectionRefusedError"):
+            action()
+    assert counted(store).errors == Server.tried == 5
+    Server.up = True
+    assert store.put(KEY, b"x") and store.get(KEY) == b"x" and Server.tried == 6
 
 
 def test_arguments_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:

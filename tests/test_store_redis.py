@@ -7,11 +7,13 @@ import logging
 import os
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,6 +26,7 @@ if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
     pytest.importorskip("redis", reason="needs redis-py")
 
 from cuvee.codec.errors import InputError
+from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores import redis as module
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.envelope import HEADER_BYTES, seal
@@ -402,6 +405,114 @@ def test_a_shorter_time_holds_for_old_entries(server: RedisServer, open_redis: O
     assert without.get(key(1)) == b"old"
 
 
+# Budgets of tenants
+
+
+def assert_tenants_right(server: RedisServer, bucket: int = 0) -> None:
+    """What the books say of each tenant is what the server holds of it."""
+    assert_books_right(server, bucket)
+    prefix = f"cuvee:{{{bucket}}}:"
+    held: dict[str, dict[str, int]] = {}
+    for name, size in entries(server).items():
+        if name.startswith(prefix):
+            entry = name.removeprefix(prefix)
+            held.setdefault(entry.partition("/")[0], {})[entry] = size
+    with server.client() as client:
+        sums = {name.decode(): int(value) for name, value in client.hgetall(f"{prefix}sums").items()}
+        assert {name[3:]: size for name, size in sums.items() if name.startswith("of:")} == {
+            tenant: sum(own.values()) for tenant, own in held.items()
+        }
+        orders = {name.decode().rpartition(":")[2] for name in client.keys(f"{prefix.replace('{', '[{]')}lru:*")}
+        assert orders == set(held)
+        for tenant, own in held.items():
+            assert {name.decode() for name in client.zrange(f"{prefix}lru:{tenant}", 0, -1)} == set(own)
+
+
+def test_a_tenant_with_a_budget_evicts_nobody_else(server: RedisServer, open_redis: Open) -> None:
+    store = open_redis(server.url, 100_000, max_tenant_bytes=40_000)
+    mine = [key(index, "aa") for index in range(20)]
+    for name in mine:
+        assert store.put(name, bytes(900))
+    for index in range(150):
+        assert store.put(key(index, "bb"), bytes(900))
+        if index == 20:
+            assert store.get(key(0, "bb")) is not None
+    there = store.contains([key(index, "bb") for index in range(150)])
+    size = 900 + HEADER_BYTES
+    assert store.contains(mine) == [True] * 20
+    assert there == [False] * (150 - 40_000 // size) + [True] * (40_000 // size), "its newest entries"
+    assert counted(store).evictions == 150 - 40_000 // size
+    assert_tenants_right(server)
+    # The budget of all is kept all the same.
+    for tenant in ("cc", "dd"):
+        for index in range(60):
+            store.put(key(index, tenant), bytes(900))
+    assert sum(entries(server).values()) <= 100_000
+    assert store.delete(key(59, "dd")) and store.delete_tenant("cc") > 0
+    assert_tenants_right(server)
+    assert not store.put(key(0, "bb"), bytes(40_000)), "larger than the share"
+    assert counted(store).dropped == 1
+
+
+def test_what_a_tenant_used_stays(server: RedisServer, open_redis: Open) -> None:
+    size = 900 + HEADER_BYTES
+    store = open_redis(server.url, 100_000, max_tenant_bytes=10 * size)
+    for index in range(10):
+        store.put(key(index), bytes(900))
+    assert store.get(key(0)) is not None
+    store.put(key(10), bytes(900))
+    assert store.contains([key(0), key(1), key(2), key(10)]) == [True, False, True, True]
+    assert_tenants_right(server)
+
+
+def test_books_that_do_not_tell_tenants_apart_are_written_anew(server: RedisServer, open_redis: Open) -> None:
+    plain = open_redis(server.url, 100_000)
+    for index in range(30):
+        plain.put(key(index, "aa"), bytes(900))
+        plain.put(key(index, "bb"), bytes(900))
+    store = open_redis(server.url, 100_000, max_tenant_bytes=20_000)
+    store.put(key(99, "aa"), bytes(900))
+    assert_tenants_right(server)
+    store.put(key(98, "aa"), bytes(900))
+    assert sum(size for name, size in entries(server).items() if ":aa/" in name) <= 20_000
+    # Stores without such a budget keep those books, too.
+    for index in range(30, 60):
+        plain.put(key(index, "bb"), bytes(900))
+    plain.get(key(59, "bb"))
+    plain.delete(key(58, "bb"))
+    assert_tenants_right(server)
+
+
+@pytest.mark.parametrize("lost", ["lru:aa", "sums", "lru", "size"])
+def test_books_of_tenants_that_were_lost(server: RedisServer, open_redis: Open, lost: str) -> None:
+    """A server that evicts by itself may evict any of them."""
+    store = open_redis(server.url, 100_000, max_tenant_bytes=20_000)
+    for tenant in ("aa", "bb"):
+        for index in range(20):
+            store.put(key(index, tenant), bytes(900))
+    with server.client() as client:
+        client.delete(f"cuvee:{{0}}:{lost}")
+    for index in range(20, 60):
+        store.put(key(index, "aa"), bytes(900))
+    assert_tenants_right(server)
+    assert sum(size for name, size in entries(server).items() if ":aa/" in name) <= 20_000
+    assert store.contains([key(index, "bb") for index in range(20)]) == [True] * 20
+
+
+def test_a_cluster_keeps_budgets_of_tenants(cluster: list[RedisServer], open_redis: Open) -> None:
+    url = cluster[0].url
+    store = open_redis(url, 4 * 10**9, cluster=True, max_tenant_bytes=2 * 10**9)
+    keys = [key(index, "aa") for index in range(50)]
+    for name in keys:
+        assert store.put(name, bytes(900))
+    assert store.get_many(keys) == [bytes(900)] * 50 and counted(store).evictions == 0
+    assert store.delete_tenant("aa") == 50
+    with pytest.raises(InputError, match=r"^max_tenant_bytes: must be at least 1024000000"):
+        open_redis(url, 4 * 10**9, cluster=True, max_tenant_bytes=10**9)
+    with pytest.raises(InputError, match=r"^max_tenant_bytes: .*takes max_bytes"):
+        open_redis(url, max_tenant_bytes=10**9)
+
+
 # Bad entries
 
 
@@ -437,6 +548,36 @@ def test_bad_entries_are_counted_misses(
         assert_books_right(server)
     assert "bad entries are deleted" in caplog.text
     assert store.put(key(1), b"new") and store.get(key(1)) == b"new"
+
+
+def test_entries_have_a_largest_size(
+    server: RedisServer, open_redis: Open, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, store = open_redis(server.url), open_redis(server.url, max_entry=1000)
+    large.put(key(1), b"x" * 100_000)
+    large.put(key(2), b"y" * 1000)
+    replies: list[int] = []
+    usual = RedisStore._open
+
+    def note(self: RedisStore, key: str, reply: Any) -> bytes | None:
+        replies.append(len(reply))
+        return usual(self, key, reply)
+
+    monkeypatch.setattr(RedisStore, "_open", note)
+    assert store.get_many([key(1), key(2), key(3)]) == [None, b"y" * 1000, None]
+    assert replies == [HEADER_BYTES + 1001, HEADER_BYTES + 1000, 0], "no more of it was sent"
+    assert store.contains([key(1), key(2), key(3)]) == [False, True, False]
+    found = counted(store)
+    assert (found.misses, found.hits, found.errors, found.corrupt) == (2, 1, 1, 0)
+    assert caplog.text.count("entries too large are missed") == 1
+    assert large.contains([key(1)]) == [True], "it stays"
+    assert not store.put(key(1), b"z" * 1001) and counted(store).dropped == 1
+    with server.client() as client:
+        client.rpush(f"cuvee:{{0}}:{key(4)}", b"one")
+    assert store.contains([key(4)]) == [False]
+    assert store.put(key(1), b"small") and store.get(key(1)) == b"small"
+    with pytest.raises(InputError, match=r"^max_entry: "):
+        open_redis(server.url, max_entry=0)
 
 
 def test_a_list_is_replaced_by_a_put(server: RedisServer, open_redis: Open) -> None:
@@ -633,6 +774,35 @@ def test_books_of_a_wrong_type(server: RedisServer, open_redis: Open) -> None:
         client.set("cuvee:{0}:size", b"not a hash")
     with pytest.raises(StoreError, match="WRONGTYPE"):
         store.put(key(1), b"x")
+
+
+def test_a_server_that_sends_the_password_back(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
+    """As proxies and other servers do that do not know AUTH: it must show neither in the error nor behind it."""
+    with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = open_redis(f"redis://:open%20sesame@127.0.0.1:{server.server_address[1]}/0")
+        with pytest.raises(StoreError, match="unknown command") as caught:
+            store.get(key(1))
+        server.shutdown()
+    told = "".join(traceback.format_exception(caught.value))
+    assert "sesame" not in told + caplog.text and "***" in told
+
+
+class Echo(socketserver.StreamRequestHandler):
+    """Answers any command with an error that holds its arguments."""
+
+    def handle(self) -> None:
+        while line := self.rfile.readline():
+            parts = [self.rfile.readline() and self.rfile.readline().strip() for _ in range(int(line[1:]))]
+            self.wfile.write(b"-ERR unknown command, with args beginning with: " + b" ".join(parts) + b"\r\n")
+
+
+def test_a_password_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUVEE_TEST_PASSWORD", "open-sesame\n")
+    with redis_server(password="open-sesame") as server:
+        store = open_store(f"redis://127.0.0.1:{server.port}/0?password_env=CUVEE_TEST_PASSWORD")
+        assert store.put(key(1), b"x") and store.get(key(1)) == b"x"
+        store.close()
 
 
 def test_passwords(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:

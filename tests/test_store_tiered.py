@@ -522,6 +522,17 @@ def test_a_deletion_waits_for_a_promotion_that_has_begun(three: Three) -> None:
 # --- flushing, closing, threads, processes ---
 
 
+def test_every_tier_hears_what_is_overdue() -> None:
+    heard: list[tuple[str, float]] = []
+    fakes = [Fake("a"), Fake("b")]
+    for fake in fakes:
+        fake.overdue = lambda operation, seconds: heard.append((operation, seconds))  # type: ignore[method-assign]
+    store = TieredStore([fakes[0], GuardedStore(fakes[1])])
+    store.overdue("contains", 2.0)
+    assert heard == [("contains", 2.0)] * 2
+    store.close()
+
+
 def test_flush_asks_every_tier(three: Three) -> None:
     assert three.store.flush() and all(len(tier.asked("flush")) == 1 for tier in (three.top, three.low, three.deep))
     three.top.flushed = False
@@ -576,6 +587,23 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     gate.open()
     assert three.low.closed.wait(LONG) and three.low.calls[-2:] == [("put", A), ("close",)]
     assert three.low.entries == {A: b"a"} and three.store.counters()["low"].queued == 0
+
+
+def test_a_tier_that_hangs_keeps_nothing_from_the_disk_behind_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is queued reaches the disk within the time that a stop gives, whatever the tiers before it do."""
+    slow, gate = Fake("slow"), Gate()
+    slow.before["put"] = gate
+    store = TieredStore([MemoryStore(10**6), slow, GuardedStore(DiskStore(tmp_path / "store"))])
+    keys = [f"aa/{number:02x}" for number in range(20)]
+    for key in keys:
+        store.put(key, bytes(1000))
+    gate.wait()
+    store.close(timeout=0.5)
+    assert DiskStore(tmp_path / "store").contains(keys) == [True] * 20
+    assert store.counters()["slow"].dropped == 19 and "19 entries (19000 bytes)" in caplog.text
+    gate.open()
 
 
 def test_a_late_close_that_fails_is_logged(three: Three, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 
@@ -15,7 +16,7 @@ from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.stores.urls import redacted
+from cuvee.integrations.stores.urls import redacted, scrubbed, secrets_of
 
 SECRET = "s3cr"
 
@@ -25,8 +26,9 @@ class Recorded(Store):
 
     name, shared = "recorded", True
 
-    def __init__(self, *arguments: object) -> None:
+    def __init__(self, *arguments: object, **named: object) -> None:
         self.arguments = arguments
+        self.named = named
         self.closed = False
 
     def get(self, key: str) -> bytes | None:
@@ -108,6 +110,58 @@ def test_file(tmp_path: Path, options: str, budget: int | None, ttl: float | Non
     assert (store.root, store.max_bytes, store.ttl) == (f"{tmp_path}/store", budget, ttl)
     guarded = open_store(f"file://{tmp_path}/store{options}")
     assert isinstance(guarded, GuardedStore) and (guarded.name, guarded.shared) == ("disk", True)
+
+
+@pytest.mark.parametrize(("option", "size"), [("", 512 << 20), ("max_entry_mb=2.5", 2_500_000)])
+@pytest.mark.parametrize("where", ["memory://", "file:///nowhere", "redis://host", "s3://bucket", "fsspec+file:///x"])
+def test_the_largest_entry(where: str, option: str, size: int) -> None:
+    store = open_store(f"{where}?{option}" if option else where, guarded=False)
+    if isinstance(store, Recorded):
+        assert store.named["max_entry"] == size
+    elif isinstance(store, DiskStore):
+        assert store.max_entry == size
+    else:
+        assert isinstance(store, MemoryStore) and store._max_entry == size
+        store.close()
+
+
+def test_budgets_of_tenants(tmp_path: Path) -> None:
+    file = open_store(f"file://{tmp_path}/x?max_gb_per_tenant=0.5", guarded=False)
+    assert isinstance(file, DiskStore) and file.max_tenant_bytes == 5 * 10**8
+    redis = open_store("valkey://host?max_gb=8&max_gb_per_tenant=2", guarded=False)
+    assert isinstance(redis, Recorded) and redis.named["max_tenant_bytes"] == 2 * 10**9
+    one, same, other = (
+        open_store(f"memory://?max_mb=3{option}")
+        for option in ("&max_gb_per_tenant=1e-3", "&max_gb_per_tenant=0.001", "")
+    )
+    assert isinstance(one, MemoryStore) and one._cache.max_tenant == 10**6
+    one.put("ab/1", b"x")
+    assert same.get("ab/1") == b"x" and other.get("ab/1") is None
+    for store in (one, same, other):
+        store.close()
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("file:///x?max_gb_per_tenant=0", "must be a number of gigabytes"),
+        ("file:///x?max_gb=1&max_gb_per_tenant=2", "at most the budget of all, 1, got '2'"),
+        ("memory://?max_gb_per_tenant=5", "at most the budget of all, 4, got '5'"),
+        ("file:///x?max_gb_per_tenant=1e-10", "at least one byte, got"),
+        ("redis://host?max_gb_per_tenant=1", "takes max_gb, too, at redis:// stores"),
+        ("redis://host?max_gb_per_tenant=2&max_gb=1", "at most the budget of all, 1"),
+        ("s3://b?max_gb_per_tenant=1", "no option of s3:// stores"),
+    ],
+)
+def test_budgets_of_tenants_that_are_refused(url: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^max_gb_per_tenant: .*{message}"):
+        open_store(url)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "1e-7", "lots"])
+def test_a_largest_entry_that_is_none(value: str) -> None:
+    with pytest.raises(InputError, match=r"^max_entry_mb: must be"):
+        open_store(f"file:///nowhere?max_entry_mb={value}")
 
 
 def test_file_paths_are_unquoted(tmp_path: Path) -> None:
@@ -258,7 +312,7 @@ def test_a_bad_tier_closes_those_before_it() -> None:
         ("s3://", r"^url: an object store is written s3://bucket/prefix"),
         ("s3:///x", r"^url: an object store is written"),
         ("fsspec+file://", r"^url: an object store is written"),
-        ("s3://b?max_gb=1", r"^max_gb: no option of s3:// stores, known: ttl"),
+        ("s3://b?max_gb=1", r"^max_gb: no option of s3:// stores, known: ttl, max_entry_mb"),
         ("tiered:", r"^url: tiers are one or more URLs, none of them empty; got tiered:$"),
         ("tiered:memory://,,memory://", r"^url: tiers are"),
         ("tiered:tiered:memory://,memory://", r"^url: a tier cannot be tiered itself"),
@@ -335,3 +389,55 @@ def test_no_message_shows_a_password(url: str | list[str]) -> None:
         error = error.__cause__ or error.__context__
     if isinstance(url, str):
         assert SECRET not in redacted(url)
+
+
+@pytest.mark.parametrize("written", ["pass:/@#?&%w\u00f6rd", "  spaced out\n"])
+@pytest.mark.parametrize(
+    ("url", "opened"),
+    [
+        ("redis://host:1/0?{}", "redis://:{}@host:1/0"),
+        ("rediss://user@host?{}&max_gb=1&ssl_cert_reqs=none", "rediss://user:{}@host?ssl_cert_reqs=none"),
+        ("redis+cluster://host:1?{}&ttl=1h", "redis://:{}@host:1"),
+        ("unix:///run/r.sock?db=2&{}", "unix://:{}@/run/r.sock?db=2"),
+    ],
+)
+def test_a_password_from_elsewhere(
+    url: str, opened: str, written: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CUVEE_TEST_PASSWORD", written)
+    (tmp_path / "a password").write_text(written)
+    expected = opened.format(quote(written.strip(), safe=""))
+    for place in ("password_env=CUVEE_TEST_PASSWORD", f"password_file={tmp_path}/a%20password"):
+        store = open_store(url.format(place), guarded=False)
+        assert isinstance(store, Recorded) and store.arguments[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("redis://host?password_env=CUVEE_NOT_SET", "password_env: the environment variable CUVEE_NOT_SET is not set"),
+        ("redis://host?password_file=/not/there", "password_file: the file /not/there cannot be read"),
+        ("redis://host?password_env=s3cr", "password_env: the variable it names is not set"),
+        ("redis://host?password_env=A&password_file=/s3cr", "password_env: give one password"),
+        ("redis://u:s3cr@host?password_env=A", "password_env: give one password"),
+        ("file:///x?password_env=A", "password_env: no option of file://"),
+    ],
+)
+def test_a_password_that_is_not_there(url: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "s3cr")
+    with pytest.raises(InputError, match=message) as caught:
+        open_store(url)
+    assert SECRET not in str(caught.value)
+
+
+def test_what_servers_send_back_is_scrubbed() -> None:
+    secrets = secrets_of("redis://user:p%40ssw0rd@host:6379/0?db=1&token=t0ken&max_gb=1")
+    assert set(secrets) == {"p%40ssw0rd", "p@ssw0rd", "t0ken"}
+    cause, error = ValueError("AUTH p@ssw0rd", 7), RuntimeError("unknown command 'AUTH' with t0ken")
+    error.__cause__ = cause
+    assert scrubbed(error, secrets) == str(error) == "unknown command 'AUTH' with ***"
+    assert cause.args == ("AUTH ***", 7)
+    ring = ValueError("t0ken")
+    ring.__cause__ = ring
+    assert scrubbed(ring, secrets) == "***"
+    assert secrets_of("redis://a:b@host") == secrets_of("memory://?max_gb=1") == ()

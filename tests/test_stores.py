@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.integrations.stores.base import Store
 from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.envelope import HEADER_BYTES
 from cuvee.integrations.stores.memory import MemoryStore
 
 # Fixtures that give an empty store without a budget that matters.
@@ -155,12 +159,190 @@ def test_threads_put_get_and_delete_the_same_keys(store: Store) -> None:
     assert store.contains(keys) == [blob is not None for blob in store.get_many(keys)]
 
 
+def bounded(kind: str, tmp_path: Path, budget: int, share: int | None) -> Store:
+    if kind == "memory":
+        return MemoryStore(budget, max_tenant_bytes=share)
+    return DiskStore(tmp_path / "store", max_bytes=budget, max_tenant_bytes=share)
+
+
+def held(store: Store, tenant: str, entries: int) -> int:
+    return sum(store.contains([f"{tenant}/{name:04x}" for name in range(entries)]))
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_a_tenant_with_a_budget_evicts_nobody_else(kind: str, tmp_path: Path) -> None:
+    unbounded = bounded(kind, tmp_path / "unbounded", 100_000, None)
+    store = bounded(kind, tmp_path / "bounded", 100_000, 40_000)
+    for each in (unbounded, store):
+        for name in range(20):
+            assert each.put(f"aa/{name:04x}", bytes(900))
+        for name in range(300):
+            assert each.put(f"bb/{name:04x}", bytes(900))
+    assert held(unbounded, "aa", 20) == 0, "that is what the budget is against"
+    assert held(store, "aa", 20) == 20
+    assert 30 <= held(store, "bb", 300) <= 44 and store.contains(["bb/012b"]) == [True], "its newest entries"
+    now = store.counters()[store.name]
+    assert now.evictions == 300 - held(store, "bb", 300)
+    # What is used stays, within the tenant too.
+    (kept, *_) = [name for name in range(300) if store.contains([f"bb/{name:04x}"]) == [True]]
+    if kind == "disk":
+        file = tmp_path / "bounded" / "store" / "bb" / f"{kept:04x}"[:2] / f"{kept:04x}"
+        os.utime(file, (1e9, 1e9))
+    assert store.get(f"bb/{kept:04x}") == bytes(900)
+    for name in range(300, 320):
+        store.put(f"bb/{name:04x}", bytes(900))
+    assert store.contains([f"bb/{kept:04x}"]) == [True] and held(store, "aa", 20) == 20
+    # And the budget of all is kept all the same.
+    for tenant in ("cc", "dd", "ee"):
+        for name in range(60):
+            store.put(f"{tenant}/{name:04x}", bytes(900))
+    now = store.counters()[store.name]
+    assert now.bytes is not None and now.bytes <= 100_000 and held(store, "ee", 60) >= 30
+    assert store.put("bb/ffff", bytes(40_001)) is False and store.counters()[store.name].dropped == 1
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_what_a_tenant_deletes_it_may_store_anew(kind: str, tmp_path: Path) -> None:
+    store = bounded(kind, tmp_path, 100_000, 10_000)
+    for turn in range(5):
+        for name in range(8):
+            store.put(f"aa/{turn}{name:03x}", bytes(900))
+        assert store.delete_tenant("aa") == 8
+    for _ in range(9):
+        store.put("aa/0001", bytes(900))
+    store.put("aa/0002", bytes(900))
+    assert store.contains(["aa/0001", "aa/0002"]) == [True, True]
+    assert store.counters()[store.name].evictions == 0
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("share", [0, -1, 1001])
+def test_budgets_of_tenants_are_checked(kind: str, tmp_path: Path, share: int) -> None:
+    with pytest.raises(InputError, match=r"^max_tenant_bytes: must be"):
+        bounded(kind, tmp_path, 1000, share)
+
+
+def test_a_folder_with_a_budget_for_tenants_only(tmp_path: Path) -> None:
+    """Also one that another process filled before."""
+    DiskStore(tmp_path / "store").put("aa/ffff", bytes(900))
+    other = DiskStore(tmp_path / "store")
+    for name in range(50):
+        other.put(f"bb/{name:04x}", bytes(900))
+    store = DiskStore(tmp_path / "store", max_tenant_bytes=10_000)
+    for name in range(50):
+        store.put(f"cc/{name:04x}", bytes(900))
+        store.put(f"dd/{name:04x}", bytes(900))
+        assert held(store, "cc", 50) * (900 + HEADER_BYTES) <= 10_000
+    assert held(store, "bb", 50) == 50, "it has put nothing since"
+    store.put("bb/0000", bytes(900))
+    assert held(store, "bb", 50) <= 10 and held(store, "cc", 50) >= 9 <= held(store, "dd", 50)
+    assert store.contains(["aa/ffff"]) == [True]
+
+
+def test_a_tenants_budget_among_threads(tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store", max_bytes=100_000, max_tenant_bytes=20_000)
+
+    def work(tenant: str) -> None:
+        for name in range(60):
+            store.put(f"{tenant}/{name:04x}", bytes(500 + 10 * name))
+
+    threads = [threading.Thread(target=work, args=(tenant,)) for tenant in ("aa", "aa", "bb", "cc")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for tenant in ("aa", "bb", "cc"):
+        files = [path for path in (tmp_path / "store" / tenant).rglob("*") if path.is_file()]
+        assert 10_000 < sum(path.stat().st_size for path in files) <= 20_000
+    assert set(store._tenants) == {"aa", "bb", "cc"}
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+def test_entries_have_a_largest_size(kind: str, tmp_path: Path) -> None:
+    def make(max_entry: int) -> Store:
+        if kind == "memory":
+            return MemoryStore(10**6, max_entry=max_entry)
+        return DiskStore(tmp_path / "store", max_entry=max_entry)
+
+    store = make(1000)
+    assert store.put("ab/1", bytes(1000)) is True
+    assert store.put("ab/1", bytes(1001)) is False and store.put("ab/2", bytes(10**5)) is False
+    assert store.get("ab/1") == bytes(1000), "what was there stays"
+    now = store.counters()[store.name]
+    assert (now.dropped, now.puts, now.errors) == (2, 1, 0)
+    with pytest.raises(InputError, match=r"^max_entry: must be a positive number of bytes, got 0"):
+        make(0)
+
+
 def test_close_twice(store: Store) -> None:
     store.put("ab/1", b"1")
     assert store.flush() is True
     store.close()
     store.close()
     assert store.counters()[store.name].puts == 1, "the books outlive the store"
+
+
+# --- processes ---
+
+# Forks while another thread holds every lock there is; the child has to go on.
+_FORK = """
+import os, sys, threading, time
+from contextlib import ExitStack
+from cuvee.integrations.stores import memory
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.memory import MemoryStore
+
+kind, path = sys.argv[1:]
+if kind == "memory":
+    store = MemoryStore(1000, shared=True)
+    locks = lambda: [memory._shared_lock, store._cache.lock]
+elif kind == "disk":
+    store = DiskStore(path, max_bytes=10_000)
+    locks = lambda: [store._lock]
+else:
+    store = GuardedStore(DiskStore(path))
+    locks = lambda: [store._lock]
+store.put("ab/01", b"x")
+held, done = threading.Event(), threading.Event()
+def hold():
+    with ExitStack() as stack:
+        for lock in locks():
+            stack.enter_context(lock)
+        if kind == "memory":
+            store._cache.used += 500  # in the middle of a put
+        held.set()
+        done.wait()
+        if kind == "memory":
+            store._cache.used -= 500
+threading.Thread(target=hold, daemon=True).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    ok = store.get("ab/01") == b"x" and store.put("ab/02", bytes(700))
+    ok = ok and store.contains(["ab/01", "ab/02"]) == [True, True]
+    ok = ok and store.delete("ab/02") and store.counters()[store.name].hits == 1
+    if kind == "memory":
+        other = MemoryStore(1000, shared=True)
+        ok = ok and other.get("ab/01") == b"x"
+        other.close()
+    store.close()
+    os._exit(0 if ok else 3)
+deadline = time.monotonic() + 20
+while (ended := os.waitpid(child, os.WNOHANG))[0] == 0:
+    if time.monotonic() > deadline:
+        os.kill(child, 9)
+    time.sleep(0.01)
+done.set()
+print(ended[1], store.get("ab/01"))
+"""
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "guarded"])
+def test_a_forked_child_does_not_wait_for_the_parents_threads(kind: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", _FORK, kind, str(tmp_path / "store")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "0 b'x'\n", done.stdout + done.stderr
 
 
 # --- RAM ---

@@ -7,6 +7,7 @@ key so that all of a tenant's entries can be found and deleted without an index.
 from __future__ import annotations
 
 import builtins
+import errno
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,6 +18,17 @@ from cuvee.integrations.stores.envelope import Expired
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
+
+# Bytes of a blob that a store takes and reads by default: what Redis takes, and many times a usual chunk.
+MAX_ENTRY_BYTES = 512 << 20
+
+# What one file may be to blame for, and not its disk: a folder or a FIFO in its place, permissions of its own ...
+ODD_ENTRY = frozenset(
+    {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP, errno.ENXIO}
+    | {errno.ENODEV, errno.ESTALE, errno.EFBIG}
+)
+# ... or sectors or blocks that it alone has; several such files are a disk that fails.
+BAD_SECTORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ})
 
 
 class StoreError(CuveeError):
@@ -36,7 +48,7 @@ class TierCounters:
         corrupt: entries that failed their checksum: deleted, answered as misses.
         errors: operations that failed.
         skipped: operations not tried because the store is known to be down.
-        dropped: puts given up: a full queue, or an entry larger than the budget.
+        dropped: puts given up: a full queue, or an entry larger than the budget or than `max_entry`.
         queued: puts that wait in a write-behind queue now.
         entries, bytes: held now, where the store knows it.
     """
@@ -72,8 +84,9 @@ class TierCounters:
 class Store(ABC):
     """Blobs by key. Safe to call from several threads.
 
-    `get`, `put`, `contains` and `delete` raise `StoreError` when the store itself fails (unreachable, disk full); a bad
-    entry is no failure but a miss, counted as `corrupt` and deleted. Constructors do not connect.
+    `get`, `put`, `contains` and `delete` raise `StoreError` when the store itself fails (unreachable, disk full). A bad
+    entry is no failure but a miss, counted as `corrupt` and deleted; one that cannot be read or replaced, where others
+    can, is a miss or a put given up, counted as an error. Constructors do not connect.
 
     Attributes:
         name: the kind of tier, as metrics name it.
@@ -111,6 +124,12 @@ class Store(ABC):
     def counters(self) -> dict[str, TierCounters]:
         """A snapshot by tier name."""
 
+    def overdue(self, operation: str, seconds: float) -> None:  # noqa: B027 - most stores have nothing to do
+        """Whoever asked has given up on calls of `operation` ("contains", say) that began `seconds` ago or earlier.
+
+        A guard counts them as failures, so that the next ones do not wait for the same. Never waits itself.
+        """
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds for queued puts; whether all are done."""
         return True
@@ -118,6 +137,30 @@ class Store(ABC):
     def close(self) -> None:
         """Flush and let go of connections and threads. May be called again."""
         self.flush()
+
+
+def check_max_entry(value: int) -> int:
+    """`value`, if it can be the most bytes of a blob.
+
+    Raises:
+        InputError: it is below 1.
+    """
+    if value < 1:
+        raise InputError(f"max_entry: must be a positive number of bytes, got {value!r}")
+    return value
+
+
+def check_max_tenant(value: int | None, budget: int | None) -> int | None:
+    """`value`, if it can be the most bytes of a tenant in a store with a `budget`; None is no limit.
+
+    Raises:
+        InputError: it is below 1, or more than the whole budget.
+    """
+    if value is not None and value < 1:
+        raise InputError(f"max_tenant_bytes: must be a positive number of bytes, got {value!r}")
+    if value is not None and budget is not None and value > budget:
+        raise InputError(f"max_tenant_bytes: must be at most the budget of all, {budget}, got {value}")
+    return value
 
 
 def check_key(key: object) -> tuple[str, str]:

@@ -81,8 +81,7 @@ def store_delete_tenant(
         from cuvee.codec.identity import tenant_id
 
         tenant = tenant_id(salt)
-    assert tenant is not None
-    check_tenant(tenant)
+    tenant = check_tenant(tenant)
     rows: list[dict[str, Any]] = []
     with _tiers(url) as (shown, tiers):
         if not yes:

@@ -11,7 +11,8 @@
         56      8  XXH3-64 of bytes 0 to 55
         64      .  the payload
 
-The checksums find damage, not malice: whoever can write to a store can forge them, so a store must be trusted.
+The checksums find damage, not malice: whoever can write to a store can forge them. What resists that is a blob's own
+tag, bound to the store key (`Codec(key=)`); without it a store must be trusted.
 """
 
 from __future__ import annotations

@@ -16,11 +16,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters
+from cuvee.integrations.stores.forks import tell_after_fork
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -52,6 +53,28 @@ class _Circuit:
         self.retry_at, self.failed = None, False
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """An operation under way.
+
+    Attributes:
+        operation: its name.
+        circuit: that let it through; `probe`: as the one that tries; `outages`: of the circuit until then.
+        began: on the guard's clock.
+        given_up: whether it was counted as a failure before its end.
+    """
+
+    operation: str
+    circuit: _Circuit
+    began: float
+    probe: bool
+    outages: int = field(init=False)
+    given_up: bool = False
+
+    def __post_init__(self) -> None:
+        self.outages = self.circuit.outages
+
+
 class GuardedStore(Store):
     """Delegates to `store`; its failures are answered as a miss, or as not kept, and counted as `errors` of its tier.
 
@@ -61,7 +84,8 @@ class GuardedStore(Store):
     `InputError` is the caller's fault and raised. No lock is held while the store works.
 
     **What it does not do:** end an operation that hangs. Timeouts are the store's own; a file system that hangs (NFS)
-    hangs its callers, those at least who were let through: one probe in each direction.
+    hangs its callers, until one who waits for them says so (`overdue`): that is a failure like any other. From then on
+    it hangs one probe in each direction at most.
 
     Args:
         store: what is guarded.
@@ -89,31 +113,41 @@ class GuardedStore(Store):
         self._first, self._max, self._clock = first_backoff, max_backoff, clock
         self._lock = threading.Lock()
         self._reads, self._writes = _Circuit(), _Circuit()
+        self._calls: set[_Call] = set()
         self._errors = self._skipped = 0
         self._down_since: float | None = None
         self._skipped_before = 0
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Whoever probed, or hung, did so in the parent."""
+        self._lock = threading.Lock()
+        self._calls = set()
+        self._reads.probing = self._writes.probing = False
 
     def get(self, key: str) -> bytes | None:
         """The blob of `key`; None if it is not there or the store fails."""
-        return self._run(self._reads, lambda: self._store.get(key), None)
+        return self._run("get", self._reads, lambda: self._store.get(key), None)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """`get` of each key; all None if the store fails."""
         # No keys would be answered without the store: a probe that proves nothing.
-        return self._run(self._reads, lambda: self._store.get_many(keys), [None] * len(keys)) if keys else []
+        none: list[bytes | None] = [None] * len(keys)
+        return self._run("get_many", self._reads, lambda: self._store.get_many(keys), none) if keys else []
 
     def put(self, key: str, blob: bytes) -> bool:
         """Keep `blob` under `key`; False if it was given up or the store fails."""
         # False (larger than the budget, say) may come from a store that never asked its server: it proves nothing.
-        return self._run(self._writes, lambda: self._store.put(key, blob), False, proves=bool)
+        return self._run("put", self._writes, lambda: self._store.put(key, blob), False, proves=bool)
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
         """Whether each key is there; all False if the store fails."""
-        return self._run(self._reads, lambda: self._store.contains(keys), [False] * len(keys)) if keys else []
+        none = [False] * len(keys)
+        return self._run("contains", self._reads, lambda: self._store.contains(keys), none) if keys else []
 
     def delete(self, key: str) -> bool:
         """Delete an entry; False if it was not there or the store fails."""
-        return self._run(self._writes, lambda: self._store.delete(key), False)
+        return self._run("delete", self._writes, lambda: self._store.delete(key), False)
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every entry of a tenant. An administrative act: always tried, and its failure raised.
@@ -138,6 +172,18 @@ class GuardedStore(Store):
             tier.skipped += self._skipped
         return counters
 
+    def overdue(self, operation: str, seconds: float) -> None:
+        """Count calls of `operation` that began `seconds` ago or earlier, and have not ended, as failed; each once."""
+        with self._lock:
+            now = self._clock()
+            late = [call for call in self._calls if call.operation == operation and now - call.began >= seconds]
+            late = [call for call in late if not call.given_up]
+            for call in late:
+                call.given_up = True
+        for call in late:
+            self._fail(call, TimeoutError(f"{operation} has not ended within {seconds:.3g} s"))
+        self._store.overdue(operation, seconds)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait for what the store itself queues; False if that fails."""
         try:
@@ -156,38 +202,50 @@ class GuardedStore(Store):
             _LOG.warning("the %s store could not be closed: %s", self.name, _describe(error))
 
     def _run(
-        self, circuit: _Circuit, work: Callable[[], _T], otherwise: _T, proves: Callable[[_T], bool] = lambda _: True
+        self,
+        operation: str,
+        circuit: _Circuit,
+        work: Callable[[], _T],
+        otherwise: _T,
+        proves: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
         """`work()`, or `otherwise` if it fails or is not tried; `proves`: whether its answer shows the store works."""
         with self._lock:
-            probe, outages = circuit.retry_at is not None, circuit.outages
+            now, probe = self._clock(), circuit.retry_at is not None
             if circuit.retry_at is not None:
-                if circuit.probing or self._clock() < circuit.retry_at:
+                if circuit.probing or now < circuit.retry_at:
                     self._skipped += 1
                     return otherwise
                 circuit.probing = True
+            call = _Call(operation, circuit, now, probe)
+            self._calls.add(call)
         try:
             answer = work()
-            if probe and proves(answer):
+            if call.probe and proves(answer):
                 self._recover(circuit)
             return answer
         except InputError:
             raise
         except Exception as error:
-            self._fail(circuit, probe, outages, error)
+            with self._lock:
+                counted, call.given_up = call.given_up, True
+            if not counted:
+                self._fail(call, error)
             return otherwise
         finally:
             # Also after InputError or KeyboardInterrupt: neither shows anything, so the next operation is the probe.
-            if probe:
-                with self._lock:
+            with self._lock:
+                self._calls.discard(call)
+                if call.probe:
                     circuit.probing = False
 
-    def _fail(self, circuit: _Circuit, probe: bool, outages: int, error: Exception) -> None:
+    def _fail(self, call: _Call, error: Exception) -> None:
         self._count(error)
+        circuit = call.circuit
         with self._lock:
             # Of many operations under way at once, the first to fail opens the circuit. The others add nothing, nor
             # does one that ends only when the outage it belongs to is over.
-            if not probe and circuit.outages != outages:
+            if not call.probe and circuit.outages != call.outages:
                 return
             report = circuit.retry_at is None
             now = self._clock()

@@ -3,7 +3,8 @@ r"""Blobs in Redis or Valkey, one server or a cluster, shared by all processes t
     cuvee:{b}:tenant/id   one sealed entry: written by SET, read by GET, expired by the server
     cuvee:{b}:lru         sorted set, entry -> when it was last used, a count the server keeps  \
     cuvee:{b}:size        hash, entry -> its bytes                                               the books, only
-    cuvee:{b}:sums        hash: bytes of all, clock of lru, cursor of the sweep, counted        /  with a budget
+    cuvee:{b}:sums        hash: bytes of all, clock of lru, cursor of the sweep, counted        |  with a budget
+    cuvee:{b}:lru:tenant  as lru, of a tenant whose bytes sums has, too                         /  (of each tenant)
 
 `{b}` is the bucket and, as a hash tag, keeps all of this in one slot of a cluster, which a script needs. One server has
 bucket 0. A cluster has 64, chosen by a hash of the key, and each gets 1/64 of the budget: a full bucket evicts although
@@ -32,9 +33,19 @@ from typing import Any
 import xxhash
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key, check_tenant
-from cuvee.integrations.stores.envelope import Expired, seal, unseal
-from cuvee.integrations.stores.urls import redacted
+from cuvee.integrations.stores.base import (
+    MAX_ENTRY_BYTES,
+    Store,
+    StoreError,
+    TierCounters,
+    check_key,
+    check_max_entry,
+    check_max_tenant,
+    check_tenant,
+)
+from cuvee.integrations.stores.envelope import HEADER_BYTES, Expired, seal, unseal
+from cuvee.integrations.stores.forks import tell_after_fork
+from cuvee.integrations.stores.urls import redacted, scrubbed, secrets_of
 
 try:
     import redis
@@ -57,27 +68,53 @@ _SCAN_PAGE = 1000
 _SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 _ENTRY = re.compile(rb"cuvee:\{(\d{1,4})\}:([0-9a-f]+/[0-9a-f]+)")
 
-# KEYS: lru, size, sums. ARGV: prefix of the entries, budget in bytes (-1: neither sweep nor evict), entries to look at.
+# KEYS: lru, size, sums. ARGV: prefix of the entries, budget in bytes (-1: neither sweep nor evict), budget of each
+# tenant (-1: none), entries to look at, whose tenants are kept within that. Once a store asked for it the books tell
+# tenants apart, whoever keeps them.
 # Returns: evicted, bytes, entries, whether the books are complete (0: they have to be written anew).
 _ACCOUNT = """
 local lru, sizes, sums, prefix, budget = KEYS[1], KEYS[2], KEYS[3], ARGV[1], tonumber(ARGV[2])
+local share = tonumber(ARGV[3])
+
+local function tenant_of(entry)
+  return string.match(entry, '^[^/]+')
+end
+
+local function wipe()
+  for _, field in ipairs(redis.call('HKEYS', sums)) do
+    if string.sub(field, 1, 3) == 'of:' then redis.call('UNLINK', lru .. string.sub(field, 3)) end
+  end
+  redis.call('UNLINK', lru, sizes, sums)
+  if share >= 0 then redis.call('HSET', sums, 'tenants', 1) end
+end
 
 -- A server that evicts by itself may have evicted a part of the books.
 local entries = redis.call('HLEN', sizes)
 if entries ~= redis.call('ZCARD', lru) or (entries > 0 and redis.call('EXISTS', sums) == 0) then
-  redis.call('UNLINK', lru, sizes, sums)
+  wipe()
+end
+if share >= 0 and redis.call('HEXISTS', sums, 'tenants') == 0 then wipe() end
+local apart = redis.call('HEXISTS', sums, 'tenants') == 1
+
+local function add_to_tenant(tenant, bytes, count)
+  redis.call('HINCRBY', sums, 'of:' .. tenant, bytes)
+  if redis.call('HINCRBY', sums, 'in:' .. tenant, count) <= 0 then
+    redis.call('HDEL', sums, 'of:' .. tenant, 'in:' .. tenant)
+  end
 end
 
 local function drop(entry)
   local size = redis.call('HGET', sizes, entry)
+  if apart then redis.call('ZREM', lru .. ':' .. tenant_of(entry), entry) end
   if size then
     redis.call('HDEL', sizes, entry)
     redis.call('ZREM', lru, entry)
     redis.call('HINCRBY', sums, 'bytes', -tonumber(size))
+    if apart then add_to_tenant(tenant_of(entry), -tonumber(size), -1) end
   end
 end
 
-for i = 3, #ARGV do
+for i = 4, #ARGV do
   local entry, size = ARGV[i], 0
   local key = prefix .. entry
   if redis.call('TYPE', key).ok == 'string' then size = redis.call('STRLEN', key) end
@@ -87,7 +124,12 @@ for i = 3, #ARGV do
     local known = tonumber(redis.call('HGET', sizes, entry) or 0)
     redis.call('HSET', sizes, entry, size)
     redis.call('HINCRBY', sums, 'bytes', size - known)
-    redis.call('ZADD', lru, redis.call('HINCRBY', sums, 'clock', 1), entry)
+    local clock = redis.call('HINCRBY', sums, 'clock', 1)
+    redis.call('ZADD', lru, clock, entry)
+    if apart then
+      redis.call('ZADD', lru .. ':' .. tenant_of(entry), clock, entry)
+      add_to_tenant(tenant_of(entry), size - known, known == 0 and 1 or 0)
+    end
   end
 end
 
@@ -97,6 +139,19 @@ if budget >= 0 then
   redis.call('HSET', sums, 'cursor', page[1])
   for i = 1, #page[2], 2 do
     if redis.call('EXISTS', prefix .. page[2][i]) == 0 then drop(page[2][i]) end
+  end
+  for i = 4, #ARGV do
+    local tenant = tenant_of(ARGV[i])
+    local order = lru .. ':' .. tenant
+    if share >= 0 and redis.call('ZCARD', order) ~= tonumber(redis.call('HGET', sums, 'in:' .. tenant) or 0) then
+      redis.call('UNLINK', order)
+      wipe()
+    end
+    while share >= 0 and tonumber(redis.call('HGET', sums, 'of:' .. tenant) or 0) > share do
+      local oldest = redis.call('ZRANGE', order, 0, 0)[1]
+      evicted = evicted + redis.call('UNLINK', prefix .. oldest)
+      drop(oldest)
+    end
   end
   while tonumber(redis.call('HGET', sums, 'bytes') or 0) > budget do
     local oldest = redis.call('ZRANGE', lru, 0, 0)[1]
@@ -136,6 +191,9 @@ class RedisStore(Store):
         ttl: seconds an entry lives after it was written; None for ever.
         timeout: seconds to wait for a connection and for an answer.
         cluster: whether the URL names a node of a Redis Cluster.
+        max_entry: bytes of a blob; larger ones are neither kept nor read.
+        max_tenant_bytes: budget of each tenant, kept at the expense of its own entries; needs `max_bytes`, and no less
+            in a cluster than that. None for none.
 
     Raises:
         InputError: an argument is out of range, or redis-py cannot read the URL.
@@ -151,6 +209,9 @@ class RedisStore(Store):
         ttl: float | None = None,
         timeout: float = 1.0,
         cluster: bool = False,
+        *,
+        max_entry: int = MAX_ENTRY_BYTES,
+        max_tenant_bytes: int | None = None,
     ) -> None:
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in _SCHEMES:
@@ -168,13 +229,18 @@ class RedisStore(Store):
         if max_bytes is not None and max_bytes < least:
             shared = f": it is divided among {self._buckets} buckets" if cluster else ""
             raise InputError(f"max_bytes: must be at least {least}, got {max_bytes}{shared}")
+        check_max_tenant(max_tenant_bytes, max_bytes)
+        if max_tenant_bytes is not None and (max_bytes is None or max_tenant_bytes < least):
+            raise InputError(f"max_tenant_bytes: must be at least {least}, and takes max_bytes, got {max_tenant_bytes}")
+        self._share = None if max_tenant_bytes is None else max_tenant_bytes // self._buckets
         self._budget = None if max_bytes is None else max_bytes // self._buckets
         self._ttl = ttl
+        self._max_data = HEADER_BYTES + check_max_entry(max_entry)
         self._timeout = timeout
         self._where = redacted(url)
-        self._lock = threading.Lock()
-        self._connecting = threading.Lock()
-        self._recounting = threading.Lock()
+        self._secrets = secrets_of(url)
+        self.after_fork()
+        tell_after_fork(self)
         self._counters = TierCounters()
         self._held: dict[int, tuple[int, int]] = {}
         self._warned: set[str] = set()
@@ -197,6 +263,12 @@ class RedisStore(Store):
             # Its message may quote a part of the password.
             raise InputError("url: redis-py cannot read it; percent-encode what is special in a password") from None
 
+    def after_fork(self) -> None:
+        """New locks; redis-py finds out by itself that its connections are the parent's."""
+        self._lock = threading.Lock()
+        self._connecting = threading.Lock()
+        self._recounting = threading.Lock()
+
     def get(self, key: str) -> bytes | None:
         """The blob of `key`, checked; None if it is not there."""
         return self.get_many([key])[0]
@@ -208,7 +280,7 @@ class RedisStore(Store):
         blobs: list[bytes | None] = []
         for start in range(0, len(keys), _GET_BATCH):
             batch = keys[start : start + _GET_BATCH]
-            replies = self._send([(self._bucket(key), ("GET", self._name(key))) for key in batch] + self._touch(batch))
+            replies = self._send([(self._bucket(key), self._read(key)) for key in batch] + self._touch(batch))
             for key, data in zip(batch, replies, strict=False):
                 blobs.append(self._open(key, data))
             for reply in replies[len(batch) :]:
@@ -218,11 +290,12 @@ class RedisStore(Store):
         return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key`; False if it is larger than the budget of its bucket or than Redis's 512 MiB."""
+        """Keep `blob` under `key`; False if it exceeds the budget of its bucket, `max_entry` or Redis's 512 MiB."""
         check_key(key)
         bucket = self._bucket(key)
         data = seal(key, blob, time.time())
-        limit = _MAX_VALUE_BYTES if self._budget is None else min(self._budget, _MAX_VALUE_BYTES)
+        budgets = [limit for limit in (self._budget, self._share) if limit is not None]
+        limit = min(_MAX_VALUE_BYTES, self._max_data, *budgets)
         if len(data) > limit:
             with self._lock:
                 self._counters.dropped += 1
@@ -232,7 +305,7 @@ class RedisStore(Store):
         commands: list[_Command] = [("SET", self._name(key), data, *expiry)]
         if self._budget is not None:
             # As plain commands, not as redis-py's transaction: that one puts the blob into the text of its errors.
-            commands = [("MULTI",), *commands, self._account(bucket, [key], self._budget), ("EXEC",)]
+            commands = [("MULTI",), *commands, self._account(bucket, [key], self._budget, self._share), ("EXEC",)]
         last = self._checked(self._send([(bucket, command) for command in commands]))[-1]
         with self._lock:
             self._counters.puts += 1
@@ -253,8 +326,11 @@ class RedisStore(Store):
         """Whether each key is there now, in one round trip to each node."""
         for key in keys:
             check_key(key)
-        commands = [(self._bucket(key), ("EXISTS", self._name(key))) for key in keys]
-        return [bool(reply) for reply in self._checked(self._send(commands))]
+        # Of what is too large to be read we say that it is not there: a smaller one may take its place.
+        bounded = self._max_data < _MAX_VALUE_BYTES
+        commands = [(self._bucket(key), ("STRLEN" if bounded else "EXISTS", self._name(key))) for key in keys]
+        replies = [0 if _is_no_string(reply) else reply for reply in self._send(commands)]
+        return [0 < reply <= self._max_data for reply in self._checked(replies)]
 
     def delete(self, key: str) -> bool:
         """Delete an entry; whether it was there."""
@@ -283,15 +359,28 @@ class RedisStore(Store):
                 self._cluster.close()
                 self._cluster = None
 
+    def _read(self, key: str) -> _Command:
+        """What asks for an entry, and for no more than one byte too many of it."""
+        if self._max_data >= _MAX_VALUE_BYTES:
+            return ("GET", self._name(key))  # the server has no larger ones
+        return ("GETRANGE", self._name(key), 0, self._max_data)
+
     def _open(self, key: str, reply: Any) -> bytes | None:
         """The blob in a reply to GET; a bad or expired one is counted, deleted and missed."""
-        if isinstance(reply, Exception) and "wrong kind of value" not in str(reply):
+        if isinstance(reply, Exception) and not _is_no_string(reply):
             raise self._failure(reply) from reply
         blob: bytes | None = None
         problem: Exception | None = None
+        if isinstance(reply, bytes) and len(reply) > self._max_data:
+            # Others may be allowed to read it: it stays.
+            with self._lock:
+                self._counters.answer(None)
+                self._counters.errors += 1
+            self._warn("entries too large are missed", f"more than {self._max_data - HEADER_BYTES} bytes")
+            return None
         if isinstance(reply, Exception):
             problem = reply
-        elif reply is not None:
+        elif reply is not None and (reply or self._max_data >= _MAX_VALUE_BYTES):  # GETRANGE of nothing is empty
             try:
                 blob = unseal(key, reply, self._ttl)
             except (CorruptError, Expired) as error:
@@ -348,11 +437,11 @@ class RedisStore(Store):
     def _name(self, key: str) -> str:
         return self._prefix(self._bucket(key)) + key
 
-    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1) -> _Command:
+    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1, share: int | None = None) -> _Command:
         """The script in full, not by its digest: after MULTI it is too late to learn that a server has forgotten it."""
         prefix = self._prefix(bucket)
         books = [prefix + book for book in ("lru", "size", "sums")]
-        return ("EVAL", _ACCOUNT, len(books), *books, prefix, budget, *keys)
+        return ("EVAL", _ACCOUNT, len(books), *books, prefix, budget, -1 if share is None else share, *keys)
 
     def _touch(self, keys: Sequence[str]) -> list[tuple[int, _Command]]:
         """Commands that bring the books up to date about some entries, if books are kept."""
@@ -444,7 +533,8 @@ class RedisStore(Store):
         """Count a failure and say what it was."""
         with self._lock:
             self._counters.errors += 1
-        cause = f"{type(error).__name__}: {error}"
+        # Servers and proxies that do not know AUTH send its arguments back.
+        cause = f"{type(error).__name__}: {scrubbed(error, self._secrets)}"
         if isinstance(error, redis.TimeoutError):
             cause += f" (no answer within timeout={self._timeout:g} s)"
         elif isinstance(error, OutOfMemoryError):
@@ -457,4 +547,10 @@ class RedisStore(Store):
             first = what not in self._warned
             self._warned.add(what)
         if first:
-            _log.warning("redis store %s: %s (said once): %s", self._where, what, why)
+            told = scrubbed(why, self._secrets) if isinstance(why, BaseException) else why
+            _log.warning("redis store %s: %s (said once): %s", self._where, what, told)
+
+
+def _is_no_string(reply: Any) -> bool:
+    """Whether a reply says that what stands under the key of an entry is a list, say."""
+    return isinstance(reply, Exception) and "wrong kind of value" in str(reply)

@@ -346,6 +346,11 @@ class TieredStore(Store):
                 counters[unique] = own
         return counters
 
+    def overdue(self, operation: str, seconds: float) -> None:
+        """Tell every tier: the one that hangs knows."""
+        for tier in self._tiers:
+            tier.store.overdue(operation, seconds)
+
     def flush(self, timeout: float | None = None) -> bool:
         """Wait at most `timeout` seconds until the queues are empty and every tier is flushed; whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout

@@ -8,7 +8,10 @@
     s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs and fsspec+<protocol>
     tiered:memory://?max_gb=8,redis://host:6379/0    several, fastest first (a comma inside a URL is written %2C)
 
-`max_gb` is in 10^9 bytes, `max_mb` in 10^6; `ttl` takes s, m, h or d; `timeout` is in seconds.
+A password need not stand in the URL, which servers log: `password_env=NAME` takes it from an environment variable,
+`password_file=/path` from a file. `max_gb` is in 10^9 bytes, `max_mb` in 10^6; with `max_gb_per_tenant` no tenant may
+exceed that; `ttl` takes s, m, h or d; `timeout` is in seconds. Every store takes `max_entry_mb`, the largest blob that
+it keeps and reads.
 """
 
 from __future__ import annotations
@@ -17,13 +20,16 @@ import difflib
 import math
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
-from urllib.parse import unquote, urlsplit
+from typing import Any, NoReturn
+from urllib.parse import quote, unquote, urlsplit
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import Store
+from cuvee.codec.keys import read_secret
+from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store
 
 _BUDGET = ("max_gb", "max_mb")
+_SHARE = "max_gb_per_tenant"
+_ENTRY = "max_entry_mb"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
@@ -37,8 +43,10 @@ _FSSPEC = re.compile(r"fsspec\+([a-z][a-z0-9_.-]*)")
 _SCHEMES = ("memory", "file", *_REDIS, *_CLUSTERS, *_SOCKETS, *_BUCKETS)
 _KNOWN = ", ".join(f"{scheme}://" for scheme in (*_SCHEMES, "fsspec+<protocol>"))
 _TIERED = "tiered:"
+_PASSWORD = ("password_env", "password_file")
+_LEAST_SECRET = 4  # characters: a shorter one is no secret, and hiding it would garble messages
 # Options that a message may show; anything else may be a secret.
-_HARMLESS = {*_BUDGET, "ttl", "timeout", "db"}
+_HARMLESS = {*_BUDGET, _SHARE, _ENTRY, "ttl", "timeout", "db"}
 _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 
 
@@ -101,6 +109,33 @@ def _redacted(url: str) -> str:
     return head + separator + place + question + shown
 
 
+def secrets_of(url: str) -> tuple[str, ...]:
+    """What `redacted` hides of the URL of one store, as written and unquoted: servers may send it back in messages."""
+    place, _, query = url.partition("://")[2].partition("?")
+    user, _, _ = place.rpartition("@")
+    found = [user.partition(":")[2]]
+    found += [value for name, _, value in (pair.partition("=") for pair in query.split("&")) if name not in _HARMLESS]
+    both = [form for secret in found for form in (secret, unquote(secret))]
+    return tuple(dict.fromkeys(form for form in both if len(form) >= _LEAST_SECRET))
+
+
+def scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
+    """The message of an error without the secrets, which are taken out of the errors behind it, too: logs show them."""
+    one: BaseException | None = error
+    for _ in range(16):  # a chain of errors may be a ring
+        if one is None:
+            break
+        one.args = tuple(_without(part, secrets) if isinstance(part, str) else part for part in one.args)
+        one = one.__cause__ or one.__context__
+    return _without(str(error), secrets)
+
+
+def _without(text: str, secrets: Sequence[str]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
 def _open(url: str, guarded: bool) -> Store:
     if url.startswith(_TIERED):
         raise InputError(
@@ -123,37 +158,43 @@ def _open(url: str, guarded: bool) -> Store:
     if scheme == "memory":
         from cuvee.integrations.stores.memory import MemoryStore
 
-        options.only(_BUDGET)
+        options.only((*_BUDGET, _SHARE, _ENTRY))
         if location:
             raise InputError(f"url: memory:// takes options only, such as memory://?max_gb=8; got {redacted(url)}")
-        return MemoryStore(options.budget() or _MEMORY_BYTES, shared=True)
+        size = options.budget() or _MEMORY_BYTES
+        share = options.share(size)
+        return MemoryStore(size, shared=True, max_entry=options.entry(), max_tenant_bytes=share)
 
     store: Store
     if scheme == "file":
         from cuvee.integrations.stores.disk import DiskStore
 
-        options.only((*_BUDGET, "ttl"))
+        options.only((*_BUDGET, _SHARE, _ENTRY, "ttl"))
         path = unquote(location)
         if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
             raise InputError(
                 f"url: a folder is written file:///absolute/path, with %23 for # and %3F for ?; got {redacted(url)}"
             )
-        store = DiskStore(path, options.budget(), options.ttl())
+        budget = options.budget()
+        share = options.share(budget)
+        store = DiskStore(path, budget, options.ttl(), max_entry=options.entry(), max_tenant_bytes=share)
     elif scheme in _BUCKETS or fsspec:
         from cuvee.integrations.stores.objects import ObjectStore
 
-        options.only(("ttl",))
+        options.only(("ttl", _ENTRY))
         if not location or (not fsspec and location.startswith("/")):
             raise InputError(f"url: an object store is written {scheme}://bucket/prefix, got {redacted(url)}")
-        store = ObjectStore(f"{fsspec[1] if fsspec else scheme}://{location}", options.ttl())
+        url = f"{fsspec[1] if fsspec else scheme}://{location}"
+        store = ObjectStore(url, options.ttl(), max_entry=options.entry())
     else:
         from cuvee.integrations.stores.redis import RedisStore
 
         socket = scheme in _SOCKETS
         plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
         own = ("db",) if socket else _TLS if plain == "rediss" else ()
-        options.only((*_BUDGET, "ttl", "timeout", *own))
+        options.only((*_BUDGET, _SHARE, _ENTRY, "ttl", "timeout", *_PASSWORD, *own))
         _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
+        location = _with_password(location, options)
         passed = "&".join(f"{name}={options.values[name]}" for name in own if name in options.values)
         store = RedisStore(
             f"{plain}://{location}" + (f"?{passed}" if passed else ""),
@@ -161,6 +202,8 @@ def _open(url: str, guarded: bool) -> Store:
             options.ttl(),
             options.number("timeout", "seconds") or _REDIS_TIMEOUT,
             scheme in _CLUSTERS,
+            max_entry=options.entry(),
+            max_tenant_bytes=options.share(options.budget(), needed=True),
         )
     if not guarded:
         return store
@@ -182,6 +225,19 @@ def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> Non
         good = not parts.fragment and re.fullmatch(paths, path) is not None and bool(host) != socket and port != 0
     if not good:
         raise InputError(f"url: write {form}, a password's special characters as %XX; got {redacted(url)}")
+
+
+def _with_password(location: str, options: _Options) -> str:
+    """The location with the password that `password_env` or `password_file` name, if one does."""
+    env, file = (options.values.get(name) for name in _PASSWORD)
+    if env is None and file is None:
+        return location
+    user, at, place = location.rpartition("@")
+    if (env is not None and file is not None) or ":" in user:
+        options.refuse("password_env", "give one password: in the URL, by password_env or by password_file")
+    option = "password_env" if env is not None else "password_file"
+    secret = read_secret(option, env=env, file=None if file is None else unquote(file))
+    return f"{user}:{quote(secret, safe='')}@{place if at else location}"
 
 
 class _Options:
@@ -206,6 +262,9 @@ class _Options:
                 hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
                 raise InputError(f"{name}: no option of {self._scheme}:// stores, {hint} {self._where}")
 
+    def refuse(self, name: str, why: str) -> NoReturn:
+        raise InputError(f"{name}: {why} {self._where}")
+
     def number(self, name: str, unit: str) -> float | None:
         """A number above 0; None if it was not given."""
         text = self.values.get(name)
@@ -227,6 +286,26 @@ class _Options:
                     raise InputError(f"{name}: must be at least one byte, got {self.values[name]!r} {self._where}")
                 return round(value * scale)
         return None
+
+    def share(self, budget: int | None, *, needed: bool = False) -> int | None:
+        """Bytes of `max_gb_per_tenant`; None without it. `needed`: whether it takes a budget of all."""
+        value = self.number(_SHARE, "gigabytes (10^9 bytes)")
+        if value is None:
+            return None
+        if needed and budget is None:
+            raise InputError(f"{_SHARE}: takes max_gb, too, at {self._scheme}:// stores {self._where}")
+        share = round(value * 10**9)
+        if share < 1 or (budget is not None and share > budget):
+            most = "" if budget is None else f" and at most the budget of all, {budget / 1e9:g}"
+            raise InputError(f"{_SHARE}: must be at least one byte{most}, got {self.values[_SHARE]!r} {self._where}")
+        return share
+
+    def entry(self) -> int:
+        """Bytes of `max_entry_mb`; the default without it."""
+        value = self.number(_ENTRY, "megabytes")
+        if value is not None and value * 10**6 < 1:
+            raise InputError(f"{_ENTRY}: must be at least one byte, got {self.values[_ENTRY]!r} {self._where}")
+        return MAX_ENTRY_BYTES if value is None else round(value * 10**6)
 
     def ttl(self) -> float | None:
         """Seconds of `ttl`; None without it."""

@@ -1,0 +1,157 @@
+"""Threads that wait for stores: a call that hangs costs one of them, and never the process its end.
+
+`concurrent.futures` keeps a thread that hangs in its pool, so that a few of them stop all work, and waits for it when
+the interpreter ends. A `Crew` starts another thread in the place of one that has been at a job for too long, and leaves
+it behind when it is dismissed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+_LOG = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+# Threads that one crew may leave to jobs that hang; more would only hang, too.
+MAX_STUCK = 32
+
+
+class Crew:
+    """A thread pool whose `submit` is that of an `Executor`. Safe to call from several threads.
+
+    Its threads are daemons: they start with the first jobs, and end when they are dismissed and idle.
+
+    Args:
+        threads: jobs at a time, those not counted that are stuck.
+        name: of the threads.
+        patience: seconds after which a job counts as stuck: then another thread may start in its place. A job that was
+            only slow ends as usual, and the thread that is one too many goes.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self, threads: int, name: str, patience: float = 30.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.threads = threads
+        self._name, self._patience, self._clock = name, patience, clock
+        self._changed = threading.Condition()
+        self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._began: dict[int, float] = {}  # of the job of a thread, by the thread's number; those that work
+        self._idle = 0
+        self._alive = 0
+        self._started = 0
+        self._reported = False
+        self._dismissed = False
+
+    def submit(self, work: Callable[..., _T], *arguments: Any) -> Future[_T]:
+        """Have `work(*arguments)` done.
+
+        Raises:
+            RuntimeError: the crew was dismissed, or not one thread can be started.
+        """
+        future: Future[_T] = Future()
+        with self._changed:
+            if self._dismissed:
+                raise RuntimeError(f"{self._name}: no new jobs after dismissal")
+            self._jobs.append((future, lambda: work(*arguments)))
+            if self._idle >= len(self._jobs):
+                self._changed.notify()
+            else:
+                self._hire()
+        return future
+
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun, cancelled ones included."""
+        with self._changed:
+            return len(self._jobs)
+
+    def dismiss(self, timeout: float | None = None, *, cancel: bool = False) -> bool:
+        """Take no more jobs and wait for those there are.
+
+        Args:
+            timeout: seconds to wait; None: until all are done.
+            cancel: cancel those that wait. Otherwise they are when the time is over.
+
+        Returns:
+            Whether every thread has ended; those that have not are left behind.
+        """
+        with self._changed:
+            self._dismissed = True
+            if self._jobs and not cancel:
+                self._hire()  # all may be stuck
+            self._changed.notify_all()
+        if cancel:
+            self._cancel()
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._alive, timeout)
+        self._cancel()
+        return done
+
+    def _cancel(self) -> None:
+        with self._changed:
+            jobs, self._jobs = self._jobs, deque()
+        # Without the lock: who is told of it may take locks of its own.
+        for future, _ in jobs:
+            future.cancel()
+
+    def _stuck(self) -> int:
+        now = self._clock()
+        return sum(now - began > self._patience for began in self._began.values())
+
+    def _hire(self) -> None:
+        """Start a thread if there are fewer than there may be."""
+        stuck = self._stuck()
+        if stuck and not self._reported:
+            self._reported = True
+            _LOG.warning(
+                "%s: a job has not ended within %g s; another thread starts in its place", self._name, self._patience
+            )
+        if self._alive - min(stuck, MAX_STUCK) >= self.threads:
+            return
+        self._started += 1
+        number = self._started
+        thread = threading.Thread(target=self._run, args=(number,), name=f"{self._name}-{number}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # There may be a limit to threads, and a process that is ending starts none.
+            if not self._alive and not self._dismissed:
+                self._jobs.pop()
+                raise
+            return
+        self._alive += 1
+
+    def _run(self, number: int) -> None:
+        while self._step(number):
+            pass
+
+    def _step(self, number: int) -> bool:
+        """Do one job; False: this thread is done. A call each, so that no job is held in between."""
+        with self._changed:
+            self._began.pop(number, None)
+            while not self._jobs and not self._dismissed and self._alive - self._stuck() <= self.threads:
+                self._idle += 1
+                self._changed.wait()
+                self._idle -= 1
+            if not self._jobs or self._alive - self._stuck() > self.threads:
+                self._alive -= 1
+                self._changed.notify_all()
+                return False
+            future, work = self._jobs.popleft()
+            self._began[number] = self._clock()
+        if not future.set_running_or_notify_cancel():
+            return True
+        try:
+            answer = work()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(answer)
+        return True
