@@ -20,6 +20,7 @@ from cuvee.blend.model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.codec import Codec
+from cuvee.codec.container import read_header
 from cuvee.codec.errors import InputError, ProfileMismatch
 from cuvee.codec.layout import KVChunk
 from cuvee.codec.model import model_fingerprint
@@ -263,6 +264,7 @@ class _Run:
         self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
         self.values = [zeros(layer.kv_heads, layer.value_dim) for layer in layout.layers]
         blobs: list[bytes] = []
+        bound: list[bytes] = []
         slots: list[torch.Tensor] = []
         starts: list[int] = []
         made_at: list[int] = []
@@ -273,10 +275,11 @@ class _Run:
             elif segment.chunk is not None:
                 if self.codec is None:
                     raise InputError(f"segments[{index}]: holds a blob, but the blender was given no codec")
-                header = self.codec.check(segment.chunk)
+                header = read_header(segment.chunk)  # of which nothing is believed before decoding checks it
                 if header.tokens != end - start:
                     raise InputError(f"segments[{index}]: {end - start} tokens, its blob holds {header.tokens}")
                 blobs.append(segment.chunk)
+                bound.append(segment.associated)
                 slots.append(torch.arange(start, end, device=device))
                 starts.append(start)
                 made_at.append(header.start)
@@ -286,7 +289,7 @@ class _Run:
                 [keys[None].transpose(1, 2) for keys in self.keys],
                 [v[None].transpose(1, 2) for v in self.values],
             )
-            self.codec.decode_paged(blobs, pages, slots, starts).check()
+            self.codec.decode_paged(blobs, pages, slots, starts, associated=bound).check()
         return self.segments[0].chunk is not None and made_at[0] == 0
 
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
@@ -29,8 +30,8 @@ import torch
 from cuvee.blend.model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import Scheme, read_sections
-from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch
+from cuvee.codec.container import read_sections
+from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.layout import KVChunk
 from cuvee.codec.model import empty_cache, model_fingerprint, prefill
@@ -83,6 +84,9 @@ class ChunkCache:
 
     The model runs one chunk at a time, and a chunk that several threads ask for at once is computed once. A store that
     fails costs a computation, never an error: the first failure is logged, all are counted.
+
+    With a codec that has a key, each blob is bound to its store key: one that was copied from another tenant, model or
+    text is rejected. `segment` carries along what it is bound to.
 
     Args:
         model: a transformers causal language model that can be blended, in eval mode. Its weights are named once, here:
@@ -151,7 +155,9 @@ class ChunkCache:
 
         Args, Raises: as `get_or_compute`.
         """
-        return Segment(tokens, self.get_or_compute(tokens, leading=leading))
+        ids, contexts, digest = self._named(tokens, leading)
+        blob = self._get_or_compute(ids, contexts, digest)
+        return Segment(tokens, blob, associated=self._bound_to(digest))
 
     def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
         """The blob of a chunk: from the store, or computed and stored.
@@ -161,12 +167,19 @@ class ChunkCache:
             leading: for the beginning of a prompt: computed alone, which is exact there, even where there are contexts.
 
         Returns:
-            a blob of T tokens that start at position 0 if they were computed alone, else at C, behind the contexts.
+            a blob of T tokens that start at position 0 if they were computed alone, else at C, behind the contexts. If
+            the codec has a key, it decodes with the `associated` of `segment`.
 
         Raises:
             InputError: no tokens, something else than a row of integers, tokens outside the vocabulary, or more than
                 the model has positions for (contexts included); values that a lossy quality cannot code.
         """
+        return self._get_or_compute(*self._named(tokens, leading))
+
+    def _named(
+        self, tokens: Sequence[int] | torch.Tensor, leading: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, bytes]:
+        """The tokens, the contexts they are computed behind, and the digest that names both."""
         ids = Segment(tokens).tokens
         self._check_vocabulary("tokens", ids)
         contexts = None if leading else self._contexts
@@ -178,7 +191,13 @@ class ChunkCache:
                 "chunks or contexts"
             )
         context = b"" if contexts is None else self._context_name
-        digest = content_digest(self._identity, self._scope, ids.tolist(), context=context)
+        return ids, contexts, content_digest(self._identity, self._scope, ids.tolist(), context=context)
+
+    def _bound_to(self, digest: bytes) -> bytes:
+        """What the tag of a chunk's blob covers besides the blob."""
+        return store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
+
+    def _get_or_compute(self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes) -> bytes:
         key = store_key(self._scope.tenant, digest)
         with self._lock:
             other = self._running.get(key)
@@ -189,7 +208,7 @@ class ChunkCache:
             self._count("hits")
             return blob
         try:
-            blob = self._find_or_make(key, ids, contexts)
+            blob = self._find_or_make(digest, ids, contexts)
             mine.set_result(blob)
         except BaseException as error:
             mine.set_exception(error)
@@ -199,23 +218,30 @@ class ChunkCache:
                 del self._running[key]
         return blob
 
-    def _find_or_make(self, key: str, ids: torch.Tensor, contexts: torch.Tensor | None) -> bytes:
-        stored = self._ask(lambda: self._store.get(key), None)
-        if stored is not None:
+    def _find_or_make(self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None) -> bytes:
+        keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
+        associated = self._bound_to(digest)
+        for key in keys:
+            stored = self._ask(partial(self._store.get, key), None)
+            if stored is None:
+                continue
             try:
-                self._check_blob(stored, len(ids), _start(contexts))
+                self._check_blob(stored, len(ids), _start(contexts), associated)
             except CuveeError as error:
                 _log.info("cuvee: the entry of a chunk is deleted: %s", error)
                 self._count("rejected")
-                self._ask(lambda: self._store.delete(key), False)
+                self._ask(partial(self._store.delete, key), False)
             else:
                 self._count("hits")
                 return stored
         with self._computing, torch.no_grad():
             chunk = self._compute(ids[None].to(self._model.device), contexts)
-        blob = self._codec.encode(chunk)
+        # All tokens alike: a profile tells what a token is worth from how caches are usually read on, and a blend reads
+        # them behind other text. On books-3m, at `balanced`, classes cost a blend twice the KL and more.
+        alike = torch.ones(chunk.tokens) if self._codec.profile.learned else None
+        blob = self._codec.encode(chunk, importance=alike, associated=associated)
         self._count("misses")
-        if self._ask(lambda: self._store.put(key, blob), False):
+        if self._ask(lambda: self._store.put(keys[0], blob), False):
             self._count("stored")
         return blob
 
@@ -243,15 +269,10 @@ class ChunkCache:
         ]
         return KVChunk(means[::2], means[1::2], self._layout, start)
 
-    def _check_blob(self, blob: bytes, tokens: int, start: int) -> None:
+    def _check_blob(self, blob: bytes, tokens: int, start: int, associated: bytes) -> None:
         """Raise CuveeError unless `blob` is undamaged and what its key promises."""
-        header = self._codec.check(blob)
-        found = (header.tokens, header.start, header.layout, header.scheme is Scheme.LOSSLESS, header.step)
-        if found != (tokens, start, self._layout.fingerprint, self._codec.lossless, self._codec.step):
-            raise CorruptError(
-                f"it holds {header.tokens} tokens from {header.start} on in {header.dtype}, step {header.step}; "
-                f"expected {tokens} from {start} on in {self._layout.dtype}, step {self._codec.step}"
-            )
+        self._codec.check_own(blob, tokens, start, self._layout.dtype)
+        header = self._codec.check(blob, associated=associated)
         read_sections(blob, header, range(len(header.section_bytes)))
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:

@@ -22,6 +22,7 @@ class Segment:
         tokens: token ids, at least one: a list, an array or an integer tensor `[T]`.
         chunk: their cache: a blob, a `KVChunk`, or None for text. It may come from any position. One that was computed
             with nothing before it starts at position 0; only such a one is exact at the beginning of a prompt.
+        associated: what a blob was bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
 
     Raises:
         InputError: no tokens, something else than a row of integers, or a chunk of another number of tokens. What a
@@ -30,8 +31,11 @@ class Segment:
 
     tokens: torch.Tensor
     chunk: bytes | KVChunk | None = field(repr=False)
+    associated: bytes = field(repr=False)
 
-    def __init__(self, tokens: Sequence[int] | torch.Tensor, chunk: bytes | KVChunk | None = None) -> None:
+    def __init__(
+        self, tokens: Sequence[int] | torch.Tensor, chunk: bytes | KVChunk | None = None, *, associated: bytes = b""
+    ) -> None:
         if isinstance(tokens, torch.Tensor):
             ids = tokens.detach().cpu()
         else:
@@ -49,6 +53,7 @@ class Segment:
             raise InputError(f"chunk: holds {chunk.tokens} tokens, the segment has {len(ids)}")
         object.__setattr__(self, "tokens", ids.long())
         object.__setattr__(self, "chunk", chunk)
+        object.__setattr__(self, "associated", associated)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

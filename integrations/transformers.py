@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -27,8 +28,8 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec, check_tokens
+from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel, allocations
 from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
 from cuvee.codec.paged import PagedCache
 
@@ -110,6 +111,7 @@ def decode_cache(
     device: torch.device | str | None = None,
     *,
     attention_mask: torch.Tensor | None = None,
+    max_tokens: int | None = MAX_DECODED_TOKENS,
 ) -> DynamicCache:
     """Rebuild a cache from the blobs of `encode_cache`.
 
@@ -124,25 +126,30 @@ def decode_cache(
         device: where the cache goes; None leaves it where the codec decodes, which for `cuvee.Codec` is the CPU.
             On a device that the codec serves, all blobs are decoded there in one go.
         attention_mask: [B, T] of a left-padded batch; padded columns are filled with zeros.
+        max_tokens: refuse to rebuild more than B * T tokens, padding included: small blobs may claim a huge cache.
+            Give what you expect where blobs come from others. None: whatever they say.
 
     Returns:
         `DynamicCache` in the dtype of the cache that was encoded.
 
     Raises:
-        InputError: no blobs, or blobs missing, repeated or out of order (the message names the index).
+        InputError: no blobs, or blobs missing, repeated or out of order (the message names the index); more than
+            `max_tokens`.
+        OutOfMemory: the cache cannot be allocated.
         ProfileMismatch: `config` is another model than the profile's, or a blob decodes to another layout.
         FormatError, VersionError, CorruptError: a blob is damaged.
     """
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs must be a non-empty list of bytes, as encode_cache returns it")
     _check_config(config, codec.profile.layout)
-    if isinstance(codec, Codec) and codec.on_device("cpu" if device is None else device):
-        layers = _decode_batch(codec, blobs, "cpu" if device is None else device, attention_mask)
-    else:
-        layers = _decode_each(codec, blobs, device, attention_mask)
-    cache = DynamicCache(config=config)
-    for layer in range(codec.profile.layout.num_layers):
-        cache.update(*next(layers), layer)
+    with allocations("rebuilding a cache"):
+        if isinstance(codec, Codec) and codec.on_device("cpu" if device is None else device):
+            layers = _decode_batch(codec, blobs, "cpu" if device is None else device, attention_mask, max_tokens)
+        else:
+            layers = _decode_each(codec, blobs, device, attention_mask, max_tokens)
+        cache = DynamicCache(config=config)
+        for layer in range(codec.profile.layout.num_layers):
+            cache.update(*next(layers), layer)
     return cache
 
 
@@ -185,13 +192,17 @@ def _encode_batch(
 
 
 def _decode_batch(
-    codec: Codec, blobs: Sequence[bytes], device: torch.device | str, attention_mask: torch.Tensor | None
+    codec: Codec,
+    blobs: Sequence[bytes],
+    device: torch.device | str,
+    attention_mask: torch.Tensor | None,
+    max_tokens: int | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[B, H, T, D]` of each layer in turn, decoded in one go on `device`."""
     # Nothing is allocated before all headers agree.
     headers = [codec.check(blob) for blob in blobs]
     layout = replace(codec.profile.layout, dtype=headers[-1].dtype)
-    rows = _Rows(layout, headers[-1].start + headers[-1].tokens, attention_mask)
+    rows = _Rows(layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens)
     places = [rows.take(index, h.layout, h.start, h.tokens) for index, h in enumerate(headers)]
     rows.finish()
     allocate = torch.zeros if any(rows.paddings) else torch.empty
@@ -216,15 +227,17 @@ def _decode_each(
     blobs: Sequence[bytes],
     device: torch.device | str | None,
     attention_mask: torch.Tensor | None,
+    max_tokens: int | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[B, H, T, D]` of each layer in turn, decoded blob by blob and moved to `device`."""
+    decode = partial(codec.decode, max_tokens=max_tokens) if isinstance(codec, Codec) else codec.decode
     # The last blob tells the length of a row, so that every row is allocated once at its full size.
-    last = codec.decode(blobs[-1])
+    last = decode(blobs[-1])
     layout = replace(codec.profile.layout, dtype=last.layout.dtype)
-    rows = _Rows(layout, last.end, attention_mask)
+    rows = _Rows(layout, last.end, attention_mask, max_tokens)
     filled: list[_Row] = []
     for index, blob in enumerate(blobs):
-        chunk = last if index == len(blobs) - 1 else codec.decode(blob)
+        chunk = last if index == len(blobs) - 1 else decode(blob)
         row, column = rows.take(index, chunk.layout.fingerprint, chunk.start, chunk.tokens)
         if row == len(filled):
             filled.append(_Row(layout, column, rows.width, last.device if device is None else device))
@@ -241,14 +254,18 @@ class _Rows:
         layout: what every blob must hold.
         width: columns of a row where there is no mask.
         attention_mask: `[B, T]` of a left-padded batch, or None.
+        max_tokens: columns of all rows, as a limit.
 
     Attributes:
         width: columns of every row.
         paddings: of the rows begun so far.
     """
 
-    def __init__(self, layout: KVLayout, width: int, attention_mask: torch.Tensor | None) -> None:
+    def __init__(
+        self, layout: KVLayout, width: int, attention_mask: torch.Tensor | None, max_tokens: int | None
+    ) -> None:
         self._fingerprint = layout.fingerprint
+        self._max_tokens = max_tokens
         self._masked: list[int] | None = None
         self.width = width
         if attention_mask is not None:
@@ -272,6 +289,7 @@ class _Rows:
         if start == 0 and not self._missing:
             if self._masked is not None and self.count == len(self._masked):
                 raise InputError(f"blobs[{index}] starts row {self.count}, but attention_mask has {self.count} rows")
+            check_tokens((self.count + 1) * self.width, self._max_tokens)
             self.paddings.append(0 if self._masked is None else self._masked[self.count])
             self._position, self._missing = 0, self.width - self.paddings[-1]
         if not self.count or start != self._position or tokens > self._missing:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from cuvee.blend.library import BlobStore, ChunkCache, ChunkCounters
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing, Random
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key, tenant_id
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.model import model_fingerprint, prefill
@@ -39,6 +40,7 @@ TOKENS = [7, 3, 60, 0, 22, 3, 41, 18, 9, 5, 33]
 OTHER = [8, *TOKENS[1:]]
 CONTEXTS = torch.tensor([[5, 4, 3, 2, 1], [11, 12, 13, 14, 15], [60, 0, 60, 0, 60]])
 START = CONTEXTS.shape[1]
+SECRETS = (b"an old secret, 16+", b"a new secret, 16+")
 LONG = 10.0  # seconds until a test that hangs fails
 
 
@@ -449,6 +451,66 @@ def test_a_bad_entry_is_replaced(
     assert library.counters == ChunkCounters(misses=2, stored=2, rejected=1)
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert library.get_or_compute(TOKENS) == blob and library.counters.hits == 1
+
+
+@pytest.mark.parametrize("place", ["tenant", "tokens", "model"])
+def test_a_tagged_blob_of_another_place_is_rejected(model: Any, place: str) -> None:
+    """Who can write to the store and have one chunk computed has a blob with a good tag, of equal shape."""
+    codec = Codec(exact(model).profile, "lossless", key=SECRETS[0])
+    store, elsewhere = Shelf(), Shelf()
+    library = make(model, store, codec=codec)
+    blob = library.get_or_compute(TOKENS)
+    (key,) = store
+    if place == "model":
+        model = deepcopy(model)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2.0)
+    other = make(model, elsewhere, codec=codec, tenant="attacker" if place == "tenant" else "")
+    other.get_or_compute(OTHER if place == "tokens" else TOKENS)
+    ((name, foreign),) = elsewhere.items()
+    assert name != key
+    store[key] = foreign
+    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert library.counters.rejected == 1
+
+
+def test_libraries_with_other_secrets_leave_each_others_entries_alone(model: Any) -> None:
+    profile, store = exact(model).profile, Shelf()
+    one, other, plain = (
+        make(model, store, codec=Codec(profile, "lossless", key=key)) for key in (SECRETS[0], SECRETS[1], None)
+    )
+    for library in (one, other, plain, one, other, plain):
+        library.get_or_compute(TOKENS)
+    for library in (one, other, plain):
+        assert library.counters == ChunkCounters(hits=1, misses=1, stored=1)
+    assert len(store) == 3 and "delete" not in store.calls
+
+
+def test_while_secrets_are_replaced_entries_of_both_are_found(model: Any) -> None:
+    profile, store = exact(model).profile, Shelf()
+    old, both, new = (
+        make(model, store, codec=Codec(profile, "lossless", key=key)) for key in (SECRETS[0], SECRETS[::-1], SECRETS[1])
+    )
+    assert both.get_or_compute(TOKENS) != b"" and both.counters.stored == 1
+    assert new.get_or_compute(TOKENS) and new.counters.hits == 1, "written with the first"
+    old.get_or_compute(OTHER)
+    both.get_or_compute(OTHER)
+    assert both.counters == ChunkCounters(hits=1, misses=1, stored=1)
+
+
+def test_segments_of_a_codec_with_a_key_are_blended(model: Any) -> None:
+    codec = Codec(exact(model).profile, "lossless", key=SECRETS[0])
+    library, plain = make(model, codec=codec), make(model)
+    prompt, expected = (
+        [each.segment(TOKENS, leading=True), each.segment(OTHER), Segment([1, 2, 3])] for each in (library, plain)
+    )
+    got: Any = Blender(model, codec, selector=Nothing()).blend(prompt)
+    want: Any = Blender(model, exact(model), selector=Nothing()).blend(expected)
+    for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+    swapped = [Segment(TOKENS, prompt[0].chunk, associated=prompt[1].associated), prompt[2]]
+    with pytest.raises(CorruptError, match="belong somewhere else"):
+        Blender(model, codec).blend(swapped)
 
 
 def test_an_exact_reader_takes_no_lossy_entry(model: Any) -> None:

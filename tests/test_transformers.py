@@ -13,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, Stat
 from cuvee.codec import profile as codec_profile
 from cuvee.codec.codec import Codec, PendingDecode
 from cuvee.codec.container import Scheme, read_header, write_blob
-from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import CorruptError, FormatError, InputError, OutOfMemory, ProfileMismatch, UnsupportedModel
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.profile import ID_BYTES
 from cuvee.integrations.transformers import CacheCodec, chunks_from_cache, decode_cache, encode_cache
@@ -540,6 +540,42 @@ def test_lists_that_are_not_whole_rows_never_reach_a_device(
     with pytest.raises(ProfileMismatch, match=r"blobs\[0\] has another layout .* or another dtype"):
         decode_cache(codecs.device, [*other, *blobs[1:3]], model.config, device)
     assert whole_batches == []
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_blobs_that_claim_a_huge_cache_are_refused(
+    device: torch.device,
+    model: Any,
+    layout: KVLayout,
+    both: Callable[..., Both],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """B * T counts: of a row that a far last blob makes long, and of rows that small blobs begin by the thousand."""
+    codecs = both("lossless")
+    codec, to = (codecs.cpu, "cpu") if where == "cpu" else (codecs.device, device)
+    blobs = encode_cache(codecs.cpu, filled(layout, 3, 5, torch.float32, torch.device("cpu")), 5)
+    for limit in (15, None):
+        assert decode_cache(codec, blobs, model.config, to, max_tokens=limit).get_seq_length() == 5
+    with pytest.raises(InputError, match="15 tokens would be restored, more than max_tokens=14"):
+        decode_cache(codec, blobs, model.config, to, max_tokens=14)
+    long = replace(layout, max_positions=None)
+    free = Codec(codec_profile.Profile.generic(long), "lossless", backend=codec._backend_name)
+    zeros = [torch.zeros(1, layer.kv_heads, layer.head_dim) for layer in long.layers]
+    far = free.encode(KVChunk(zeros, zeros, long, 1 << 31))
+    monkeypatch.setattr("cuvee.integrations.transformers._check_config", lambda *_: None)
+    with pytest.raises(InputError, match="2147483649 tokens would be restored"):
+        decode_cache(free, [free.encode(KVChunk(zeros, zeros, long)), far], model.config, to)
+
+
+def test_a_cache_that_does_not_fit_is_our_error(
+    model: Any, layout: KVLayout, both: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = both("lossless").cpu
+    blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 5)
+    monkeypatch.setattr("cuvee.integrations.transformers._Row", lambda *_: torch.empty(1 << 52, dtype=torch.uint8))
+    with pytest.raises(OutOfMemory, match="rebuilding a cache: not enough memory: "):
+        decode_cache(codec, blobs, model.config)
 
 
 def test_damaged_blobs_on_the_way_to_a_device(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.keys import make_keys
 from cuvee.integrations.vllm.config import Options
 
 
@@ -23,11 +25,12 @@ def test_everything_can_be_set() -> None:
             "store": ["memory://", "file:///x"], "profile": "p.cuvee", "ratio": 8, "chunk_tokens": 128,
             "min_tokens": 512, "load_async": False, "decide": "always", "store_generated": False, "tenant": "t",
             "model_id": "m", "check_model": False, "threads": 1, "max_pending_mb": 1.5, "lookup_timeout": 1,
-            "load_timeout": 2.5, "key_env": "SECRET",
+            "load_timeout": 2.5, "close_timeout": 5, "key_env": ["SECRET", "OLD_SECRET"],
         }
     )  # fmt: skip
     assert options.store == ("memory://", "file:///x")
     assert options.codec_quality == {"ratio": 8}
+    assert options.key_env == ("SECRET", "OLD_SECRET") and options.key_file is None
     assert options.least_tokens == 512
     assert hash(options) is not None, "stores are shared by their URLs"
 
@@ -46,6 +49,11 @@ def test_everything_can_be_set() -> None:
         ({"quality": ""}, "quality: must be"),
         ({"model_id": 1}, "model_id: must be"),
         ({"key_env": ""}, "key_env: must be"),
+        ({"key_env": ["A", ""]}, "key_env: must be"),
+        ({"key_env": 5}, "key_env: must be"),
+        ({"key_env": []}, "key_env: must be"),
+        ({"key_file": [5]}, "key_file: must be"),
+        ({"key_env": "A", "key_file": "/b"}, "key_file: give key_env or key_file, not both"),
         ({"tenant": None}, "tenant: must be"),
         ({"load_async": 1}, "load_async: must be true or false"),
         ({"store_generated": "yes"}, "store_generated: must be true or false"),
@@ -61,6 +69,7 @@ def test_everything_can_be_set() -> None:
         ({"lookup_timeout": float("nan")}, "lookup_timeout: must be a number above 0"),
         ({"load_timeout": float("inf")}, "load_timeout: must be a number above 0"),
         ({"load_timeout": True}, "load_timeout: must be a number above 0"),
+        ({"close_timeout": 0}, "close_timeout: must be a number above 0"),
         ({"decide": "maybe"}, "decide: must be one of measured, always"),
         (
             {"quality": "high", "kl": 0.1},
@@ -75,11 +84,87 @@ def test_what_makes_no_sense_is_refused(extra: dict[str, Any], message: str) -> 
 
 
 def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert Options().secret() is None
+    assert Options().secrets() == Options().key_ids() == ()
     options = Options.from_dict({"key_env": "CUVEE_TEST_KEY"})
     monkeypatch.delenv("CUVEE_TEST_KEY", raising=False)
     with pytest.raises(InputError, match="key_env: the environment variable CUVEE_TEST_KEY is not set"):
-        options.secret()
+        options.secrets()
     monkeypatch.setenv("CUVEE_TEST_KEY", "s" * 20)
-    assert options.secret() == b"s" * 20
+    assert options.secrets() == (b"s" * 20,)
     assert "s" * 20 not in repr(options)
+    monkeypatch.setenv("CUVEE_TEST_KEY", " \n")
+    with pytest.raises(InputError, match="CUVEE_TEST_KEY is empty"):
+        options.secrets()
+    monkeypatch.setenv("CUVEE_TEST_KEY", "short secret")
+    with pytest.raises(InputError, match=r"key_env: key must be 16 to 64 bytes .* got 12 bytes") as caught:
+        options.secrets()
+    assert "short secret" not in str(caught.value)
+
+
+def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options are logged, and errors sent to whoever asked."""
+    options = Options.from_dict(
+        {"store": ["memory://", "redis://user:s3cret@host/0", "redis://host?password=s3cret"], "tenant": "s3cret salt"}
+    )
+    assert "s3cret" not in repr(options) and "s3cret" not in str(options)
+    assert "redis://user:***@host/0" in repr(options) and "chunk_tokens=256" in repr(options)
+    assert options.store[1] == "redis://user:s3cret@host/0" and options.tenant == "s3cret salt"
+    wrongs: list[dict[str, Any]] = [
+        {"store": ["redis://user:s3cret@host/0", 5]},
+        {"store": ["redis://user:s3cret@host/0", ""]},
+        {"store": {"url": "redis://user:s3cret@host/0"}},
+        {"tenant": ["s3cret"]},
+        {"key_env": ["s3cret", 5]},
+        {"key_file": {"s3cret": 1}},
+    ]
+    for wrong in wrongs:
+        with pytest.raises(InputError) as caught:
+            Options.from_dict(wrong)
+        assert "s3cret" not in str(caught.value)
+    for option in ("key_env", "key_file"):  # the secret itself instead of the name of a place
+        with pytest.raises(InputError, match=f"{option}: the (variable|file) it names") as caught:
+            Options.from_dict({option: "s3cretdeadbeef"}).secrets()
+        error: BaseException | None = caught.value
+        while error is not None:
+            assert "s3cret" not in str(error)
+            error = error.__cause__
+
+
+@pytest.mark.parametrize("form", ["{}", "{}\n", "{}\r\n", "  {}\t"])
+def test_white_space_around_a_secret_makes_no_other_secret(
+    form: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Replicas whose secrets differ by a line end would not find each other's entries."""
+    secret = "s" * 20
+    plain = make_keys(secret.encode())[0].id
+    monkeypatch.setenv("CUVEE_TEST_KEY", form.format(secret))
+    (tmp_path / "key").write_text(form.format(secret), newline="")
+    for options in ({"key_env": "CUVEE_TEST_KEY"}, {"key_file": str(tmp_path / "key")}):
+        assert Options.from_dict(options).key_ids() == (plain,)
+
+
+def test_several_secrets_are_accepted_and_the_first_writes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUVEE_NEW", "n" * 16)
+    monkeypatch.setenv("CUVEE_OLD", "o" * 16)
+    assert Options.from_dict({"key_env": ["CUVEE_NEW", "CUVEE_OLD"]}).secrets() == (b"n" * 16, b"o" * 16)
+    monkeypatch.setenv("CUVEE_OLD", "n" * 16)
+    assert len(Options.from_dict({"key_env": ["CUVEE_NEW", "CUVEE_OLD"]}).key_ids()) == 1
+    for name in ("new", "old"):
+        (tmp_path / name).write_bytes(name[:1].encode() * 16)
+    files = [str(tmp_path / "new"), str(tmp_path / "old")]
+    assert Options.from_dict({"key_file": files}).secrets() == (b"n" * 16, b"o" * 16)
+
+
+def test_a_secret_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    options = Options.from_dict({"key_file": str(path)})
+    with pytest.raises(InputError, match=r"key_file: the file .*key cannot be read: No such file"):
+        options.secrets()
+    path.write_bytes(b"\n")
+    with pytest.raises(InputError, match=r"key_file: the file .*key is empty"):
+        options.secrets()
+    path.write_bytes(b"x" * 70_000)
+    with pytest.raises(InputError, match=r"key_file: the file .*key is too large"):
+        options.secrets()
+    with pytest.raises(InputError, match="key_file: the file /a\0b cannot be read"):
+        Options.from_dict({"key_file": "/a\0b"}).secrets()

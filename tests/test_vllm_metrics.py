@@ -306,6 +306,7 @@ def test_the_summary_is_one_line() -> None:
         ("store_skipped", "redis", "2 operations skipped while a store was down"),
         ("dropped", "memory", "2 chunks dropped by a store"),
         ("stores_skipped", "", "2 chunks not stored because too many waited"),
+        ("lost", "encode", "2 chunks lost because the engine stopped before they were stored"),
     ],
 )
 def test_the_summary_names_each_loss(name: str, label: str, words: str) -> None:

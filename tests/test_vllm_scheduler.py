@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,11 @@ import pytest
 from dict_store import DictStore
 
 from cuvee.codec.identity import Identity, PrefixChain, Scope, store_key
+from cuvee.codec.keys import make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profile import Profile
 from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.vllm.config import Options
 from cuvee.integrations.vllm.messages import Plan, Report
 from cuvee.integrations.vllm.metrics import Recorder
@@ -75,10 +78,18 @@ class Desk:
         chain = PrefixChain(IDENTITY, scope or Scope(), CHUNK)
         return chain.digests(request.all_token_ids, request.num_tokens // CHUNK)
 
-    def put(self, request: SimpleNamespace, chunks: int, tenant: str = "", shards: int | None = None) -> None:
-        for digest in self.digests(request, Scope(tenant))[:chunks]:
+    def put(
+        self,
+        request: SimpleNamespace,
+        chunks: int,
+        tenant: str = "",
+        shards: int | None = None,
+        key_id: bytes = b"",
+        first: int = 0,
+    ) -> None:
+        for digest in self.digests(request, Scope(tenant))[first:chunks]:
             for rank in range(self.shards if shards is None else shards):
-                self.store.entries[store_key(tenant, digest, rank)] = b"blob"
+                self.store.entries[store_key(tenant, digest, rank, key_id)] = b"blob"
 
     def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
         """Ask as the engine does until there is an answer."""
@@ -122,6 +133,24 @@ def desk() -> Iterator[Callable[..., Desk]]:
     for each in made:
         each.store.before = lambda operation: None
         each.side.close()
+
+
+def test_entries_of_every_accepted_secret_are_found_and_no_others(
+    desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new, other = (make_keys(letter * 16)[0].id for letter in (b"o", b"n", b"x"))
+    monkeypatch.setenv("CUVEE_OLD", "o" * 16)
+    monkeypatch.setenv("CUVEE_NEW", "n" * 16)
+    d, request = desk(key_env=["CUVEE_NEW", "CUVEE_OLD"], shards=2), _request()
+    d.put(request, 2, key_id=old)
+    d.put(request, 3, key_id=new, first=2)
+    d.put(request, 6, key_id=other)
+    d.put(request, 6)
+    del d.store.entries[store_key("", d.digests(request)[1], 1, old)]
+    d.put(request, 2, key_id=new, first=1)
+    assert d.matched(request) == (3 * CHUNK, True)
+    calls = [call for call in d.store.calls if call == "contains"]
+    assert len(calls) == 2, "one question for each secret"
 
 
 @pytest.mark.parametrize(("stored", "found"), [(0, 0), (1, 16), (3, 48), (6, 96)])
@@ -273,6 +302,49 @@ def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
     go.set()
     assert d.matched(request) == (0, False), "once given up, it is computed"
     assert d.lookups() == {"timeout": 1}
+
+
+def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
+    """More of them than the pool has threads; afterwards the store is used again."""
+    d = desk(lookup_timeout=0.2, own_store=True)
+    d.side._clock = time.monotonic
+    d.side._store = GuardedStore(d.store, first_backoff=0.05, max_backoff=0.05)
+    go = threading.Event()
+    d.store.before = lambda operation: _wait(go)
+    hanging = [_request(f"hanging {number}") for number in range(6)]
+    for request in hanging:
+        d.put(request, 6)
+        d.side.arrived(request)
+    begun = time.monotonic()
+    assert [d.matched(request) for request in hanging] == [(0, False)] * 6
+    calls = len(d.store.calls)
+    assert time.monotonic() - begun < 5
+    begun = time.monotonic()
+    for number in range(50):
+        assert d.matched(_request(f"next {number}")) == (0, False)
+    # One of them at most was the probe that finds the store still hanging.
+    assert time.monotonic() - begun < 5 and len(d.store.calls) <= calls + 1, "50 x 0.2 s otherwise"
+    d.side.take(Report())
+    totals = d.recorder.totals()
+    assert totals["store_errors", "memory"] >= 1 and totals["lookups", "timeout"] <= 7
+    go.set()
+    deadline = time.monotonic() + 10
+    while d.matched(_request(f"again {time.monotonic()}")) != (96, True):
+        assert time.monotonic() < deadline
+    assert d.side._pool.dismiss(10)
+
+
+def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    go = threading.Event()
+    d.store.before = lambda operation: _wait(go)
+    for number in range(8):
+        d.side.arrived(_request(str(number)))
+    begun = time.monotonic()
+    d.side.close()
+    assert time.monotonic() - begun < 5
+    go.set()
+    assert d.side._pool.dismiss(10)
 
 
 def test_a_failing_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:

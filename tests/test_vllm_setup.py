@@ -233,3 +233,18 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
     assert identity(extra={"profile": str(tmp_path / "p"), "quality": "lossless"}).profile == b"", "needs no profile"
     checkpoint(weights="others")
     assert identity() != base
+
+
+def test_the_id_of_the_key_is_logged_and_not_the_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CUVEE_NEW", "a new secret, 16+")
+    monkeypatch.setenv("CUVEE_OLD", "an old secret, 16+")
+    codec = Setup.of_engine(*_engine(extra={"quality": "lossless", "key_env": ["CUVEE_NEW", "CUVEE_OLD"]})).codec(0)
+    new, old = (key_id.hex() for key_id in codec.key_ids)
+    assert f"signed with the key of id {new}; also accepted: {old}" in caplog.text
+    assert "secret" not in caplog.text
+    caplog.clear()
+    Setup.of_engine(*_engine(extra={"quality": "lossless"})).codec(0)
+    assert "signed" not in caplog.text

@@ -16,6 +16,8 @@ from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.integrations.stores import StoreError
+from cuvee.integrations.stores.guard import GuardedStore
+from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm.config import Options
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
@@ -43,22 +45,30 @@ def _pages(layout: KVLayout) -> PagedCache:
 class Bench:
     """A worker, its store, its pages, and a sequence of 8 chunks."""
 
-    def __init__(self, rank: int = 0, **options: Any) -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        codec: dict[str, Any] | None = None,
+        store: DictStore | None = None,
+        sequence: KVChunk | None = None,
+        **options: Any,
+    ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
         profile = Profile.generic(LAYOUT)
         self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
-        self.store = DictStore()
+        self.store = store or DictStore()
         self.recorder = Recorder()
-        self.worker = WorkerSide(self.setup, rank, Codec(profile, "lossless"), self.store, self.recorder)
+        self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
+        self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
         self.cache = _pages(LAYOUT)
         self.worker.attach(self.cache)
         noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()
-        self.sequence = KVChunk(noise[0], noise[1], LAYOUT)
+        self.sequence = sequence or KVChunk(noise[0], noise[1], LAYOUT)
         self.digests = [bytes([index]) * 32 for index in range(8)]
         self.rank = rank
 
     def key(self, chunk: int) -> str:
-        return store_key(TENANT, self.digests[chunk], self.rank)
+        return store_key(TENANT, self.digests[chunk], self.rank, *self.codec.key_ids[:1])
 
     def fill(self, blocks: list[int], tokens: int) -> None:
         """The engine computes the sequence's first tokens into `blocks`."""
@@ -290,6 +300,116 @@ def test_an_entry_of_other_tokens_is_not_believed(bench: Callable[..., Bench]) -
     assert b.key(1) not in b.store.entries
 
 
+OLD, NEW = b"an old secret, 16+", b"a new secret, 16+"
+
+
+@pytest.mark.parametrize("place", ["tenant", "digest", "rank"])
+def test_a_tagged_entry_does_not_decode_in_anothers_place(bench: Callable[..., Bench], place: str) -> None:
+    """Who can write to the store and send a prompt has a blob with a good tag: the server signs that of the prompt."""
+    b = bench(codec={"key": OLD})
+    b.store_all(1)
+    attacker, digest, rank = {
+        "tenant": ("attacker", b.digests[0], 0),
+        "digest": (TENANT, b.digests[5], 0),  # another prefix, model or adapter: they are all in the digest
+        "rank": (TENANT, b.digests[0], 1),
+    }[place]
+    chunk = b.sequence.slice(CHUNK, 2 * CHUNK)
+    foreign = b.codec.encode(
+        KVChunk(chunk.keys, chunk.values, LAYOUT), associated=store_key(attacker, digest, rank).encode()
+    )
+    b.store.entries[b.key(0)] = foreign
+    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {10, 11}
+    assert b.cache.keys[0][10].isnan().all(), "nothing of it reached the pages"
+    assert b.key(0) not in b.store.entries, "it would fail for ever"
+
+
+@pytest.mark.parametrize("key", [NEW, None])
+def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., Bench], key: bytes | None) -> None:
+    """Nobody else writes under keys that end in the id of our secret: it is no other replica's work."""
+    b = bench(codec={"key": OLD})
+    b.store_all(1)
+    chunk, place = b.sequence.slice(0, CHUNK), store_key(TENANT, b.digests[0], 0).encode()
+    b.store.entries[b.key(0)] = Codec(Profile.generic(LAYOUT), "lossless", key=key).encode(
+        chunk, associated=place if key else b""
+    )
+    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {10, 11} and b.store.entries == {}
+
+
+@pytest.mark.parametrize("other", [{"quality": None, "step": 0.1}, {"quality": "high"}])
+def test_an_entry_of_another_quality_is_not_believed(bench: Callable[..., Bench], other: dict[str, Any]) -> None:
+    b = bench()
+    b.store_all(1)
+    (lossy,) = [Codec(Profile.generic(LAYOUT), **other).encode(b.sequence.slice(0, CHUNK))]
+    b.store.entries[b.key(0)] = lossy
+    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {10, 11}
+    assert b.key(0) not in b.store.entries
+
+
+@pytest.mark.parametrize("key", [NEW, OLD + b"\n", None])
+def test_replicas_with_other_secrets_leave_each_others_entries_alone(
+    bench: Callable[..., Bench], key: bytes | None
+) -> None:
+    first = bench(codec={"key": OLD})
+    first.store_all(2)
+    second = bench(codec={"key": key}, store=first.store, sequence=first.sequence)
+    assert not set(map(first.key, range(2))) & set(map(second.key, range(2)))
+    second.worker.start_loads([second.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+    assert second.worker.take_invalid_blocks() == {10, 11, 12, 13}, "misses"
+    assert set(first.store.entries) == set(map(first.key, range(2))) and "delete" not in first.store.calls
+    second.store_all(2)
+    assert len(first.store.entries) == 4, "it keeps its own beside them"
+    for b in (first, second):
+        b.worker.start_loads([b.load([10, 11, 12, 13], 0, 2 * CHUNK)], synchronous=True)
+        assert b.held([10, 11, 12, 13], 0, 2 * CHUNK)
+
+
+def test_while_secrets_are_replaced_entries_of_both_are_found(bench: Callable[..., Bench]) -> None:
+    old = bench(codec={"key": OLD})
+    old.store_all(3)
+    del old.store.entries[old.key(1)]
+    both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
+    both.fill([0, 1, 2, 3], 2 * CHUNK)
+    both.worker.save(both.saves([0, 1, 2, 3], range(1, 2)))
+    both.drain()
+    assert both.key(1) in both.store.entries and old.key(1) not in both.store.entries, "written with the first"
+    blocks = [10, 11, 12, 13, 14, 15]
+    both.worker.start_loads([both.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    assert both.held(blocks, 0, 3 * CHUNK)
+    new = bench(codec={"key": NEW}, store=old.store, sequence=old.sequence)
+    new.worker.start_loads([new.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    assert new.worker.take_invalid_blocks() == set(blocks), "the first chunk is there with the old secret only"
+    assert old.key(0) in old.store.entries
+
+
+def test_a_damaged_entry_of_an_old_secret_is_deleted_under_its_own_key(bench: Callable[..., Bench]) -> None:
+    old = bench(codec={"key": OLD})
+    old.store_all(1)
+    old.store.entries[old.key(0)] = old.store.entries[old.key(0)][:-1] + b"?"
+    both = bench(codec={"key": [NEW, OLD]}, store=old.store, sequence=old.sequence)
+    both.worker.start_loads([both.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert both.worker.take_invalid_blocks() == {10, 11}
+    assert old.store.entries == {}
+
+
+def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is ours and passes; the entry is sound."""
+    b = bench()
+    b.store_all(1)
+
+    def none_left(*_: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cuvee.codec.codec._outputs", none_left)
+        b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
+    b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
+    assert b.held([10, 11], 0, CHUNK)
+
+
 def test_a_store_that_fails_costs_a_recompute(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.store_all()
@@ -329,7 +449,7 @@ def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Calla
     assert b.worker.take_invalid_blocks() == {1, 2}
     assert b.worker.report(1).failed == {"r"}
     go.set()
-    b.worker._loaders.shutdown(wait=True)
+    assert b.worker._loaders.dismiss(30)
     assert b.cache.keys[0][1].isnan().all(), "the blocks are the engine's again"
     assert b.worker.take_arrived() == set() and b.worker.take_invalid_blocks() == set()
     assert b.counts()["failures{timeout}"] == 1
@@ -343,7 +463,7 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")], synchronous=False)
     b.wait("a", "b")
     go.set()
-    b.worker._loaders.shutdown(wait=True)
+    assert b.worker._loaders.dismiss(30)
     assert b.cache.keys[0][3].isnan().all()
     assert b.worker.report(1).failed == {"a", "b"}
 
@@ -428,6 +548,118 @@ def test_close_finishes_what_is_being_stored(bench: Callable[..., Bench]) -> Non
     b.worker.close()
     assert len(b.store.entries) == 4
     b.worker.close()
+
+
+def _in_time(work: Callable[[], object], seconds: float = 10) -> None:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    assert not thread.is_alive(), "it hangs"
+
+
+@pytest.mark.parametrize("hanging", ["contains", "put"])
+def test_close_is_bounded_and_says_what_is_lost(
+    bench: Callable[..., Bench], hanging: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    b = bench(close_timeout=0.3, threads=1)
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    go, hangs = threading.Event(), threading.Event()
+
+    def hang(operation: str) -> None:
+        if operation == hanging:
+            hangs.set()
+            _wait(go)
+
+    b.store.before = hang
+    b.worker.save(b.saves(blocks, range(4)))
+    assert hangs.wait(10)
+    with caplog.at_level("INFO", logger="cuvee"):
+        _in_time(b.worker.close)
+    assert b.counts()["lost{encode}"] == 4
+    assert "4 chunks waited to be compressed" in caplog.text and "close_timeout=0.3" in caplog.text
+    assert "4 chunks lost because the engine stopped" in caplog.text, "in the summary, too"
+    go.set()
+    _in_time(b.worker.close)
+
+
+def test_what_a_store_could_not_write_behind_is_lost(
+    bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.integrations.vllm.worker._FLUSH_SECONDS", 0.1)
+    b = bench(close_timeout=0.3)
+    slow = DictStore()
+    go, hangs = threading.Event(), threading.Event()
+
+    def hang(operation: str) -> None:
+        if operation == "put":
+            hangs.set()
+            _wait(go)
+
+    slow.before = hang
+    tiers = TieredStore([b.store, slow])
+    b.worker._store = tiers
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.save(b.saves(blocks, range(4)))
+    b.drain()
+    assert hangs.wait(10)
+    _in_time(b.worker.close)
+    assert b.counts()["lost{store}"] == 4 and "lost{encode}" not in b.counts()
+    assert "4 to be written" in caplog.text
+    go.set()
+    tiers.close()
+    assert len(slow.entries) == 4
+
+
+def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pytest.LogCaptureFixture) -> None:
+    b = bench(threads=1)
+    b.store_all()
+    go, hangs = threading.Event(), threading.Event()
+
+    def hang(operation: str) -> None:
+        if operation == "get":
+            hangs.set()
+            _wait(go)
+
+    b.store.before = hang
+    b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")], synchronous=False)
+    assert hangs.wait(10)
+    _in_time(b.worker.close)
+    go.set()
+    assert b.worker._loaders.dismiss(30) and b.worker._fetchers.dismiss(30)
+    assert b.cache.keys[0][1].isnan().all(), "the engine may have freed its pages"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=1, load_timeout=0.2)
+    b.worker._store = GuardedStore(b.store, first_backoff=1e-3, max_backoff=1e-3)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    go, hangs = threading.Event(), threading.Event()
+
+    def hang(operation: str) -> None:
+        if operation == "put" and not hangs.is_set():
+            hangs.set()
+            _wait(go)
+
+    b.store.before = hang
+    b.worker.save(b.saves(blocks, range(1)))
+    assert hangs.wait(10)
+    threading.Event().wait(0.3)
+    b.worker.save(b.saves(blocks, range(1, 3)))
+    for digest in b.digests[1:3]:
+        if (future := b.worker._saving.get(digest)) is not None:
+            future.result(10)
+    assert b.worker._store.counters()["memory"].errors == 1, "the one that hangs, once"
+    b.worker.save(b.saves(blocks, range(3, 5)))
+    for digest in b.digests[3:5]:
+        if (future := b.worker._saving.get(digest)) is not None:
+            future.result(10)
+    # The circuit of writing has opened for it; reading has not.
+    assert b.key(0) not in b.store.entries
+    go.set()
 
 
 def test_attaching_writes_nothing(bench: Callable[..., Bench]) -> None:

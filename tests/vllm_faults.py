@@ -223,7 +223,7 @@ class Driven:
 
     def load_threads_idle(self) -> None:
         """Wait until every thread that loads has come back."""
-        count = self.working._loaders._max_workers
+        count = self.working._loaders.threads
         barrier = threading.Barrier(count + 1)
         for _ in range(count):
             self.working._loaders.submit(barrier.wait, 20)
@@ -561,10 +561,10 @@ def encode_fails(engine: Driven) -> None:
 
     for error in (InputError("value: not a finite number"), RuntimeError("anything")):
 
-        def encode(self: Codec, chunk: Any, error: Exception = error) -> bytes:
+        def encode(self: Codec, chunk: Any, error: Exception = error, **more: Any) -> bytes:
             if chunk.start == 2 * CHUNK:
                 raise error
-            return usual(self, chunk)
+            return usual(self, chunk, **more)
 
         cast(Any, Codec).encode = encode
         try:
@@ -762,6 +762,11 @@ def entry_path(engine: Driven, key: str) -> Path:
     return Path(engine.guarded.root) / tenant / name[:2] / name
 
 
+def entry_paths(engine: Driven) -> list[str]:
+    """Where its entries are."""
+    return [str(path) for path in Path(engine.guarded.root).glob("[0-9a-f]*/[0-9a-f]*/*")]
+
+
 def files_damaged(engine: Driven) -> None:
     """Every entry of a prompt is garbage: each is counted, deleted, computed, stored again."""
     prompt = prompt_of("files")
@@ -853,7 +858,7 @@ def disk_full(engine: Driven) -> None:
         expect(counted, loaded_tokens=CHUNKS * CHUNK, failures_load=0)
         last = prompt_of("room")
         kept = {str(entry_path(engine, engine.key(first, chunk))) for chunk in range(CHUNKS)}
-        for path in set(engine.guarded._paths()) - kept:
+        for path in set(entry_paths(engine)) - kept:
             os.unlink(path)
         _until(engine, "stored_chunks", last)
     # Two chunks are written at a time, and where one gives up there may be room for the other.
@@ -868,7 +873,7 @@ CRASH_PUT = 8
 
 def after_crash(engine: Driven) -> None:
     """The engine before this one was killed while it wrote entry number CRASH_PUT."""
-    kept = list(engine.guarded._paths())
+    kept = entry_paths(engine)
     assert len(kept) >= CRASH_PUT - 2
     assert [name for name in os.listdir(engine.guarded.root) if name.startswith(".tmp-")], "not killed while writing"
     with engine.counting() as counted:
@@ -1093,7 +1098,7 @@ def drive_disk(model: Path, record: Record, crashed: str, small: str, pretend: b
     usual = disk._write_all
 
     def write_all(file: int, data: bytes) -> None:
-        if len(data) > HEADER and sum(1 for _ in engine.guarded._paths()) >= 2 * CHUNKS:
+        if len(data) > HEADER and len(entry_paths(engine)) >= 2 * CHUNKS:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         usual(file, data)
 

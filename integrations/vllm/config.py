@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.keys import Key, make_keys, read_secret
+from cuvee.integrations.stores.urls import redacted
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 _DECISIONS = ("measured", "always")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Options:
     """Options of the connector, by the names of the JSON that sets them.
 
@@ -34,7 +35,10 @@ class Options:
         max_pending_mb: uncompressed chunks that may wait to be stored, in 10^6 bytes; more are not stored.
         lookup_timeout: seconds that a request waits for the answer whether it is cached.
         load_timeout: seconds after which a load is given up and the tokens are recomputed.
-        key_env: name of the environment variable that holds the secret; blobs are then authenticated.
+        close_timeout: seconds that the engine's stop waits for what is being stored; what is left then is lost.
+        key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
+            authenticated: written with the first secret, accepted with any.
+        key_file: instead: path of a file that holds the secret, or a list of them.
     """
 
     store: tuple[str, ...] = ("memory://?max_gb=4",)
@@ -56,20 +60,34 @@ class Options:
     max_pending_mb: float = 1024
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0
-    key_env: str | None = None
+    close_timeout: float = 30.0
+    key_env: tuple[str, ...] | None = None
+    key_file: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.store
         urls = tuple(given) if isinstance(given, list | tuple) else (given,)
         if not urls or not all(isinstance(url, str) and url for url in urls):
-            raise InputError(f"store: must be a store URL or a list of them, got {given!r}")
+            shown = ", ".join(repr(redacted(url)) if isinstance(url, str) else type(url).__name__ for url in urls)
+            raise InputError(f"store: must be a store URL or a list of them, got {shown or 'none'}")
         object.__setattr__(self, "store", urls)
-        for name in ("profile", "quality", "model_id", "key_env"):
+        for name in ("key_env", "key_file"):
+            value: Any = getattr(self, name)
+            if value is None:
+                continue
+            names = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if not names or not all(isinstance(each, str) and each for each in names):
+                # The value is not shown: it may be the secret itself.
+                raise InputError(f"{name}: must be a name or a list of them, or left out")
+            object.__setattr__(self, name, names)
+        if self.key_env and self.key_file:
+            raise InputError("key_file: give key_env or key_file, not both")
+        for name in ("profile", "quality", "model_id"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
                 raise InputError(f"{name}: must be a string that is not empty, or left out, got {value!r}")
         if not isinstance(self.tenant, str):
-            raise InputError(f"tenant: must be a string, got {self.tenant!r}")
+            raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
         for name in ("load_async", "store_generated", "check_model"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}: must be true or false, got {getattr(self, name)!r}")
@@ -77,7 +95,7 @@ class Options:
             value = getattr(self, name)
             if not (name == "min_tokens" and value is None) and (type(value) is not int or value < 1):
                 raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
-        for name in ("max_pending_mb", "lookup_timeout", "load_timeout"):
+        for name in ("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 < value < float("inf"):
                 raise InputError(f"{name}: must be a number above 0, got {value!r}")
@@ -87,6 +105,13 @@ class Options:
             raise InputError(
                 f"quality: give at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
             )
+
+    def __repr__(self) -> str:
+        """All options; of the store's URLs what messages may show, and not the tenant, which is as good as a secret."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["store"] = tuple(map(redacted, self.store))
+        shown["tenant"] = "***" if self.tenant else ""
+        return f"Options({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @classmethod
     def from_dict(cls, extra: Mapping[str, Any]) -> Options:
@@ -113,15 +138,28 @@ class Options:
         """Shortest load worth a look."""
         return self.chunk_tokens if self.min_tokens is None else self.min_tokens
 
-    def secret(self) -> bytes | None:
-        """The key of authenticated blobs.
+    def secrets(self) -> tuple[bytes, ...]:
+        """The keys of authenticated blobs, the one that writes first; none without `key_env` and `key_file`.
 
         Raises:
-            InputError: the variable is not set.
+            InputError: a variable is not set, a file cannot be read, or a secret is not 16 to 64 bytes.
         """
-        if self.key_env is None:
-            return None
-        value = os.environ.get(self.key_env)
-        if not value:
-            raise InputError(f"key_env: the environment variable {self.key_env} is not set")
-        return value.encode()
+        sources = [("key_env", name) for name in self.key_env or ()]
+        sources += [("key_file", path) for path in self.key_file or ()]
+        secrets = []
+        for option, source in sources:
+            secret = read_secret(option, **{option.removeprefix("key_"): source})
+            try:
+                Key.of(secret)
+            except InputError as error:
+                raise InputError(f"{option}: {error}") from None
+            secrets.append(secret)
+        return tuple(secrets)
+
+    def key_ids(self) -> tuple[bytes, ...]:
+        """Names of the secrets, as `Codec.key_ids`.
+
+        Raises:
+            InputError: as `secrets`.
+        """
+        return tuple(key.id for key in make_keys(self.secrets() or None))

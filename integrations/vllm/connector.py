@@ -75,7 +75,8 @@ class CuveeWorkerMetadata(KVConnectorWorkerMetadata):
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> CuveeWorkerMetadata:
         """One report of all ranks."""
-        assert isinstance(other, CuveeWorkerMetadata)
+        if not isinstance(other, CuveeWorkerMetadata):
+            raise TypeError(f"a report of {type(other).__name__}, not of a cuvee worker")
         self.report.add(other.report)
         return self
 
@@ -118,6 +119,11 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduler = SchedulerSide(
                 self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni"
             )
+            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1):
+                logger.info(
+                    "cuvee: vLLM kills this engine at once when it is stopped, and what waits to be stored then is "
+                    "lost; --shutdown-timeout 60 gives it time"
+                )
         atexit.register(self.shutdown)
 
     @property
@@ -237,18 +243,21 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _scheduling(self) -> SchedulerSide:
-        assert self._scheduler is not None, "this connector belongs to a worker"
+        if self._scheduler is None:
+            raise RuntimeError("this connector belongs to a worker")
         return self._scheduler
 
     @property
     def _working(self) -> WorkerSide:
-        assert self._worker is not None, "register_kv_caches was not called"
+        if self._worker is None:
+            raise RuntimeError("register_kv_caches was not called")
         return self._worker
 
     @property
     def _plan(self) -> Plan:
         metadata = self._get_connector_metadata()
-        assert isinstance(metadata, CuveeMetadata)
+        if not isinstance(metadata, CuveeMetadata):
+            raise TypeError(f"metadata of {type(metadata).__name__}, not of a cuvee scheduler")
         return metadata.plan
 
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:

@@ -77,6 +77,8 @@ METRICS: dict[str, Metric] = {
         Metric("failures", "counter", "Operations that failed or took too long; their tokens are computed or not "
                "stored.", "kind", _FAILURES),
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting to be."),
+        Metric("lost", "counter", "Chunks that waited when the engine stopped, for compression or to be written, and "
+               "were not stored within close_timeout.", "where", ("encode", "store")),
         Metric("hits", "counter", "Chunks that a tier of the store had.", "tier"),
         Metric("misses", "counter", "Chunks that a tier was asked for and did not have.", "tier"),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
@@ -277,6 +279,7 @@ _LOSSES = {
     "store_skipped": "operations skipped while a store was down",
     "dropped": "chunks dropped by a store",
     "stores_skipped": "chunks not stored because too many waited",
+    "lost": "chunks lost because the engine stopped before they were stored",
 }
 
 

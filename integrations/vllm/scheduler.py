@@ -12,7 +12,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from uuid import uuid4
 
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
 from cuvee.integrations.stores import Store
+from cuvee.integrations.stores.threads import Crew
 from cuvee.integrations.vllm.decision import BreakEven
 from cuvee.integrations.vllm.messages import Load, Plan, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
@@ -29,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 1e-3  # seconds a step of the engine waits for lookups, all together, before it goes on and asks again
 _LOOKUP_AGE = 10.0  # seconds after which an answer is asked for anew: entries may have been evicted
+# Share of `lookup_timeout` after which a call of the store is to blame for a lookup that took too long.
+_HANGS = 0.5
 _LOOKUP_BATCH = 64  # chunks a question to the store; most prefixes end early
 _KNOWN = 1 << 20  # digests remembered as stored
 _KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store again
@@ -89,13 +92,14 @@ class SchedulerSide:
         self._positions = setup.layout.max_positions
         self._identity = identity
         self._shards = setup.shards
+        self._key_ids = setup.options.key_ids() or (b"",)
         self._store = store
         self._recorder = recorder
         self._adapter_identity = adapter_identity
         self._own_store = own_store
         self._troubles: dict[str, tuple[int, int]] = {}  # errors and skipped operations by tier, as counted so far
         self._clock = clock
-        self._pool = ThreadPoolExecutor(4, thread_name_prefix="cuvee-lookup")
+        self._pool = Crew(4, "cuvee-lookup", self._options.lookup_timeout)
         self._requests: dict[str, _Tracked] = {}
         self._loads: dict[str, Load] = {}
         self._shares_loads = setup.prefix_caching
@@ -235,8 +239,8 @@ class SchedulerSide:
             tracked.stale = tracked.request.num_computed_tokens > 0
 
     def close(self) -> None:
-        """Stop asking the store, and say what was done."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Stop asking the store, and say what was done. Waits for nothing."""
+        self._pool.dismiss(0, cancel=True)
         logger.info("cuvee: %s; %s", self._recorder.summary(), self._break_even.describe())
 
     # Parts -----------------------------------------------------------------------------------------------------
@@ -309,6 +313,9 @@ class SchedulerSide:
                 return None
             tracked.refused = tracked.settled = True
             self._recorder.count("lookups", label="timeout")
+            # What hangs costs this request its patience; the next ones shall not lose theirs to the same.
+            lookup.answer.cancel()
+            self._store.overdue("contains", _HANGS * self._options.lookup_timeout)
             return 0
         found = min(found, limit)
         for digest in tracked.chain.digests(tracked.request.all_token_ids, limit)[found:]:
@@ -334,8 +341,7 @@ class SchedulerSide:
         try:
             for first in range(0, len(digests), _LOOKUP_BATCH):
                 batch = digests[first : first + _LOOKUP_BATCH]
-                keys = [store_key(tenant, digest, rank) for digest in batch for rank in range(self._shards)]
-                there = self._store.contains(keys)
+                there = self._contains(tenant, batch)
                 for at in range(len(batch)):
                     if not all(there[at * self._shards : (at + 1) * self._shards]):
                         return found
@@ -347,6 +353,19 @@ class SchedulerSide:
             return 0
         finally:
             self._recorder.count("lookup_seconds", self._clock() - begun)
+
+    def _contains(self, tenant: str, digests: list[bytes]) -> list[bool]:
+        """Whether each rank's part of each chunk is there, with a tag of any accepted secret: rank by rank."""
+        parts = [(digest, rank) for digest in digests for rank in range(self._shards)]
+        there = [False] * len(parts)
+        for key_id in self._key_ids:
+            missing = [at for at, found in enumerate(there) if not found]
+            if not missing:
+                break
+            keys = [store_key(tenant, *parts[at], key_id) for at in missing]
+            for at, found in zip(missing, self._store.contains(keys), strict=True):
+                there[at] = found
+        return there
 
     def _count_troubles(self) -> None:
         for tier, now in self._store.counters().items():

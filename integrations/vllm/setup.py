@@ -62,7 +62,7 @@ class Setup:
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
-        options.secret()
+        options.secrets()
         spec = _only_group(kv_cache_config)
         _refuse_features(vllm_config)
         block_tokens = spec.block_size
@@ -127,7 +127,16 @@ class Setup:
     def codec(self, rank: int) -> Codec:
         """The codec of one tensor-parallel rank. It starts no threads: the worker codes several chunks at a time."""
         profile = self.profile.shard(rank, self.shards)
-        return Codec(profile, **self.options.codec_quality, threads=1, key=self.options.secret())
+        codec = Codec(profile, **self.options.codec_quality, threads=1, key=self.options.secrets() or None)
+        if codec.key_ids and rank == 0:
+            # Replicas with other secrets do not find each other's entries: this is where one sees why.
+            logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
+        return codec
+
+
+def _key_ids(codec: Codec) -> str:
+    first, *others = (key_id.hex() for key_id in codec.key_ids)
+    return first + (f"; also accepted: {', '.join(others)}" if others else "")
 
 
 @lru_cache(maxsize=1)

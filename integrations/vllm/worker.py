@@ -22,11 +22,12 @@ from typing import Any
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, CuveeError
+from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory
 from cuvee.codec.identity import store_key
 from cuvee.codec.layout import KVChunk
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
+from cuvee.integrations.stores.threads import Crew
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -35,6 +36,19 @@ logger = logging.getLogger(__name__)
 
 _FETCH_CHUNKS = 8  # asked of the store at a time, while those before them are decoded
 _FETCHERS = 4
+_FLUSH_SECONDS = 1.0  # that a store gets at least to write what it queued, when the engine stops
+
+
+class _Late(Exception):
+    """The store has not answered in time."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """What the store had of a chunk: under which key, and None where it had nothing."""
+
+    key: str
+    blob: bytes | None
 
 
 @dataclass(slots=True)
@@ -46,7 +60,7 @@ class _Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
     valid_until: int = 0  # tokens before this one are restored
     over: bool = False
-    bad: int | None = None  # index of a chunk whose entry is not sound
+    bad: str | None = None  # key of an entry that is not sound
 
 
 class WorkerSide:
@@ -65,14 +79,17 @@ class WorkerSide:
         self._rank = rank
         self._chunk, self._block = options.chunk_tokens, setup.block_tokens
         self._timeout = options.load_timeout
+        self._close_timeout = options.close_timeout
         self._budget = int(options.max_pending_mb * 1e6)
         self._codec = codec
+        self._key_ids = codec.key_ids or (b"",)
         self._store = store
         self._recorder = recorder
-        self._loaders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-load")
-        self._savers = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-save")
+        # Those that wait for a store are replaced when it hangs.
+        self._loaders = Crew(options.threads, "cuvee-load", self._timeout)
+        self._savers = Crew(options.threads, "cuvee-save", self._timeout)
+        self._fetchers = Crew(_FETCHERS, "cuvee-fetch", self._timeout)
         self._coders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-decode")
-        self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="cuvee-fetch")
         self._lock = threading.Lock()  # of what follows
         self._ended = threading.Condition(self._lock)  # told of every load that is over
         self._jobs: dict[str, _Job] = {}
@@ -151,60 +168,83 @@ class WorkerSide:
         load = job.load
         try:
             with self._stream(ready):
-                for first, blobs in self._fetched(job):
+                for first, entries in self._fetched(job):
                     with job.lock:
                         if job.over:
                             return
-                        self._restore(job, first, blobs)
+                        self._restore(job, first, entries)
+        except _Late:
+            self._give_up(job, patient=True)
         except CuveeError as error:
             logger.warning(
                 "cuvee: request %s: %s; its tokens from %d on are recomputed", load.request, error, job.valid_until
             )
         except Exception:
-            logger.exception("cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until)
+            if not job.over:  # given up, or the worker closes
+                logger.exception(
+                    "cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until
+                )
         if job.bad is not None:  # without the lock: the store may hang, and before the end: then it is stored anew
-            self._discard(load, job.bad)
+            self._discard(job.bad)
         with job.lock:
             self._end(job)
 
-    def _fetched(self, job: _Job) -> Iterator[tuple[int, list[bytes | None]]]:
-        """Blobs in order, some at a time, the next ones on their way meanwhile: (index of the first, blobs)."""
+    def _fetched(self, job: _Job) -> Iterator[tuple[int, list[_Entry]]]:
+        """Entries in order, some at a time, the next ones on their way meanwhile: (index of the first, entries)."""
         if job.over:  # given up before a thread was free for it
             return
-        keys = [store_key(job.load.tenant, digest, self._rank) for digest in job.load.digests]
+        tenant, digests = job.load.tenant, job.load.digests
 
-        def fetch(first: int) -> list[bytes | None]:
+        def fetch(first: int) -> list[_Entry]:
             begun = time.monotonic()
             try:
-                return self._store.get_many(keys[first : first + _FETCH_CHUNKS])
+                return self._get(tenant, digests[first : first + _FETCH_CHUNKS])
             finally:
                 self._recorder.count("fetch_seconds", time.monotonic() - begun)
 
         following = self._fetchers.submit(fetch, 0)
-        for first in range(0, len(keys), _FETCH_CHUNKS):
-            blobs = following.result()
-            if first + _FETCH_CHUNKS < len(keys):
+        for first in range(0, len(digests), _FETCH_CHUNKS):
+            if not wait([following], max(job.begun + self._timeout - time.monotonic(), 0)).done:
+                raise _Late
+            entries = following.result()
+            if first + _FETCH_CHUNKS < len(digests):
                 following = self._fetchers.submit(fetch, first + _FETCH_CHUNKS)
-            yield first, blobs
+            yield first, entries
 
-    def _restore(self, job: _Job, first: int, blobs: list[bytes | None]) -> None:
+    def _get(self, tenant: str, digests: Sequence[bytes]) -> list[_Entry]:
+        """The entries of chunks: those of older secrets only where the one that writes has none."""
+        found: dict[int, _Entry] = {}
+        for key_id in self._key_ids:
+            missing = [at for at in range(len(digests)) if at not in found or found[at].blob is None]
+            if not missing:
+                break
+            keys = [store_key(tenant, digests[at], self._rank, key_id) for at in missing]
+            blobs = self._store.get_many(keys)
+            found.update((at, _Entry(key, blob)) for at, key, blob in zip(missing, keys, blobs, strict=True))
+        return [found[at] for at in range(len(digests))]
+
+    def _bound_to(self, tenant: str, digest: bytes) -> bytes:
+        """What the tag of a chunk's blob covers besides the blob: tenant, prefix, model, adapter, quality, rank."""
+        return store_key(tenant, digest, self._rank).encode() if self._codec.key_ids else b""
+
+    def _restore(self, job: _Job, first: int, entries: list[_Entry]) -> None:
         """Decode some of a load's chunks, in order, as far as they are there and sound."""
         load = job.load
         begun = time.monotonic()
         whole: list[bytes] = []
         problem: CuveeError | None = None
-        for index, blob in enumerate(blobs, first):
+        for index, entry in enumerate(entries, first):
             try:
-                whole.append(self._check(blob, load.first_chunk + index))
+                whole.append(self._check(entry.blob, load.first_chunk + index))
             except CuveeError as error:
-                if blob is not None:
-                    job.bad = index
+                if entry.blob is not None:
+                    job.bad = entry.key
                 problem = error
                 break
         good, damage = self._decode(load, first, whole)
         job.valid_until = max(job.valid_until, (load.first_chunk + first + good) * self._chunk)
-        if good < len(whole):
-            job.bad = first + good
+        if good < len(whole) and not isinstance(damage, OutOfMemory):  # which says nothing about the entry
+            job.bad = entries[good].key
         self._recorder.count("loaded_chunks", good)
         self._recorder.count("decode_seconds", time.monotonic() - begun)
         problem = damage or problem
@@ -216,17 +256,18 @@ class WorkerSide:
         cache = self._pages
         chunks = range(load.first_chunk + first, load.first_chunk + first + len(blobs))
         slots = [self._slots(load.blocks, load.first_chunk, chunk, load.start) for chunk in chunks]
+        bound = [self._bound_to(load.tenant, load.digests[first + at]) for at in range(len(blobs))]
         if self._codec.on_device(cache.device):
             try:
-                self._codec.decode_paged(blobs, cache, slots).check()
+                self._codec.decode_paged(blobs, cache, slots, associated=bound).check()
                 return len(blobs), None
             except CuveeError:
                 pass  # one of them is damaged; one after the other tells which
 
-        def one(blob: bytes, at: torch.Tensor) -> None:
-            self._codec.decode_paged([blob], cache, [at]).check()
+        def one(blob: bytes, at: torch.Tensor, to: bytes) -> None:
+            self._codec.decode_paged([blob], cache, [at], associated=[to]).check()
 
-        results = [self._coders.submit(one, blob, at) for blob, at in zip(blobs, slots, strict=True)]
+        results = [self._coders.submit(one, *each) for each in zip(blobs, slots, bound, strict=True)]
         wait(results)
         for good, result in enumerate(results):
             try:
@@ -236,21 +277,19 @@ class WorkerSide:
         return len(blobs), None
 
     def _check(self, blob: bytes | None, chunk: int) -> bytes:
-        """`blob`, if it is what was asked for."""
+        """`blob`, if it says that it is what was asked for; decoding checks its tag and the rest."""
         if blob is None:
             raise CuveeError(f"chunk {chunk} is no longer in the store")
-        header = self._codec.check(blob)
-        if header.tokens != self._chunk or header.start != chunk * self._chunk:
-            raise CorruptError(
-                f"chunk {chunk}: the entry holds {header.tokens} tokens from {header.start} on, expected {self._chunk} "
-                f"from {chunk * self._chunk}"
-            )
+        try:
+            self._codec.check_own(blob, self._chunk, chunk * self._chunk, self._pages.layout.dtype)
+        except CorruptError as error:
+            raise CorruptError(f"chunk {chunk}: {error}") from error
         return blob
 
-    def _discard(self, load: Load, index: int) -> None:
+    def _discard(self, key: str) -> None:
         """Delete an entry that does not decode: it never will."""
         try:
-            self._store.delete(store_key(load.tenant, load.digests[index], self._rank))
+            self._store.delete(key)
         except Exception as error:
             logger.warning("cuvee: a bad entry could not be deleted: %s", error)
 
@@ -267,6 +306,7 @@ class WorkerSide:
                 self._end(job, "timeout")
         finally:
             job.lock.release()
+        self._store.overdue("get_many", self._timeout)
 
     def _end(self, job: _Job, failure: str = "load") -> None:
         """Book the outcome; `job.lock` is held. The second call does nothing."""
@@ -299,6 +339,8 @@ class WorkerSide:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the chunks out of the pages now, encode and store them later; over budget, they are left out."""
+        for operation in ("contains", "put") if saves else ():
+            self._store.overdue(operation, self._timeout)
         for save in saves:
             size = self._chunk * self._pages.layout.bytes_per_token
             with self._lock:
@@ -322,14 +364,14 @@ class WorkerSide:
         kept = False
         kind = "store"
         try:
-            key = store_key(save.tenant, save.digest, self._rank)
+            key = store_key(save.tenant, save.digest, self._rank, self._key_ids[0])
             if self._store.contains([key])[0]:
                 kept = True
                 return
             kind = "encode"
             begun = time.monotonic()
             with self._stream(ready):
-                blob = self._codec.encode(chunk)
+                blob = self._codec.encode(chunk, associated=self._bound_to(save.tenant, save.digest))
             self._recorder.count("encode_seconds", time.monotonic() - begun)
             kind = "store"
             kept = self._store.put(key, blob)
@@ -351,7 +393,9 @@ class WorkerSide:
 
     def _saved(self, digest: bytes, future: Future[None]) -> None:
         with self._lock:
-            self._saving.pop(digest, None)
+            # One that was cancelled is lost: what is left when the worker closes.
+            if not future.cancelled():
+                self._saving.pop(digest, None)
 
     # Both ------------------------------------------------------------------------------------------------------
 
@@ -367,16 +411,33 @@ class WorkerSide:
         return report
 
     def close(self) -> None:
-        """Finish what is being stored, then say what was done."""
+        """Finish what is being stored, for at most `close_timeout` seconds, then say what was done and what is lost."""
+        deadline = time.monotonic() + self._close_timeout
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._loaders.shutdown(wait=True, cancel_futures=True)
-        self._savers.shutdown(wait=True)
+            jobs = list(self._jobs.values())
+        self._fetchers.dismiss(0, cancel=True)
+        for job in jobs:
+            with job.lock:  # not while pages are written: the engine is about to free them
+                job.over = True
+        self._loaders.dismiss(0, cancel=True)
         self._coders.shutdown(wait=True)
-        self._fetchers.shutdown(wait=False, cancel_futures=True)
-        self._store.flush()
+        self._savers.dismiss(self._close_timeout)
+        with self._lock:
+            lost = {"encode": len(self._saving)}
+        self._store.flush(max(deadline - time.monotonic(), _FLUSH_SECONDS))
+        lost["store"] = sum(tier.queued for tier in self._store.counters().values())
+        for where, chunks in lost.items():
+            if chunks:
+                self._recorder.count("lost", chunks, where)
+        if any(lost.values()):
+            logger.warning(
+                "cuvee: rank %d: %d chunks waited to be compressed and %d to be written when the engine stopped, and "
+                "were not within close_timeout=%g s: they are lost",
+                self._rank, lost["encode"], lost["store"], self._close_timeout,
+            )  # fmt: skip
         self._recorder.record_store(self._store.counters())
         rest = self._recorder.drain()
         if rest is not None:
@@ -386,7 +447,8 @@ class WorkerSide:
 
     @property
     def _pages(self) -> PagedCache:
-        assert self._cache is not None, "attach was not called"
+        if self._cache is None:
+            raise RuntimeError("attach was not called")
         return self._cache
 
     def _slots(self, blocks: Sequence[int], first_chunk: int, chunk: int, start: int) -> torch.Tensor:
