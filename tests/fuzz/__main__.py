@@ -1,0 +1,61 @@
+"""`python -m tests.fuzz`: see the package."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+# Read when a module of kernels is imported: what is tried here is not the device's compiler.
+os.environ.setdefault("TRITON_INTERPRET", "1")
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+
+from fuzz import engine
+from fuzz.targets import TARGETS, named
+
+
+def main() -> int:
+    """Exit code: 0 nothing found, 1 a finding, 2 wrong usage."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzz what cuvee reads from others.")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
+    parser.add_argument("--seed", type=int, default=0, help="another seed, other cases")
+    parser.add_argument("--targets", default=",".join(TARGETS), help=f"of {','.join(TARGETS)}; default: all")
+    parser.add_argument("--first", type=int, default=0, help="number of the first case of each target")
+    parser.add_argument("--folder", type=Path, default=engine.FOLDER, help="where findings are kept")
+    parser.add_argument("--replay", metavar="FILE|TARGET:SEED:NUMBER", help="check one case again")
+    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.replay is not None:
+        return replay(arguments.replay)
+    if unknown := sorted(set(arguments.targets.split(",")) - set(TARGETS)):
+        parser.error(f"no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+    targets = [named(name) for name in arguments.targets.split(",")]
+    rest = (targets, arguments.seed, arguments.seconds, arguments.first, arguments.folder)
+    if arguments.worker is not None:
+        return engine.work(*rest, arguments.worker)
+    with tempfile.TemporaryDirectory(prefix="cuvee-fuzz-") as scratch:
+        return engine.watch(*rest, Path(scratch))
+
+
+def replay(what: str) -> int:
+    """Check one case in this process, so that a debugger can look at it."""
+    path = Path(what)
+    if path.is_file():
+        target, data = named(path.name.partition("-")[0]), path.read_bytes()
+    else:
+        name, seed, number = what.split(":")
+        target = named(name)
+        data = engine.case(target, int(seed), int(number))
+    target.warm_up()
+    try:
+        print(f"{target.name}: {engine.judge(target, data)}")
+    except engine.Finding as finding:
+        print(f"finding: {target.name}: {finding}")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,532 @@
+"""Blobs whose checksums are right and whose contents are not."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from test_golden import FOLDER as GOLDEN
+from test_golden import KEY
+from test_golden import codec_of as golden_codec
+from test_hostile import OFFSETS, codec_of, correlated_chunk, reseal, sections_of
+
+from cuvee.codec.backends import get_backend
+from cuvee.codec.classes import CLASSES, coding_order
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import Reader, Scheme, inspect, read_header, write_blob, write_streams
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.family import coding_plan
+from cuvee.codec.keys import Key
+from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.profile import Profile
+from cuvee.codec.rans import Streams
+from cuvee.codec.schemes.lossless import PROB_BITS, read_model, write_model
+from cuvee.codec.schemes.transform import SectionCoding
+from cuvee.codec.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
+from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
+from fuzz.dice import Dice
+from fuzz.engine import Finding
+
+MAX_TOKENS = 1 << 12  # that a case may restore
+SMALL = KVLayout(
+    "small",
+    (LayerLayout(1, 4, 3, Rope((1.0, 0.1))), LayerLayout(2, 4, 3, Rope((1.0, 0.1)))),
+    "float32",
+    4096,
+)
+# Of how many cases one is compared with the reference, which takes thirty times as long, and with the interpreter of
+# the device's kernels, which takes a thousand.
+REFERENCE_EVERY, DEVICE_EVERY = 24, 4000
+DEVICE_TOKENS = 40
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A good blob and who reads it.
+
+    Attributes:
+        name: for people.
+        blob: to start from.
+        codec: makes a codec for a backend.
+        key: secret of its tag; None: it has none.
+    """
+
+    name: str
+    blob: bytes
+    codec: Callable[[str], Codec]
+    key: bytes | None = None
+
+    @property
+    def scheme(self) -> Scheme:
+        """Of the blob."""
+        return read_header(self.blob).scheme
+
+    @property
+    def profile(self) -> Profile:
+        """Of the codecs."""
+        return self.codec("numba").profile
+
+
+def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
+    return cache(make)
+
+
+@cache
+def small_profile() -> Profile:
+    """Learned on next to nothing; its second section predicts tokens from the ones before."""
+    chunks = [_small_chunk(seed, 40) for seed in range(7)]
+    fitted = Profile.fit(SMALL, chunks, "layer")
+    sections = [fitted.learned[0]]
+    for kind, section in zip((Prediction.ANCHOR,), fitted.learned[1:], strict=True):
+        rho = section.rho + (180 if section.prediction is Prediction.NONE else 0)
+        sections.append(replace(section, prediction=kind, rho=rho.astype("int16")))
+    return Profile(SMALL, "layer", "fitted", fitted.family, tuple(sections))
+
+
+def _small_chunk(seed: int, tokens: int, start: int = 5) -> KVChunk:
+    noise = torch.Generator().manual_seed(seed)
+    keys = [torch.randn(tokens, layer.kv_heads, 4, generator=noise) for layer in SMALL.layers]
+    values = [torch.randn(tokens, layer.kv_heads, 3, generator=noise).cumsum(0) for layer in SMALL.layers]
+    return KVChunk(keys, values, SMALL, start)
+
+
+@cache
+def subjects() -> tuple[Subject, ...]:
+    """Every scheme and dtype; with and without classes, prediction and tags. Corpus files count on their order."""
+    found = []
+    for scheme in ("lossless", "generic", "transform", "classes"):
+        chunk = correlated_chunk(50, 20, 3, outlier=0.0 if scheme == "lossless" else 300.0)
+        weights = [2.0 ** (11 * t % 20 - 10) for t in range(19)] + [2.0**60] if scheme == "classes" else None
+        make = _cached(partial(codec_of, scheme))
+        found.append(Subject(f"correlated {scheme}", make("numba").encode(chunk, importance=weights), make))
+    for scheme in ("lossless", "generic", "transform", "classes"):
+        profile = small_profile() if scheme in ("transform", "classes") else Profile.generic(SMALL)
+        quality = {"quality": "lossless"} if scheme == "lossless" else {}
+
+        def small(backend: str, profile: Profile = profile, lossless: bool = bool(quality)) -> Codec:
+            if lossless:
+                return Codec(profile, "lossless", backend=backend, threads=1)
+            return Codec(profile, step=0.05, backend=backend, threads=1)
+
+        make = _cached(small)
+        weights = [float(t * t) for t in range(9)] if scheme == "classes" else None
+        found.append(Subject(f"small {scheme}", make("numba").encode(_small_chunk(9, 9), importance=weights), make))
+    profile = Profile.load(GOLDEN / "profile.safetensors")
+    for name in ("lossless-float16", "transform-float32", "generic-bfloat16", "classes-float16", "classes-bfloat16"):
+        make = _cached(partial(golden_codec, name, profile))
+        key = KEY if name.endswith("-float16") else None
+        found.append(Subject(f"golden {name}", Path(GOLDEN / f"{name}.bin").read_bytes(), make, key))
+    return tuple(found)
+
+
+# --- making cases
+
+
+def coded_at(subject: Subject, section: bytes, index: int) -> int:
+    """Where the coded part of a section begins; its end, if it has none."""
+    header = read_header(subject.blob)
+    reader = Reader(memoryview(section))
+    try:
+        if header.scheme is Scheme.GENERIC:
+            for size in subject.codec("numba").profile.sections[index].blocks:
+                reader.take(2 + 3 * size)
+            reader.skip_padding()
+        elif header.scheme is Scheme.LOSSLESS:
+            layout = subject.profile.layout
+            item = 2 if header.dtype != "float32" else 4
+            layer = layout.layers[index]
+            channels = [size for size in (layer.key_values, layer.value_values) for _ in range(item)]
+            models = [read_model(reader, size) for size in channels]
+            reader.skip_padding()
+            reader.take(sum(size * header.tokens for size, model in zip(channels, models, strict=True) if not model))
+            reader.skip_padding()
+    except CuveeError:
+        return len(section)
+    return reader.position
+
+
+def _with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> bytes:
+    """A section with one field of its coded part changed, or two so that sums still hold."""
+    at = coded_at(subject, section, index)
+    if len(section) - at < 12:
+        return dice.damaged(section)
+    out = bytearray(section)
+    words, escapes, log2, mode, _ = struct.unpack_from("<IIBBH", out, at)
+    head = 20 if mode == 1 else 12
+    streams = -(-read_header(subject.blob).tokens >> min(log2, 7))
+    states, lengths = at + head, at + head + 4 * streams
+    fields = [(at, 4), (at + 4, 4), (at + 8, 1), (at + 9, 1), (at + 10, 2)]
+    if mode == 1:
+        fields += [(at + 12, 4), (at + 16, 4)] * 2
+    fields += [(states + 4 * dice.number(0, streams), 4), (lengths + 2 * dice.number(0, streams), 2)]
+    fields += [(lengths + 2 * streams + 2 * dice.number(0, max(words, 1) - 1), 2)] * 3
+    if escapes and 8 * escapes <= len(out) - at:
+        index_at = len(out) - 8 * escapes
+        fields += [(index_at + 4 * dice.number(0, 2 * escapes - 1), 4)] * 3
+    if dice.chance(0.2) and lengths + 2 * streams <= len(out):
+        # Words move from one stream to another.
+        lost, won = (lengths + 2 * dice.number(0, streams - 1) for _ in range(2))
+        count = dice.small(4)
+        for where, by in ((lost, -count), (won, count)):
+            value = struct.unpack_from("<H", out, where)[0]
+            struct.pack_into("<H", out, where, (value + by) & 0xFFFF)
+        return bytes(out)
+    where, width = dice.pick(fields)
+    if where + width <= len(out):
+        value = int.from_bytes(out[where : where + width], "little")
+        out[where : where + width] = dice.odd(width, value).to_bytes(width, "little")
+    return bytes(out)
+
+
+def _symbols(dice: Dice, tables: EntropyTables, which: npt.NDArray[np.integer], escapes: float) -> U8:
+    """A byte of each table, some of them escapes where the table has one."""
+    slots = dice.rng.integers(0, 1 << tables.prob_bits, which.shape)
+    if dice.chance(0.3):  # as rare as may be: the last symbols of the tables
+        slots[dice.rng.random(which.shape) < 0.5] = (1 << tables.prob_bits) - 1
+    out: U8 = (tables.slots[which, slots] >> np.uint32(24)).astype(np.uint8)
+    chosen = (dice.rng.random(which.shape) < escapes) & (tables.freq[which, ESCAPE] > 0)
+    out[chosen] = ESCAPE
+    return out
+
+
+def _values(dice: Dice, count: int) -> npt.NDArray[np.int32]:
+    kind = dice.number(0, 2)
+    if kind == 0:
+        return dice.rng.integers(-(1 << 31), 1 << 31, count).astype(np.int32)
+    if kind == 1:
+        return np.full(count, dice.pick((-(1 << 31), (1 << 31) - 1, 0, -1, 1 << 24)), np.int32)
+    return dice.rng.integers(-300, 300, count).astype(np.int32)
+
+
+def _escape_list(dice: Dice, index: npt.NDArray[np.integer]) -> Escapes:
+    """The escapes that belong to the planes, or nearly those."""
+    listed = index.astype(np.int64)
+    if dice.trick(0.15) and len(listed):
+        listed = np.delete(listed, dice.number(0, len(listed) - 1))
+    elif dice.trick(0.15):
+        listed = np.sort(np.append(listed, dice.number(0, int(listed.max(initial=0)) + 5)))
+    elif dice.trick(0.1) and len(listed):
+        listed[dice.number(0, len(listed) - 1)] += dice.number(-2, 2)
+    return Escapes((listed & 0xFFFFFFFF).astype(np.uint32), _values(dice, len(listed)))
+
+
+def _plain_part(dice: Dice, tables: EntropyTables, plan: CodingPlan, tokens: int) -> bytes:
+    """A coded part whose streams are sound and whose symbols no encoder would choose."""
+    n = 1 << dice.number(0, 7)
+    starts = np.arange(tokens) % n == 0
+    which = np.where(starts[None], plan.first[:, None], plan.rest[:, None])
+    planes = _symbols(dice, tables, which, dice.pick((0.0, 0.02, 0.5)))
+    escapes = _escape_list(dice, np.flatnonzero(planes[: len(plan.shift)] == ESCAPE))
+    streams = get_backend("numba").rans_encode(planes, plan.first, plan.rest, tables, n)
+    return write_streams(streams, escapes, plan.planes, n)
+
+
+def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, tokens: int) -> bytes:
+    """The same for tokens of classes, the list of which may be another than that of the streams."""
+    plan, n = coding.classed, 1 << dice.number(0, 7)
+    kind = dice.number(0, 3)
+    low = plan.finest
+    if kind == 0:
+        classes = np.full(tokens, dice.number(low, CLASSES - 1), np.uint8)
+    elif kind == 1:
+        classes = dice.rng.choice([low, CLASSES - 1], tokens).astype(np.uint8)
+    else:
+        classes = dice.rng.integers(low, CLASSES, tokens).astype(np.uint8)
+    own = classes[coding_order(classes)]
+    planes = np.zeros((max(int(plan.planes[own].max()), 1), tokens), np.uint8)
+    which = plan.tables[own].T[: len(planes)]
+    planes[:] = _symbols(dice, tables, which, dice.pick((0.0, 0.02, 0.5)))
+    rows = np.arange(len(planes))[:, None]
+    planes[rows >= plan.planes[own][None]] = 0
+    index = np.flatnonzero((planes == ESCAPE) & (rows < plan.rows[own][None]))
+    streams = get_backend("numba").rans_encode_classes(planes, own, plan, tables, n)
+    listed = classes
+    if dice.trick(0.3):  # other classes than those of the streams, perhaps such as are not served
+        listed = classes.copy()
+        for _ in range(dice.small(4)):
+            listed[dice.number(0, tokens - 1)] = dice.number(0, CLASSES - 1)
+    which_class = np.zeros(tokens, np.uint16)
+    of_classes = get_backend("numba").rans_encode(listed[:, None], which_class, which_class, coding.class_table, 1)
+    if dice.trick(0.1):
+        of_classes = Streams(of_classes.states, of_classes.lengths, np.append(of_classes.words, np.uint16(0)))
+    return write_streams(streams, _escape_list(dice, index), int(plan.planes.max()), n, of_classes)
+
+
+def _generic_section(dice: Dice, tables: EntropyTables, blocks: tuple[int, ...], tokens: int) -> bytes:
+    side = bytearray()
+    codes = []
+    for size in blocks:
+        side += struct.pack("<h", dice.pick((0, 0, 64, -8064, 8064, dice.number(-9000, 9000))))
+        means = dice.rng.integers(0, 1 << 16, size).astype("<u2")
+        if not dice.trick(0.1):
+            means &= np.uint16(0xBF7F)  # of any sign, finite
+        own = dice.rng.integers(0, 57, size)
+        own[dice.rng.random(size) < 0.2] = 255
+        if dice.trick(0.1):
+            own[0] = dice.number(57, 254)
+        side += means.tobytes() + own.astype(np.uint8).tobytes()
+        codes.append(own)
+    code = np.minimum(np.concatenate(codes), 255)
+    live = code[code < 57].astype(np.int32)
+    return bytes(side) + bytes(-len(side) % 4) + _plain_part(dice, tables, coding_plan(live), tokens)
+
+
+def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) -> bytes:
+    head, stored = bytearray(), bytearray()
+    freqs: list[npt.NDArray[np.uint16]] = []
+    sizes = []
+    for size in (layer.key_values, layer.value_values):
+        for _ in range(item):
+            coded = dice.chance(0.6)
+            head.append(coded)
+            if not coded:
+                stored += dice.junk(size * tokens)
+                continue
+            counts = np.zeros(SYMBOLS)
+            used = dice.rng.integers(0, SYMBOLS, dice.small(80))
+            counts[used] = dice.rng.integers(1, 1 << dice.number(1, 20), len(used))
+            freqs.append(normalize_counts(counts, PROB_BITS))
+            sizes.append(size)
+            head += write_model(np.frombuffer(dice.junk(size), np.uint8), freqs[-1])
+    head += bytes(-len(head) % 4)
+    stored += bytes(-len(stored) % 4)
+    if not freqs:
+        return bytes(head + stored)
+    tables = EntropyTables(np.stack(freqs), PROB_BITS)
+    which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
+    n = 1 << dice.number(0, 7)
+    symbols = _symbols(dice, tables, np.repeat(which[:, None], tokens, 1), 0.0)
+    streams = get_backend("numba").rans_encode(symbols, which, which, tables, n)
+    none = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
+    return bytes(head + stored) + write_streams(streams, none, len(which), n)
+
+
+@cache
+def _coding(subject: int, section: int) -> SectionCoding:
+    found = subjects()[subject]
+    return SectionCoding(found.profile.learned[section], read_header(found.blob).step)
+
+
+def forged(dice: Dice, at: int) -> bytes:
+    """A blob that is sound from header to streams, and full of what no encoder writes."""
+    subject = subjects()[at]
+    header, profile = read_header(subject.blob), subject.profile
+    dice.mischief = dice.chance(0.4)
+    tokens = dice.pick((1, 2, 5, header.tokens, dice.small(60), dice.small(600)))
+    tables = profile.family.tables
+    parts = []
+    for index in range(len(header.section_bytes)):
+        if header.scheme is Scheme.LOSSLESS:
+            layer = profile.layout.layers[index]
+            part = _lossless_section(dice, layer, 2 if header.dtype != "float32" else 4, tokens)
+        elif header.scheme is Scheme.GENERIC:
+            part = _generic_section(dice, tables, profile.sections[index].blocks, tokens)
+        elif dice.chance(0.6):
+            part = _classed_part(dice, _coding(at, index), tables, tokens)
+        else:
+            part = _plain_part(dice, tables, _coding(at, index).plan, tokens)
+        parts.append(part)
+    dice.mischief = True
+    key = Key.of(subject.key) if subject.key is not None else None
+    start = dice.pick((0, header.start, 4096 - tokens))
+    return write_blob(
+        header.scheme, header.dtype, tokens, start, header.step, header.values_per_token, header.layout, header.profile,
+        parts, key,
+    )  # fmt: skip
+
+
+def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int) -> bytes:
+    """The blob with these sections and fields; signed anew if the subject's are."""
+    if subject.key is None:
+        return reseal(blob, sections, **fields)
+    header = read_header(blob)
+    values = {"tokens": header.tokens, "start": header.start, "step": header.step, "values": header.values_per_token}
+    values |= {name: value for name, value in fields.items() if name in values}
+    step = values["step"] - (1 << 32) if values["step"] >= 1 << 31 else values["step"]
+    return write_blob(
+        header.scheme, header.dtype, min(values["tokens"], 1 << 24), values["start"], step, values["values"],
+        header.layout, header.profile, sections, Key.of(subject.key),
+    )  # fmt: skip
+
+
+class BlobTarget:
+    """Decoding, by all backends and in all ways."""
+
+    name = "blob"
+    weight = 8.0
+
+    def warm_up(self) -> None:
+        """Every subject decodes."""
+        for at, subject in enumerate(subjects()):
+            if self.check(bytes([at]) + subject.blob) != "decoded":
+                raise Finding(f"the good blob {subject.name!r} does not decode")
+
+    def memory(self, data: bytes) -> int:
+        """What may be restored at most, and its working copies; and as many bytes as streams of nothing take."""
+        return (24 << 20) + 2048 * len(data)
+
+    def make(self, dice: Dice) -> bytes:
+        """A number of a subject, and a blob for it."""
+        at = dice.number(0, len(subjects()) - 1)
+        subject = subjects()[at]
+        blob = subject.blob
+        kind = dice.number(0, 19)
+        if kind <= 7:
+            blob = forged(dice, at)
+        if kind <= 4:
+            return bytes([at]) + blob
+        if kind == 19:
+            return bytes([at]) + dice.damaged(blob, [other.blob for other in subjects()])
+        if kind == 18:
+            return bytes([at]) + self._header(dice, subject, blob)
+        plain = replace(subject, blob=blob)
+        sections = sections_of(blob)
+        index = dice.number(0, len(sections) - 1)
+        fields: dict[str, int] = {}
+        if kind in (5, 6, 8, 9, 10):
+            sections[index] = _with_field(dice, plain, sections[index], index)
+        elif kind in (7, 11, 12):
+            sections[index] = dice.damaged(
+                sections[index], [s for other in subjects() for s in sections_of(other.blob)]
+            )
+        elif kind == 13:
+            sections[index] = dice.pick(sections_of(dice.pick(subjects()).blob))
+        elif kind == 14:
+            sections[index] = sections[index][: dice.number(0, len(sections[index]))]
+        elif kind == 15:
+            sections[index] += dice.pick((b"\0", bytes(4), dice.junk(dice.small(64))))
+        elif kind == 16:
+            sections = sections[::-1] if dice.chance(0.3) else sections[: dice.number(0, 3)] * dice.number(0, 3)
+        if kind == 17 or dice.chance(0.15):
+            name = dice.pick(("tokens", "tokens", "start", "step", "values"))
+            near = {"tokens": read_header(blob).tokens, "step": read_header(blob).step}.get(name, 0)
+            fields[name] = dice.odd(4, near)
+        return bytes([at]) + _sealed(plain, blob, sections, **fields)
+
+    def _header(self, dice: Dice, subject: Subject, blob: bytes) -> bytes:
+        """Any field of the header or the table of contents, with the header's checksum made right."""
+        out = bytearray(blob)
+        end = read_header(blob).header_bytes - 8
+        for _ in range(dice.small(3)):
+            if dice.chance(0.5):
+                where, width = dice.pick([(where, 1) for where in OFFSETS.values()] + [(7, 1), (28, 4), (64, 8)])
+            else:
+                where, width = dice.number(4, end - 8), dice.pick((1, 4, 8))
+            value = int.from_bytes(out[where : where + width], "little")
+            out[where : where + width] = dice.odd(width, value).to_bytes(width, "little")
+        out[end : end + 8] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(out[:end])))
+        return bytes(out)
+
+    def check(self, data: bytes) -> str:
+        """Decode by the compiled backend; now and then by the others, in parts, and into pages."""
+        if not data:
+            return "empty"
+        subject, blob = subjects()[data[0] % len(subjects())], data[1:]
+        draw = xxhash.xxh3_64_intdigest(data)
+        with suppress(CuveeError):
+            inspect(blob)
+        outcome, chunk = _decoded(subject, blob, "numba")
+        tokens = chunk.tokens if chunk is not None else 0
+        if draw % REFERENCE_EVERY == 0 or (chunk is not None and len(blob) < 600 and tokens < 12 and draw % 6 == 0):
+            _compare(subject, blob, chunk, "reference")
+        if draw // 16 % DEVICE_EVERY == 0 and tokens <= DEVICE_TOKENS:
+            _compare(subject, blob, chunk, "triton")
+        if chunk is not None:
+            self._check_parts(subject, blob, chunk, draw)
+        elif draw % 4 == 0:
+            with suppress(CuveeError):  # what fails as a whole may have good parts
+                subject.codec("numba").decode(blob, tokens=(0, 1), max_tokens=MAX_TOKENS)
+        return outcome
+
+    def _check_parts(self, subject: Subject, blob: bytes, chunk: KVChunk, draw: int) -> None:
+        codec = subject.codec("numba")
+        if draw % 3 == 0:
+            first = draw // 3 % chunk.tokens
+            end = first + 1 + draw // 5 % (chunk.tokens - first)
+            part = codec.decode(blob, tokens=(first, end), max_tokens=MAX_TOKENS)
+            if part.start != chunk.start + first or not _same(part, chunk, slice(first, end)):
+                raise Finding(f"tokens {first} … {end} alone are others than in the whole")
+        elif draw % 3 == 1:
+            layer = draw // 3 % chunk.layout.num_layers
+            keys, values = codec.decode_layers(blob, layer, layer + 1, max_tokens=MAX_TOKENS)
+            if not (_equal(keys[0], chunk.keys[layer]) and _equal(values[0], chunk.values[layer])):
+                raise Finding(f"layer {layer} alone is another than in the whole")
+        else:
+            _check_pages(codec, blob, chunk)
+
+
+def _decoded(subject: Subject, blob: bytes, backend: str) -> tuple[str, KVChunk | None]:
+    """What became of decoding, and the chunk if there is one."""
+    codec = subject.codec(backend)
+    try:
+        chunk = codec.decode(blob, max_tokens=MAX_TOKENS)
+    except CuveeError as error:
+        return type(error).__name__, None
+    header = read_header(blob)
+    if chunk.tokens != header.tokens or chunk.start != header.start or chunk.layout.dtype != header.dtype:
+        raise Finding(f"{backend}: {chunk.tokens} tokens from {chunk.start} on, the header says others")
+    for layer, keys, values in zip(chunk.layout.layers, chunk.keys, chunk.values, strict=True):
+        shapes = (header.tokens, layer.kv_heads, layer.head_dim), (header.tokens, layer.kv_heads, layer.value_dim)
+        dtype = chunk.layout.torch_dtype
+        if (keys.shape, values.shape) != shapes or keys.dtype != dtype or values.dtype != dtype:
+            raise Finding(f"{backend}: tensors of the wrong shape or dtype")
+    return "decoded", chunk
+
+
+def _compare(subject: Subject, blob: bytes, chunk: KVChunk | None, backend: str) -> None:
+    if backend == "triton":
+        with warnings.catch_warnings():  # the interpreter computes with NumPy, which warns where kernels do not
+            warnings.simplefilter("ignore")
+            _, other = _decoded(subject, blob, backend)
+    else:
+        _, other = _decoded(subject, blob, backend)
+    if (other is None) != (chunk is None):
+        raise Finding(f"{backend} {'refuses' if other is None else 'decodes'} what numba does not")
+    if chunk is None or other is None:
+        return
+    exact = backend == "reference" or read_header(blob).scheme is Scheme.LOSSLESS
+    if exact and not _same(other, chunk, slice(0, chunk.tokens)):
+        raise Finding(f"{backend} and numba decode other values")
+
+
+def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Bit for bit, but for the payload of numbers that are none."""
+    return bool(torch.equal(a, b)) or bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+def _same(part: KVChunk, whole: KVChunk, rows: slice) -> bool:
+    pairs = zip([*part.keys, *part.values], [*whole.keys, *whole.values], strict=True)
+    return all(len(a) == rows.stop - rows.start and _equal(a, b[rows]) for a, b in pairs)
+
+
+def _check_pages(codec: Codec, blob: bytes, chunk: KVChunk) -> None:
+    """Into pages: what is asked for is there, what is not stays as it was."""
+    room = chunk.tokens + 4
+    layout = chunk.layout
+    guard = 7.5
+    keys = [torch.full((room, layer.kv_heads, layer.head_dim), guard).to(layout.torch_dtype) for layer in layout.layers]
+    values = [
+        torch.full((room, layer.kv_heads, layer.value_dim), guard).to(layout.torch_dtype) for layer in layout.layers
+    ]
+    if codec.profile.layout.dtype != layout.dtype:
+        return
+    slots = torch.arange(2, chunk.tokens + 2)
+    slots[chunk.tokens // 2] = NOWHERE
+    cache_ = PagedCache.dense(layout, keys, values)
+    codec.decode_paged([blob], cache_, [slots]).check()
+    for mine, theirs in zip([*keys, *values], [*chunk.keys, *chunk.values], strict=True):
+        want = torch.full_like(mine, guard)
+        want[2 : chunk.tokens + 2] = theirs
+        want[chunk.tokens // 2 + 2] = guard
+        if not _equal(mine, want):
+            raise Finding("pages hold something else than the chunk, or other slots were written")

@@ -1,0 +1,221 @@
+"""What the vLLM connector is told: options, reports of workers, and entries of a store that somebody else wrote."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from test_hostile import reseal, sections_of
+from test_vllm_scheduler import Desk
+from test_vllm_worker import LAYOUT, TENANT, Bench
+
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.layout import KVChunk
+from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.messages import Load, Plan, Report, Save
+from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
+from fuzz.blobs import BlobTarget
+from fuzz.dice import Dice
+from fuzz.engine import Finding
+from fuzz.profiles import odd_json
+
+_OPTIONS: dict[str, Any] = {
+    "store": ["memory://?max_gb=1", "file:///nowhere"], "quality": "high", "chunk_tokens": 256, "min_tokens": 512,
+    "load_async": True, "decide": "always", "tenant": "somebody", "threads": 2, "max_pending_mb": 10.5,
+    "lookup_timeout": 2.0, "model_id": "m", "key_env": ["A", "B"], "profile": "p",
+}  # fmt: skip
+_CHUNKS, _CHUNK, _BLOCK = 2, 16, 8
+
+
+def _names(dice: Dice) -> list[str]:
+    return [dice.pick(("r", "s", "", "unknown", "r" * 200)) for _ in range(dice.number(0, 3))]
+
+
+def _digests(dice: Dice) -> list[bytes]:
+    return [dice.pick((bytes(32), b"", dice.junk(32))) for _ in range(dice.number(0, 3))]
+
+
+def _metrics(dice: Dice) -> dict[str, float] | None:
+    """What a recorder of some worker would drain."""
+    recorder = Recorder(dice.number(0, 3))
+    for _ in range(dice.number(0, 6)):
+        metric = dice.pick(list(METRICS.values()))
+        label = (
+            (dice.pick(metric.values) if metric.values else dice.pick(("disk", "redis", "x y"))) if metric.label else ""
+        )
+        value = dice.pick((0.0, 1.0, 1e-9, 1e18, 3.5, float(1 << 60)))
+        if metric.kind == "gauge":
+            endless = metric.name == "break_even_tokens" and dice.chance(0.5)
+            recorder.gauge(metric.name, math.inf if endless else value, label)
+        else:
+            recorder.count(metric.name, value, label)
+    return recorder.drain()
+
+
+def _report(dice: Dice) -> Report:
+    """A report of a worker that is confused, late, or says everything twice; of the types that it has."""
+    return Report(
+        [dice.pick((0, 1, 2, -1, 1 << 40)) for _ in range(dice.number(0, 4))],
+        set(_names(dice)),
+        [(dice.pick((1, 16, 1 << 40)), dice.pick((0.0, 1e-12, 1.0, 1e12, -1.0))) for _ in range(dice.number(0, 3))],
+        set(_names(dice)),
+        set(_digests(dice)),
+        _metrics(dice),
+    )
+
+
+@cache
+def _bench() -> tuple[Bench, list[bytes]]:
+    """A worker whose store holds two good chunks, and those chunks."""
+    noise = torch.randn(2, 3, 8 * _CHUNK, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
+    bench = Bench(sequence=KVChunk(noise[0], noise[1], LAYOUT))
+    bench.store_all(_CHUNKS)
+    return bench, [bench.store.entries[bench.key(chunk)] for chunk in range(_CHUNKS)]
+
+
+class ConnectorTarget:
+    """Options, messages and loads."""
+
+    name = "connector"
+    weight = 1.0
+
+    def warm_up(self) -> None:
+        """A good load arrives."""
+        _, (first, _) = _bench()
+        for _ in range(3):
+            if self.check(b"L" + first) != "load arrived":
+                raise Finding("a good load fails")
+        self.check(b"M" + bytes(8))
+
+    def memory(self, data: bytes) -> int:
+        """Messages are small, and so are the pages."""
+        return (32 << 20) + 256 * len(data)
+
+    def make(self, dice: Dice) -> bytes:
+        """A letter for the kind, and JSON, a seed of messages, or a blob."""
+        kind = dice.pick("OMML")
+        if kind == "O":
+            options: Any = {name: value for name, value in _OPTIONS.items() if dice.chance(0.5)}
+            for _ in range(dice.small(3)):
+                options = odd_json(dice, options)
+                options = options if isinstance(options, dict) else {"store": options}
+            try:
+                return b"O" + json.dumps(options).encode()
+            except ValueError:  # a number too long to be written
+                return b"O{}"
+        if kind == "M":
+            return b"M" + dice.junk(8)
+        good = dice.pick(_bench()[1])
+        how = dice.number(0, 4)
+        if how == 4:
+            return b"L" + good
+        if how == 0:
+            return b"L" + dice.damaged(good, _bench()[1])
+        if how == 1:
+            return b"L" + BlobTarget().make(dice)[1:]
+        sections = sections_of(good)
+        at = dice.number(0, len(sections) - 1)
+        if how == 2:
+            sections[at] = dice.damaged(sections[at])
+        name = dice.pick(("tokens", "start", "step", "values"))
+        fields = {name: dice.odd(4, 16)} if how == 3 else {}
+        return b"L" + reseal(good, sections, **fields)
+
+    def check(self, data: bytes) -> str:
+        """By kind."""
+        kind, rest = data[:1], data[1:]
+        if kind == b"O":
+            return self._options(rest)
+        if kind == b"M":
+            return self._messages(rest)
+        return self._load(rest)
+
+    def _options(self, text: bytes) -> str:
+        try:
+            given = json.loads(text)
+        except (ValueError, RecursionError):
+            return "no JSON"
+        if not isinstance(given, dict):
+            return "no object"
+        try:
+            options = Options.from_dict(given)
+            if "somebody" in repr(options):
+                raise Finding("options show the tenant")
+            options.secrets()
+        except CuveeError as error:
+            return f"options: {type(error).__name__}"
+        return "options taken"
+
+    def _messages(self, seed: bytes) -> str:
+        dice = Dice("messages", int.from_bytes(seed, "little"), 0)
+        desk = Desk(load_async=dice.chance(0.5))
+        request = SimpleNamespace(
+            request_id="r", prompt_token_ids=list(range(40)), prompt_embeds=None, all_token_ids=list(range(40)),
+            num_tokens=40, num_prompt_tokens=40, num_computed_tokens=0, cache_salt=None, lora_request=None,
+            mm_features=[], skip_reading_prefix_cache=False, resumable=False,
+        )  # fmt: skip
+        try:
+            for _ in range(dice.number(1, 4)):
+                if dice.chance(0.3):
+                    plan = desk.plan((request, 0, 40))
+                    if pickle.loads(pickle.dumps(plan)) != plan:
+                        raise Finding("a plan changes on its way")
+                report = _report(dice)
+                other = _report(dice)
+                before = report.metrics
+                report.add(pickle.loads(pickle.dumps(other)))
+                if not (other.ended <= report.ended and other.failed <= report.failed):
+                    raise Finding("a report is lost when two are added")
+                if before is not None and report.metrics is None:
+                    raise Finding("figures are lost when two reports are added")
+                desk.now += dice.pick((0.0, 1.0, -5.0, 1e9))
+                desk.side.take(report)
+                totals = desk.recorder.totals()
+                if any(map(math.isnan, totals.values())):
+                    raise Finding("a figure is no number")
+                drained = desk.recorder.drain() or {}
+                collect(drained)
+                interval_figures(drained)
+                desk.recorder.summary()
+        finally:
+            desk.side.close()
+        return "messages taken"
+
+    def _load(self, blob: bytes) -> str:
+        bench, good = _bench()
+        entries: dict[str, bytes] = bench.store.entries
+        for chunk in range(_CHUNKS):
+            entries[bench.key(chunk)] = good[chunk]
+        entries[bench.key(0)] = blob
+        for tensor in bench.cache.keys + bench.cache.values:
+            tensor.fill_(torch.nan)
+        blocks = [7, 3, 11, 5]
+        load = Load("r", TENANT, bench.digests[:_CHUNKS], 0, 0, _CHUNKS * _CHUNK, blocks)
+        plan = Plan(1, [load], [Save(TENANT, bench.digests[0], 0, blocks[:2])])
+        if pickle.loads(pickle.dumps(plan)) != plan:
+            raise Finding("a plan changes on its way")
+        bench.worker.start_loads([load], False)
+        bench.wait()
+        report = bench.worker.report(1)
+        invalid = bench.worker.take_invalid_blocks()
+        if report.ended != {"r"} or report.failed - {"r"}:
+            raise Finding(f"a load ended as {report}")
+        untouched = torch.tensor([block for block in range(24) if block not in blocks])
+        for tensor in bench.cache.keys + bench.cache.values:
+            pages = tensor.view(24, _BLOCK, *tensor.shape[-2:])
+            if not bool(pages[untouched].isnan().all()):
+                raise Finding("a load wrote into blocks of others")
+        if not report.failed:
+            if invalid:
+                raise Finding("a load succeeded and names invalid blocks")
+            return "load arrived"
+        if invalid != set(blocks):
+            raise Finding(f"the first chunk of a load failed, and of its blocks {blocks} only {invalid} are invalid")
+        if bytes(bench.digests[0]) not in report.unsaved:
+            raise Finding("the chunk of a load that failed is believed to be stored")
+        return "load failed"

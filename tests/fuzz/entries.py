@@ -1,0 +1,156 @@
+"""Entries of persistent stores: what a reader believes of a file that somebody else wrote; and URLs of stores."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+from xxhash import xxh3_64_digest, xxh3_128_digest
+
+from cuvee.codec.errors import CuveeError
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.envelope import HEADER_BYTES, parse_header, read_written, seal, unseal
+from cuvee.integrations.stores.urls import open_store, redacted
+from fuzz.dice import Dice
+from fuzz.engine import Finding, scratch
+
+KEY, OTHER = "ab12/" + "c0ffee" * 10, "ab12/" + "c0ffef" * 10
+NOW = 1.7e9
+_FIELDS = struct.Struct("<4sB3sdQ16s16s")
+_TTL = (None, 60.0, 1e-9, 1e18)
+_URLS = (
+    "memory://?max_mb=8", "file:///nowhere/kv?max_gb=5&ttl=7d", "file:///dev/shm/kv?max_gb_per_tenant=1&max_gb=2",
+    "tiered:memory://?max_gb=8,file:///nowhere/kv", "redis://user:pass-word@localhost:6379/0?max_gb=8&timeout=0.5",
+    "redis+cluster://localhost:6379?ttl=1h", "unix:///run/redis.sock?db=0&password_env=HOME", "s3://bucket/a?ttl=30d",
+    "fsspec+memory://bucket/x?max_entry_mb=3", "rediss://:hush-hush@[::1]:1/2?ssl_cert_reqs=none",
+)  # fmt: skip
+_PIECES = (
+    "://", "?", "&", "=", "@", ":", "/", ",", "%2C", "%00", "%zz", "#", "[", "]", "..", "max_mb=", "max_gb=1e9",
+    "ttl=-1", "ttl=nan", "max_gb=inf", "timeout=0", "db=-1", "1e400", "\0", "\n", "é", "tiered:", "redis://",
+    "memory://", " ", "٣",
+)  # fmt: skip
+
+
+class EntryTarget:
+    """Envelopes, as bytes and as files of a folder."""
+
+    name = "envelope"
+    weight = 1.0
+
+    def warm_up(self) -> None:
+        """A good entry is read."""
+        if self.check(b"\0" + seal(KEY, b"blob", NOW)) != "read":
+            raise Finding("a good entry is not read")
+
+    def memory(self, data: bytes) -> int:
+        """Copies of the bytes that are there, whatever length the header says."""
+        return (8 << 20) + 16 * len(data)
+
+    def make(self, dice: Dice) -> bytes:
+        """A number of how to read it, and an entry."""
+        blob = dice.junk(dice.pick((0, 1, dice.small(3000))))
+        data = bytearray(seal(dice.pick((KEY, KEY, OTHER)), blob, NOW + dice.pick((0.0, -120.0, 1e9))))
+        kind = dice.number(0, 6)
+        if kind <= 3:
+            fields = list(_FIELDS.unpack_from(data))
+            which = dice.number(0, 6)
+            fields[which] = (
+                dice.pick((b"cuvS", b"cuve", b"\0\0\0\0")), dice.odd(1, 1), dice.pick((bytes(3), b"\0\0\1")),
+                dice.pick((math.nan, math.inf, -math.inf, 1e308, -1e308, 0.0, 5e-324, NOW)), dice.odd(8, len(blob)),
+                dice.pick((xxh3_128_digest(blob), dice.junk(16))), dice.pick((xxh3_128_digest(b""), dice.junk(16))),
+            )[which]  # fmt: skip
+            head = _FIELDS.pack(*fields)
+            data[:HEADER_BYTES] = head + xxh3_64_digest(head)
+        elif kind == 4:
+            data = bytearray(dice.damaged(bytes(data)))
+        elif kind == 5:
+            data = data[: dice.number(0, len(data))] if dice.chance(0.5) else data + dice.junk(dice.small(100))
+        return bytes([dice.number(0, 255)]) + bytes(data)
+
+    def check(self, data: bytes) -> str:
+        """Read it as all stores do, and as a file."""
+        how, entry = data[0] if data else 0, data[1:]
+        ttl = _TTL[how % 4]
+        try:
+            blob = unseal(KEY, entry, ttl, NOW)
+        except CuveeError as error:
+            outcome = type(error).__name__
+        else:
+            outcome = "read"
+            written = read_written(entry[:HEADER_BYTES])
+            if seal(KEY, blob, written) != entry:
+                raise Finding("an entry was read that nobody would write")
+            if ttl is not None and NOW - written > ttl:
+                raise Finding("an entry was read that has expired")
+        try:
+            parse_header(memoryview(entry))
+        except CuveeError:
+            if outcome == "read":
+                raise Finding("an entry was read whose header is none") from None
+        if how % 8 == 0:
+            self._as_file(entry, outcome)
+        return outcome
+
+    def _as_file(self, entry: bytes, outcome: str) -> None:
+        tenant, _, name = KEY.partition("/")
+        root = scratch() / "store"
+        root.mkdir(exist_ok=True, mode=0o700)
+        shard = root / tenant / name[:2]
+        shard.mkdir(parents=True, exist_ok=True, mode=0o700)
+        file = shard / name
+        file.write_bytes(entry)
+        store = DiskStore(root)
+        there, blob = store.contains([KEY]), store.get(KEY)
+        if (blob is None) != (outcome != "read") or (blob is not None and blob != entry[HEADER_BYTES:]):
+            raise Finding(f"as bytes it is {outcome!r}, as a file {'a miss' if blob is None else 'read'}")
+        if there != [len(entry) >= HEADER_BYTES]:
+            raise Finding(f"contains says {there} of a file of {len(entry)} bytes")
+        if blob is None and file.exists():
+            raise Finding("a bad entry was left in the store")
+
+
+class UrlTarget:
+    """URLs of stores, as a configuration gives them. Nothing is connected to."""
+
+    name = "url"
+    weight = 0.5
+
+    def warm_up(self) -> None:
+        """Whatever is imported on the way is imported."""
+        for url in _URLS:
+            self.check(url.encode())
+
+    def memory(self, data: bytes) -> int:
+        """A client takes a few connections' worth."""
+        return (48 << 20) + 16 * len(data)
+
+    def make(self, dice: Dice) -> bytes:
+        """A URL, nearly."""
+        text = dice.pick(_URLS)
+        for _ in range(dice.small(4)):
+            at, cut = dice.number(0, len(text)), dice.pick((0, 0, dice.small(8)))
+            piece = dice.pick((dice.pick(_PIECES), text[: dice.small(20)], "0" * dice.small(50)))
+            text = text[:at] + piece + text[at + cut :]
+        return text.encode("utf-8", "surrogatepass")
+
+    def check(self, data: bytes) -> str:
+        """A store, or an error that names no secret."""
+        text = data.decode("utf-8", "replace")
+        shown = redacted(text)
+        if not isinstance(shown, str):
+            raise Finding("redacted gave no text")
+        try:
+            store = open_store(text)
+        except CuveeError as error:
+            message = str(error)
+            # Only where it stands in the place of a password.
+            secrets = [url.rpartition("@")[0].rpartition(":")[2] for url in _URLS if "@" in url]
+            heads = [url.rpartition("@")[0] + "@" for url in _URLS if "@" in url]
+            placed = zip(secrets, heads, strict=True)
+            if any(text.startswith(h) and text.count(s) == 1 and s in message + shown for s, h in placed):
+                raise Finding(f"an error shows a password: {message}") from None
+            return type(error).__name__
+        except ImportError:  # of a package that brings a protocol: the documented error
+            return "ImportError"
+        store.close()
+        return "opened"

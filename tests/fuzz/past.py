@@ -1,0 +1,113 @@
+"""What audits found before there was a fuzzer, as cases: `python tests/fuzz/past.py` writes them into `corpus/`.
+
+A test replays whatever lies there. What the fuzzer finds is copied there as it is, with a name that says what it was.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+
+import numpy as np
+import torch
+from test_hostile import reseal, sections_of
+from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128_digest
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import read_header
+from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout
+from cuvee.codec.profile import Profile
+from fuzz.blobs import MAX_TOKENS, SMALL, subjects
+from fuzz.commands import _CONFIG, _good, _joined
+from fuzz.entries import KEY, NOW
+from fuzz.profiles import file_of, named_by_content, parts
+
+CORPUS = Path(__file__).parent / "corpus"
+
+
+def _blobs() -> Iterator[tuple[str, bytes]]:
+    names = [subject.name for subject in subjects()]
+    # Zeros compress to next to nothing: whole, undamaged, and more than anybody asked for.
+    tokens = MAX_TOKENS + 904
+    at = names.index("small lossless")
+    layers = [(torch.zeros(tokens, x.kv_heads, 4), torch.zeros(tokens, x.kv_heads, 3)) for x in SMALL.layers]
+    zeros = KVChunk([keys for keys, _ in layers], [values for _, values in layers], replace(SMALL, max_positions=None))
+    bomb = Codec(Profile.generic(zeros.layout), "lossless").encode(zeros)
+    layout = subjects()[at].profile.layout.fingerprint
+    bomb = bomb[:32] + layout + bomb[48:]
+    end = read_header(subjects()[at].blob).header_bytes - 8  # of as many sections
+    bomb = bomb[:end] + struct.pack("<Q", xxh3_64_intdigest(bomb[:end])) + bomb[end + 8 :]
+    yield "bomb", bytes([at]) + bomb
+    at = names.index("correlated transform")
+    blob = subjects()[at].blob
+    yield "tokens-without-streams", bytes([at]) + reseal(blob, [bytes(2048)] * 2, tokens=2048 * 128)
+    section = bytearray(sections_of(blob)[0])
+    struct.pack_into("<Q", section, 0, (1 << 64) - 1)
+    yield "counts-overflow", bytes([at]) + reseal(blob, [bytes(section), sections_of(blob)[1]])
+    at = names.index("correlated classes")
+    blob = subjects()[at].blob
+    many = struct.pack("<IIBBHII", 0, 0, 7, 1, 0, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
+    yield "classes-without-words", bytes([at]) + reseal(blob, [many] * 2, tokens=340 * 128)
+    section = bytearray(sections_of(blob)[0])
+    struct.pack_into("<I", section, 12, (1 << 32) - 1)
+    yield "class-words-overflow", bytes([at]) + reseal(blob, [bytes(section), sections_of(blob)[1]])
+
+
+def _profiles() -> Iterator[tuple[str, bytes]]:
+    data, arrays = parts()[2]
+    changed = dict(arrays)
+    changed["family.dead_zone"] = arrays["family.dead_zone"][:1]
+    yield "short-quantiser", file_of(data, changed)
+    changed = dict(arrays)
+    changed["section.0.class_freq"] = np.zeros(16, np.uint16)
+    yield "classes-that-cannot-be-coded", file_of(data, changed)
+    changed = dict(arrays)
+    changed["section.0.class_scale"] = np.array([(-1) ** k * 30000 for k in range(16)], np.int16)
+    yield "coarse-classes-code-more", file_of(data, changed)
+    curve = [{"step": 0, "bits_per_value": 10**400, "error": 1e308}]
+    yield "numbers-beyond-floats", file_of({**data, "curve": curve}, arrays)
+    data, arrays = parts()[3]
+    layout = KVLayout("wide", (LayerLayout(1 << 12, 1 << 12, 1, None),) * 2, "float32", None)
+    yield "huge-layout", file_of({**data, "layout": layout.to_dict()}, arrays)
+    data, arrays = parts()[0]
+    changed = dict(arrays)
+    for name in arrays:
+        if ".predictor." in name and name.rpartition(".")[2] in ("linear", "square"):
+            changed[name] = np.full_like(arrays[name], 3e38)
+    if changed.keys() == arrays.keys():
+        yield "extreme-predictor", file_of(named_by_content(data, changed), changed)
+
+
+def _entries() -> Iterator[tuple[str, bytes]]:
+    def entry(written: float, length: int, blob: bytes) -> bytes:
+        fields = struct.Struct("<4sB3sdQ16s16s")
+        digests = xxh3_128_digest(blob), xxh3_128_digest(KEY.encode())
+        head = fields.pack(b"cuvS", 1, bytes(3), written, length, *digests)
+        return head + xxh3_64_digest(head) + blob
+
+    yield "length-beyond-the-file", b"\0" + entry(NOW, (1 << 64) - 1, b"blob")
+    yield "written-never", b"\1" + entry(math.nan, 4, b"blob")
+
+
+def cases() -> Iterator[tuple[str, bytes]]:
+    """Names and bytes."""
+    yield from (("blob-" + name, data) for name, data in _blobs())
+    yield from (("profile-" + name, data) for name, data in _profiles())
+    yield from (("envelope-" + name, data) for name, data in _entries())
+    config = {**_CONFIG, "num_hidden_layers": None}
+    yield "cli-config-without-layers", _joined("decode-config", [_good()["blob"], json.dumps(config).encode()])
+    config = {**_CONFIG, "model_type": "other", "auto_map": {"AutoConfig": "evil.Config"}}
+    yield "cli-config-with-code", _joined("decode-config", [_good()["blob"], json.dumps(config).encode()])
+
+
+if __name__ == "__main__":
+    CORPUS.mkdir(exist_ok=True)
+    for name, data in cases():
+        (CORPUS / f"{name}.bin").write_bytes(data)

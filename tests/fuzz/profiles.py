@@ -1,0 +1,249 @@
+"""Profiles: safetensors files that hash to what they say, and say what no profile may."""
+
+from __future__ import annotations
+
+import json
+import struct
+from contextlib import suppress
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import xxhash
+from test_golden import FOLDER as GOLDEN
+from test_hostile import learned
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.layout import KVChunk
+from cuvee.codec.profile import PRESETS, Profile, sealed
+from fuzz.blobs import SMALL, small_profile
+from fuzz.dice import Dice
+from fuzz.engine import Finding, scratch
+
+MOST_VALUES = 4096  # of a token: a larger model is loaded, and not tried
+_TOKENS = 6
+_DTYPES = {"float32": "F32", "uint16": "U16", "int16": "I16", "int32": "I32", "float64": "F64", "uint8": "U8"}
+_DTYPES |= {"int64": "I64", "bool": "BOOL", "float16": "F16", "int8": "I8", "uint32": "U32"}
+Arrays = dict[str, npt.NDArray[Any]]
+
+
+@cache
+def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
+    """Metadata and arrays of good profiles."""
+    measured = Profile.load(GOLDEN / "profile.safetensors")
+    profiles = (measured, learned(), small_profile(), Profile.generic(SMALL))
+    return tuple(({**p._metadata(), "id": p.id.hex()}, p._arrays()) for p in profiles)
+
+
+def file_of(data: dict[str, Any], arrays: Arrays, **metadata: str) -> bytes:
+    """A safetensors file. Written here: its own writer refuses much of what a file may say."""
+    header: dict[str, Any] = {"__metadata__": {"cuvee": sealed(data), **metadata}}
+    body = b""
+    for name, array in sorted(arrays.items()):
+        raw = np.ascontiguousarray(array).tobytes()
+        header[name] = {
+            "dtype": _DTYPES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [len(body), len(body) + len(raw)],
+        }
+        body += raw
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text + body
+
+
+def named_by_content(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
+    """The metadata with the id that the contents hash to, if they make a profile at all."""
+    with suppress(Exception):
+        profile, _ = Profile._from_parts(json.loads(json.dumps(data)), arrays)
+        return {**data, "id": profile.id.hex()}
+    return data
+
+
+def odd_value(dice: Dice, depth: int = 0) -> Any:
+    """Something that JSON can say."""
+    kind = dice.number(0, 9)
+    if kind == 0:
+        return None
+    if kind == 1:
+        return dice.chance(0.5)
+    if kind <= 4:
+        return dice.pick((0, 1, -1, 2, 3, 255, 4096, 1 << 16, 1 << 24, 1 << 31, -(1 << 63), 1 << 64, 10**400))
+    if kind == 5:
+        return dice.pick((0.0, -0.0, 0.5, 1e-320, 1e308, -1e30, 1.0))
+    if kind == 6:
+        return dice.pick(("", "layer", "all", "layers:2", "layers:0", "unit", "head", "x" * 300, "\0", "\ud800", "1"))
+    if kind == 7 and depth < 3:
+        return [odd_value(dice, depth + 1) for _ in range(dice.number(0, 4))]
+    if kind == 8 and depth < 3:
+        return {dice.pick(("kinds", "layers", "x", "", "step")): odd_value(dice, depth + 1)}
+    return [[]] * dice.small(2000)
+
+
+def odd_json(dice: Dice, data: Any) -> Any:
+    """`data` with something in it changed."""
+    if isinstance(data, dict) and data and dice.chance(0.9):
+        key = dice.pick(sorted(data))
+        kind = dice.number(0, 9)
+        if kind == 0:
+            return {name: value for name, value in data.items() if name != key}
+        if kind == 1:
+            return {**data, dice.pick(("extra", "Kinds", "", key + " ")): odd_value(dice)}
+        return {**data, key: odd_json(dice, data[key])}
+    if isinstance(data, list) and data and dice.chance(0.8):
+        at = dice.number(0, len(data) - 1)
+        kind = dice.number(0, 5)
+        if kind == 0:
+            return data[:at] + data[at + 1 :]
+        if kind == 1:
+            return data + [data[at]] * dice.small(40)
+        return [*data[:at], odd_json(dice, data[at]), *data[at + 1 :]]
+    if type(data) is int and dice.chance(0.6):
+        return data + dice.pick((-1, 1, 2, -2, 64, -64, 1000))
+    return odd_value(dice)
+
+
+def odd_array(dice: Dice, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Another shape, another dtype, or other values."""
+    kind = dice.number(0, 11)
+    if kind == 0:
+        return array.astype(dice.pick(sorted(_DTYPES)), casting="unsafe")
+    if kind == 1:
+        return array[: dice.number(0, len(array))] if array.ndim else array[None]
+    if kind == 2:
+        return np.concatenate([array, array[-1:]]) if array.ndim and len(array) else array[None]
+    if kind == 3:
+        return dice.pick((array[None], array.ravel(), array.T, array.reshape(-1, 1), array[..., None]))
+    if kind == 4:
+        return np.zeros(dice.pick(((0,), (), (0, 0), (1,), (3, 0), (0, 40))), array.dtype)
+    out = array.copy()
+    if not out.size:
+        return out
+    flat = out.reshape(-1)
+    count = dice.pick((1, 1, 2, dice.small(flat.size), flat.size))
+    where = dice.rng.choice(flat.size, min(count, flat.size), replace=False)
+    if out.dtype.kind == "f":
+        odd = (np.nan, np.inf, -np.inf, 0.0, -0.0, 1e38, -3.4e38, 1e-45, 1e30, 2.0, -2.0, 1.0)
+        flat[where] = dice.pick(odd) if dice.chance(0.8) else flat[where] * dice.pick((-1, 1e20, 1e-20, 3))
+    elif out.dtype.kind in "iu":
+        info = np.iinfo(out.dtype)
+        if dice.chance(0.5):
+            flat[where] = dice.pick((info.min, info.max, 0, 1, info.max // 2))
+        elif dice.chance(0.6) and flat.size > 1:
+            # Sums stay as they are: that is a rule of tables.
+            with np.errstate(over="ignore"):
+                a, b = dice.number(0, flat.size - 1), dice.number(0, flat.size - 1)
+                moved = dice.pick((1, 2, int(flat[a]) - 1, int(flat[a])))
+                flat[a], flat[b] = (
+                    np.array([int(flat[a]) - moved, int(flat[b]) + moved], np.int64).astype(out.dtype).tolist()
+                )
+        else:
+            flat[:] = np.sort(flat)[:: dice.pick((1, -1))]
+    return out
+
+
+class ProfileTarget:
+    """Loading a profile, and all that is done with one that loads."""
+
+    name = "profile"
+    weight = 3.0
+
+    def __init__(self) -> None:
+        self._path = scratch() / "profile.safetensors"
+
+    def warm_up(self) -> None:
+        """Good ones load, and do all that is asked of them."""
+        for data, arrays in parts():
+            if self.check(file_of(data, arrays)) != "loaded":
+                raise Finding("a good profile does not load")
+
+    def memory(self, data: bytes) -> int:
+        """A layout of 2^16 layers, or of 2^24 values a token, can be named in a few bytes; arrays cost their size."""
+        return (160 << 20) + 64 * len(data)
+
+    def make(self, dice: Dice) -> bytes:
+        """A whole file."""
+        data, arrays = dice.pick(parts())
+        arrays = dict(arrays)
+        kind = dice.number(0, 9)
+        for _ in range(dice.small(3)):
+            name = dice.pick(sorted(arrays))
+            if kind <= 4:
+                arrays[name] = odd_array(dice, arrays[name])
+            elif kind <= 7:
+                data = odd_json(dice, data)
+                if not isinstance(data, dict):
+                    data = {"format": data}
+            elif dice.chance(0.3):
+                arrays[dice.pick((name + "x", "section.99.mean", "section.0.predictor.components"))] = arrays[name]
+            elif dice.chance(0.5):
+                arrays[name] = arrays[dice.pick(sorted(arrays))]
+            else:
+                del arrays[name]
+        try:
+            whole = file_of(named_by_content(data, arrays) if dice.chance(0.9) else data, arrays)
+        except (ValueError, KeyError, OverflowError, UnicodeEncodeError):  # JSON or safetensors cannot say it
+            whole = file_of(*parts()[0])
+        if kind == 9:
+            return dice.damaged(whole, [file_of(*part) for part in parts()[2:]])
+        if kind == 8 and dice.chance(0.5):
+            length = struct.unpack_from("<Q", whole)[0]
+            head = dice.damaged(whole[8 : 8 + length])
+            return struct.pack("<Q", len(head)) + head + whole[8 + length :]
+        return whole
+
+    def check(self, data: bytes) -> str:
+        """Load, look, ask, encode, decode, save: each gives an error of ours or what it should."""
+        self._path.write_bytes(data)
+        try:
+            profile = Profile.load(self._path)
+        except CuveeError as error:
+            return type(error).__name__
+        for preset in PRESETS[1:]:
+            with suppress(CuveeError):
+                if type(profile.resolve(preset)) is not int:
+                    raise Finding(f"{preset} is no step")
+        with suppress(CuveeError):
+            profile.least_kl()
+        if profile.layout.values_per_token > MOST_VALUES or profile.layout.num_layers > 64:
+            return "loaded, too large to try"
+        profile.save(self._path)
+        if Profile.load(self._path).id != profile.id:
+            raise Finding("a profile that was saved has another id")
+        draw = xxhash.xxh3_64_intdigest(data)
+        self._code(profile, profile.min_step if draw % 2 else 0, draw)
+        return "loaded"
+
+    def _code(self, profile: Profile, step: int, draw: int) -> None:
+        layout = profile.layout
+        if layout.max_positions is not None and layout.max_positions < _TOKENS:
+            return
+        noise = torch.Generator().manual_seed(draw % (1 << 31))
+        tensors = [
+            [
+                torch.randn(_TOKENS, layer.kv_heads, size, generator=noise).to(layout.torch_dtype)
+                for layer, size in sizes
+            ]
+            for sizes in (
+                [(layer, layer.head_dim) for layer in layout.layers],
+                [(layer, layer.value_dim) for layer in layout.layers],
+            )
+        ]
+        chunk = KVChunk(tensors[0], tensors[1], layout)
+        weights: Any = [float(draw >> t & 1 or t) for t in range(_TOKENS)] if draw % 3 == 0 else None
+        try:
+            codec = Codec(profile, step=2.0 ** (step / 64), threads=1)
+            blob = codec.encode(chunk, importance=weights if profile.learned else None)
+            back = codec.decode(blob)
+        except CuveeError:
+            return
+        if back.tokens != _TOKENS or [k.shape for k in back.keys] != [k.shape for k in chunk.keys]:
+            raise Finding("a profile made a chunk of another shape")
+        if draw % 20 == 0:
+            other = Codec(profile, step=2.0 ** (step / 64), threads=1, backend="reference").decode(blob)
+            for a, b in zip([*back.keys, *back.values], [*other.keys, *other.values], strict=True):
+                if not bool(((a == b) | (a.isnan() & b.isnan())).all()):
+                    raise Finding("reference and numba decode other values with a profile")
