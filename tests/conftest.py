@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny random models of every supported family, layouts with synthetic caches, the bundled model."""
+"""Shared fixtures: tiny random models of every supported family, layouts with synthetic caches, both models."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from inspect import getmembers, ismodule
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ MAX_POSITIONS = 4096
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
 # two engines at a time wait for each other.
 LONGEST = (
-    "test_vllm_engine", "test_kernel_backend", "test_vllm_faults", "test_notebooks", "test_vllm_serve", "test_report",
-    "test_vllm_docs", "test_hostile", "test_bench_vllm", "test_kernel_hostile", "test_blend_report",
-    "test_kernel_static", "test_memory", "test_tasks", "test_kernel_launches",
+    "test_vllm_engine", "test_kernel_backend", "test_vllm_faults", "test_kernel_classes", "test_vllm_serve",
+    "test_report", "test_vllm_docs", "test_notebooks", "test_hostile", "test_bench_vllm", "test_kernel_hostile",
+    "test_blend_report", "test_kernel_static", "test_memory", "test_tasks", "test_kernel_launches",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {
@@ -119,11 +120,52 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Halve the time of kernels: the interpreter computes every sum twice, for an assertion that is switched off."""
-    if not torch.cuda.is_available() and find_spec("triton") is not None:
-        from triton.runtime.interpreter import interpreter_builder
+    """Halve the time of kernels, twice.
 
-        object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
+    The interpreter computes every sum two times, for an assertion that is switched off; at every call of a function
+    within a kernel it looks through all of Triton's language for what it has to replace; and for every tensor it builds
+    the table of NumPy's types anew.
+    """
+    if torch.cuda.is_available() or find_spec("triton") is None:
+        return
+    from triton import language
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+
+    @cache
+    def builtins_of(namespace: Any) -> list[str]:
+        return [name for name, member in getmembers(namespace) if core.is_builtin(member)]
+
+    def patch_builtins(namespace: Any, builder: Any, scope: Any) -> None:
+        for name in builtins_of(namespace):
+            member = getattr(namespace, name)
+            if core.is_builtin(member):
+                interpreter._patch_attr(namespace, name, member, builder, scope)
+
+    numpy_type_of = interpreter._get_np_dtype
+    scalar_type = cache(numpy_type_of)
+
+    def numpy_type(dtype: Any) -> Any:
+        scalar = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
+        return numpy_type_of(dtype) if isinstance(scalar, core.pointer_type) else scalar_type(scalar)
+
+    patch_language = interpreter._patch_lang
+
+    @cache
+    def languages_of(function: Any) -> list[Any]:
+        found = [value for value in function.__globals__.values() if ismodule(value)]
+        return [module for module in (language, core) if module in found]
+
+    def patch_what_is_not(function: Any) -> Any:
+        if any(core.is_builtin(module.load) for module in languages_of(function)):
+            return patch_language(function)
+        return interpreter._LangPatchScope()
+
+    interpreter._patch_lang = patch_what_is_not
+    interpreter._patch_builtin = patch_builtins
+    interpreter._get_np_dtype = numpy_type
 
 
 @pytest.fixture(scope="session")
@@ -133,10 +175,11 @@ def device() -> torch.device:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests of kernels, so that `-m gpu` selects them; the files that take longest come first."""
+    """Mark the tests of kernels and of the real model, for `-m gpu` and `-m real`; the longest files come first."""
     for item in items:
-        if "device" in getattr(item, "fixturenames", ()):
-            item.add_marker("gpu")
+        for fixture, marker in (("device", "gpu"), ("smollm2", "real")):
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker(marker)
     rank = {name: index for index, name in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
 
@@ -297,6 +340,35 @@ def books() -> Books:
     harbour = sequences("harbour")
     profile = Profile.calibrate(model, harbour, "layer", prefix=192, progress=False)
     return Books(model, harbour, sequences("orchard"), profile)
+
+
+def load_real_model() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct in float32 and its tokenizer.
+
+    Where it cannot be had the test is skipped, or fails if the environment variable CUVEE_REQUIRE_MODEL is 1. A
+    download that is not the pinned file always fails.
+    """
+    from cuvee.eval import data
+    from cuvee.eval.real_model import ModelUnavailable
+
+    try:
+        return data.load_smollm2()
+    except (ImportError, ModelUnavailable) as error:
+        if os.environ.get("CUVEE_REQUIRE_MODEL") == "1":
+            pytest.fail(f"CUVEE_REQUIRE_MODEL=1, but {error}")
+        pytest.skip(str(error))
+
+
+@pytest.fixture(scope="session")
+def require_smollm2() -> Callable[[], tuple[Any, Any]]:
+    """What `smollm2` calls."""
+    return load_real_model
+
+
+@pytest.fixture(scope="session")
+def smollm2(require_smollm2: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+    """The real model in float32 and its tokenizer. Tests that use it carry the marker `real`."""
+    return require_smollm2()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

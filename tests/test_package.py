@@ -29,6 +29,8 @@ DATA_FILES = (
     "cuvee/eval/models/books-3m/README.md",
     *(f"cuvee/eval/texts/{name}.txt" for name in TEXTS),
     "cuvee/eval/texts/README.md",
+    *(f"cuvee/eval/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
+    "cuvee/eval/texts/mixture/dialogue.json",
     "cuvee/eval/REPORT.md",
     "cuvee/eval/report.html.j2",
     "cuvee/eval/tasks/cuvee_kv_8.yaml",
@@ -111,6 +113,17 @@ def test_module_imports(name: str) -> None:
         if missing not in OPTIONAL:
             raise
         pytest.skip(f"needs {missing}")
+
+
+def test_nothing_that_is_shipped_asserts() -> None:
+    """`python -O` leaves asserts out: what must hold is checked by an error, what cannot fail is a test."""
+    found = []
+    for name in module_names():
+        path = ROOT / "src" / name.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found += [f"{name}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert found == []
 
 
 def test_kernels_is_a_namespace_package() -> None:

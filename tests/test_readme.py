@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import cuvee
+from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
+from cuvee.codec.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
+from cuvee.integrations.stores import urls
+from cuvee.integrations.vllm.config import Options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -52,6 +58,19 @@ def test_files_and_commands_that_the_readme_names_exist() -> None:
         assert f"\n{target}:" in makefile
     for preset in ("lossless", "high", "balanced", "small"):
         assert f'"{preset}"' in README
+
+
+def test_security_names_what_exists() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/.]+\.(?:md|py))`", text):
+        assert (ROOT / name).is_file(), name
+    names = {field.name for field in fields(Options)}
+    assert {"key_env", "key_file"} <= names and all(f"`{name}`" in text for name in ("key_env", "key_file"))
+    assert {"password_env", "password_file"} == set(urls._PASSWORD) and all(f"`{n}=`" in text for n in urls._PASSWORD)
+    parameters = {**inspect.signature(Codec).parameters, **inspect.signature(Codec.decode).parameters}
+    for name in re.findall(r"`(?:Codec\()?(\w+)=\)?`", text):
+        assert name in parameters or name in urls._PASSWORD, name
+    assert f"default {MAX_DECODED_TOKENS}" in text and f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES} secret bytes" in text
 
 
 def rows(heading: str) -> list[list[str]]:

@@ -66,6 +66,7 @@ app.add_typer(store_app, name="store")
 
 _DEFAULT_CHUNK = 256
 _FILE_WIDTH = 120
+_MODEL_HELP = "Folder or name of a transformers model; books-3m is bundled, smollm2 is a real one, fetched once."
 _NAME_DIGITS = 5  # of a blob's number in a folder: 00000.cuvee
 _SUFFIX = ".cuvee"
 
@@ -135,14 +136,18 @@ def _options(
 def demo(
     out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
     plot: Annotated[bool, typer.Option(help="Draw the plot.")] = True,
+    model: Annotated[str, typer.Option("--model", "-m", help=_MODEL_HELP)] = "books-3m",
     json_to: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Also write all figures as JSON; - is standard output.")
     ] = None,
 ) -> None:
-    """Compress the cache of the bundled model and show what that saves and costs. Needs no network."""
+    """Compress the cache of a model and show what that saves and costs.
+
+    A minute on the bundled model, which needs no network; a few on smollm2, which is fetched once (270 MB on disk).
+    """
     from cuvee.eval.demo import run_demo
 
-    report = run_demo(_console(stderr=json_to == "-"), out if plot else None)
+    report = run_demo(_console(stderr=json_to == "-"), out if plot else None, model=model)
     if json_to is not None:
         if json_to == "-":
             _print_json(report)
@@ -155,22 +160,40 @@ def demo(
 
 @profile_app.command("learn")
 def profile_learn(
-    model_path: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Folder or name of a transformers model; books-3m is bundled.")
-    ],
+    model_path: Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL_HELP)],
     texts: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            metavar="TEXT...",
-            help="Text files; .jsonl files: a line is a list of token ids, or an object with input_ids or text; "
-            "hf:DATASET:SPLIT:COLUMN; or bundled texts by name.",
+            metavar="[TEXT]...",
+            help="Learn from these alone: text files; .jsonl files: a line is a list of token ids, or an object with "
+            "input_ids or text; hf:DATASET:SPLIT:COLUMN; or bundled texts by name. Default: a mixture of the kinds "
+            "that come with cuvee and of the model's own samples.",
         ),
-    ],
+    ] = None,
+    *,
     out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")],
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="TEXT[=SHARE]",
+            help="Add a text to the mixture, as a kind of its own; SHARE of the sequences, default 0.25. Repeatable.",
+        ),
+    ] = None,
     group: Annotated[
-        str, typer.Option(help="What one basis spans: head, unit, layer, layers:n or all. Larger is smaller on disk.")
-    ] = "layer",
-    sequences: Annotated[int, typer.Option(min=3, help="At most so many sequences, spread over the text.")] = 128,
+        str,
+        typer.Option(
+            help="What one basis spans: head, unit, layer, layers:n, all, or auto: as many layers as decode within "
+            "--flops. Larger is smaller on disk."
+        ),
+    ] = "auto",
+    flops: Annotated[
+        float | None,
+        typer.Option(min=1, help="With auto, operations per decoded value; default 1536 on a CPU, else 4096."),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=3, help="At most so many sequences; default 96, of given texts 128.")
+    ] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens in a sequence.")] = 512,
     prefix: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence that count as cached; default: three quarters.")
@@ -179,31 +202,69 @@ def profile_learn(
         bool,
         typer.Option(
             "--reread/--no-reread",
-            help="Let the rest of every second sequence repeat a part of its cache, so that the cache matters.",
+            help="With TEXT: let the rest of every second sequence repeat a part of its cache, so that the cache "
+            "matters. The mixture has such a kind.",
         ),
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the sampled targets and of --reread.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the sampled texts and targets, and of --reread.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences a forward and backward pass.")] = 4,
-    dtype: Annotated[_Dtype, typer.Option(help="Of the model; auto: as its files say.")] = _Dtype.auto,
+    dtype: Annotated[
+        _Dtype, typer.Option(help="Of the model; auto: as its files say, on a CPU float32, which is faster there.")
+    ] = _Dtype.auto,
     device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1 …")] = "cpu",
     force: _Force = False,
     as_json: _Json = False,
 ) -> None:
     """Learn a profile: the directions of the cache that the model's loss depends on, and what each quality costs."""
+    from cuvee.codec.errors import InputError
     from cuvee.codec.profile import Profile
-    from cuvee.eval.corpus import load_model, read_corpus, spread_sequences
+    from cuvee.eval.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
+    from cuvee.eval.mixture import check_size, mixture
     from cuvee.eval.protocol import reread
 
     _check_absent(out, force)
-    tokens = spread_sequences([read_corpus(text, model_path) for text in texts], length, sequences)
-    model = load_model(model_path, dtype.value, device)
-    prefix = 3 * length // 4 if prefix is None else prefix
-    if repeat:
-        tokens = reread(tokens, prefix, seed)
-    profile = Profile.calibrate(model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed)
+    if texts and own:
+        raise InputError("--text adds to the mixture, TEXT takes its place: give one of them")
+    chosen = "float32" if dtype is _Dtype.auto and device == "cpu" else dtype.value
+    tokens: Any
+    if texts:
+        tokens = spread_sequences([read_corpus(text, model_path) for text in texts], length, sequences or 128)
+        model = load_model(model_path, chosen, device)
+        if repeat:
+            tokens = reread(tokens, 3 * length // 4 if prefix is None else prefix, seed)
+    else:
+        count = sequences or 96
+        check_size(count, length)  # before a model is loaded
+        shares = [_text_and_share(text) for text in own or []]
+        added = {
+            Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(round(share * count), 3))
+            for name, share in shares
+        }
+        model = load_model(model_path, chosen, device)
+        # Before the added kinds, so that one of the same name takes the place of the mixture's.
+        tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=True) | added
+    profile = Profile.calibrate(
+        model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops
+    )  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(out)
     _show_profile(profile, out, as_json)
+
+
+def _text_and_share(text: str) -> tuple[str, float]:
+    """NAME or NAME=SHARE, as --text gives it."""
+    from cuvee.codec.errors import InputError
+
+    name, found, share = text.rpartition("=")
+    if not found:
+        return text, 0.25
+    try:
+        value = float(share)
+    except ValueError:
+        return text, 0.25  # a name with an equals sign in it
+    if not 0 < value <= 100:
+        raise InputError(f"--text {text}: the share must lie above 0 and be at most 100")
+    return name, value
 
 
 @profile_app.command("show")
@@ -241,12 +302,16 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
             for section, learned in zip(profile.sections, profile.learned, strict=bool(profile.learned))
         ],
         "curve": [{**asdict(point), "step": 2.0 ** (point.step / 64)} for point in profile.curve],
+        "curves": {
+            kind: [{**asdict(point), "step": 2.0 ** (point.step / 64)} for point in points]
+            for kind, points in profile.curves.items()
+        },
     }
     if as_json:
         _print_json(data)
         return
-    first, kinds = layout.layers[0], len(set(layout.layers))
-    shape = f"{layout.num_layers} layers" + (f" of {kinds} kinds, the first" if kinds > 1 else "")
+    first, shapes = layout.layers[0], len(set(layout.layers))
+    shape = f"{layout.num_layers} layers" + (f" of {shapes} shapes, the first" if shapes > 1 else "")
     facts = {
         "profile": f"{path} ({data['bytes']:,} bytes)",
         "id": data["id"],
@@ -275,6 +340,16 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
             "" if point.top1 is None else f"{100 * point.top1:.1f} %",
         )
     console.print(table)
+    if profile.curves:
+        # No more steps than fit beside the names.
+        steps = sorted({point.step for points in profile.curves.values() for point in points})
+        steps = steps[:: -(-len(steps) // 6)]
+        kinds = _new_table("kind of text", *(f"{2.0 ** (step / 64):.3g}" for step in steps))
+        for kind, points in profile.curves.items():
+            known = {point.step: point.kl for point in points if point.kl is not None}
+            kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
+        console.print("KL by kind and step; kl= and the presets go by the worst:")
+        console.print(kinds)
 
 
 def _predictions(profile: Profile) -> str:
@@ -387,6 +462,9 @@ def decode(
     start: Annotated[
         int | None, typer.Option(min=0, help="Position of the first token; default: where it was.")
     ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Refuse to restore more: a small file may claim a huge cache.")
+    ] = 1 << 17,
     force: _Force = False,
     as_json: _Json = False,
 ) -> None:
@@ -395,22 +473,25 @@ def decode(
 
     from safetensors.torch import save
 
-    from cuvee.codec.codec import Codec
+    from cuvee.codec.codec import Codec, check_tokens
     from cuvee.codec.container import inspect
     from cuvee.codec.layout import KVChunk
 
     _check_absent(target, force)
     chunks: list[KVChunk] = []
     codec: Codec | None = None
+    tokens = 0
     for path in _blob_files(source):
         blob = path.read_bytes()
         with _naming(path):
             info = inspect(blob)
+            tokens += info.tokens
+            check_tokens(tokens, max_tokens)
             if codec is None:
                 # A codec decodes blobs of any quality of its profile; this one is always to be had.
                 codec = Codec(_profile(profile, config, info.dtype), "lossless")
                 moved = 0 if start is None else start - info.start
-            chunks.append(codec.decode(blob, info.start + moved))
+            chunks.append(codec.decode(blob, info.start + moved, max_tokens=max_tokens))
     with _naming(source):
         whole = KVChunk.concat(chunks)
     tensors = {}
@@ -439,18 +520,22 @@ def _profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
 
     if file is not None:
         return Profile.load(file)
-    assert config is not None
+    if config is None:
+        raise InputError("config: give a profile, or the config of the model")
     if not config.exists():
         raise FileNotFoundError(errno.ENOENT, "no such config", str(config))
     try:
         from transformers import AutoConfig
     except ImportError as error:
         raise ImportError("--config needs transformers: install cuvee[transformers], or use --profile") from error
-    from cuvee.eval.corpus import as_input_error
-
-    with as_input_error(str(config)):
-        read = AutoConfig.from_pretrained(str(config)).get_text_config(decoder=True)
-    return Profile.generic(KVLayout.from_config(read, dtype=dtype))
+    try:
+        # Never the code of a repository that the file names, and no question whether it may run.
+        read = AutoConfig.from_pretrained(str(config), trust_remote_code=False).get_text_config(decoder=True)
+        return Profile.generic(KVLayout.from_config(read, dtype=dtype))
+    except (CuveeError, OSError, ImportError):
+        raise
+    except Exception as error:  # transformers has no class of its own for a configuration that makes no sense
+        raise InputError(f"{config}: {error}") from error
 
 
 def _read_cache(path: Path) -> tuple[dict[str, torch.Tensor], int]:
@@ -619,9 +704,7 @@ _OF_BLEND = {
 @app.command()
 def report(
     ctx: typer.Context,
-    model: Annotated[
-        str, typer.Option("--model", "-m", help="Folder or name of a transformers model; books-3m is bundled.")
-    ] = "books-3m",
+    model: Annotated[str, typer.Option("--model", "-m", help=_MODEL_HELP)] = "books-3m",
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the report.")] = Path("out/report"),
     profiles: Annotated[
         list[Path] | None,
