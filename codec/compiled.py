@@ -25,7 +25,7 @@ def compiled(function: Callable[..., Any]) -> Any:
 
     A cache that cannot be used costs time, never the call.
     """
-    made = nb.njit(nogil=True)(function)
+    made: Any = nb.njit(nogil=True)(function)
     try:
         made.enable_caching()
     except (RuntimeError, OSError) as error:

@@ -130,8 +130,8 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotar
     outputs = [empty_outputs(layout, 100) for _ in range(2)]
     for implementation, out in zip((transform.place, transform_numba.place), outputs, strict=True):
         implementation(x, mean, section, layout, rotation, slice(37, 100), *out)
-    for units in zip(*outputs, strict=True):
-        for a, b in zip(*units, strict=True):
+    for one, other in zip(*outputs, strict=True):
+        for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
             assert bool(a[:37].isnan().all())
     ties = torch.tensor([[1.0] * 5, [1 + 2**-6] * 5]).bfloat16()
@@ -140,8 +140,8 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotar
     repeated = empty_outputs(layout, 100)
     whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
     transform.place(x, whole, section, layout, rotation, slice(37, 100), *repeated)
-    for units, others in zip(repeated, outputs[0], strict=True):
-        for a, b in zip(units, others, strict=True):
+    for one, other in zip(repeated, outputs[0], strict=True):
+        for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
 
 
