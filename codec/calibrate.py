@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -37,6 +37,7 @@ from cuvee.codec.model import (
 )
 from cuvee.codec.profile import CurvePoint, Profile, SectionProfile
 from cuvee.codec.symbols import F32, I16, I32, RHO_BITS, CodingPlan, Prediction, pack, predict, quantize
+from cuvee.codec.together import Together, same_everywhere
 from cuvee.codec.transform import (
     WEIGHT_RANGE,
     Rotation,
@@ -75,6 +76,7 @@ FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
 CURVE_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
 PROGRESS_LINES = 10  # of a log file, for each piece of long work
 CURVE_CHUNK = 256  # tokens a blob on the curve
+MEASURE_BATCH = 8  # sequences a forward pass
 MIN_STEP = -8 * OCTAVE
 PREDICTION_STEPS = (-2 * OCTAVE, 0)
 PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does without
@@ -83,18 +85,19 @@ PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does w
 class Moments:
     """Sums over tokens for one section: means, covariances and metrics of its blocks, and a sample of tokens."""
 
-    def __init__(self, section: Section, layout: KVLayout, limit: int) -> None:
+    def __init__(self, section: Section, layout: KVLayout, limit: int, device: torch.device | str = "cpu") -> None:
         self.section = section
         self.count = 0
         # Everything is summed relative to the mean of the first run: a channel's mean may be far larger than its
         # deviation (the key biases of Qwen2), and the covariance would drown in the rounding of their squares.
-        self.origin = torch.zeros(section.values)
-        self.total = torch.zeros(section.values, dtype=torch.float64)
-        self.products = [torch.zeros(size, size, dtype=torch.float64) for size in section.blocks]
-        self.metrics = [torch.zeros(size, size, dtype=torch.float64) for size in section.blocks]
-        self.sink_total = torch.zeros(SINKS, section.values, dtype=torch.float64)
-        self.sink_count = torch.zeros(SINKS, dtype=torch.float64)
-        # (position of the first token, [t, N], gradients [t, N] or None)
+        exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        self.origin = torch.zeros(section.values, device=device)
+        self.total = torch.zeros(section.values, **exact)
+        self.products = [torch.zeros(size, size, **exact) for size in section.blocks]
+        self.metrics = [torch.zeros(size, size, **exact) for size in section.blocks]
+        self.sink_total = torch.zeros(SINKS, section.values, **exact)
+        self.sink_count = torch.zeros(SINKS, **exact)
+        # (position of the first token, [t, N], gradients [t, N] or None), on the CPU
         self.sample: list[tuple[int, torch.Tensor, torch.Tensor | None]] = []
         self._limit = limit
         self._stride, self._seen = 1, 0
@@ -131,12 +134,30 @@ class Moments:
     def _keep(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None) -> None:
         """Keep an even selection of runs within the limit: whenever it is full, every second one goes."""
         if self._seen % self._stride == 0:
-            own = None if gradient is None else gradient[: self._limit].bfloat16()
-            self.sample.append((start, x[: self._limit].clone(), own))
+            own = None if gradient is None else gradient[: self._limit].bfloat16().cpu()
+            self.sample.append((start, x[: self._limit].clone().cpu(), own))
             while sum(len(run) for _, run, _ in self.sample) > self._limit:
                 del self.sample[1::2]
                 self._stride *= 2
         self._seen += 1
+
+    def move_origin(self, origin: torch.Tensor) -> None:
+        """Make the sums those of deviations from another origin `[N]`."""
+        offset = self.origin.double() - origin.double()
+        column = 0
+        for products in self.products:
+            at = slice(column, column + len(products))
+            cross = torch.outer(self.total[at], offset[at])
+            products.add_(cross + cross.T + self.count * torch.outer(offset[at], offset[at]))
+            column += len(products)
+        self.total += self.count * offset
+        self.origin = origin.to(self.origin)
+
+    def to_cpu(self) -> None:
+        """What is left to do is done there; the second moments have served."""
+        self.products, self.metrics = [], []
+        self.origin, self.total = self.origin.cpu(), self.total.cpu()
+        self.sink_total, self.sink_count = self.sink_total.cpu(), self.sink_count.cpu()
 
     def mean(self) -> torch.Tensor:
         """`[N]` float64."""
@@ -156,7 +177,7 @@ class Moments:
         out, column = [], 0
         for metric in self.metrics:
             size = len(metric)
-            ridge = torch.zeros(size, dtype=torch.float64)
+            ridge = torch.zeros_like(metric[0])
             for low, high in self._unit_runs(column, size):
                 ridge[low:high] = metric.diagonal()[low:high].mean()
             ridge = ridge.clamp_min(max(float(ridge.max()) * 1e-9, 1e-300))
@@ -169,7 +190,7 @@ class Moments:
         out, column = [], 0
         for covariance in self.covariances():
             size = len(covariance)
-            weight = torch.ones(size, dtype=torch.float64)
+            weight = torch.ones_like(covariance[0])
             power = self.mean()[column : column + size].square()
             # A unit that does not vary has nothing but rounding to its variance, which must not count as the others'.
             most = float(covariance.diagonal().max()) * WEIGHT_RANGE
@@ -218,12 +239,19 @@ def calibrate(
     seed: int,
     flops: float | None,
     progress: bool,
+    together: Together,
 ) -> Profile:
     """See `Profile.calibrate`."""
+    arguments = {
+        "the model's fingerprint": model_fingerprint(model), "group": group, "prefix": prefix,
+        "batch_size": batch_size, "seed": seed, "flops": flops,
+    }  # fmt: skip
+    same_everywhere(together, arguments)
+    token_ids = together.from_first(token_ids)
+    progress = progress and together.rank == 0
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
-    kinds = _by_kind(model, token_ids, prefix)
     learning, testing = [], {}
-    for name, (tokens, cached) in kinds.items():
+    for name, (tokens, cached) in _by_kind(model, token_ids, prefix).items():
         held_out = held_out_count(len(tokens))
         if len(tokens) <= held_out:
             what = "token_ids" if name is None else f"token_ids of kind {name!r}"
@@ -236,17 +264,40 @@ def calibrate(
         group, why = choose_group(layout, seen, budget)
         _log.info("group=%r: %s", group, why)
     _need_tokens(layout, group, seen)
-    moments = _new_moments(layout, group)
-    generator = torch.Generator().manual_seed(seed)
+    moments = _new_moments(layout, group, together.size, _device_of_moments(model, layout, group))
+    generator = torch.Generator().manual_seed(seed + together.rank)
     with frozen(model):
-        for batch, cached in tracked(learning, "calibrating", progress):
+        for batch, cached in tracked(learning[together.rank :: together.size], "calibrating", progress):
             sample = sample_gradients(model, batch.to(model.device), cached, generator)
             _add_sample(moments, layout, sample, cached)
-    profile = _build(
-        layout, group, "calibrated", moments, [m.loss_metrics() for m in moments], model_fingerprint(model)
+    together.add_up(moments)
+    # All build the same; where their arithmetic differs in the last bit, the first one's counts.
+    profile = together.from_first(
+        _build(layout, group, "calibrated", moments, Moments.loss_metrics, model_fingerprint(model))
     )
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
-    return profile.measure(model, measured, prefix=prefix, progress=progress)
+    return profile.with_curve(
+        measure_curve(
+            profile, model, measured, prefix=prefix, steps=None, batch_size=MEASURE_BATCH, progress=progress,
+            together=together,
+        )
+    )  # fmt: skip
+
+
+def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> torch.device:
+    """Where sums are kept: with the model, if they take at most half of what is free there; else on the CPU."""
+    device = model.device
+    if device.type != "cuda":
+        return torch.device("cpu")
+    sizes = [size for section in partition(layout, group) for size in section.blocks]
+    # Two matrices of float64 for each block, and as much again while the largest is worked on.
+    needed = 16 * sum(size * size for size in sizes) + 64 * max(sizes) ** 2
+    free, _ = torch.cuda.mem_get_info(device)
+    if 2 * needed <= free:
+        return device
+    _log.info("second moments take %.1f GB, %s has %.1f GB free: they are kept on the CPU, which is slower",
+              needed / 1e9, device, free / 1e9)  # fmt: skip
+    return torch.device("cpu")
 
 
 def _by_kind(
@@ -314,7 +365,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str) -> Profile:
             require_finite(x, section.section)
             section.add(x, chunk.start)
     _need_tokens(layout, group, moments[0].count)
-    profile = _build(layout, group, "fitted", moments, [m.variance_metrics() for m in moments], None)
+    profile = _build(layout, group, "fitted", moments, Moments.variance_metrics, None)
     if not held_out:
         return profile
     points = []
@@ -333,6 +384,7 @@ def measure_curve(
     steps: Iterable[int] | None,
     batch_size: int,
     progress: bool,
+    together: Together,
 ) -> list[CurvePoint]:
     """See `Profile.measure`."""
     kinds = _by_kind(model, token_ids, prefix)
@@ -343,7 +395,7 @@ def measure_curve(
     tallies |= {kind: {step: _Tally() for step in codecs} for kind in kinds}
     work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
     with frozen(model), torch.no_grad():
-        for kind, batch, cached in tracked(work, "measuring", progress):
+        for kind, batch, cached in tracked(work[together.rank :: together.size], "measuring", progress):
             tokens = batch.to(model.device)
             chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
             exact = score(model, chunks, rest)
@@ -352,7 +404,11 @@ def measure_curve(
                 other = score(model, coded.chunks, rest)
                 for name in dict.fromkeys((None, kind)):
                     tallies[name][step].add(coded, exact, other, rest[:, 1:])
-    return [tally.point(step, kind) for kind, own in tallies.items() for step, tally in own.items()]
+    return [
+        _Tally.joined(together.gather(tally)).point(step, kind)
+        for kind, own in tallies.items()
+        for step, tally in own.items()
+    ]
 
 
 def _default_steps(profile: Profile) -> Sequence[int]:
@@ -397,27 +453,39 @@ def _relative_error(chunks: list[KVChunk], back: list[KVChunk]) -> float:
     return sum(ratios) / len(ratios)
 
 
+@dataclass(slots=True)
 class _Tally:
-    """Sums of one point of the curve, one entry a sequence."""
+    """Figures of one point of the curve: of each sequence, then of each batch."""
 
-    def __init__(self) -> None:
-        self.kl: list[float] = []
-        self.loss: list[float] = []
-        self.same: list[float] = []
-        self.coded: list[Coded] = []
+    kl: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    bits: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
 
     def add(self, coded: Coded, exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> None:
         """Add a batch: log-probabilities `[B, T, V]` without and with the codec, the true tokens `[B, T]`."""
-        self.coded.append(coded)
+        self.tokens.append(sum(chunk.tokens for chunk in coded.chunks))
+        self.bits.append(coded.bits_per_value)
+        self.error.append(coded.error)
         for kept, new in zip((self.kl, self.loss, self.same), compare(exact, other, targets), strict=True):
             kept.extend(new)
 
+    @classmethod
+    def joined(cls, tallies: Iterable[_Tally]) -> _Tally:
+        """Those of several processes as one."""
+        whole = cls()
+        for tally in tallies:
+            for name in cls.__slots__:
+                getattr(whole, name).extend(getattr(tally, name))
+        return whole
+
     def point(self, step: int, kind: str | None) -> CurvePoint:
-        weights = np.array([sum(chunk.tokens for chunk in coded.chunks) for coded in self.coded], dtype=np.float64)
         return CurvePoint(
             step,
-            bits_per_value=float(np.average([coded.bits_per_value for coded in self.coded], weights=weights)),
-            error=float(np.average([coded.error for coded in self.coded], weights=weights)),
+            bits_per_value=float(np.average(self.bits, weights=self.tokens)),
+            error=float(np.average(self.error, weights=self.tokens)),
             kl=float(np.mean(self.kl)),
             kl_stderr=stderr(self.kl),
             delta_nll=float(np.mean(self.loss)),
@@ -444,9 +512,9 @@ def tracked(batches: Sequence[T], what: str, progress: bool) -> Iterator[T]:
             console.print(f"{what}: {number + 1} of {len(batches)}, {left:.0f} s left", highlight=False)
 
 
-def _new_moments(layout: KVLayout, group: str) -> list[Moments]:
-    limit = min(SAMPLE_TOKENS, SAMPLE_BYTES // (4 * layout.values_per_token))
-    return [Moments(section, layout, limit) for section in partition(layout, group)]
+def _new_moments(layout: KVLayout, group: str, processes: int = 1, device: torch.device | str = "cpu") -> list[Moments]:
+    limit = min(SAMPLE_TOKENS, SAMPLE_BYTES // (4 * layout.values_per_token)) // processes
+    return [Moments(section, layout, limit, device) for section in partition(layout, group)]
 
 
 def _need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
@@ -460,11 +528,12 @@ def _need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
 
 
 def _add_sample(moments: list[Moments], layout: KVLayout, sample: CacheSample, prefix: int) -> None:
+    device = moments[0].total.device
     for row in range(len(sample.keys[0])):
         x, gradients = (
             KVChunk(
-                [key[row].transpose(0, 1).cpu() for key in keys],
-                [value[row].transpose(0, 1).cpu() for value in values],
+                [key[row].transpose(0, 1).to(device) for key in keys],
+                [value[row].transpose(0, 1).to(device) for value in values],
                 layout,
             )
             for keys, values in (
@@ -497,13 +566,18 @@ def _build(
     group: str,
     source: str,
     moments: list[Moments],
-    metrics: list[list[torch.Tensor]],
+    metrics_of: Callable[[Moments], list[torch.Tensor]],
     model: str | None,
 ) -> Profile:
     """Bases, scales, sinks, tables and prediction from the sums."""
     bases, deviations = [], []
-    for section, metric in zip(moments, metrics, strict=True):
-        maps = [eigenbasis(c, m) for c, m in zip(section.covariances(), metric, strict=True)]
+    for section in moments:
+        pairs = zip(section.covariances(), metrics_of(section), strict=True)
+        maps = []
+        for covariance, metric in pairs:
+            forward, inverse, deviation = eigenbasis(covariance, metric)
+            maps.append((forward.cpu(), inverse.cpu(), deviation.cpu()))
+        section.to_cpu()
         bases.append(maps)
         deviations.append([deviation for _, _, deviation in maps])
     # Step 1 is the root mean square of a coefficient, so that steps mean the same in every profile.

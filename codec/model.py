@@ -190,9 +190,20 @@ def prefill(
 def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -> torch.Tensor:
     """Log-probabilities `[B, T - 1, V]` float32 of the model reading `tokens [B, T]` after these caches."""
     cache = empty_cache()
-    for index in range(chunks[0].layout.num_layers):
+    for index, device in enumerate(cache_devices(model, chunks[0].layout.num_layers)):
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
         values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
-        cache.update(keys.to(model.device, model.dtype), values.to(model.device, model.dtype), index)
+        cache.update(keys.to(device, model.dtype), values.to(device, model.dtype), index)
     logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache).logits[:, :-1]
     return logits.float().log_softmax(-1)
+
+
+def cache_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
+    """Where the model keeps each layer's keys and values: with `device_map=` not all in one place."""
+    if not getattr(model, "hf_device_map", None):
+        return [model.device] * layers
+    # A map names modules, and says nothing of where one that is offloaded runs: the model knows.
+    cache = empty_cache()
+    with torch.no_grad():
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
+    return [layer.keys.device for layer in cache.layers]

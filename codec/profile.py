@@ -273,11 +273,13 @@ class Profile:
         seed: int = 0,
         flops: float | None = None,
         progress: bool = True,
+        distributed: bool = False,
     ) -> Profile:
         """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
 
         Args:
-            model: a transformers causal language model, in eval mode, on any device.
+            model: a transformers causal language model, in eval mode, on any device, or spread over several by
+                `device_map=`.
             token_ids: `[N, T]` int64: N sequences as the model will see them; or several kinds of text by name, each
                 with lengths of its own (`cuvee.eval.mixture.mixture` makes such a dict). An eighth of each (2 to 32)
                 is kept apart to measure the curve, kind by kind.
@@ -290,17 +292,22 @@ class Profile:
             batch_size: sequences a forward pass.
             seed: of the sampled targets; the same arguments give the same profile on the same machine.
             progress: show a progress bar on standard error.
+            distributed: all processes of PyTorch's default group (`torchrun`) call this, each with the whole model and
+                the same arguments, and share the work; the sequences are those of rank 0. All get the same profile.
 
         Raises:
-            InputError: `token_ids` of another shape, dtype or range.
+            InputError: `token_ids` of another shape, dtype or range; `distributed` without a process group, or with
+                processes that were given other models or arguments.
             ProfileError: too few tokens for the group; the message says how many it needs.
             UnsupportedModel: see `KVLayout.from_config`.
         """
         from cuvee.codec.calibrate import calibrate
+        from cuvee.codec.together import Alone, Processes
 
         return calibrate(
-            model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, progress=progress
-        )
+            model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, progress=progress,
+            together=Processes() if distributed else Alone(),
+        )  # fmt: skip
 
     @classmethod
     def fit(cls, layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
@@ -340,10 +347,14 @@ class Profile:
         The id stays: blobs written with either decode with both.
         """
         from cuvee.codec.calibrate import measure_curve
+        from cuvee.codec.together import Alone
 
         return self.with_curve(
-            measure_curve(self, model, token_ids, prefix=prefix, steps=steps, batch_size=batch_size, progress=progress)
-        )
+            measure_curve(
+                self, model, token_ids, prefix=prefix, steps=steps, batch_size=batch_size, progress=progress,
+                together=Alone(),
+            )
+        )  # fmt: skip
 
     def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
         """A copy with another curve."""

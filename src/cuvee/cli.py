@@ -215,7 +215,10 @@ def profile_learn(
     force: _Force = False,
     as_json: _Json = False,
 ) -> None:
-    """Learn a profile: the directions of the cache that the model's loss depends on, and what each quality costs."""
+    """Learn a profile: the directions of the cache that the model's loss depends on, and what each quality costs.
+
+    Under torchrun, processes share the work, each with the whole model: one GPU each with --device cuda.
+    """
     from cuvee.codec.errors import InputError
     from cuvee.codec.profile import Profile
     from cuvee.eval.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
@@ -225,6 +228,9 @@ def profile_learn(
     _check_absent(out, force)
     if texts and own:
         raise InputError("--text adds to the mixture, TEXT takes its place: give one of them")
+    rank, distributed = _process_of_torchrun(device)
+    if distributed and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
     chosen = "float32" if dtype is _Dtype.auto and device == "cpu" else dtype.value
     tokens: Any
     if texts:
@@ -242,13 +248,29 @@ def profile_learn(
         }
         model = load_model(model_path, chosen, device)
         # Before the added kinds, so that one of the same name takes the place of the mixture's.
-        tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=True) | added
+        tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=rank == 0) | added
     profile = Profile.calibrate(
-        model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops
-    )  # fmt: skip
+        model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, distributed=distributed
+    )
+    if rank:
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     profile.save(out)
     _show_profile(profile, out, as_json)
+
+
+def _process_of_torchrun(device: str) -> tuple[int, bool]:
+    """Rank of this process, and whether torchrun started it, in which case it joins the others."""
+    from torch import distributed
+
+    if not distributed.is_torchelastic_launched():
+        return 0, False
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return distributed.get_rank(), True
 
 
 def _text_and_share(text: str) -> tuple[str, float]:
