@@ -212,6 +212,11 @@ class QualityBench:
                 self.caches += [_cast(chunk, self.layout) for chunk in caches]
 
     @property
+    def exact_nll(self) -> float:
+        """Nats per scored token after the exact caches, mean over the sequences."""
+        return float(np.mean(self._exact_nll))
+
+    @property
     def raw_bytes(self) -> int:
         """Size of all caches at 16 bits a value."""
         return 2 * sum(chunk.tokens for chunk in self.caches) * self.layout.values_per_token
@@ -253,7 +258,7 @@ class QualityBench:
             ratio=16 / bits_per_value if bits_per_value else None,
             kl=float(np.mean(kl)),
             kl_stderr=stderr(kl),
-            nll=float(np.mean(self._exact_nll) + np.mean(loss)),
+            nll=self.exact_nll + float(np.mean(loss)),
             delta_nll=float(np.mean(loss)),
             delta_nll_stderr=stderr(loss),
             top1=float(np.mean(same)),

@@ -1,11 +1,12 @@
 """Size at equal quality on one model: what profiles need for a KL, and for each baseline's own KL.
 
-    python -m cuvee.eval.rate MODEL PROFILE… --text NAME=FILE… [--sequences 6] [--length 512] [--reread] [--json OUT]
+    python -m cuvee.eval.rate MODEL PROFILE… --text NAME=FILE… [--sequences 6] [--length 512] [--cached 384] [--reread]
+        [--kl 0.005…] [--no-curve] [--json OUT]
 
 Cuts sequences out of each text, stores the cache of their first three quarters in chunks of 256 tokens, with each
 profile at several steps and with each baseline, and scores the rest (`QualityBench`). Sizes at a KL are read off in
-(log bits, log KL); all bytes of a blob count. The report (`cuvee report`) measures more, and takes hours where this
-takes minutes.
+(log bits, log KL); all bytes of a blob count. With `--kl` also what `Codec(profile, kl=…)` gives, against what it was
+asked for. The report (`cuvee report`) measures more, and takes hours where this takes minutes.
 """
 
 from __future__ import annotations
@@ -56,30 +57,42 @@ def bits_at(curve: Sequence[tuple[float, float]], kl: float) -> float | None:
     return None
 
 
-def measure(bench: QualityBench, profiles: dict[str, Profile], rivals: Sequence[str] = RIVALS) -> dict[str, Any]:
+def measure(
+    bench: QualityBench,
+    profiles: dict[str, Profile],
+    rivals: Sequence[str] = RIVALS,
+    promises: Sequence[float] = (),
+    steps: Sequence[int] = STEPS,
+) -> dict[str, Any]:
     """Curves of profiles, points of baselines, and what they are worth to each other; JSON-ready.
 
     Args:
         bench: the model and the sequences.
         profiles: by name.
         rivals: keys of `cuvee.eval.methods.BASELINES`.
+        promises: KLs to ask a codec for.
+        steps: of the curves, in 1/64 octaves.
 
     Returns:
-        `profiles`: by name the points and the bits at TARGETS; `rivals`: by name the point, and by profile the bits
+        `exact`: perplexity after the exact cache; `profiles`: by name the points, the bits at TARGETS and what each
+        promise gave; `rivals`: by name the point, and by profile the bits
         at the rival's KL and how many times smaller that is. None where a curve does not reach.
     """
-    out: dict[str, Any] = {"profiles": {}, "rivals": {}}
+    out: dict[str, Any] = {"exact": {"perplexity": math.exp(bench.exact_nll)}, "profiles": {}, "rivals": {}}
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, profile in profiles.items():
         points = [
             bench.run(f"step 2^{step / OCTAVE:g}", CodecMethod(Codec(profile, step=step_value(step))))
-            for step in tracked(STEPS, name, progress=True)
+            for step in tracked(steps, name, progress=bool(steps))
         ]
         curves[name] = [(point.bits_per_value, point.kl) for point in points]
         out["profiles"][name] = {
             "group": profile.group,
             "points": [_figures(point) for point in points],
             "bits_at": {f"{kl:g}": bits_at(curves[name], kl) for kl in TARGETS},
+            "promises": {
+                f"{kl:g}": _figures(bench.run(f"kl={kl:g}", CodecMethod(Codec(profile, kl=kl)))) for kl in promises
+            },
         }
     for key in tracked(rivals, "baselines", progress=True):
         point = bench.run(key, baseline(key))
@@ -110,9 +123,23 @@ def _table(title: str, result: dict[str, Any]) -> str:
         return "-" if value is None else format(value, form)
 
     names = list(result["profiles"])
-    lines = [f"## {title}", "", "| bits per value at KL | " + " | ".join(f"{kl:g}" for kl in TARGETS) + " |"]
+    lines = [f"## {title}", "", f"Perplexity after the exact cache: {result['exact']['perplexity']:.3f}", ""]
+    profiles = result["profiles"]
+    profiles = result["profiles"]
+    promises = [(name, kl, got) for name in names for kl, got in profiles[name]["promises"].items()]
+    if promises:
+        columns = ("profile, asked", "KL", "over asked", "worst over asked", "bits per value", "perplexity", "top-1")
+        lines += ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+        for name, kl, got in promises:
+            over = f"{got['kl'] / float(kl):.2f} | {got['kl_worst'] / float(kl):.2f}"
+            rest = f"{got['bits_per_value']:.2f} | {got['perplexity']:.3f} | {got['top1']:.3f}"
+            lines.append(f"| {name}, kl={kl} | {got['kl']:.4f} | {over} | {rest} |")
+        lines.append("")
+    if not any(found["points"] for found in profiles.values()):
+        return "\n".join(lines)
+    lines += ["| bits per value at KL | " + " | ".join(f"{kl:g}" for kl in TARGETS) + " |"]
     lines.append("|---" * (len(TARGETS) + 1) + "|")
-    for name, found in result["profiles"].items():
+    for name, found in profiles.items():
         lines.append(f"| {name} ({found['group']}) | " + " | ".join(map(number, found["bits_at"].values())) + " |")
     lines += ["", "| baseline | bits per value | KL | top-1 | " + " | ".join(f"{n} is smaller" for n in names) + " |"]
     lines.append("|---" * (len(names) + 4) + "|")
@@ -130,7 +157,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("profiles", nargs="+", type=Path, help="profiles learned for it")
     parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE", help="what to measure on")
     parser.add_argument("--sequences", type=int, default=6, help="of each text")
-    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence; three quarters are cached")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--cached", type=int, help="how many of them are cached; the rest is scored; default 3/4")
+    parser.add_argument("--kl", action="append", type=float, default=[], help="also see what asking for it gives")
+    parser.add_argument("--no-curve", action="store_true", help="of the profiles nothing but --kl")
     parser.add_argument("--reread", action="store_true", help="every second sequence repeats a part of its cache")
     parser.add_argument("--methods", default=",".join(RIVALS), help=f"baselines: {', '.join(BASELINES)}")
     parser.add_argument("--json", type=Path, help="write all figures here")
@@ -151,6 +181,9 @@ def _told(asked: argparse.Namespace) -> dict[str, Any]:
         "texts": {name: Path(file).name for name, _, file in (text.partition("=") for text in asked.text)},
         "sequences": asked.sequences,
         "length": asked.length,
+        "cached": asked.cached,
+        "kl": asked.kl,
+        "curve": not asked.no_curve,
         "reread": asked.reread,
         "methods": asked.methods,
     }
@@ -170,9 +203,11 @@ def _run(asked: argparse.Namespace) -> None:
     for name, _, file in pairs:
         tokens = spread_sequences([read_corpus(file, asked.model)], asked.length, asked.sequences)
         if asked.reread:
-            tokens = reread(tokens, 3 * asked.length // 4)
-        bench = QualityBench(model, tokens, dtype="bfloat16")
-        results["texts"][name] = measure(bench, profiles, rivals)
+            tokens = reread(tokens, 3 * asked.length // 4 if asked.cached is None else asked.cached)
+        # Two at a time: their logits are kept, and long caches are large.
+        bench = QualityBench(model, tokens, asked.cached, dtype="bfloat16", batch_size=2)
+        steps = () if asked.no_curve else STEPS
+        results["texts"][name] = measure(bench, profiles, rivals, asked.kl, steps)
         title = f"{name}: {len(tokens)} sequences, {bench.prefix} tokens cached, {asked.length - bench.prefix} scored"
         print(_table(title + (", rereading" if asked.reread else ""), results["texts"][name]), flush=True)
     if asked.json is not None:

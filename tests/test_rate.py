@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,6 +57,27 @@ def test_the_command_measures_profiles_and_baselines(
     rival = found["rivals"]["kivi4"]
     curve = [(p["bits_per_value"], p["kl"]) for p in points]
     assert rival["bits_at_its_kl"]["nothing"] == bits_at(curve, rival["kl"])
+
+
+def test_what_a_codec_is_asked_for_is_set_beside_what_it_gives(
+    tmp_path: Path, books: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    profile, out = tmp_path / "harbour.safetensors", tmp_path / "rate.json"
+    books.profile.save(profile)
+    text = tmp_path / "text.txt"
+    text.write_text(bundled_text("orchard"), encoding="ascii")
+    arguments = ["books-3m", str(profile), "--text", f"orchard={text}", "--sequences", "2", "--length", "128"]
+    arguments += ["--cached", "96", "--kl", "0.01", "--kl", "0.05", "--no-curve", "--methods", "", "--json", str(out)]
+    assert main(arguments) == 0
+    found = json.loads(out.read_text())["texts"]["orchard"]
+    promises = found["profiles"]["harbour"]["promises"]
+    assert 0 < promises["0.01"]["kl"] < promises["0.05"]["kl"] <= promises["0.05"]["kl_worst"]
+    assert found["profiles"]["harbour"]["points"] == [] and found["rivals"] == {}
+    assert promises["0.01"]["perplexity"] == pytest.approx(found["exact"]["perplexity"], rel=0.1)
+    shown = capsys.readouterr().out
+    assert "2 sequences, 96 tokens cached, 32 scored" in shown and "bits per value at KL" not in shown
+    kl, worst = promises["0.05"]["kl"], promises["0.05"]["kl_worst"]
+    assert f"| harbour, kl=0.05 | {kl:.4f} | {kl / 0.05:.2f} | {worst / 0.05:.2f} |" in shown
 
 
 @pytest.mark.parametrize(
