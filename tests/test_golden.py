@@ -339,15 +339,18 @@ def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, backend: 
 @pytest.mark.parametrize("name", LOSSY)
 def test_lossy_vectors_decode_to_the_same_tensors_within_rounding(golden: Golden, name: str, backend: str) -> None:
     chunk = decode(golden, name, backend)
-    # A few units in the last place of the dtype, at the size of a channel's largest values. Products of a bfloat16
-    # cache may be taken in bfloat16, so its sums carry the rounding of every term.
+    # A few units in the last place of the dtype, at the size of a head's largest values. Products of a bfloat16 cache
+    # may be taken in bfloat16, so its sums carry the rounding of every term, of other heads of the token, too.
     share = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": 2.0**-18}[name.split("-")[1]]
     if backend == "triton" and share < 2.0**-16:
         share = 2.0**-16  # its sums are in another order
-    for what, tensor in named_tensors(name, chunk).items():
+    tensors = named_tensors(name, chunk)
+    token = torch.stack([golden.expected[what].float().abs().amax((1, 2)) for what in tensors]).amax(0)
+    for what, tensor in tensors.items():
         want = golden.expected[what]
         assert tensor.dtype == want.dtype and tensor.shape == want.shape
-        bound = share * want.float().abs().amax(-1, keepdim=True).clamp_min(1.0)
+        head = want.float().abs().amax(-1, keepdim=True)
+        bound = share * (token[:, None, None] if name.endswith("bfloat16") else head).clamp_min(1.0)
         assert ((tensor.float() - want.float()).abs() <= bound).all(), what
 
 

@@ -161,7 +161,6 @@ def slots(device: torch.device) -> list[torch.Tensor]:
     [
         ("layer", 1, None),  # a chunk a batch
         ("layer", 1 << 30, None),
-        ("layer", 1 << 30, torch.float8_e4m3fn),
         ("generic", 1 << 30, torch.float8_e5m2),
         ("lossless", 1, None),
         ("lossless", 1 << 30, torch.float8_e4m3fn),

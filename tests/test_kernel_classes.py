@@ -755,8 +755,7 @@ def classes_of(blob: bytes, profile: Profile, codec: Codec) -> list[U8]:
 
 
 CASES = [
-    ("bfloat16", "layer"), ("float16", "head"), ("irregular", "unit"), ("irregular", "layers:2"), ("mqa", "head"),
-    ("interleaved", "all"),
+    ("bfloat16", "layer"), ("irregular", "unit"), ("mqa", "head"), ("interleaved", "all"),
 ]  # fmt: skip
 
 

@@ -1,4 +1,7 @@
-"""The launches that encoding and decoding make compile as they are made, once a model; see `compile_launches.py`."""
+"""The launches that encoding and decoding make compile as they are made, once a model; see `compile_launches.py`.
+
+For NVIDIA alone: that every kernel compiles for AMD, too, is what `test_kernel_static.py` is for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_launches.py")
 
 
-@pytest.fixture(scope="module", params=["sm_90", "gfx942"])
+@pytest.fixture(scope="module", params=["sm_90"])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")), "TRITON_DEFAULT_FP_FUSION": "1"}

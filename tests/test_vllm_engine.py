@@ -45,6 +45,7 @@ DTYPES = ("float32", "bfloat16")
 # Most that the comparison may allow. With bfloat16 a logit of 16 to 32 moves by steps of 1/8, and on some CPUs a batch
 # of another size moves it by one; with two blocks exchanged the models generate other tokens, which nothing allows.
 NOISE = {"float32": 0.05, "bfloat16": 1.0}
+RANKS_NOISE = 1e-3
 # Which (model, dtype, block size, asynchronous) load: all of the bundled model, and every pair of two of these.
 LOADS = [
     ("books", "float32", 32, False),
@@ -330,30 +331,23 @@ def test_preempted_requests_end_the_same(mode: str, reference: Results, stored: 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path, models: dict[str, Path], store: Callable[[str], str]) -> Results:
-    """Tensor parallelism: an engine without us, one that stores and loads again, one that loads; two workers each."""
-    all_chunks = 2 * chunks(*PROMPTS.values())
-
-    def engine(name: str, steps: list[Step], block: int, **changes: Any) -> Engine:
-        options: dict[str, Any] = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "block_size": block}
-        if changes:
-            options["kv_transfer_config"] = cuvee(store("ranks"), chunk_tokens=CHUNK, **changes)
-        return Engine(name, models["llama"], steps, options)
-
-    filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored_chunks", all_chunks))
-    engines = [
-        engine("reference", [ALONE, Step(ALONE.prompts), TOGETHER], 32),
-        engine("sync", [filled, ALONE], 32, load_async=False),
-        engine("async", [TOGETHER, ALONE], 128, load_async=True),
-    ]
-    return run_engines(folder / "two_ranks", engines, timeout=400, VLLM_CPU_OMP_THREADS_BIND="0|1")
+    """Tensor parallelism: an engine of two workers that computes and stores, then loads. Each start takes a minute."""
+    transfer = cuvee(store("ranks"), chunk_tokens=CHUNK, load_async=True)
+    filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored_chunks", 2 * chunks(*PROMPTS.values())))
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
+    engines = [Engine("ranks", models["llama"], [filled, ALONE], options)]
+    return run_engines(folder / "two_ranks", engines, VLLM_CPU_OMP_THREADS_BIND="0|1")
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_two_ranks_agree(mode: str, two_ranks: Results) -> None:
-    expected, ran = two_ranks["reference"], two_ranks[mode]
-    assert_same(ran.steps[0], expected.steps[2], expected)
-    assert_same(ran.steps[1], expected.steps[0], expected)
-    assert [answer.cached for answer in ran.steps[1]] == [loadable(prompt) for prompt in PROMPTS.values()]
+def test_two_ranks_agree(two_ranks: Results, reference: Results) -> None:
+    """What they compute, and what they load, is what one rank without us computes."""
+    expected, ran = reference["llama-float32"], two_ranks["ranks"]
+    computed, loaded = ran.steps
+    assert [answer.cached for answer in loaded] == [loadable(prompt) for prompt in PROMPTS.values()]
+    for answers, exact in ((computed, expected.steps[2]), (loaded, expected.steps[0])):
+        # Two ranks add up in another order than one.
+        distances = [distance(answer, other) for answer, other in zip(answers, exact, strict=True)]
+        assert max(distances) < RANKS_NOISE, distances
     assert_sound(ran)
 
 

@@ -1,4 +1,4 @@
-"""The connector behind vLLM's OpenAI server: tenants, restarts, and two servers with one Redis."""
+"""The connector behind vLLM's OpenAI server: two servers with one Redis, tenants, and what a stop leaves behind."""
 
 from __future__ import annotations
 
@@ -35,66 +35,54 @@ def server(folder: Path, name: str, store: str) -> Server:
     return Server(folder / name, bundled_model_path(), transfer, "--no-enable-prefix-caching")
 
 
-def test_tenants_share_nothing_and_a_restart_loses_nothing(folder: Path) -> None:
-    store = f"file://{folder / 'tenants'}"
+def test_servers_share_a_store_and_tenants_share_nothing(folder: Path) -> None:
+    """One server stores, and is stopped; the other finds all that it stored, under the tenant it was stored for."""
     first, second, third = prompt(1), prompt(2), prompt(3)
-    with server(folder, "before", store) as before:
-        fresh = before.complete(first, cache_salt="alice")
-        assert fresh.cached == 0
-        before.wait_for_metric("vllm:cuvee_stored_chunks_total", 3)
-        again = before.complete(first, cache_salt="alice")
-        assert (again.cached, again.tokens) == (CACHED, fresh.tokens)
-        # The same prompt of another tenant, and of none, is computed, and kept under a key of its own.
-        for number, salt in ((2, "bob"), (3, None)):
-            assert before.complete(first, cache_salt=salt).cached == 0
-            before.wait_for_metric("vllm:cuvee_stored_chunks_total", 3 * number)
-        assert before.complete(first, cache_salt="bob").cached == CACHED
-        assert before.complete(first).cached == CACHED
-        # Two prompts that are stored while the server is being stopped.
-        answers = [before.complete(one, cache_salt="alice").tokens for one in (second, third)]
-    with server(folder, "after", store) as after:
-        for one, tokens in zip((first, second, third), (fresh.tokens, *answers), strict=True):
-            restored = after.complete(one, cache_salt="alice")
-            assert (restored.cached, restored.tokens) == (CACHED, tokens)
-        assert after.complete(second, cache_salt="bob").cached == 0
-        assert after.complete(second).cached == 0
-        after.wait_for_metric("vllm:cuvee_stored_chunks_total", 6)
-        # What the operator sees.
-        assert after.metric("vllm:cuvee_loads_total") == 3
-        assert after.metric("vllm:cuvee_loaded_tokens_total") == 3 * CACHED
-        assert after.metric("vllm:cuvee_loaded_chunks_total") == 9
-        assert after.metric("vllm:cuvee_lookups_total", 'result="hit"') == 3
-        assert after.metric("vllm:cuvee_lookups_total", 'result="miss"') == 2
-        assert after.metric("vllm:cuvee_hits_total", 'tier="disk"') == 9
-        assert after.metric("vllm:cuvee_hit_bytes_total", 'tier="disk"') > 0
-        assert after.metric("vllm:external_prefix_cache_hits_total") == 3 * CACHED
-        raw, coded = (after.metric(f"vllm:cuvee_{kind}_bytes_total") for kind in ("raw", "stored"))
-        assert 0 < coded < raw
-        assert after.metric("vllm:cuvee_ratio") == pytest.approx(raw / coded)
-        assert after.metric("vllm:cuvee_failures_total") == 0
-
-
-def test_two_servers_share_one_redis(folder: Path) -> None:
-    shared = prompt(4)
     with redis_server() as redis:
-        one, other = (server(folder, name, redis.url) for name in ("one", "other"))
-        for each in (one, other):
+        before, after = (server(folder, name, redis.url) for name in ("before", "after"))
+        for each in (before, after):  # together: each takes half a minute
             each.launch()
         try:
-            for each in (one, other):
+            for each in (before, after):
                 each.wait_until_up()
-            assert other.complete(prompt(5)).cached == 0
-            computed = one.complete(shared)
-            assert computed.cached == 0
-            one.wait_for_metric("vllm:cuvee_stored_chunks_total", 3)
-            loaded = other.complete(shared)
-            assert (loaded.cached, loaded.tokens) == (CACHED, computed.tokens)
-            # And the other way round.
-            assert one.complete(prompt(5)).cached == CACHED
-            one.wait_for_metric("vllm:cuvee_hits_total", 3)
-            assert one.metric("vllm:cuvee_hits_total", 'tier="redis"') == 3
-            for each in (one, other):
-                each.stop()
+            fresh = before.complete(first, cache_salt="alice")
+            assert fresh.cached == 0
+            before.wait_for_metric("vllm:cuvee_stored_chunks_total", 3)
+            again = before.complete(first, cache_salt="alice")
+            assert (again.cached, again.tokens) == (CACHED, fresh.tokens)
+            # The same prompt of another tenant, and of none, is computed, and kept under a key of its own.
+            for number, salt in ((2, "bob"), (3, None)):
+                assert before.complete(first, cache_salt=salt).cached == 0
+                before.wait_for_metric("vllm:cuvee_stored_chunks_total", 3 * number)
+            assert before.complete(first, cache_salt="bob").cached == CACHED
+            assert before.complete(first).cached == CACHED
+            # Two prompts that are stored while the server is being stopped.
+            answers = [before.complete(one, cache_salt="alice").tokens for one in (second, third)]
+            before.stop()
+            for one, tokens in zip((first, second, third), (fresh.tokens, *answers), strict=True):
+                restored = after.complete(one, cache_salt="alice")
+                assert (restored.cached, restored.tokens) == (CACHED, tokens)
+            assert after.complete(second, cache_salt="bob").cached == 0
+            assert after.complete(second).cached == 0
+            after.wait_for_metric("vllm:cuvee_stored_chunks_total", 6)
+            what_the_operator_sees(after)
+            after.stop()
         finally:
-            for each in (one, other):
+            for each in (before, after):
                 each.kill()
+
+
+def what_the_operator_sees(server: Server) -> None:
+    """The metrics of a server that loaded three prompts and computed two."""
+    assert server.metric("vllm:cuvee_loads_total") == 3
+    assert server.metric("vllm:cuvee_loaded_tokens_total") == 3 * CACHED
+    assert server.metric("vllm:cuvee_loaded_chunks_total") == 9
+    assert server.metric("vllm:cuvee_lookups_total", 'result="hit"') == 3
+    assert server.metric("vllm:cuvee_lookups_total", 'result="miss"') == 2
+    assert server.metric("vllm:cuvee_hits_total", 'tier="redis"') == 9
+    assert server.metric("vllm:cuvee_hit_bytes_total", 'tier="redis"') > 0
+    assert server.metric("vllm:external_prefix_cache_hits_total") == 3 * CACHED
+    raw, coded = (server.metric(f"vllm:cuvee_{kind}_bytes_total") for kind in ("raw", "stored"))
+    assert 0 < coded < raw
+    assert server.metric("vllm:cuvee_ratio") == pytest.approx(raw / coded)
+    assert server.metric("vllm:cuvee_failures_total") == 0

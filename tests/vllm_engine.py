@@ -172,7 +172,7 @@ def environment(**changes: str) -> dict[str, str]:
     }
 
 
-def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 240.0, **variables: str) -> Results:
+def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0, **variables: str) -> Results:
     """Run engines one after the other in a new process; `variables` change its environment.
 
     Args:
