@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "BUNDLED_MODEL", "Corpus", "as_input_error", "calibration_windows", "load_model", "load_tokenizer", "read_corpus",
-    "spread_sequences",
+    "BUNDLED_MODEL", "Corpus", "as_input_error", "begun", "calibration_windows", "leading_ids", "load_model",
+    "load_tokenizer", "read_corpus", "spread_sequences", "token_ids",
 ]  # fmt: skip
 
 BUNDLED_MODEL = "books-3m"
@@ -47,11 +47,14 @@ class Corpus:
         name: as it was given.
         sha256: hex, of the token ids, document by document.
         documents: int64 `[n]` each.
+        leading: what the tokenizer puts before every text (BOS), and what every sequence begins with therefore; the
+            documents are without. Nothing where documents came as token ids.
     """
 
     name: str
     sha256: str
     documents: tuple[torch.Tensor, ...]
+    leading: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -146,20 +149,45 @@ def read_corpus(name: str, model_name: str) -> Corpus:
         FileNotFoundError: no such file.
         InputError: a file that is not what its name says, or a data set that cannot be loaded.
     """
-    tokenizer: Any = None
+    items = list(_documents(name))
+    tokenizer = load_tokenizer(model_name) if any(isinstance(item, str) for item in items) else None
+    # Who gives token ids has put before them what belongs there.
+    leading = leading_ids(tokenizer) if tokenizer and all(isinstance(item, str) for item in items) else []
     documents = []
     digest = hashlib.sha256()
-    for item in _documents(name):
+    for item in items:
         if isinstance(item, str):
-            if tokenizer is None:
-                tokenizer = load_tokenizer(model_name)
-            # verbose: a document longer than the model's context is cut later on, and no reason for a warning.
-            ids = torch.tensor(tokenizer(item, verbose=False).input_ids, dtype=torch.int64)
+            ids = token_ids(tokenizer, item, special=not leading)
         else:
             ids = torch.tensor(item, dtype=torch.int64)
         digest.update(f"{len(ids)} ".encode() + ids.numpy().tobytes())
         documents.append(ids)
-    return Corpus(name, digest.hexdigest(), tuple(documents))
+    return Corpus(name, digest.hexdigest(), tuple(documents), tuple(leading))
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool) -> torch.Tensor:
+    """A text's tokens, int64 `[n]`; `special`: with what the tokenizer puts around every text."""
+    # verbose: a text longer than the model's context is cut later on, and no reason for a warning.
+    return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False).input_ids, dtype=torch.int64)
+
+
+def leading_ids(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before every text: BOS, or nothing.
+
+    Every prompt of such a model begins with it, and most of its heads look at it when they look at nothing: a sequence
+    that is cut from the middle of a text must begin with it, too, or it is none that the model will ever see.
+    """
+    plain, whole = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
+    for start in range(len(whole) - len(plain) + 1):
+        if plain and whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    return []
+
+
+def begun(leading: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Rows `[N, t]`, or one `[t]`, with `leading` before each."""
+    before = torch.tensor(leading, dtype=rows.dtype)
+    return torch.cat([before.expand(*rows.shape[:-1], len(before)), rows], dim=-1)
 
 
 def _documents(name: str) -> Iterator[str | list[int]]:
@@ -226,9 +254,11 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
     Raises:
         InputError: the texts hold no sequence of that length.
     """
-    whole = [
-        piece for corpus in corpora for ids in corpus.documents for piece in ids.split(length) if len(piece) == length
-    ]
+    whole = []
+    for corpus in corpora:
+        own = max(length - len(corpus.leading), 1)
+        pieces = (piece for ids in corpus.documents for piece in ids.split(own) if len(piece) == own)
+        whole += [begun(corpus.leading, piece) for piece in pieces]
     _check_not_empty(whole, length)
     kept = min(len(whole), count or len(whole))
     return torch.stack([whole[i * len(whole) // kept] for i in range(kept)])
@@ -243,10 +273,12 @@ def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> t
     Raises:
         InputError: the texts hold no sequence of that length.
     """
-    disjoint = sum(len(ids) // length for corpus in corpora for ids in corpus.documents)
+    disjoint = sum(len(ids) // (length - len(corpus.leading)) for corpus in corpora for ids in corpus.documents)
     if disjoint >= count:
         return spread_sequences(corpora, length, count)
     texts = [ids for corpus in corpora for ids in corpus.documents]
+    leading = [corpus.leading for corpus in corpora for _ in corpus.documents]
+    length -= max(map(len, leading), default=0)
     stride = max(length // _MOST_OVERLAP, sum(map(len, texts)) // count, 1)
     windows = [(number, t) for number, ids in enumerate(texts) for t in range(0, len(ids) - length + 1, stride)]
     _check_not_empty(windows, length)
@@ -258,7 +290,7 @@ def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> t
         if held_out_count(len(kept)) >= testing:
             kept = kept[len(kept) - _most_with(testing, len(kept)) :]
             break
-    return torch.stack([texts[number][t : t + length] for number, t in kept])
+    return torch.stack([begun(leading[number], texts[number][t : t + length]) for number, t in kept])
 
 
 def _most_with(testing: int, count: int) -> int:

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuvee.codec.errors import InputError
+from cuvee.eval.corpus import begun, leading_ids, token_ids
 from cuvee.eval.data import CALIBRATION_TEXTS, bundled_text
 from cuvee.eval.protocol import reread, sample_text
 
@@ -94,31 +95,30 @@ def mixture(
         progress: show how far it is, on standard error.
 
     Returns:
-        int64 `[N, T]` on the CPU by kind. A text that is too short for its share gives what it has; one that holds
-        less than three sequences, which `Profile.calibrate` needs of each kind, is left out.
+        int64 `[N, T]` on the CPU by kind; every sequence begins as the tokenizer begins a text (BOS). A text that is
+        too short for its share gives what it has; one that holds less than three sequences, which `Profile.calibrate`
+        needs of each kind, is left out.
 
     Raises:
         InputError: sequences or length out of range.
     """
     check_size(sequences, length)
+    leading = leading_ids(tokenizer)
     out: dict[str, torch.Tensor] = {}
     starts: list[torch.Tensor] = []
     again: list[torch.Tensor] = []
     for kind, share in SHARES.items():
         if kind in (REREAD, SAMPLES):
             continue
-        encode: Any = tokenizer
-        documents = mixture_text(kind, tokenizer)
-        # verbose: a text longer than the model's context is cut here, and no reason for a warning.
-        ids = [torch.tensor(encode(text, verbose=False).input_ids, dtype=torch.int64) for text in documents]
-        joined = torch.cat(ids)
-        whole = len(joined) // length
+        joined = torch.cat([token_ids(tokenizer, text, special=not leading) for text in mixture_text(kind, tokenizer)])
+        own = length - len(leading)
+        whole = len(joined) // own
         if whole < LEAST:
             continue
-        rows = joined[: whole * length].view(whole, length)
+        rows = begun(leading, joined[: whole * own].view(whole, own))
         wanted = min(max(round(sequences * share), LEAST), whole)
         out[kind] = rows[torch.arange(wanted) * whole // wanted]
-        starts.append(rows[:, 0])
+        starts.append(rows[:, : len(leading) + 1])
         if kind in ("prose", "encyclopaedia"):
             again.append(rows[torch.arange(whole) % 2 == 1])
     pool = torch.cat(again) if again else torch.empty(0)
@@ -132,7 +132,7 @@ def mixture(
         begin = torch.cat(starts) if starts else None
         if begin is not None:
             begin = begin[torch.randperm(len(begin), generator=torch.Generator().manual_seed(seed))]
-            begin = begin.repeat(-(-count // len(begin)))[:count]
+            begin = begin.repeat(-(-count // len(begin)), 1)[:count]
         out[SAMPLES] = sample_text(model, count, length, seed, starts=begin, progress=progress)
     return out
 

@@ -104,7 +104,7 @@ def sample_text(
 ) -> Tensor:
     """Sample sequences from the model itself: calibration text for when there is no other.
 
-    Every row starts with a token of `starts`, or with the model's BOS token, or its EOS token where it has no BOS.
+    Every row starts with tokens of `starts`, or with the model's BOS token, or its EOS token where it has no BOS.
     An end-of-text token that comes up later does not end the row: what follows it is the model's next text.
 
     Args:
@@ -114,7 +114,7 @@ def sample_text(
         seed: of the draws. Equal arguments give equal rows on the same machine with the same number of
             threads; elsewhere a rounding difference in the logits may turn a draw, and the row from there on.
         temperature: divides the logits; 1 is the model's own distribution.
-        starts: integer [N], the first token of each row; None: the model's own first token.
+        starts: integer [N, S], the first tokens of each row; None: the model's own first token.
         progress: show how far it is, on standard error.
 
     Returns:
@@ -129,15 +129,16 @@ def sample_text(
         raise InputError(f"temperature: must be positive and finite, got {temperature}")
     from transformers import StaticCache
 
-    if starts is not None and (starts.ndim != 1 or len(starts) != count):
-        raise InputError(f"starts: must hold {count} tokens, got shape {tuple(starts.shape)}")
-    first = _first_token(model) if starts is None else 0
+    if starts is None:
+        starts = torch.full((count, 1), _first_token(model))
+    if starts.ndim != 2 or len(starts) != count or not 1 <= starts.shape[1] <= length:
+        raise InputError(f"starts: must be [{count}, 1 … {length}] tokens, got shape {list(starts.shape)}")
+    given = starts.shape[1]
     # One uniform number a token, drawn on the CPU: the draws do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(length, count, generator=generator, dtype=torch.float64).to(model.device)
-    tokens = torch.full((count, length), first, dtype=torch.long, device=model.device)
-    if starts is not None:
-        tokens[:, 0] = starts.to(tokens)
+    tokens = torch.zeros((count, length), dtype=torch.long, device=model.device)
+    tokens[:, :given] = starts.to(tokens)
     for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
         # A growing cache would copy itself at every step, which takes most of the time of a small model.
         cache = StaticCache(config=model.config, max_cache_len=length)
@@ -146,7 +147,8 @@ def sample_text(
             cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
             # Scaled by the total, which is not exactly 1, so that a draw never falls past the last token.
             drawn = torch.searchsorted(cumulative, draws[t, :, None] * cumulative[:, -1:], right=True)
-            rows[:, t] = drawn.squeeze(1)
+            if t >= given:
+                rows[:, t] = drawn.squeeze(1)
     return tokens.cpu()
 
 

@@ -28,6 +28,7 @@ from cuvee.codec.rope import rotate
 
 ENGINE_SITE = str(Path(__file__).with_name("engine_site"))  # for the engines that tests start; see there
 MAX_POSITIONS = 4096
+BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
 # two engines at a time wait for each other.
 LONGEST = (
@@ -340,6 +341,19 @@ def books() -> Books:
     harbour = sequences("harbour")
     profile = Profile.calibrate(model, harbour, "layer", prefix=192, progress=False)
     return Books(model, harbour, sequences("orchard"), profile)
+
+
+@pytest.fixture(scope="session")
+def with_bos() -> Any:
+    """The bundled tokenizer, which puts a token before every text, as those of Llama, Mistral and Gemma do."""
+    from tokenizers.processors import TemplateProcessing
+
+    from cuvee.eval.corpus import BUNDLED_MODEL, load_tokenizer
+
+    tokenizer: Any = load_tokenizer(BUNDLED_MODEL)
+    name = tokenizer.convert_ids_to_tokens(BOS)
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=f"{name} $A", special_tokens=[(name, BOS)])
+    return tokenizer
 
 
 def load_real_model() -> tuple[Any, Any]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import BOS
 
 from cuvee.codec.calibrate import held_out_count
 from cuvee.codec.errors import InputError, UnsupportedModel
@@ -37,6 +40,23 @@ def test_the_bundled_model_and_texts_go_by_name() -> None:
     text = read_corpus("orchard", BUNDLED_MODEL)
     assert text.documents[0].tolist() == load_tokenizer(BUNDLED_MODEL)(bundled_text("orchard")).input_ids
     assert text.tokens == len(text.documents[0]) and len(text.sha256) == 64
+
+
+def test_sequences_begin_as_the_tokenizer_begins_a_text(tmp_path: Path, with_bos: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(bundled_model_path(), model)
+    with_bos.save_pretrained(model)
+    plain, text = read_corpus("orchard", BUNDLED_MODEL), read_corpus("orchard", str(model))
+    assert text.leading == (BOS,) and torch.equal(text.documents[0], plain.documents[0])
+    rows = spread_sequences([text], 64, 5)
+    assert rows.shape == (5, 64) and (rows[:, 0] == BOS).all()
+    assert torch.equal(rows[0, 1:], plain.documents[0][:63])
+    windows = calibration_windows([text], 64, 1000)
+    assert windows.shape[1] == 64 and (windows[:, 0] == BOS).all() and (windows[:, 1:] != BOS).all()
+    # Token ids are taken as they are.
+    (tmp_path / "ids.jsonl").write_text(json.dumps(list(range(40))) + "\n")
+    ids = read_corpus(str(tmp_path / "ids.jsonl"), str(model))
+    assert ids.leading == () and spread_sequences([ids], 40).tolist() == [list(range(40))]
 
 
 def test_the_real_model_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -311,6 +311,15 @@ def test_sample_follows_the_distribution(bundled: tuple[Any, Any]) -> None:
     assert torch.allclose(frequency[p > 0], torch.full((3,), 1 / 3), atol=0.03)
 
 
+def test_sample_goes_on_from_what_is_given(bundled: tuple[Any, Any]) -> None:
+    starts = torch.tensor([[5, 6, 7], [7, 6, 5]])
+    sample = sample_text(bundled[0], count=2, length=8, seed=0, starts=starts)
+    assert sample.shape == (2, 8) and torch.equal(sample[:, :3], starts)
+    # The draws of the other tokens depend on all of them.
+    assert not torch.equal(sample[0, 3:], sample[1, 3:])
+    assert sample_text(bundled[0], count=2, length=3, seed=0, starts=starts).tolist() == starts.tolist()
+
+
 def test_sample_of_one_token(bundled: tuple[Any, Any]) -> None:
     assert sample_text(bundled[0], count=2, length=1, seed=0).tolist() == [[0], [0]]
 
@@ -323,6 +332,10 @@ def test_sample_of_one_token(bundled: tuple[Any, Any]) -> None:
         ("temperature", {"temperature": 0.0}),
         ("temperature", {"temperature": float("nan")}),
         ("temperature", {"temperature": float("inf")}),
+        ("starts", {"starts": torch.tensor([1])}),
+        ("starts", {"starts": torch.tensor([[1], [2]])}),
+        ("starts", {"starts": torch.tensor([[1, 2, 3]])}),
+        ("starts", {"starts": torch.empty(1, 0, dtype=torch.int64)}),
     ],
 )
 def test_sample_names_the_bad_argument(bundled: tuple[Any, Any], field: str, arguments: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import BOS
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.profile import Profile
@@ -91,12 +92,22 @@ def test_samples_begin_as_the_texts_do(bundled: tuple[Any, Any], monkeypatch: py
     (call,) = asked
     assert (call["count"], call["length"], call["seed"], call["progress"]) == (12, LENGTH, 5, True)
     starts = call["starts"]
-    assert starts.shape == (12,) and len(set(starts.tolist())) > 6
+    assert starts.shape == (12, 1) and len(set(starts.flatten().tolist())) > 6
     firsts: set[int] = set()
     for kind in KINDS[:-2]:
         ids = torch.cat([torch.tensor(bundled[1](text).input_ids) for text in mixture_text(kind, bundled[1])])
         firsts |= set(ids[::LENGTH].tolist())
-    assert set(starts.tolist()) <= firsts
+    assert set(starts.flatten().tolist()) <= firsts
+
+
+def test_every_sequence_begins_as_the_tokenizer_begins_a_text(bundled: tuple[Any, Any], with_bos: Any) -> None:
+    """Models whose every prompt starts with BOS never see a sequence without."""
+    made = mixture(bundled[0], with_bos, sequences=24, length=LENGTH)
+    assert tuple(made) == KINDS
+    for kind, rows in made.items():
+        assert rows.shape[1] == LENGTH
+        assert (rows[:, 0] == BOS).all(), kind
+        assert (rows[:, 1] != BOS).any(), kind
 
 
 def test_samples_can_be_left_out(bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
