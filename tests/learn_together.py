@@ -25,7 +25,9 @@ def small_model() -> LlamaForCausalLM:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
     )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
 
 
 def tokens(count: int = 24) -> torch.Tensor:
