@@ -25,7 +25,7 @@ from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH, chance, description, docum
 
 CHOICE_TASKS = LOCAL_TASKS[:7]
 NLL_TASKS = LOCAL_TASKS[7:]
-LIMIT = 24  # documents of a multiple-choice task that are scored here
+LIMIT = 16  # documents of a multiple-choice task that are scored here
 LIMIT_NLL = 6
 POSITIONS = 512
 
