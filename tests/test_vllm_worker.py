@@ -11,7 +11,7 @@ import torch
 from dict_store import DictStore
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.identity import store_key
+from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
@@ -160,6 +160,21 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench]) -
     assert not b.worker.take_invalid_blocks()
     report = b.worker.report(1)
     assert [tokens for tokens, _ in report.loaded] == [3 * CHUNK] and not report.failed
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_tenants_store_and_load_is_counted_where_it_is_asked_for(bench: Callable[..., Bench], asked: bool) -> None:
+    b = bench(tenant_metrics=True) if asked else bench()
+    b.store_all(3)
+    b.worker.start_loads([b.load(list(range(10, 16)), 0, 3 * CHUNK)], synchronous=True)
+    counts = {name: value for name, value in b.counts().items() if name.startswith("tenant_")}
+    name = tenant_id(TENANT)
+    assert TENANT not in name
+    if asked:
+        stored, tokens = b.counts()["stored_bytes"], 3 * CHUNK
+        assert counts == {f"tenant_stored_bytes{{{name}}}": stored, f"tenant_loaded_tokens{{{name}}}": tokens}
+    else:
+        assert counts == {}
 
 
 def test_a_load_leaves_tokens_before_its_start_alone(bench: Callable[..., Bench]) -> None:

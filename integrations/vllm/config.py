@@ -36,6 +36,7 @@ class Options:
         lookup_timeout: seconds that a request waits for the answer whether it is cached.
         load_timeout: seconds after which a load is given up and the tokens are recomputed.
         close_timeout: seconds that the engine's stop waits for what is being stored; what is left then is lost.
+        tenant_metrics: count what each tenant stores and loads; off, because every tenant makes series of its own.
         key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
             authenticated: written with the first secret, accepted with any.
         key_file: instead: path of a file that holds the secret, or a list of them.
@@ -61,6 +62,7 @@ class Options:
     lookup_timeout: float = 2.0
     load_timeout: float = 30.0
     close_timeout: float = 30.0
+    tenant_metrics: bool = False
     key_env: tuple[str, ...] | None = None
     key_file: tuple[str, ...] | None = None
 
@@ -88,7 +90,7 @@ class Options:
                 raise InputError(f"{name}: must be a string that is not empty, or left out, got {value!r}")
         if not isinstance(self.tenant, str):
             raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
-        for name in ("load_async", "store_generated", "check_model"):
+        for name in ("load_async", "store_generated", "check_model", "tenant_metrics"):
             if not isinstance(getattr(self, name), bool):
                 raise InputError(f"{name}: must be true or false, got {getattr(self, name)!r}")
         for name in ("chunk_tokens", "min_tokens", "threads"):

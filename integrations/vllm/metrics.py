@@ -79,6 +79,10 @@ METRICS: dict[str, Metric] = {
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting to be."),
         Metric("lost", "counter", "Chunks that waited when the engine stopped, for compression or to be written, and "
                "were not stored within close_timeout.", "where", ("encode", "store")),
+        Metric("tenant_stored_bytes", "counter", "Compressed bytes that a tenant stored, all ranks; with "
+               "tenant_metrics. A tenant is named as its part of the store's keys is.", "tenant"),
+        Metric("tenant_loaded_tokens", "counter", "Tokens that a tenant loaded instead of computing them; with "
+               "tenant_metrics.", "tenant", ranks="first"),
         Metric("hits", "counter", "Chunks that a tier of the store had.", "tier"),
         Metric("misses", "counter", "Chunks that a tier was asked for and did not have.", "tier"),
         Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
@@ -103,6 +107,9 @@ METRICS: dict[str, Metric] = {
                ranks="first"),
     )
 }  # fmt: skip
+
+MOST_TENANTS = 1000  # that have figures of their own: what counts them must not grow with what clients send
+OTHER_TENANTS = "others"
 
 # Fields of TierCounters whose metric has another name.
 _TIER_COUNTERS = {"errors": "store_errors", "skipped": "store_skipped"}
@@ -148,6 +155,7 @@ class Recorder:
         self._totals: Data = {}
         self._pending: Data = {}
         self._tiers: dict[str, TierCounters] = {}
+        self._tenants: set[str] = set()
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
         """Add `value` to a counter, or one observation of `value` seconds to a histogram.
@@ -162,6 +170,20 @@ class Recorder:
             self._add(metric, f"{name}|{value:.3g}|", 1)
         elif value:
             self._add(metric, f"{name}|{label}|", value)
+
+    def count_tenant(self, name: str, value: float, tenant: str) -> None:
+        """Add `value` to a counter of a tenant; `OTHER_TENANTS` stands for all beyond the first `MOST_TENANTS`.
+
+        Args:
+            name: of a counter whose label is `tenant`.
+            value: as in `count`.
+            tenant: `cuvee.codec.identity.tenant_id` of it; a cache salt is as good as a secret.
+        """
+        with self._lock:
+            if tenant not in self._tenants and len(self._tenants) >= MOST_TENANTS:
+                tenant = OTHER_TENANTS
+            self._tenants.add(tenant)
+        self.count(name, value, tenant)
 
     def gauge(self, name: str, value: float, label: str = "") -> None:
         """Set a gauge.

@@ -23,7 +23,7 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory
-from cuvee.codec.identity import store_key
+from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.layout import KVChunk
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
@@ -85,6 +85,7 @@ class WorkerSide:
         self._key_ids = codec.key_ids or (b"",)
         self._store = store
         self._recorder = recorder
+        self._tenant_metrics = options.tenant_metrics
         # Those that wait for a store are replaced when it hangs.
         self._loaders = Crew(options.threads, "cuvee-load", self._timeout)
         self._savers = Crew(options.threads, "cuvee-save", self._timeout)
@@ -331,6 +332,8 @@ class WorkerSide:
         self._recorder.count("loads")
         self._recorder.count("load_seconds", seconds)
         self._recorder.count("loaded_tokens", done - load.start)
+        if self._tenant_metrics:
+            self._recorder.count_tenant("tenant_loaded_tokens", done - load.start, tenant_id(load.tenant))
         if done < load.end:
             self._recorder.count("failures", label=failure)
             self._recorder.count("recomputed_tokens", load.end - done)
@@ -379,6 +382,8 @@ class WorkerSide:
                 self._recorder.count("stored_chunks")
                 self._recorder.count("raw_bytes", size)
                 self._recorder.count("stored_bytes", len(blob))
+                if self._tenant_metrics:
+                    self._recorder.count_tenant("tenant_stored_bytes", len(blob), tenant_id(save.tenant))
         except CuveeError as error:
             logger.warning("cuvee: a chunk was not stored: %s", error)
             self._recorder.count("failures", label=kind)
