@@ -83,7 +83,10 @@ def read_secret(option: str, *, env: str | None = None, file: str | None = None)
         InputError: the variable is not set, the file cannot be read, or nothing is in it. Messages never hold a value.
     """
     if env is not None:
-        value = os.environ.get(env)
+        try:
+            value = os.environ.get(env)
+        except ValueError:  # no variable can be called so: half of a surrogate pair
+            value = None
         # Somebody may have given the secret itself instead of a name: what does not look like one is not shown.
         where = f"the environment variable {env}" if re.fullmatch("[A-Z_][A-Z0-9_]*", env) else "the variable it names"
         if value is None:

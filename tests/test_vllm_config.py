@@ -88,6 +88,8 @@ def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     assert Options().secrets() == Options().key_ids() == ()
     options = Options.from_dict({"key_env": "CUVEE_TEST_KEY"})
     monkeypatch.delenv("CUVEE_TEST_KEY", raising=False)
+    with pytest.raises(InputError, match="key_env: the variable it names is not set"):
+        Options(key_env="\ud800").secrets()  # type: ignore[arg-type]  # JSON may hold half of a surrogate pair
     with pytest.raises(InputError, match="key_env: the environment variable CUVEE_TEST_KEY is not set"):
         options.secrets()
     monkeypatch.setenv("CUVEE_TEST_KEY", "s" * 20)
