@@ -122,6 +122,9 @@ def _table(title: str, result: dict[str, Any]) -> str:
     def number(value: float | None, form: str = ".2f") -> str:
         return "-" if value is None else format(value, form)
 
+    def times_or_not(value: float | None) -> str:
+        return "beyond the curve" if value is None else f"{value:.1f}x"
+
     names = list(result["profiles"])
     lines = [f"## {title}", "", f"Perplexity after the exact cache: {result['exact']['perplexity']:.3f}", ""]
     profiles = result["profiles"]
@@ -144,7 +147,7 @@ def _table(title: str, result: dict[str, Any]) -> str:
     lines += ["", "| baseline | bits per value | KL | top-1 | " + " | ".join(f"{n} is smaller" for n in names) + " |"]
     lines.append("|---" * (len(names) + 4) + "|")
     for key, found in result["rivals"].items():
-        times = " | ".join(f"{number(found['times_smaller'][n], '.1f')}x" for n in names)
+        times = " | ".join(times_or_not(found["times_smaller"][n]) for n in names)
         facts = f"{found['bits_per_value']:.2f} | {found['kl']:.2g} | {found['top1']:.3f}"
         lines.append(f"| {key} | {facts} | {times} |")
     return "\n".join(lines) + "\n"

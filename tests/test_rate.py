@@ -32,6 +32,10 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def rivals_of(out: Path) -> list[dict[str, Any]]:
+    return list(json.loads(out.read_text())["texts"]["orchard"]["rivals"].values())
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_the_command_measures_profiles_and_baselines(
     profile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], again: bool
@@ -44,6 +48,7 @@ def test_the_command_measures_profiles_and_baselines(
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "orchard: 2 sequences, 72 tokens cached, 24 scored" in shown and ("rereading" in shown) == again
+    assert ("beyond the curve" in shown) == any(None in r["times_smaller"].values() for r in rivals_of(out))
     assert "| fp8-e4m3 | 8.00 |" in shown and "nothing is smaller" in shown
     written = json.loads(out.read_text())
     assert str(tmp_path) not in out.read_text() and str(profile.parent) not in out.read_text()
