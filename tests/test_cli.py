@@ -355,7 +355,8 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # The default: the mixture, whose kinds an added one of the same name replaces.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
-    assert arguments == {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "dtype": torch.float32}
+    defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "distributed": False}
+    assert arguments == {**defaults, "dtype": torch.float32}
     assert {kind: len(tokens[kind]) for kind in ("prose", "code", "a=b")} == {"prose": 10, "code": 8, "a=b": 10}
     assert len({tuple(row[4:8].tolist()) for row in tokens["prose"]}) <= 4, "one sentence over and over"
     for share, count in (("=0.5", 20), ("=0.01", 3), ("=1", 40)):
