@@ -242,8 +242,9 @@ def calibrate(
     together: Together,
 ) -> Profile:
     """See `Profile.calibrate`."""
+    fingerprint = model_fingerprint(model)
     arguments = {
-        "the model's fingerprint": model_fingerprint(model), "group": group, "prefix": prefix,
+        "the model's fingerprint": fingerprint, "group": group, "prefix": prefix,
         "batch_size": batch_size, "seed": seed, "flops": flops,
     }  # fmt: skip
     same_everywhere(together, arguments)
@@ -272,9 +273,7 @@ def calibrate(
             _add_sample(moments, layout, sample, cached)
     together.add_up(moments)
     # All build the same; where their arithmetic differs in the last bit, the first one's counts.
-    profile = together.from_first(
-        _build(layout, group, "calibrated", moments, Moments.loss_metrics, model_fingerprint(model))
-    )
+    profile = together.from_first(_build(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint))
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
     return profile.with_curve(
         measure_curve(
@@ -295,7 +294,7 @@ def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> 
     free, _ = torch.cuda.mem_get_info(device)
     if 2 * needed <= free:
         return device
-    _log.info("second moments take %.1f GB, %s has %.1f GB free: they are kept on the CPU, which is slower",
+    _log.warning("second moments take %.1f GB, %s has %.1f GB free: they are kept on the CPU, which is slower",
               needed / 1e9, device, free / 1e9)  # fmt: skip
     return torch.device("cpu")
 

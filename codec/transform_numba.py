@@ -13,26 +13,10 @@ from cuvee.codec.transform import I64, Rotation, Section
 
 
 @compiled
-def _finish(value, bits, cos, sin, t, size, target):  # type: ignore[no-untyped-def]
-    width = len(value)
-    half = cos.shape[1]
-    for h in range(width // size if half else 0):
-        first, second = value[h * size : h * size + half], value[h * size + half : h * size + 2 * half]
-        for i in range(half):
-            a, b = first[i], second[i]
-            first[i] = a * cos[t, i] - b * sin[t, i]
-            second[i] = b * cos[t, i] + a * sin[t, i]
-    for i in range(width):
-        # Round to nearest, ties to even. The sums are finite or infinite: no NaN whose payload could carry over.
-        v = bits[i]
-        target[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-
-@compiled
-def _place_narrow(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-def]
-    """Of values `x` that are the bits of bfloat16."""
+def _place(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-def]
     tokens, heads, size = out.shape
     width = heads * size
+    half = cos.shape[1]
     means = len(mean)
     bits = np.empty(width, np.uint32)
     value = bits.view(np.float32)
@@ -40,28 +24,25 @@ def _place_narrow(x, mean, column, cos, sin, out, order):  # type: ignore[no-unt
         t = order[row] if len(order) else row
         source = x[row, column : column + width]
         centre = mean[min(t, means - 1), column : column + width]
-        for i in range(width):
-            bits[i] = np.uint32(source[i]) << np.uint32(16)
+        target = out[t].reshape(width)
+        if x.itemsize == 2:  # the bits of bfloat16
+            for i in range(width):
+                bits[i] = np.uint32(source[i]) << np.uint32(16)
+        else:
+            for i in range(width):
+                value[i] = source[i]
         for i in range(width):
             value[i] += centre[i]
-        _finish(value, bits, cos, sin, t, size, out[t].reshape(width))
-
-
-@compiled
-def _place_wide(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-def]
-    """Of float32 values."""
-    tokens, heads, size = out.shape
-    width = heads * size
-    means = len(mean)
-    bits = np.empty(width, np.uint32)
-    value = bits.view(np.float32)
-    for row in range(tokens):
-        t = order[row] if len(order) else row
-        source = x[row, column : column + width]
-        centre = mean[min(t, means - 1), column : column + width]
+        for h in range(heads if half else 0):
+            first, second = value[h * size : h * size + half], value[h * size + half : h * size + 2 * half]
+            for i in range(half):
+                a, b = first[i], second[i]
+                first[i] = a * cos[t, i] - b * sin[t, i]
+                second[i] = b * cos[t, i] + a * sin[t, i]
         for i in range(width):
-            value[i] = source[i] + centre[i]
-        _finish(value, bits, cos, sin, t, size, out[t].reshape(width))
+            # Round to nearest, ties to even. The sums are finite or infinite: no NaN whose payload could carry over.
+            v = bits[i]
+            target[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
@@ -85,21 +66,20 @@ def place(
         transform.place(x, mean, section, layout, rotation, at, keys, values, order)
         return
     to = _IN_ORDER if order is None else order
-    narrow = x.dtype == torch.bfloat16
-    write = _place_narrow if narrow else _place_wide
-    source = x.view(torch.int16).numpy().view(np.uint16) if narrow else x.numpy()
+    source = _bits(x) if x.dtype == torch.bfloat16 else x.numpy()
     means = mean.numpy()
     column = 0
     for index, layer in enumerate(layers, section.first_layer):
         cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
-        write(source, means, column, cos, sin, _bits(keys[index][at]), to)
+        _place(source, means, column, cos, sin, _bits(keys[index][at]), to)
         column += layer.key_values
-        write(source, means, column, _NO_TABLE, _NO_TABLE, _bits(values[index][at]), to)
+        _place(source, means, column, _NO_TABLE, _NO_TABLE, _bits(values[index][at]), to)
         column += layer.value_values
 
 
-def _bits(cache: torch.Tensor) -> npt.NDArray[np.uint16]:
-    return cache.view(torch.int16).numpy().view(np.uint16)
+def _bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
+    """Of bfloat16, which NumPy does not have."""
+    return x.view(torch.int16).numpy().view(np.uint16)
 
 
 def _interleaved(layer: LayerLayout) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from learn_together import small_model, some_moments, tokens
 
+from cuvee.codec.calibrate import _device_of_moments
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVChunk, KVLayout
 from cuvee.codec.model import score
@@ -84,6 +85,22 @@ def test_processes_of_the_command_share_the_work(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     assert json.loads(ran.stdout)["group"] == "layer"  # one process says it, not two
     assert Profile.load(out).source == "calibrated"
+
+
+def test_sums_that_do_not_fit_beside_the_model_stay_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    layout = KVLayout.from_config(small_model().config, dtype=torch.float32)
+    model: Any = SimpleNamespace(device=torch.device("cuda", 1))
+    # Two sections of one block of 32 values: two matrices each, and eight while one is worked on; half may be taken.
+    needed = 8 * (4 + 8) * 32 * 32
+    for free, where in ((2 * needed, "cuda"), (2 * needed - 1, "cpu")):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 10**12))
+        caplog.clear()
+        assert _device_of_moments(model, layout, "layer").type == where
+        assert ("kept on the CPU, which is slower" in caplog.text) == (where == "cpu")
+    model.device = torch.device("cpu")
+    assert _device_of_moments(model, layout, "layer").type == "cpu"
 
 
 def test_a_cache_goes_where_the_model_keeps_each_layer() -> None:
