@@ -19,11 +19,11 @@ import torch
 from cuvee.blend.model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import Selector, default_selector
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_header
 from cuvee.codec.errors import InputError, ProfileMismatch
-from cuvee.codec.layout import KVChunk
-from cuvee.codec.model import model_fingerprint
+from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.rope import rotate, unrotate
 

@@ -29,12 +29,13 @@ import torch
 
 from cuvee.blend.model import TransformersModel
 from cuvee.blend.segments import Segment
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_sections
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
+from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
-from cuvee.codec.layout import KVChunk
-from cuvee.codec.model import empty_cache, model_fingerprint, prefill
+from cuvee.codec.model import empty_cache, prefill
 from cuvee.codec.profile import LOSSLESS
 
 if TYPE_CHECKING:

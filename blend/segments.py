@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVChunk
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)

@@ -22,12 +22,13 @@ from cuvee.codec.backends import (
     get_backend,
     get_device_backend,
 )
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coefficients import MAX_TOKENS_PER_STREAM
 from cuvee.codec.container import Header, Scheme, read_header, read_section, verify_tag, write_blob
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, allocations
 from cuvee.codec.importance import importance_offsets
 from cuvee.codec.keys import make_keys
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import ID_BYTES, LOSSLESS, Profile
 from cuvee.codec.schemes import SectionScheme, Target

@@ -11,7 +11,7 @@ made of tenant, digest and tensor-parallel shard, and of the id of the secret wh
 
 **Keys are a persistent format.** Stores outlive processes and are shared by replicas of several versions: any change of
 the bytes hashed here orphans every entry ever stored. A change on purpose raises `VERSION`, which enters every digest,
-and is a line in the changelog; `tests/test_identity.py` holds the values.
+and is a line in the changelog; `tests/codec/test_identity.py` holds the values.
 
 The bytes are canonical: every field is preceded by its length, numbers are little-endian int64, strings are UTF-8 (lone
 surrogates included, as JSON requests may hold them; never normalised), so no two inputs give the same bytes. Each kind

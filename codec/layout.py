@@ -1,4 +1,4 @@
-"""What a KV cache looks like (`KVLayout`) and a run of its tokens (`KVChunk`).
+"""What a KV cache looks like: `KVLayout`.
 
 A layout holds what the codec must know about a model and nothing else: heads and head sizes per layer, the
 rotary frequencies, the storage dtype, the position limit. It is plain data: frozen, hashable, exact through
@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import importlib
 import json
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from cuvee.codec.errors import InputError, UnsupportedModel
-
-TORCH_DTYPES: dict[str, torch.dtype] = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-}
+from cuvee.codec.dtypes import TORCH_DTYPES
+from cuvee.codec.errors import InputError
+from cuvee.codec.hf import describe_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +179,7 @@ class KVLayout:
             InputError: the config is a multimodal wrapper, or no dtype is known.
             ImportError: transformers is not installed.
         """
-        return _layout_from_config(hf_config, dtype)
+        return cls.from_dict(describe_cache(hf_config, dtype))
 
     @property
     def num_layers(self) -> int:
@@ -310,153 +305,6 @@ class KVLayout:
         return cls.from_dict(data)
 
 
-@dataclass(frozen=True, slots=True, init=False, eq=False)
-class KVChunk:
-    """A run of adjacent tokens of one sequence's KV cache, keys as the model cached them (after RoPE).
-
-    Args:
-        keys: tensor [L, T, H, D], or a sequence of L tensors [T, H_l, D_l]; dtype `layout.dtype`.
-        values: the same with the value size of each layer.
-        layout: layout of the model.
-        start: position of the first token.
-
-    The tensors are kept as views: nothing is copied.
-
-    Raises:
-        InputError: wrong count, shape, dtype or device, no tokens, or positions the model does not have.
-    """
-
-    keys: tuple[torch.Tensor, ...] = field(repr=False)
-    values: tuple[torch.Tensor, ...] = field(repr=False)
-    layout: KVLayout = field(repr=False)
-    start: int
-    tokens: int
-
-    def __init__(
-        self,
-        keys: torch.Tensor | Sequence[torch.Tensor],
-        values: torch.Tensor | Sequence[torch.Tensor],
-        layout: KVLayout,
-        start: int = 0,
-    ) -> None:
-        _check_type("layout", layout, KVLayout)
-        key_layers = _per_layer("keys", keys, layout)
-        value_layers = _per_layer("values", values, layout)
-        tokens, device = key_layers[0].shape[0], key_layers[0].device
-        if tokens == 0:
-            raise InputError("keys hold no tokens (T = 0): a chunk needs at least one")
-        for index, layer in enumerate(layout.layers):
-            for name, tensor, size in (
-                ("keys", key_layers[index], layer.head_dim),
-                ("values", value_layers[index], layer.value_dim),
-            ):
-                expected = (tokens, layer.kv_heads, size)
-                if tuple(tensor.shape) != expected:
-                    raise InputError(
-                        f"{name} of layer {index} must have shape [T, H, D] = {list(expected)}, "
-                        f"got {list(tensor.shape)}"
-                    )
-                if tensor.dtype != layout.torch_dtype:
-                    raise InputError(_wrong_dtype(f"{name} of layer {index}", tensor.dtype, layout.dtype))
-                if tensor.device != device:
-                    raise InputError(
-                        f"{name} of layer {index} are on {tensor.device}, keys of layer 0 on {device}: "
-                        "move all layers to one device"
-                    )
-        if type(start) is not int or start < 0:
-            raise InputError(f"start must be an int >= 0, got {start!r}")
-        if layout.max_positions is not None and start + tokens > layout.max_positions:
-            raise InputError(
-                f"start + tokens = {start} + {tokens} is beyond the {layout.max_positions} positions of the "
-                f"model ({layout.model_type}, KVLayout.max_positions)"
-            )
-        object.__setattr__(self, "keys", key_layers)
-        object.__setattr__(self, "values", value_layers)
-        object.__setattr__(self, "layout", layout)
-        object.__setattr__(self, "start", start)
-        object.__setattr__(self, "tokens", tokens)
-
-    @property
-    def end(self) -> int:
-        """Position after the last token."""
-        return self.start + self.tokens
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of keys and values, uncompressed."""
-        return self.tokens * self.layout.bytes_per_token
-
-    @property
-    def device(self) -> torch.device:
-        """Device of all tensors."""
-        return self.keys[0].device
-
-    def slice(self, t0: int, t1: int) -> KVChunk:
-        """Tokens t0 <= t < t1 of this chunk (views), at their own positions.
-
-        Raises:
-            InputError: not 0 <= t0 < t1 <= tokens.
-        """
-        if type(t0) is not int or type(t1) is not int or not 0 <= t0 < t1 <= self.tokens:
-            raise InputError(f"slice needs 0 <= t0 < t1 <= {self.tokens}, got t0={t0!r}, t1={t1!r}")
-        return KVChunk(
-            [keys[t0:t1] for keys in self.keys],
-            [values[t0:t1] for values in self.values],
-            self.layout,
-            self.start + t0,
-        )
-
-    @classmethod
-    def concat(cls, chunks: Sequence[KVChunk]) -> KVChunk:
-        """One chunk out of adjacent ones (copies).
-
-        Raises:
-            InputError: no chunks, a gap or overlap, or chunks of different layouts.
-        """
-        if not chunks:
-            raise InputError("concat needs at least one chunk")
-        layout = chunks[0].layout
-        for index in range(1, len(chunks)):
-            if chunks[index].layout.fingerprint != layout.fingerprint:
-                raise InputError(f"chunks[{index}] has another layout than chunks[0]")
-            if chunks[index].start != chunks[index - 1].end:
-                raise InputError(
-                    f"chunks[{index}] starts at {chunks[index].start}, but chunks[{index - 1}] "
-                    f"ends at {chunks[index - 1].end}: pass adjacent chunks in order"
-                )
-        return cls(
-            [torch.cat(layer) for layer in zip(*(chunk.keys for chunk in chunks), strict=True)],
-            [torch.cat(layer) for layer in zip(*(chunk.values for chunk in chunks), strict=True)],
-            layout,
-            chunks[0].start,
-        )
-
-
-def _per_layer(name: str, tensors: torch.Tensor | Sequence[torch.Tensor], layout: KVLayout) -> tuple[torch.Tensor, ...]:
-    if isinstance(tensors, torch.Tensor):
-        if tensors.ndim != 4:
-            raise InputError(f"{name} must have shape [L, T, H, D], got {list(tensors.shape)}")
-        layers = tensors.unbind(0)
-    else:
-        layers = tuple(tensors)
-        for index, tensor in enumerate(layers):
-            shape = getattr(tensor, "shape", type(tensor).__name__)
-            if isinstance(shape, str) or len(shape) != 3:
-                raise InputError(f"{name} of layer {index} must be a tensor [T, H, D], got {shape}")
-    if len(layers) != layout.num_layers:
-        raise InputError(f"{name} have {len(layers)} layers, the layout ({layout.model_type}) {layout.num_layers}")
-    return tuple(layer.detach() for layer in layers)  # a chunk is data: no graph hangs on to it
-
-
-def _wrong_dtype(what: str, got: torch.dtype, expected: str) -> str:
-    if got in (torch.uint8, torch.int8) or str(got).startswith("torch.float8"):
-        return (
-            f"{what} are {got}: an fp8 or int8 cache must be dequantised by value with its scales "
-            f"to {expected} first, never reinterpreted"
-        )
-    return f"{what} are {got}, the layout says {expected}: convert them, or build the layout with that dtype"
-
-
 def _float32(value: Any) -> float:
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
@@ -509,159 +357,3 @@ def _check_keys(owner: str, data: Any, required: tuple[str, ...], optional: tupl
 
 def _canonical_json(data: Any) -> str:
     return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False)
-
-
-class _Family(NamedTuple):
-    """A model family whose cached keys were checked against transformers.
-
-    rotary: "module.Class" of its rotary embedding, None for absolute positions.
-    grouped: the model reads num_key_value_heads and head_dim; others ignore such entries of a config.
-    """
-
-    rotary: str | None
-    interleaved: bool = False
-    grouped: bool = True
-
-
-_FAMILIES: dict[str, _Family] = {
-    "cohere": _Family("cohere.CohereRotaryEmbedding", interleaved=True),
-    "gemma": _Family("gemma.GemmaRotaryEmbedding"),
-    "gemma2": _Family("gemma2.Gemma2RotaryEmbedding"),
-    "gemma3_text": _Family("gemma3.Gemma3RotaryEmbedding"),
-    "gpt2": _Family(None, grouped=False),
-    "gpt_neox": _Family("gpt_neox.GPTNeoXRotaryEmbedding", grouped=False),
-    "llama": _Family("llama.LlamaRotaryEmbedding"),
-    "mistral": _Family("mistral.MistralRotaryEmbedding"),
-    "mixtral": _Family("mixtral.MixtralRotaryEmbedding"),
-    "phi3": _Family("phi3.Phi3RotaryEmbedding"),
-    "qwen2": _Family("qwen2.Qwen2RotaryEmbedding"),
-    "qwen2_moe": _Family("qwen2_moe.Qwen2MoeRotaryEmbedding"),
-    "qwen3": _Family("qwen3.Qwen3RotaryEmbedding"),
-    "qwen3_moe": _Family("qwen3_moe.Qwen3MoeRotaryEmbedding"),
-}
-
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_SEQUENCE_DEPENDENT_ROPE = {"dynamic": "dynamic NTK RoPE", "longrope": "LongRoPE"}
-_ATTENTION_LAYERS = ("full_attention", "sliding_attention")
-
-_RECURRENT = frozenset(
-    (
-        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
-        *("lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
-        *("qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
-    )
-)
-
-
-def _layout_from_config(config: Any, dtype: str | torch.dtype | None) -> KVLayout:
-    try:
-        from transformers import PreTrainedConfig
-    except ImportError as error:
-        raise ImportError("KVLayout.from_config needs transformers 5 or later: pip install transformers") from error
-    if not isinstance(config, PreTrainedConfig):
-        raise InputError(f"hf_config must be a transformers PreTrainedConfig, got {type(config).__name__}")
-    _refuse_unsupported(config)
-    dtype_name = _dtype_name(config.dtype if dtype is None else dtype)
-    family = _FAMILIES[config.model_type]
-    layer_types = _layer_types(config)
-    ropes = _ropes(config, family, set(layer_types))
-    heads = config.num_attention_heads
-    kv_heads = (family.grouped and getattr(config, "num_key_value_heads", None)) or heads
-    head_dim = (family.grouped and getattr(config, "head_dim", None)) or config.hidden_size // heads
-    layers = tuple(
-        LayerLayout(
-            kv_heads,
-            head_dim,
-            head_dim,
-            ropes[layer_type],
-            config.sliding_window if layer_type == "sliding_attention" else None,
-        )
-        for layer_type in layer_types
-    )
-    return KVLayout(config.model_type, layers, dtype_name, config.max_position_embeddings)
-
-
-def _refuse_unsupported(config: Any) -> None:
-    kind = config.model_type
-    rope_dicts = _rope_dicts(config)
-    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise UnsupportedModel(f"{kind}: encoder-decoder and cross-attention caches are not supported")
-    if getattr(config, "text_config", None) is not None:
-        raise InputError(
-            f"hf_config is a multimodal wrapper ({kind}): pass its text decoder, hf_config.get_text_config()"
-        )
-    if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModel(f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is not supported")
-    if kind in _RECURRENT:
-        raise UnsupportedModel(f"{kind}: recurrent, state-space and hybrid models are not supported")
-    if kind in ("bloom", "mpt") or getattr(config, "alibi", False):
-        raise UnsupportedModel(f"{kind}: ALiBi positions are not supported")
-    if any("mrope_section" in parameters for parameters in rope_dicts):
-        raise UnsupportedModel(f"{kind}: multimodal RoPE (M-RoPE, mrope_section) is not supported")
-    if kind not in _FAMILIES:
-        raise UnsupportedModel(
-            f"{kind or type(config).__name__}: not among the model types checked against transformers "
-            f"({', '.join(_FAMILIES)}); if you know its cache, build KVLayout by hand"
-        )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModel(f"{kind}: bidirectional attention has no KV cache to continue from")
-    for parameters in rope_dicts:
-        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
-        if rope_type in _SEQUENCE_DEPENDENT_ROPE:
-            raise UnsupportedModel(
-                f"{kind}: {_SEQUENCE_DEPENDENT_ROPE[rope_type]} (rope_type {rope_type!r}) is not supported: "
-                "its frequencies change with the sequence length, and a cached key does not tell which it got"
-            )
-        if rope_type not in _ROPE_TYPES:
-            raise UnsupportedModel(
-                f"{kind}: rope_type {rope_type!r} is not supported (supported: {', '.join(_ROPE_TYPES)})"
-            )
-
-
-def _rope_dicts(config: Any) -> list[Mapping[str, Any]]:
-    """The RoPE parameters of the config: one dict, or one per layer type."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
-    return nested or [parameters]
-
-
-def _layer_types(config: Any) -> list[str]:
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is None:
-        sliding = getattr(config, "sliding_window", None) is not None
-        return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
-    for index, layer_type in enumerate(layer_types):
-        if layer_type not in _ATTENTION_LAYERS:
-            raise UnsupportedModel(
-                f"{config.model_type}: layer {index} is {layer_type!r} (supported: {', '.join(_ATTENTION_LAYERS)})"
-            )
-    return list(layer_types)
-
-
-def _ropes(config: Any, family: _Family, layer_types: set[str]) -> dict[str, Rope | None]:
-    if family.rotary is None:
-        return dict.fromkeys(layer_types)
-    module_name, class_name = family.rotary.split(".")
-    module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
-    # A surrounding `torch.device` context (meta, cuda) must not decide where or how the table is computed.
-    with torch.device("cpu"):
-        rotary = getattr(module, class_name)(config)
-    ropes: dict[str, Rope | None] = {}
-    for layer_type in layer_types:
-        prefix = "" if hasattr(rotary, "inv_freq") else f"{layer_type}_"
-        inv_freq: torch.Tensor = getattr(rotary, f"{prefix}inv_freq")
-        ropes[layer_type] = Rope(
-            tuple(inv_freq.tolist()), float(getattr(rotary, f"{prefix}attention_scaling")), family.interleaved
-        )
-    return ropes
-
-
-def _dtype_name(dtype: Any) -> str:
-    if dtype is None:
-        raise InputError("hf_config names no dtype: pass dtype=, for example dtype=model.dtype")
-    name = str(dtype).removeprefix("torch.")
-    if name not in TORCH_DTYPES:
-        raise InputError(
-            f"dtype must be one of {', '.join(TORCH_DTYPES)}, got {dtype!r}: dequantise other caches by value first"
-        )
-    return name

@@ -1,51 +1,19 @@
-"""What calibration needs of a transformers model: its cache, gradients of its cache, predictions from a cache."""
+"""A transformers model as cuvee sees it: the cache it makes, and its predictions after one."""
 
 from __future__ import annotations
 
-import hashlib
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
-import numpy as np
 import torch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-_SAMPLES = 256  # values a parameter tensor gives to the fingerprint
-
-
-def sampled_positions(values: int) -> torch.Tensor:
-    """Which of a parameter tensor's values enter the fingerprint: evenly spread, at most 256, int64."""
-    count = min(_SAMPLES, values)
-    # In integers: float32 cannot hold the last index of a large tensor, and CPUs round its steps differently.
-    return torch.arange(count) * (values - 1) // max(count - 1, 1)
-
-
-def fingerprint_samples(parameters: Iterable[tuple[str, tuple[int, ...], torch.Tensor]]) -> str:
-    """`model_fingerprint` of parameters given as name, shape and the values at `sampled_positions`, in order."""
-    digest = hashlib.blake2b(digest_size=16, person=b"cuvee-model")
-    for name, shape, values in parameters:
-        digest.update(f"{name} {shape}".encode())
-        digest.update(values.float().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def model_fingerprint(model: PreTrainedModel) -> str:
-    """Name the weights: hex BLAKE2b over every parameter's name, shape and 256 of its values.
-
-    Not a hash of every byte (a 70B model has 140 GB); two fine-tunes differ in almost every value.
-    """
-    return fingerprint_samples(
-        (name, tuple(p.shape), p.detach().reshape(-1)[sampled_positions(p.numel()).to(p.device)])
-        for name, p in model.named_parameters()
-    )
 
 
 def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | None) -> int:
@@ -89,86 +57,11 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
-@dataclass(frozen=True, slots=True)
-class CacheSample:
-    """The cache of a batch of sequences and the gradient on it: per layer `[B, H, prefix, D]`."""
-
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    key_gradients: list[torch.Tensor]
-    value_gradients: list[torch.Tensor]
-
-
 def empty_cache() -> Any:
     """A transformers cache whose layers keep every token (those of a model with sliding windows would drop some)."""
     from transformers import DynamicCache
 
     return DynamicCache()
-
-
-def sample_gradients(
-    model: PreTrainedModel, tokens: torch.Tensor, prefix: int, generator: torch.Generator
-) -> CacheSample:
-    """Cache of the first `prefix` tokens and the gradient on it of the log-likelihood of what follows.
-
-    The targets are drawn from the model's own distribution, so that E[g g^T] is the Fisher information
-    (Amari, Natural gradient works efficiently in learning, 1998), not its empirical imitation.
-
-    Args:
-        model: a causal language model whose parameters need no gradients (`frozen`).
-        tokens: `[B, T]` int64 on the model's device.
-        prefix: how many leading tokens count as cached.
-        generator: a CPU generator; draws the targets.
-    """
-    cache = empty_cache()
-    with torch.no_grad():
-        model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True)
-    # Leaves: a decoded cache stays as it is. In one pass over all tokens a key would also move the states of the
-    # prefix itself, and with them all keys of the layers above: another gradient, by factors.
-    keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]
-    values = [layer.values.detach().requires_grad_() for layer in cache.layers]
-    cache = empty_cache()
-    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
-        cache.update(key, value, index)
-    logits = model(input_ids=tokens[:, prefix:], past_key_values=cache).logits[:, :-1].float()
-    with torch.no_grad():
-        uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)
-        drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
-
-    def gradients(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-
-    def detached(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
-        return [leaf.detach() for leaf in leaves]
-
-    return CacheSample(detached(keys), detached(values), gradients(keys), gradients(values))
-
-
-def compare(
-    exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
-) -> tuple[list[float], list[float], list[float]]:
-    """What another cache does to predictions, one number a sequence.
-
-    Args:
-        exact: log-probabilities `[B, T, V]` after the exact cache.
-        other: the same after the other one.
-        targets: `[B, T]` int64, the tokens that really came next.
-
-    Returns:
-        KL(exact || other) in nats a token, nats a token lost on the targets, share of tokens whose most likely
-        successor stays the same.
-    """
-    chosen = targets[..., None].to(exact.device)
-    kl = (exact.exp() * (exact - other)).sum(-1).mean(-1)
-    loss = (exact.gather(-1, chosen) - other.gather(-1, chosen)).squeeze(-1).mean(-1)
-    same = (exact.argmax(-1) == other.argmax(-1)).float().mean(-1)
-    return kl.tolist(), loss.tolist(), same.tolist()
-
-
-def stderr(values: Sequence[float]) -> float | None:
-    """Standard error of the mean; None of a single value."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None
 
 
 def prefill(

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 import torch
 
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOWHERE = -1  # the slot of a token that is not to be written

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import (
     CLASS_UNITS,
     CLASSES,
@@ -45,7 +46,7 @@ from cuvee.codec.family import (
     step_value,
 )
 from cuvee.codec.importance import Predictor, read_predictor
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.symbols import I16, U16, CodingPlan, Prediction, Quantizer
 from cuvee.codec.transform import Section, SectionBasis, partition
 
@@ -301,8 +302,8 @@ class Profile:
             ProfileError: too few tokens for the group; the message says how many it needs.
             UnsupportedModel: see `KVLayout.from_config`.
         """
-        from cuvee.codec.calibrate import calibrate
-        from cuvee.codec.together import Alone, Processes
+        from cuvee.codec.learning.calibrate import calibrate
+        from cuvee.codec.learning.together import Alone, Processes
 
         return calibrate(
             model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, progress=progress,
@@ -323,7 +324,7 @@ class Profile:
             ProfileError: too few tokens for the group; the message says how many it needs.
             ProfileMismatch: a chunk of another layout.
         """
-        from cuvee.codec.calibrate import fit
+        from cuvee.codec.learning.calibrate import fit
 
         return fit(layout, chunks, group)
 
@@ -346,8 +347,8 @@ class Profile:
 
         The id stays: blobs written with either decode with both.
         """
-        from cuvee.codec.calibrate import measure_curve
-        from cuvee.codec.together import Alone
+        from cuvee.codec.learning.calibrate import measure_curve
+        from cuvee.codec.learning.together import Alone
 
         return self.with_curve(
             measure_curve(

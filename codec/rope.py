@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import torch
 
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import TORCH_DTYPES, Rope
+from cuvee.codec.layout import Rope
 
 
 def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:

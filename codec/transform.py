@@ -19,8 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin, turn
 
 I64 = npt.NDArray[np.int64]

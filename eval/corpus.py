@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cuvee.codec.calibrate import held_out_count
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import held_out_count
 from cuvee.eval.data import TEXTS, bundled_model_path, bundled_text
 from cuvee.eval.real_model import REAL_MODEL, smollm2_path
 

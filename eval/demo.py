@@ -25,12 +25,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
-from cuvee.codec.layout import KVChunk
 from cuvee.codec.model import frozen, score
 from cuvee.codec.profile import PRESET_KL, Profile
-from cuvee.eval.baselines import CacheGen, Float8, Identity, Kivi
+from cuvee.eval.baselines.quantizers import CacheGen, Float8, Identity, Kivi
+from cuvee.eval.bench.machine import torch_threads
 from cuvee.eval.corpus import (
     BUNDLED_MODEL,
     calibration_windows,
@@ -40,7 +41,6 @@ from cuvee.eval.corpus import (
     spread_sequences,
 )
 from cuvee.eval.data import load_bundled_model, load_smollm2
-from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
 from cuvee.eval.protocol import LENGTH, PREFIX, reread
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench

@@ -29,10 +29,13 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 import torch.nn.functional as F
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModel
-from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
-from cuvee.codec.model import empty_cache, model_fingerprint
+from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import empty_cache
 from cuvee.codec.profile import Profile
 from cuvee.eval.corpus import model_path
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, spans

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines import CacheGen, Destroyed, Float8, Identity, Int8, Kivi
+from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Identity, Int8, Kivi
 from cuvee.eval.quality import Method
 
 __all__ = ["BASELINES", "EXACT", "Candidate", "baseline", "family_label"]

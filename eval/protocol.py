@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cuvee.codec.calibrate import tracked
 from cuvee.codec.errors import InputError
+from cuvee.codec.learning.calibrate import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

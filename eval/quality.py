@@ -7,7 +7,7 @@
     scored ------------ score -------------- score -----> KL, difference in NLL, top-1, one number a sequence
 
 The exact side is computed once (`QualityBench`) and serves any number of methods. Anything that stores chunks is a
-method: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines`).
+method: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines.quantizers`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
+from cuvee.codec.divergence import compare, stderr
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVChunk, KVLayout
-from cuvee.codec.model import check_tokens, compare, frozen, prefill, score, stderr
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import check_tokens, frozen, prefill, score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

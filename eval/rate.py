@@ -20,13 +20,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.calibrate import tracked
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.family import OCTAVE, step_value
+from cuvee.codec.learning.calibrate import tracked
 from cuvee.codec.profile import Profile
+from cuvee.eval.bench.machine import hardware
 from cuvee.eval.corpus import load_model, read_corpus, spread_sequences
-from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, baseline
 from cuvee.eval.protocol import reread
 from cuvee.eval.quality import CodecMethod, Quality, QualityBench

@@ -33,8 +33,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from cuvee.codec.divergence import stderr
 from cuvee.codec.errors import InputError
-from cuvee.codec.model import stderr
 
 __all__ = ["DRAWS", "Curve", "bits_at_kl", "bootstrap_ratio", "compare_at_equal_kl", "paired_difference"]
 

@@ -28,9 +28,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec, check_tokens
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel, allocations
-from cuvee.codec.layout import TORCH_DTYPES, KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 
 # Exact types: subclasses keep further state (quantised, indexed, recurrent) that keys and values do not hold.

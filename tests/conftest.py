@@ -20,21 +20,25 @@ if not torch.cuda.is_available():
 
 import transformers
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate
 
-ENGINE_SITE = str(Path(__file__).with_name("engine_site"))  # for the engines that tests start; see there
+ENGINE_SITE = str(
+    Path(__file__).parent / "integrations" / "vllm" / "engine_site"
+)  # for the engines that tests start; see there
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
 # two engines at a time wait for each other.
 LONGEST = (
-    "test_vllm_engine", "test_kernel_backend", "test_vllm_faults", "test_kernel_classes", "test_vllm_serve",
-    "test_report", "test_vllm_docs", "test_notebooks", "test_hostile", "test_bench_vllm", "test_kernel_hostile",
-    "test_blend_report", "test_kernel_static", "test_memory", "test_tasks", "test_kernel_launches",
+    "integrations/vllm/test_engine", "kernels/test_backend", "integrations/vllm/test_faults", "kernels/test_classes",
+    "integrations/vllm/test_serve", "eval/report/test_report", "integrations/vllm/test_docs", "package/test_notebooks",
+    "codec/test_hostile", "eval/bench/test_engine", "kernels/test_hostile", "eval/blending/test_report",
+    "kernels/test_static", "codec/test_memory", "eval/test_tasks", "kernels/test_launches",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {
@@ -182,7 +186,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if fixture in getattr(item, "fixturenames", ()):
                 item.add_marker(marker)
     rank = {name: index for index, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: rank.get(str(item.path.relative_to(tests).with_suffix("")), len(rank)))
 
 
 @pytest.fixture(params=sorted(_FAMILIES))
@@ -387,4 +392,4 @@ def smollm2(require_smollm2: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """`--regenerate-golden` writes the vectors of `test_golden.py` anew, which a change of the format needs."""
-    parser.addoption("--regenerate-golden", action="store_true", help="write tests/golden anew before testing it")
+    parser.addoption("--regenerate-golden", action="store_true", help="write tests/codec/golden anew before testing it")

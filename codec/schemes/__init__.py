@@ -14,7 +14,8 @@ from typing import Protocol
 
 import torch
 
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.transform import Rotation, Section
 
 

@@ -22,11 +22,12 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Backend
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader
 from cuvee.codec.errors import FormatError
 from cuvee.codec.family import OCTAVE, Family, coding_plan, scale_codes, scale_index, step_value
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import F32, CodingPlan
 from cuvee.codec.transform import Rotation, Section, gather, partition, require_finite, tile_tokens, tiles

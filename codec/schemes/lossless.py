@@ -28,10 +28,11 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import Backend
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coefficients import select_streams, tokens_per_stream
 from cuvee.codec.container import Reader, read_streams, write_streams
 from cuvee.codec.errors import FormatError
-from cuvee.codec.layout import KVChunk, KVLayout
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.rope import unrotate
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import Escapes

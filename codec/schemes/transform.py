@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from cuvee.codec.backends import Backend
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import ClassedPlan, class_table, coding_order
 from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.importance import choose_classes
-from cuvee.codec.layout import KVChunk
 from cuvee.codec.profile import Profile, SectionProfile
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.symbols import F32, U8

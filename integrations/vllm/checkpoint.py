@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.identity import canonical
-from cuvee.codec.model import fingerprint_samples, sampled_positions
 from cuvee.codec.profile import Profile
 
 if TYPE_CHECKING:
@@ -149,9 +149,9 @@ def adapter_identity(name: str, path: str) -> str:
 def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
     """Whether a profile was calibrated on the weights of a checkpoint, without loading them.
 
-    Computes what `cuvee.codec.model.model_fingerprint` gives for the transformers model: names and shapes from the
-    model's skeleton, built on the meta device from the configuration; 256 values a parameter read from the files. The
-    calibration may have loaded the weights as they are, as float32, bfloat16 or float16.
+    Computes what `model_fingerprint` gives for the transformers model: names and shapes from its skeleton, built on
+    the meta device from the configuration, and 256 values of each parameter from the files. The calibration may have
+    loaded the weights as they are, or as float32, bfloat16 or float16.
 
     Args:
         profile: any.

@@ -12,9 +12,10 @@ from functools import lru_cache
 from typing import Any
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.identity import Identity
-from cuvee.codec.layout import TORCH_DTYPES, KVLayout
+from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import LOSSLESS, Profile
 from cuvee.integrations.vllm.checkpoint import check_profile, checkpoint_identity, tokenizer_identity
 from cuvee.integrations.vllm.config import Options

@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory
 from cuvee.codec.identity import store_key, tenant_id
-from cuvee.codec.layout import KVChunk
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew

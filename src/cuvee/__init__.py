@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
     from cuvee.codec.container import inspect
     from cuvee.codec.errors import (
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
         UnsupportedModel,
         VersionError,
     )
-    from cuvee.codec.layout import KVChunk, KVLayout
+    from cuvee.codec.layout import KVLayout
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.profile import Profile
 
@@ -60,7 +61,7 @@ _HOME = {
     "CuveeError": "cuvee.codec.errors",
     "FormatError": "cuvee.codec.errors",
     "InputError": "cuvee.codec.errors",
-    "KVChunk": "cuvee.codec.layout",
+    "KVChunk": "cuvee.codec.chunk",
     "KVLayout": "cuvee.codec.layout",
     "KeyMismatch": "cuvee.codec.errors",
     "OutOfMemory": "cuvee.codec.errors",

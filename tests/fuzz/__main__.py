@@ -10,10 +10,10 @@ from pathlib import Path
 
 # Read when a module of kernels is imported: what is tried here is not the device's compiler.
 os.environ.setdefault("TRITON_INTERPRET", "1")
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
-from fuzz import engine
-from fuzz.targets import TARGETS, named
+from tests.fuzz import engine
+from tests.fuzz.targets import TARGETS, named
 
 
 def main() -> int:

@@ -14,19 +14,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from test_golden import FOLDER as GOLDEN
-from test_golden import KEY
-from test_golden import codec_of as golden_codec
-from test_hostile import OFFSETS, codec_of, correlated_chunk, reseal, sections_of
+from tests.codec.test_golden import FOLDER as GOLDEN
+from tests.codec.test_golden import KEY
+from tests.codec.test_golden import codec_of as golden_codec
+from tests.codec.test_hostile import OFFSETS, codec_of, correlated_chunk, reseal, sections_of
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine import Finding
 
 from cuvee.codec.backends import get_backend
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import CLASSES, coding_order
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import Reader, Scheme, inspect, read_header, write_blob, write_streams
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.family import coding_plan
 from cuvee.codec.keys import Key
-from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout, Rope
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
@@ -34,8 +37,6 @@ from cuvee.codec.schemes.lossless import PROB_BITS, read_model, write_model
 from cuvee.codec.schemes.transform import SectionCoding
 from cuvee.codec.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
-from fuzz.dice import Dice
-from fuzz.engine import Finding
 
 MAX_TOKENS = 1 << 12  # that a case may restore
 SMALL = KVLayout(

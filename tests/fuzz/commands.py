@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from test_hostile import correlated_chunk
+from tests.codec.test_hostile import correlated_chunk
+from tests.fuzz.blobs import BlobTarget, subjects
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine import Finding, scratch
+from tests.fuzz.profiles import ProfileTarget, file_of, odd_json, parts
 
 from cuvee.cli import app
-from fuzz.blobs import BlobTarget, subjects
-from fuzz.dice import Dice
-from fuzz.engine import Finding, scratch
-from fuzz.profiles import ProfileTarget, file_of, odd_json, parts
 
 _CONFIG: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,

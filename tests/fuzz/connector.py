@@ -10,19 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from test_hostile import reseal, sections_of
-from test_vllm_scheduler import Desk
-from test_vllm_worker import LAYOUT, TENANT, Bench
+from tests.codec.test_hostile import reseal, sections_of
+from tests.fuzz.blobs import BlobTarget
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine import Finding
+from tests.fuzz.profiles import odd_json
+from tests.integrations.vllm.test_scheduler import Desk
+from tests.integrations.vllm.test_worker import LAYOUT, TENANT, Bench
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.layout import KVChunk
 from cuvee.integrations.vllm.config import Options
 from cuvee.integrations.vllm.messages import Load, Plan, Report, Save
 from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
-from fuzz.blobs import BlobTarget
-from fuzz.dice import Dice
-from fuzz.engine import Finding
-from fuzz.profiles import odd_json
 
 _OPTIONS: dict[str, Any] = {
     "store": ["memory://?max_gb=1", "file:///nowhere"], "quality": "high", "chunk_tokens": 256, "min_tokens": 512,

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from fuzz.dice import Dice
+from tests.fuzz.dice import Dice
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "out" / "fuzz"

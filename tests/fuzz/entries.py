@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import struct
 
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine import Finding, scratch
 from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES, parse_header, read_written, seal, unseal
 from cuvee.integrations.stores.urls import open_store, redacted
-from fuzz.dice import Dice
-from fuzz.engine import Finding, scratch
 
 KEY, OTHER = "ab12/" + "c0ffee" * 10, "ab12/" + "c0ffef" * 10
 NOW = 1.7e9

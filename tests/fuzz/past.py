@@ -13,21 +13,22 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
 import numpy as np
 import torch
-from test_hostile import reseal, sections_of
+from tests.codec.test_hostile import reseal, sections_of
+from tests.fuzz.blobs import MAX_TOKENS, SMALL, subjects
+from tests.fuzz.commands import _CONFIG, _good, _joined
+from tests.fuzz.entries import KEY, NOW
+from tests.fuzz.profiles import file_of, named_by_content, parts
 from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128_digest
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_header
-from cuvee.codec.layout import KVChunk, KVLayout, LayerLayout
+from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profile import Profile
-from fuzz.blobs import MAX_TOKENS, SMALL, subjects
-from fuzz.commands import _CONFIG, _good, _joined
-from fuzz.entries import KEY, NOW
-from fuzz.profiles import file_of, named_by_content, parts
 
 CORPUS = Path(__file__).parent / "corpus"
 

@@ -12,16 +12,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from test_golden import FOLDER as GOLDEN
-from test_hostile import learned
+from tests.codec.test_golden import FOLDER as GOLDEN
+from tests.codec.test_hostile import learned
+from tests.fuzz.blobs import SMALL, small_profile
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine import Finding, scratch
 
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.layout import KVChunk
 from cuvee.codec.profile import PRESETS, Profile, sealed
-from fuzz.blobs import SMALL, small_profile
-from fuzz.dice import Dice
-from fuzz.engine import Finding, scratch
 
 MOST_VALUES = 4096  # of a token: a larger model is loaded, and not tried
 _TOKENS = 6

@@ -27,7 +27,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "src")]
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
 from cuvee.integrations.stores.base import Store, StoreError
 from cuvee.integrations.stores.urls import open_store
@@ -164,7 +164,7 @@ def _end(processes: list[subprocess.Popen[bytes]]) -> None:
 @contextmanager
 def _redis() -> Iterator[Any]:
     import pytest
-    from redis_server import redis_server
+    from tests.integrations.stores.redis_server import redis_server
 
     try:
         with redis_server("--maxmemory", "64mb") as server:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from fuzz.engine import Target
+from tests.fuzz.engine import Target
 
 TARGETS = {
     "blob": "blobs.BlobTarget",
@@ -19,5 +19,5 @@ TARGETS = {
 def named(name: str) -> Target:
     """A target by its name; KeyError if there is none."""
     module, _, kind = TARGETS[name].partition(".")
-    target: Target = getattr(import_module(f"fuzz.{module}"), kind)()
+    target: Target = getattr(import_module(f"tests.fuzz.{module}"), kind)()
     return target

@@ -1,0 +1,62 @@
+"""How much each value of a cache counts: gradients of the predictions that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from cuvee.codec.model import empty_cache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSample:
+    """The cache of a batch of sequences and the gradient on it: per layer `[B, H, prefix, D]`."""
+
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+    key_gradients: list[torch.Tensor]
+    value_gradients: list[torch.Tensor]
+
+
+def sample_gradients(
+    model: PreTrainedModel, tokens: torch.Tensor, prefix: int, generator: torch.Generator
+) -> CacheSample:
+    """Cache of the first `prefix` tokens and the gradient on it of the log-likelihood of what follows.
+
+    The targets are drawn from the model's own distribution, so that E[g g^T] is the Fisher information
+    (Amari, Natural gradient works efficiently in learning, 1998), not its empirical imitation.
+
+    Args:
+        model: a causal language model whose parameters need no gradients (`frozen`).
+        tokens: `[B, T]` int64 on the model's device.
+        prefix: how many leading tokens count as cached.
+        generator: a CPU generator; draws the targets.
+    """
+    cache = empty_cache()
+    with torch.no_grad():
+        model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True)
+    # Leaves: a decoded cache stays as it is. In one pass over all tokens a key would also move the states of the
+    # prefix itself, and with them all keys of the layers above: another gradient, by factors.
+    keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]
+    values = [layer.values.detach().requires_grad_() for layer in cache.layers]
+    cache = empty_cache()
+    for index, (key, value) in enumerate(zip(keys, values, strict=True)):
+        cache.update(key, value, index)
+    logits = model(input_ids=tokens[:, prefix:], past_key_values=cache).logits[:, :-1].float()
+    with torch.no_grad():
+        uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)
+        drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), drawn.flatten(), reduction="sum").backward()
+
+    def gradients(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
+
+    def detached(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [leaf.detach() for leaf in leaves]
+
+    return CacheSample(detached(keys), detached(values), gradients(keys), gradients(values))

@@ -1,0 +1,131 @@
+"""One profile learned by several processes, which share the sequences out: what they tell each other.
+
+Second moments are sums, so they add up; samples and measurements are gathered; the profile of rank 0 is everyone's.
+The processes are those of PyTorch's default group, as `torchrun` starts them and `torch.distributed.init_process_group`
+joins them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+import torch
+from torch import distributed
+
+from cuvee.codec.errors import InputError
+
+if TYPE_CHECKING:
+    from cuvee.codec.learning.calibrate import Moments
+
+T = TypeVar("T")
+
+
+class Together(Protocol):
+    """What calibration asks of the processes that take part in it."""
+
+    @property
+    def rank(self) -> int:
+        """Of this process, 0 … size - 1."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+        ...
+
+    def gather(self, own: T) -> list[T]:
+        """What every process gave, by rank. Every process must call it."""
+        ...
+
+    def from_first(self, own: T) -> T:
+        """What rank 0 gave."""
+        ...
+
+    def add_up(self, moments: list[Moments]) -> None:
+        """Make each process' sums those of all, in place, and the sample that of all."""
+        ...
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def gather(self, own: T) -> list[T]:
+        """The only one."""
+        return [own]
+
+    def from_first(self, own: T) -> T:
+        """The only one."""
+        return own
+
+    def add_up(self, moments: list[Moments]) -> None:
+        """Nothing to add."""
+
+
+class Processes:
+    """All processes of PyTorch's default group.
+
+    Raises:
+        InputError: there is no such group.
+    """
+
+    def __init__(self) -> None:
+        if not (distributed.is_available() and distributed.is_initialized()):
+            raise InputError(
+                "distributed=True needs a process group: start the script with torchrun, and call "
+                "torch.distributed.init_process_group() first"
+            )
+        self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        # NCCL adds up what lies on GPUs alone.
+        on_gpu = "nccl" in distributed.get_backend()
+        self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
+
+    def gather(self, own: T) -> list[T]:
+        """What every process gave, by rank."""
+        everything: list[Any] = [None] * self.size
+        distributed.all_gather_object(everything, own)
+        return everything
+
+    def from_first(self, own: T) -> T:
+        """What rank 0 gave."""
+        held: list[Any] = [own if self.rank == 0 else None]
+        distributed.broadcast_object_list(held, src=0)
+        return held[0]  # type: ignore[no-any-return]
+
+    def add_up(self, moments: list[Moments]) -> None:
+        """Add the sums of all processes; sums must have one origin first, which is the mean of theirs."""
+        for section in moments:
+            counts = section.total.new_tensor([section.count])
+            origin = section.origin.double() * counts
+            for sums in (counts, origin):
+                self._sum(sums)
+            section.move_origin((origin / counts.clamp_min(1)).float())
+            section.count = round(float(counts))
+            for sums in (section.total, section.sink_total, section.sink_count, *section.products, *section.metrics):
+                self._sum(sums)
+            section.sample = [run for runs in self.gather(section.sample) for run in runs]
+
+    def _sum(self, own: torch.Tensor) -> None:
+        if self._device is None or own.device == self._device:
+            distributed.all_reduce(own)
+            return
+        there = own.to(self._device)
+        distributed.all_reduce(there)
+        own.copy_(there)
+
+
+def same_everywhere(together: Together, arguments: Mapping[str, object]) -> None:
+    """Check that all processes were called alike.
+
+    Raises:
+        InputError: one was not, in every process.
+    """
+    told = together.gather(arguments)
+    for rank, theirs in enumerate(told):
+        for name, first in told[0].items():
+            if theirs[name] != first:
+                raise InputError(
+                    f"{name} is {theirs[name]!r} in the process of rank {rank}, {first!r} in that of rank 0"
+                )

@@ -1,0 +1,1 @@
+"""What others do, rebuilt to be compared with: casts, KIVI, CacheGen, KVTC."""

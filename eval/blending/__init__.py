@@ -1,0 +1,1 @@
+"""What blending recovers, by selector and cost."""

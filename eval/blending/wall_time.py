@@ -1,0 +1,154 @@
+"""The time a blend takes, over that of a full prefill, as prompts grow.
+
+A Llama with random weights, on the CPU, so that no model has to be there. Chunks of 256 tokens, each computed alone,
+and 64 tokens of text. In a round everything runs once, in turn; ratios are those of a round, so that a machine that
+slows down slows both. Nothing is reported unless the blend that recomputes everything has the logits of the prefill.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cuvee.blend import Blender, Segment
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import empty_cache, prefill
+from cuvee.codec.profile import Profile
+from cuvee.eval.blending.methods import COMPARED, DEFAULT, NOTHING, SELECTORS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["LEAST_TOKENS", "measure_wall_time"]
+
+CHUNK, SUFFIX = 256, 64  # tokens
+LEAST_TOKENS = 4 * SUFFIX  # of a prompt: the default selector cannot look around in a shorter one for 15 %
+TIMED = ((NOTHING, 0.0), *((key, cost) for cost in COMPARED for key in ("boundary", DEFAULT)), ("boundary", 1.0))
+ROUNDS = (3, 9)  # at least, and at most while they take less than …
+SECONDS = 8.0  # … so long, a prompt length
+TOLERANCE = 1e-3  # of a logit, at cost 1
+MODEL: dict[str, Any] = {
+    "vocab_size": 4096,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 16384,
+}
+
+
+@torch.no_grad()
+def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], None]) -> dict[str, Any]:
+    """Seconds of full prefill and of blends as prompts grow, on a Llama with random weights, on the CPU.
+
+    Args:
+        lengths: of prompts, tokens.
+        seed: of weights and tokens.
+        step: told what comes next.
+
+    Raises:
+        CuveeError: the blend that recomputes everything has other logits than the full prefill.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    step("wall time: a model and its chunks")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(LlamaConfig(**MODEL)).eval()
+        text = torch.randint(MODEL["vocab_size"], (max(lengths),))
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    codec = Codec(Profile.generic(layout), "balanced")
+    # The chunks of all lengths are the same but for the last one of each, which is shorter.
+    pieces = text[: max(lengths) - SUFFIX].split(CHUNK)
+    chunks = list(chain.from_iterable(prefill(model, piece[None], layout) for piece in pieces))
+    measured = []
+    for length in lengths:
+        step(f"wall time: {length} tokens")
+        measured.append(_wall_time(model, codec, chunks, text[:length]))
+    return {
+        "model": {**MODEL, "parameters": sum(p.numel() for p in model.parameters()), "dtype": layout.dtype},
+        "threads": torch.get_num_threads(),
+        "chunk_tokens": CHUNK,
+        "suffix": SUFFIX,
+        "decoded": "generic, balanced",
+        "lengths": measured,
+    }
+
+
+def _wall_time(model: PreTrainedModel, codec: Codec, chunks: Sequence[KVChunk], tokens: torch.Tensor) -> dict[str, Any]:
+    cached = len(tokens) - SUFFIX
+    pieces = tokens[:cached].split(CHUNK)
+    own = [chunk.slice(0, len(piece)) for chunk, piece in zip(chunks, pieces, strict=False)]
+    blobs = [codec.encode(chunk) for chunk in own]
+    segments = [Segment(piece, chunk) for piece, chunk in zip(pieces, own, strict=True)] + [Segment(tokens[cached:])]
+    blender = Blender(model)
+    full: list[float] = []
+    decoding: list[float] = []
+    blending: list[list[float]] = [[] for _ in TIMED]
+    spent = [0.0] * len(TIMED)
+    began = time.perf_counter()
+    while len(full) < ROUNDS[0] or (len(full) < ROUNDS[1] and time.perf_counter() - began < SECONDS):
+        expected = _timed(partial(_prefill, model, tokens), full)
+        _timed(lambda: [codec.decode(blob) for blob in blobs], decoding)
+        for index, (key, cost) in enumerate(TIMED):
+            selector = SELECTORS[key][1](cost, 0)
+            result = _timed(partial(blender.blend, segments, selector=selector), blending[index])
+            spent[index] = result.record.cost
+            error = float((result.logits - expected).abs().max())
+            if cost == 1 and error > TOLERANCE:
+                raise CuveeError(f"a blend that recomputes everything is off by {error:.3g} in a logit: not timed")
+    return {
+        "tokens": len(tokens),
+        "cached": cached,
+        "rounds": len(full),
+        "full": _quantiles(full),
+        "decode": {**_quantiles(decoding), "bytes": sum(map(len, blobs)), "ratio": _over(decoding, full)},
+        "blends": [
+            {
+                "selector": key,
+                "label": SELECTORS[key][0],
+                "cost": cost,
+                "spent": share,
+                **_quantiles(seconds),
+                "ratio": _over(seconds, full),
+            }
+            for (key, cost), share, seconds in zip(TIMED, spent, blending, strict=True)
+        ],
+    }
+
+
+def _prefill(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits `[1, V]` after the last token."""
+    logits: torch.Tensor = model(
+        input_ids=tokens[None], past_key_values=empty_cache(), use_cache=True, logits_to_keep=1
+    ).logits[0]
+    return logits
+
+
+def _timed(call: Callable[[], Any], taken: list[float]) -> Any:
+    began = time.perf_counter()
+    result = call()
+    taken.append(time.perf_counter() - began)
+    return result
+
+
+def _quantiles(seconds: Sequence[float]) -> dict[str, Any]:
+    p20, median, p80 = np.quantile(seconds, [0.2, 0.5, 0.8]).tolist()
+    return {"seconds": list(seconds), "median": median, "p20": p20, "p80": p80}
+
+
+def _over(seconds: Sequence[float], full: Sequence[float]) -> dict[str, Any]:
+    found = _quantiles(np.divide(seconds, full).tolist())
+    del found["seconds"]
+    return found

@@ -1,0 +1,1 @@
+"""Size, quality and task scores of cuvee beside every baseline, in one report."""

@@ -1,0 +1,639 @@
+"""The regression gate: what changed between two reports, and whether that is too much.
+
+    cuvee report --compare a.json b.json --fail-if 'kl>5%' --fail-if 'bits>1%@cuvee/*'
+
+    a.json, b.json --load_report--> same model, texts, chunks? --> changes b - a, with paired errors --> failures
+
+A condition says what must not be:
+
+    METRIC (>|<) NUMBER[%|se] [@METHODS[:TASKS]]
+
+    kl>0.001               the KL of some method rose by more than 0.001 nats
+    kl>5%@cuvee/*          ... of some method of cuvee, by more than 5 % of what it was
+    top1<-2se              top-1 agreement fell by more than two standard errors of the change
+    score<-2se@cuvee/*:cuvee_kv_*    a score of such a method on such a task did
+
+Where both reports measured the same tokens or documents, the standard error is that of the paired differences.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cuvee.codec.divergence import stderr
+from cuvee.codec.errors import FormatError, InputError, VersionError
+from cuvee.eval.stats import paired_difference
+
+__all__ = [
+    "METRICS", "Change", "Comparison", "Condition", "Failure", "Missing", "compare_reports", "load_report",
+    "print_comparison",
+]  # fmt: skip
+
+FORMAT, VERSION = "cuvee-report", 1
+
+METRICS: dict[str, str] = {
+    "bits": "bits_per_value",
+    "ratio": "ratio",
+    "kl": "kl",
+    "nll": "nll",
+    "top1": "top1",
+    "encode": "encode_gb_per_s",
+    "decode": "decode_gb_per_s",
+    "score": "score",
+}
+"""Name in a condition -> field of the report: the last of "scores", the others of "quality"."""
+
+_SPEEDS = ("encode", "decode")
+_PER_SEQUENCE = ("bits_per_value", "kl", "delta_nll", "top1")
+_NOTICEABLE_ERRORS, _NOTICEABLE_SHARE = 2.0, 0.01
+_ROUNDING = 1e-12  # relative
+_MOST = 1e300  # a number beyond is a damaged file, and would overflow
+
+_CONDITION = re.compile(
+    r"\s*(?P<metric>\w+)\s*(?P<sign>[<>])\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>%|se)?"
+    r"\s*(?:@\s*(?P<where>\S+))?\s*"
+)
+
+Report = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One figure of one method in two reports.
+
+    Attributes:
+        key: of the method.
+        metric: of `METRICS`.
+        task: where the metric is the score.
+        a, b: the figure before and after.
+        stderr: of `b - a`; None where it is not known.
+        paired: whether `stderr` is that of differences on the same tokens or documents.
+        conditions: those that look at this figure.
+        failed: those of them that it meets.
+    """
+
+    key: str
+    metric: str
+    task: str | None
+    a: float
+    b: float
+    stderr: float | None
+    paired: bool
+    conditions: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+    @property
+    def change(self) -> float:
+        """`b - a`; 0 where that is what another order of the same sum may leave."""
+        change = self.b - self.a
+        return change if abs(change) > _ROUNDING * max(abs(self.a), abs(self.b)) else 0.0
+
+    @property
+    def relative(self) -> float | None:
+        """The change as a share of `a`; None where there is none."""
+        return _ratio(self.change, abs(self.a))
+
+    @property
+    def in_errors(self) -> float | None:
+        """The change in standard errors; None where there is none, or it is not known."""
+        return None if self.stderr is None else _ratio(self.change, self.stderr)
+
+    @property
+    def noticeable(self) -> bool:
+        """Beyond two standard errors, or 1 %."""
+        certain = self.stderr is not None and abs(self.change) > _NOTICEABLE_ERRORS * self.stderr
+        return certain or abs(self.change) > _NOTICEABLE_SHARE * abs(self.a)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready dict."""
+        return {
+            **asdict(self),
+            "change": self.change,
+            "relative": self.relative,
+            "in_errors": self.in_errors,
+            "conditions": list(self.conditions),
+            "failed": list(self.failed),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """What the first report has and the second does not.
+
+    Attributes:
+        key: of the method.
+        metric: None where the whole method is missing from "quality".
+        task: where the metric is the score.
+        reason: why the second report left the method out, if it says so.
+    """
+
+    key: str
+    metric: str | None
+    task: str | None
+    reason: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A condition that is met: `what` says by what, in a few words."""
+
+    condition: str
+    key: str
+    metric: str | None
+    task: str | None
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two reports side by side.
+
+    Attributes:
+        a, b: what each was made with: versions, date, machine.
+        different: what makes their figures hard to compare; empty unless that was allowed.
+        conditions: as they were given.
+        changes: every figure that both have.
+        missing: what only the first has.
+        added: keys of methods that only the second has.
+        failures: why the gate is closed; empty: it is open.
+    """
+
+    a: dict[str, Any]
+    b: dict[str, Any]
+    different: tuple[str, ...]
+    conditions: tuple[str, ...]
+    changes: tuple[Change, ...]
+    missing: tuple[Missing, ...]
+    added: tuple[str, ...]
+    failures: tuple[Failure, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready dict."""
+        return {
+            "a": self.a,
+            "b": self.b,
+            "different": list(self.different),
+            "conditions": list(self.conditions),
+            "changes": [change.to_dict() for change in self.changes],
+            "missing": [asdict(missing) for missing in self.missing],
+            "added": list(self.added),
+            "failures": [asdict(failure) for failure in self.failures],
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What must not be: a change of a metric above or below a limit.
+
+    Attributes:
+        text: as it was given.
+        metric: of `METRICS`.
+        sign: ">" or "<".
+        limit: what the change is held against, in `unit`.
+        unit: "" as the metric itself, "%" of the first report's figure, "se" standard errors of the change.
+        methods, tasks: shell patterns of method keys and task names, case-sensitive.
+    """
+
+    text: str
+    metric: str
+    sign: str
+    limit: float
+    unit: str
+    methods: str = "*"
+    tasks: str = "*"
+
+    @classmethod
+    def parse(cls, text: str) -> Condition:
+        """Read `METRIC (>|<) NUMBER[%|se] [@METHODS[:TASKS]]`.
+
+        A method's key may hold a colon. For scores what follows the last one is the pattern of tasks; for other
+        metrics there is none.
+
+        Raises:
+            InputError: the text is no condition, or its metric is not known or has no standard error.
+        """
+        found = _CONDITION.fullmatch(text)
+        if found is None:
+            raise InputError(
+                f"fail_if: {text!r} is not METRIC>NUMBER or METRIC<NUMBER with % or se behind it if wanted, and "
+                "@METHODS or @METHODS:TASKS, such as 'kl>5%@cuvee/*'"
+            )
+        metric, unit, where = found["metric"], found["unit"] or "", found["where"] or "*"
+        if metric not in METRICS:
+            near = difflib.get_close_matches(metric, METRICS, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METRICS)}"
+            raise InputError(f"fail_if: no metric {metric!r} in {text!r}; {hint}")
+        if metric in _SPEEDS and unit == "se":
+            raise InputError(f"fail_if: {text!r}: a speed has no standard error here; give GB/s or %")
+        methods, tasks = where, "*"
+        if metric == "score" and ":" in where:
+            methods, _, tasks = where.rpartition(":")
+            if not methods or not tasks:
+                raise InputError(f"fail_if: {text!r} has nothing on one side of its colon; write @*:TASKS or @METHODS")
+        return cls(text.strip(), metric, found["sign"], float(found["limit"]), unit, methods, tasks)
+
+    def covers(self, key: str, metric: str | None, task: str | None) -> bool:
+        """Whether it looks at a figure; metric None: at any but the score."""
+        mine = self.metric != "score" if metric is None else self.metric == metric
+        return mine and fnmatchcase(key, self.methods) and (task is None or fnmatchcase(task, self.tasks))
+
+    def met(self, change: Change) -> bool:
+        """Whether a change it covers is what must not be.
+
+        A change from zero is infinite in %, and one without any spread infinite in standard errors.
+
+        Raises:
+            InputError: in standard errors, of a change whose standard error is not known.
+        """
+        amount, unit = change.change, 1.0
+        if self.unit == "%":
+            unit = abs(change.a) / 100
+        elif self.unit == "se":
+            if change.stderr is None:
+                raise InputError(f"fail_if: {self.text!r}: the standard error of {_named(change)} is not known")
+            unit = change.stderr
+        if amount:
+            amount = amount / unit if unit else math.copysign(math.inf, amount)
+        return amount > self.limit if self.sign == ">" else amount < self.limit
+
+
+# Reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_report(path: Path) -> dict[str, Any]:
+    """Read a finished report.
+
+    Raises:
+        FormatError: the file is not a report, or misses or doubles what a comparison needs.
+        InputError: the report of a run that has not finished.
+        OSError: the file cannot be read.
+        VersionError: a report of a newer version.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from error
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise FormatError(f"{path} is not a report: give the report.json that `cuvee report` writes")
+    version = data.get("version")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(f"{path}: version: must be a whole number from 1, got {version!r}")
+    if version > VERSION:
+        raise VersionError(f"{path} is a report of version {version}; this cuvee reads up to {VERSION}: update it")
+    if data.get("complete") is not True:
+        raise InputError(f"report: {path} is of a run that has not finished; give its command again to go on")
+    try:
+        _check_report(data)
+    except FormatError as error:
+        raise FormatError(f"{path}: {error}") from error
+    return data
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"it holds {name}")
+
+
+def _check_report(data: Report) -> None:
+    for name in ("configuration", "environment", "model", "text"):
+        _require(isinstance(data.get(name), dict), name, "must be an object")
+    for name in ("quality", "tasks", "scores"):
+        entries = data.get(name)
+        _require(isinstance(entries, list) and all(isinstance(e, dict) for e in entries), name, "must list objects")
+    skipped = data.get("skipped", [])
+    whole = isinstance(skipped, list) and all(isinstance(e, dict) and isinstance(e.get("key"), str) for e in skipped)
+    _require(whole, "skipped", "must list objects with a key")
+    for name in ("calibration", "evaluation"):
+        texts = data["text"].get(name)
+        _require(isinstance(texts, list) and all(isinstance(t, dict) for t in texts), f"text.{name}", "must list texts")
+    _check_unique("quality", [entry.get("key") for entry in data["quality"]])
+    _check_unique("tasks", [task.get("name") for task in data["tasks"]])
+    _check_unique("scores", [score.get("key") for score in data["scores"]], [s.get("task") for s in data["scores"]])
+    for entry in data["quality"]:
+        for metric, field in METRICS.items():
+            if metric != "score":
+                where = f"quality {entry['key']}: {field}"
+                optional = metric in ("ratio", *_SPEEDS)
+                known = field in entry and (_is_number(entry[field]) or (optional and entry[field] is None))
+                _require(known, where, "must be a number")
+        lists = entry.get("per_sequence")
+        _require(isinstance(lists, dict), f"quality {entry['key']}: per_sequence", "must be an object")
+        lengths = {len(lists[name]) if _is_list(lists.get(name)) else 0 for name in _PER_SEQUENCE}
+        whole = len(lengths) == 1 and 0 not in lengths
+        _require(whole, f"quality {entry['key']}: per_sequence", "must list as many numbers of each kind")
+    for score in data["scores"]:
+        where = f"scores {score['key']} {score['task']}"
+        _require(_is_number(score.get("score")), f"{where}: score", "must be a number")
+        _require(score.get("stderr") is None or _is_number(score["stderr"]), f"{where}: stderr", "must be a number")
+        per_doc = score.get("per_doc")
+        _require(per_doc is None or _is_list(per_doc), f"{where}: per_doc", "must list numbers")
+
+
+def _check_unique(name: str, *columns: list[Any]) -> None:
+    """Refuse rows whose names are no strings, or occur twice."""
+    rows = list(zip(*columns, strict=True))
+    _require(all(isinstance(part, str) for row in rows for part in row), name, "each must have a name")
+    twice = next((row for row in rows if rows.count(row) > 1), None)
+    _require(twice is None, name, f"{' '.join(twice or ())} is there twice")
+
+
+def _require(holds: bool, where: str, what: str) -> None:
+    if not holds:
+        raise FormatError(f"{where}: {what}")
+
+
+def _is_number(value: Any) -> bool:
+    # The comparison is false of NaN; infinities come of literals such as 1e999, too.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_number, value))
+
+
+# Comparing -------------------------------------------------------------------------------------------------------
+
+
+def compare_reports(a: Report, b: Report, conditions: Sequence[Condition], allow_different: bool = False) -> Comparison:
+    """What changed from one report to another.
+
+    A method or a score that only the first report has is a failure of every condition that covers it: a gate that
+    lost what it watches is not open.
+
+    Args:
+        a: the report before, of `load_report`.
+        b: the one after.
+        conditions: what must not be.
+        allow_different: compare reports of different models, texts, chunks or machines all the same.
+
+    Raises:
+        InputError: the reports differ in what their figures depend on (the message lists it), or a condition covers
+            nothing, or asks for a standard error that is not known.
+    """
+    different = tuple(_differences(a, b, any(c.metric in _SPEEDS for c in conditions)))
+    if different and not allow_different:
+        raise InputError(
+            "report: the figures of these two cannot be compared, they differ in " + "; ".join(different)
+            + ". --allow-different compares them all the same"
+        )  # fmt: skip
+    changes: list[Change] = []
+    failures: list[Failure] = []
+    used: set[Condition] = set()
+    for change in (*_quality_changes(a, b), *_score_changes(a, b)):
+        covering = [c for c in conditions if c.covers(change.key, change.metric, change.task)]
+        failed = [c for c in covering if c.met(change)]
+        used.update(covering)
+        failures += [Failure(c.text, change.key, change.metric, change.task, _amount(change, c.unit)) for c in failed]
+        texts = [tuple(c.text for c in found) for found in (covering, failed)]
+        changes.append(replace(change, conditions=texts[0], failed=texts[1]))
+    missing = tuple(_missing(a, b))
+    for lost in missing:
+        covering = [c for c in conditions if c.covers(lost.key, lost.metric, lost.task)]
+        used.update(covering)
+        what = "missing" + (f": {lost.reason}" if lost.reason else "")
+        failures += [Failure(c.text, lost.key, lost.metric, lost.task, what) for c in covering]
+    for condition in conditions:
+        if condition not in used:
+            raise InputError(f"fail_if: {condition.text!r} covers nothing: {_what_there_is(a, condition)}")
+    known = {entry["key"] for block in ("quality", "scores") for entry in a[block]}
+    found = dict.fromkeys(entry["key"] for block in ("quality", "scores") for entry in b[block])
+    return Comparison(
+        a=_made_with(a),
+        b=_made_with(b),
+        different=different,
+        conditions=tuple(condition.text for condition in conditions),
+        changes=tuple(changes),
+        missing=missing,
+        added=tuple(key for key in found if key not in known),
+        failures=tuple(failures),
+    )
+
+
+def _differences(a: Report, b: Report, timed: bool) -> Iterator[str]:
+    """What figures depend on and differs, each with both values."""
+    fields = [
+        "model.fingerprint", "configuration.dtype", "configuration.cache_dtype", "configuration.chunk_tokens",
+        "text.calibration", "text.evaluation", "text.sequences", "text.length", "text.prefix", "text.tokens_sha256",
+    ]  # fmt: skip
+    if timed:
+        fields += ["environment.cpu", "environment.cores", "environment.gpu"]
+    for field in fields:
+        block, _, name = field.partition(".")
+        before, after = a[block].get(name), b[block].get(name)
+        if name in ("calibration", "evaluation"):
+            before, after = ([text.get("sha256") for text in texts] for texts in (before, after))
+        if before != after:
+            yield f"{field} ({_short(before)} and {_short(after)})"
+    tasks = {task["name"]: task for task in b["tasks"]}
+    for task in a["tasks"]:
+        if (other := tasks.get(task["name"])) is not None:
+            for name in ("metric", "docs", "docs_sha256"):
+                if task.get(name) != other.get(name):
+                    yield f"tasks {task['name']}: {name} ({_short(task.get(name))} and {_short(other.get(name))})"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, list):
+        return "+".join(map(_short, value)) or "none"
+    text = str(value)
+    return f"{text[:12]}…" if len(text) >= 32 else text
+
+
+def _quality_changes(a: Report, b: Report) -> Iterator[Change]:
+    entries = {entry["key"]: entry for entry in b["quality"]}
+    same_tokens = _same(a, b, "text", "tokens_sha256") and _same(a, b, "text", "prefix")
+    # Of the NLL a report keeps what each sequence lost against its own exact cache: enough where that one is the same.
+    same_model = _same(a, b, "model", "fingerprint") and _same(a, b, "configuration", "dtype")
+    for before in a["quality"]:
+        after = entries.get(before["key"])
+        for metric, field in METRICS.items():
+            if after is None or metric == "score" or before[field] is None or after[field] is None:
+                continue
+            values = _per_sequence(before, metric), _per_sequence(after, metric)
+            same_sequences = same_tokens and len(before["per_sequence"]["kl"]) == len(after["per_sequence"]["kl"])
+            paired = same_sequences and (same_model or metric != "nll")
+            error = None if metric == "nll" and not paired else _error(*values, paired)
+            yield Change(before["key"], metric, None, before[field], after[field], error, paired and error is not None)
+
+
+def _same(a: Report, b: Report, block: str, name: str) -> bool:
+    """Whether both have a value and it is the same."""
+    return a[block].get(name) is not None and a[block].get(name) == b[block].get(name)
+
+
+def _per_sequence(entry: Report, metric: str) -> list[float] | None:
+    """Numbers whose mean moves as the metric does; None for speeds."""
+    lists = entry["per_sequence"]
+    if metric == "ratio":
+        # 16 over a mean, linear around it (delta method).
+        bits, ratio = np.array(lists["bits_per_value"]), entry["ratio"]
+        return [float(r) for r in ratio * (2 - bits / bits.mean())]
+    name = {"bits": "bits_per_value", "nll": "delta_nll"}.get(metric, metric)
+    return None if metric in _SPEEDS else list(lists[name])
+
+
+def _error(before: list[float] | None, after: list[float] | None, paired: bool) -> float | None:
+    """The standard error of the difference of two means."""
+    if before is None or after is None:
+        return None
+    if paired:
+        return paired_difference(after, before)[1]
+    return _root(stderr(before), stderr(after))
+
+
+def _root(first: float | None, second: float | None) -> float | None:
+    return None if first is None or second is None else math.hypot(first, second)
+
+
+def _score_changes(a: Report, b: Report) -> Iterator[Change]:
+    scores = {(score["key"], score["task"]): score for score in b["scores"]}
+    before_tasks, after_tasks = ({task["name"]: task for task in report["tasks"]} for report in (a, b))
+    for before in a["scores"]:
+        key, task = before["key"], before["task"]
+        after = scores.get((key, task))
+        if after is None:
+            continue
+        documents = [tasks.get(task, {}).get("docs_sha256") for tasks in (before_tasks, after_tasks)]
+        paired = (
+            documents[0] is not None
+            and documents[0] == documents[1]
+            and _is_mean(before)
+            and _is_mean(after)
+            and len(before["per_doc"]) == len(after["per_doc"])
+        )
+        if paired:
+            error = paired_difference(after["per_doc"], before["per_doc"])[1]
+        else:
+            error = _root(before.get("stderr"), after.get("stderr"))
+        yield Change(key, "score", task, before["score"], after["score"], error, paired and error is not None)
+
+
+def _is_mean(score: Report) -> bool:
+    """Whether a score is the mean of its documents: differences of others say nothing about it."""
+    per_doc: list[float] = score.get("per_doc") or []
+    return len(per_doc) > 0 and math.isclose(float(np.mean(per_doc)), score["score"], rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _missing(a: Report, b: Report) -> Iterator[Missing]:
+    skipped = {entry["key"]: str(entry.get("reason")) for entry in b.get("skipped", [])}
+    entries = {entry["key"]: entry for entry in b["quality"]}
+    for before in a["quality"]:
+        key = before["key"]
+        if key not in entries:
+            yield Missing(key, None, None, skipped.get(key))
+            continue
+        for metric, field in METRICS.items():
+            if metric != "score" and before[field] is not None and entries[key][field] is None:
+                yield Missing(key, metric, None, None)
+    scores = {(score["key"], score["task"]) for score in b["scores"]}
+    for score in a["scores"]:
+        if (score["key"], score["task"]) not in scores:
+            yield Missing(score["key"], "score", score["task"], skipped.get(score["key"]) or skipped.get(score["task"]))
+
+
+def _what_there_is(report: Report, condition: Condition) -> str:
+    if condition.metric == "score":
+        pairs = [f"{score['key']}:{score['task']}" for score in report["scores"]]
+        return f"there are scores of {_listed(pairs)}" if pairs else "the first report has no task scores"
+    keys = [entry["key"] for entry in report["quality"] if entry[METRICS[condition.metric]] is not None]
+    return f"there is {condition.metric} of {_listed(keys)}" if keys else f"no method has {condition.metric}"
+
+
+def _listed(names: Sequence[str], most: int = 8) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _made_with(report: Report) -> dict[str, Any]:
+    environment = report["environment"]
+    names = ("cuvee", "commit", "torch", "transformers", "cpu", "gpu", "date")
+    return {"model": report["model"].get("name"), **{name: environment.get(name) for name in names}}
+
+
+def _ratio(above: float, below: float) -> float | None:
+    """A share; zero of nothing is zero, anything else of it None."""
+    if not above:
+        return 0.0
+    return above / below if below else None
+
+
+# Printing --------------------------------------------------------------------------------------------------------
+
+
+def print_comparison(comparison: Comparison, console: Console) -> None:
+    """Print what changed noticeably, or at all where a condition looks, and why the gate is closed, if it is."""
+    for name, made in (("before", comparison.a), ("after", comparison.b)):
+        words = [made["model"], f"cuvee {made['cuvee']}", made["commit"], made["gpu"] or made["cpu"], made["date"]]
+        _line(console, f"{name:7} {', '.join(str(word) for word in words if word)}", "dim")
+    for difference in comparison.different:
+        _line(console, f"they differ in {difference}", "yellow")
+    shown = [c for c in comparison.changes if c.noticeable or c.failed or (c.conditions and c.change)]
+    if shown:
+        console.print(_table(shown))
+    hidden = len(comparison.changes) - len(shown)
+    if hidden:
+        _line(console, f"{hidden} {'more ' if shown else ''}figures without a change to speak of", "dim")
+    for lost in comparison.missing:
+        what = _named(lost) + (f": {lost.reason}" if lost.reason else "")
+        _line(console, f"missing  {what}", "yellow")
+    for key in comparison.added:
+        _line(console, f"new      {key}", "dim")
+    for failure in comparison.failures:
+        _line(console, f"FAILED   {failure.condition}   {_named(failure)}: {failure.what}", "bold red")
+    if comparison.conditions and not comparison.failures:
+        met = "the condition is not met" if len(comparison.conditions) == 1 else "none of the conditions is met"
+        _line(console, f"passed: {met}", "green")
+
+
+def _table(changes: Sequence[Change]) -> Table:
+    table = Table(title="Changes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("method", "figure"):
+        table.add_column(column, overflow="fold")  # where space is short, these give way
+    for column in ("before", "after", "change", "%", "± s.e."):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    last = None
+    for change in changes:
+        cells = [
+            change.key if change.key != last else "",
+            change.task or change.metric,
+            f"{change.a:.4g}",
+            f"{change.b:.4g}",
+            f"{change.change:+.3g}",
+            "" if change.relative is None else f"{100 * change.relative:+.1f}",
+            "" if change.stderr is None else f"{change.stderr:.2g}",
+            "FAIL" if change.failed else "",
+        ]
+        last = change.key
+        table.add_row(*map(Text, cells), style="bold red" if change.failed else "")
+    return table
+
+
+def _line(console: Console, text: str, style: str) -> None:
+    # A Text is not markup: keys and reasons may hold brackets.
+    console.print(Text(text, style), soft_wrap=True)
+
+
+def _named(figure: Change | Missing | Failure) -> str:
+    return " ".join(filter(None, (figure.key, figure.metric, figure.task)))
+
+
+def _amount(change: Change, unit: str) -> str:
+    """A change in the unit of the condition that it meets."""
+    value = {"%": change.relative, "se": change.in_errors}.get(unit, change.change)
+    if value is None:
+        return f"{change.a:.4g} -> {change.b:.4g}"
+    shown = {"%": f"{100 * value:+.3g} %", "se": f"{value:+.3g} s.e."}.get(unit, f"{value:+.3g}")
+    return f"{change.a:.4g} -> {change.b:.4g}, {shown}"

@@ -1,0 +1,870 @@
+"""Blending against the model's own passes: exact where it must be, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import DynamicCache
+
+from cuvee.blend import (
+    HKVD,
+    Blender,
+    BlendResult,
+    Boundary,
+    Nothing,
+    Overlap,
+    Product,
+    Prompt,
+    QueryGuided,
+    Random,
+    Segment,
+    Selection,
+    Selector,
+    TransformersModel,
+    Union,
+    blender,
+)
+from cuvee.blend.model import FAMILIES
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import prefill
+from cuvee.codec.profile import Profile
+
+LAYERS = 4
+VOCABULARY = 61
+# The names that conftest gives to the families of FAMILIES, and what takes their sliding windows away.
+FULL: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama-linear": {},
+    "llama-llama3": {},
+    "llama-yarn": {},
+    "mistral": {"sliding_window": None},
+    "mixtral": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {},
+    "qwen3_moe": {},
+}
+SELECTORS: tuple[Selector, ...] = (
+    Nothing(),
+    Random(0.3, seed=1),
+    Boundary(tokens=2),
+    Overlap(0.4),
+    QueryGuided(0.4, queries=3),
+    HKVD(0.3),
+    HKVD(0.2, check_layers=(0, 1), shrink=(2.0,), weight=Boundary()),
+    Product(Overlap(), Boundary(), cost=0.5),
+    Union(HKVD(0.2), Random(0.2)),
+)
+
+every_family = pytest.mark.parametrize("name", FULL)
+both_attentions = pytest.mark.parametrize("attention", ["sdpa", "eager"])
+Build = Callable[..., Any]
+
+
+@pytest.fixture
+def build(tiny_model: Callable[..., Any]) -> Build:
+    """build(name, attention="sdpa", **changes) -> model of four layers whose attention is not close to uniform."""
+
+    def make(name: str = "llama", attention: str = "sdpa", **changes: Any) -> Any:
+        settings = {"num_hidden_layers": LAYERS, "initializer_range": 0.15, **FULL.get(name, {}), **changes}
+        model = tiny_model(name, **settings)
+        model.set_attn_implementation(attention)
+        return model
+
+    return make
+
+
+@dataclass(frozen=True)
+class Whole:
+    """What a pass of the whole prompt gives: logits `[T, V]`, keys and values `[H, T, D]` a layer."""
+
+    logits: torch.Tensor
+    keys: list[torch.Tensor]
+    values: list[torch.Tensor]
+
+    def chunk(self, model: Any, first: int, end: int, start: int | None = None) -> KVChunk:
+        """Tokens first … end, as a chunk that says it starts at `start`."""
+        keys, values = ([x[:, first:end].transpose(0, 1) for x in part] for part in (self.keys, self.values))
+        return KVChunk(keys, values, layout_of(model), first if start is None else start)
+
+
+def layers_of(cache: Any) -> Any:
+    """Its keys and values, layer by layer. Not typed: transformers' caches may hold other things."""
+    return cache.layers
+
+
+def layout_of(model: Any) -> KVLayout:
+    return KVLayout.from_config(model.config, dtype=model.dtype)
+
+
+@torch.no_grad()
+def whole(model: Any, tokens: torch.Tensor, start: int = 0) -> Whole:
+    """The tokens alone, from position `start`."""
+    positions = torch.arange(start, start + len(tokens))
+    out = model(tokens[None], position_ids=positions[None], past_key_values=DynamicCache(), use_cache=True)
+    layers = layers_of(out.past_key_values)
+    return Whole(out.logits[0].float(), [x.keys[0] for x in layers], [x.values[0] for x in layers])
+
+
+def alone(model: Any, tokens: torch.Tensor, start: int = 0) -> KVChunk:
+    return whole(model, tokens, start).chunk(model, 0, len(tokens), start)
+
+
+def ids(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def cut(tokens: torch.Tensor, ends: Sequence[int]) -> list[tuple[int, int, torch.Tensor]]:
+    return [(a, b, tokens[a:b]) for a, b in itertools.pairwise([0, *ends])]
+
+
+def stale(model: Any, tokens: torch.Tensor, ends: Sequence[int], cached: Sequence[int], made_at: int = 40) -> list[Any]:
+    """Segments that end at `ends`, of which those of `cached` were computed alone and elsewhere."""
+    return [
+        Segment(part, alone(model, part, made_at + 3 * index) if index in cached else None)
+        for index, (_, _, part) in enumerate(cut(tokens, ends))
+    ]
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, tolerance: float = 2e-5) -> bool:
+    """Relative to the largest number expected."""
+    return got.shape == expected.shape and bool((got - expected).abs().max() <= tolerance * expected.abs().max())
+
+
+def caches_close(result: BlendResult, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], **kw: Any) -> bool:
+    layers = layers_of(result.cache)
+    return all(
+        close(x.keys[0], k, **kw) and close(x.values[0], v, **kw) for x, k, v in zip(layers, keys, values, strict=True)
+    )
+
+
+def same_as(result: BlendResult, full: Whole, **tolerance: Any) -> bool:
+    kept = full.logits[-len(result.logits) :]
+    return close(result.logits, kept, **tolerance) and caches_close(result, full.keys, full.values, **tolerance)
+
+
+@torch.no_grad()
+def walk(model: Any, tokens: torch.Tensor, depth: torch.Tensor, cached: Whole) -> Whole:
+    """The prompt token by token through the model's own forward: the reference for any choice of tokens.
+
+    What a token computes in its first `depth` layers is kept; above, its cached KV stands.
+    """
+    cache = DynamicCache()
+    logits = []
+    for at, (token, layers) in enumerate(zip(tokens, depth.tolist(), strict=True)):
+        if layers:
+            out = model(token[None, None], past_key_values=cache, position_ids=torch.tensor([[at]]), use_cache=True)
+            logits.append(out.logits[0, -1].float())
+        for index in range(layers and 0, len(cached.keys)):
+            keys, values = cached.keys[index][None, :, at : at + 1], cached.values[index][None, :, at : at + 1]
+            if not layers:
+                cache.update(keys, values, index)
+            elif index >= layers:
+                layers_of(cache)[index].keys[:, :, at : at + 1] = keys
+                layers_of(cache)[index].values[:, :, at : at + 1] = values
+    return Whole(torch.stack(logits), [x.keys[0] for x in layers_of(cache)], [x.values[0] for x in layers_of(cache)])
+
+
+def placed(model: Any, tokens: torch.Tensor, ends: Sequence[int]) -> Whole:
+    """KV of every part of the prompt computed alone at the positions where it stands."""
+    parts = [whole(model, part, start) for start, _, part in cut(tokens, ends)]
+    keys, values = (
+        [torch.cat([getattr(part, which)[index] for part in parts], 1) for index in range(len(parts[0].keys))]
+        for which in ("keys", "values")
+    )
+    return Whole(parts[-1].logits, keys, values)
+
+
+@contextmanager
+def passes(model: Any) -> Iterator[list[list[int]]]:
+    """How many tokens each layer is given, call by call."""
+    seen: list[list[int]] = [[] for _ in model.model.layers]
+    handles = [
+        layer.register_forward_pre_hook(lambda _, args, kwargs, n=n: seen[n].append(args[0].shape[1]), with_kwargs=True)
+        for n, layer in enumerate(model.model.layers)
+    ]
+    yield seen
+    for handle in handles:
+        handle.remove()
+
+
+class Chosen:
+    """Selects given positions; shows the prompt it got."""
+
+    def __init__(self, *positions: int, look: Callable[[Prompt], Any] = lambda prompt: None) -> None:
+        self.positions = torch.tensor(positions, dtype=torch.int64)
+        self.look = look
+        self.seen: Any = None
+
+    def begin(self, prompt: Prompt) -> Selection:
+        self.seen = self.look(prompt)
+        return self
+
+    def tokens(self, layer: int) -> torch.Tensor:
+        return self.positions
+
+    def watches(self, layer: int) -> bool:
+        return False
+
+    def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        raise AssertionError
+
+
+# A full prefill -------------------------------------------------------------------------------------------------------
+
+
+def test_every_family_is_tested(tiny_config: Callable[..., Any]) -> None:
+    assert {tiny_config(name).model_type for name in FULL} == set(FAMILIES)
+
+
+@every_family
+@both_attentions
+def test_to_recompute_all_is_a_full_prefill(build: Build, name: str, attention: str) -> None:
+    model = build(name, attention)
+    tokens = ids(34)
+    full = whole(model, tokens)
+    segments = stale(model, tokens, (3, 12, 15, 26, 34), (1, 3))
+    assert not same_as(Blender(model, selector=Nothing()).blend(segments, logits_to_keep=8), full, tolerance=1e-2)
+    everything: list[Selector] = [
+        Random(1.0), Boundary(cost=1.0), Overlap(1), QueryGuided(cost=1), Product(Overlap(), ratio=1),
+        HKVD(1.0, shrink=(1.2,)), HKVD(cost=1, weight=QueryGuided()), Union(Boundary(tokens=1), HKVD(1.0)),
+    ]  # fmt: skip
+    for selector in everything:
+        result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
+        assert same_as(result, full), selector
+        assert result.record.cost == 1.0 and result.record.computed == (20,) * LAYERS, selector
+
+
+@every_family
+@both_attentions
+def test_exact_chunks_change_nothing_whatever_is_selected(build: Build, name: str, attention: str) -> None:
+    model = build(name, attention)
+    noise = np.random.default_rng(5)
+    for trial in range(2):
+        tokens = ids(30, seed=trial)
+        tokens[17:22] = tokens[4:9]  # the same chunk again, behind other text
+        full = whole(model, tokens)
+        ends = [4, 9, 14, 17, 22, 25, 30] if trial else sorted({*noise.integers(1, 29, 6).tolist(), 30})
+        cached = [1, 2, 4] if trial else noise.choice(len(ends), 3, replace=False).tolist()
+        segments = [
+            Segment(part, full.chunk(model, first, end) if index in cached else None)
+            for index, (first, end, part) in enumerate(cut(tokens, ends))
+        ]
+        blend = Blender(model).blend
+        for selector in SELECTORS:
+            assert same_as(blend(segments, selector=selector), full), (selector, ends, cached)
+
+
+def test_bfloat16(build: Build) -> None:
+    model = build(dtype=torch.bfloat16)
+    tokens = ids(30)
+    full = whole(model, tokens)
+    segments = [Segment(part, full.chunk(model, a, b) if a == 5 else None) for a, b, part in cut(tokens, (5, 20, 30))]
+    result = Blender(model, selector=HKVD(0.3)).blend(segments)
+    assert result.logits.dtype == torch.float32
+    assert {x.keys.dtype for x in layers_of(result.cache)} == {torch.bfloat16}
+    assert same_as(result, full, tolerance=0.02)
+    assert same_as(
+        Blender(model, selector=HKVD(1.0)).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
+    )
+    assert not same_as(
+        Blender(model, selector=Nothing()).blend(stale(model, tokens, (5, 20, 30), (1,))), full, tolerance=0.02
+    )
+
+
+# Stale chunks ---------------------------------------------------------------------------------------------------------
+
+
+@every_family
+def test_chunks_are_turned_as_the_model_would(build: Build, name: str) -> None:
+    model = build(name)
+    tokens = ids(24)
+    made_at = 300
+    chunk = alone(model, tokens[7:19], made_at)
+    segments = [Segment(tokens[:7]), Segment(tokens[7:19], chunk), Segment(tokens[19:])]
+    result = Blender(model, selector=Nothing()).blend(segments)
+    there, full = whole(model, tokens[7:19], 7), whole(model, tokens)
+    first = layers_of(result.cache)[0]
+    assert close(first.keys[0, :, 7:19], full.keys[0][:, 7:19]) and not close(
+        chunk.keys[0].transpose(0, 1), there.keys[0], 0.1
+    )
+    assert close(first.values[0], full.values[0])
+    for layer, keys, values in zip(layers_of(result.cache), there.keys, there.values, strict=True):
+        assert close(layer.keys[0, :, 7:19], keys) and close(layer.values[0, :, 7:19], values)
+
+
+@every_family
+def test_any_choice_is_what_the_model_computes_token_by_token(build: Build, name: str) -> None:
+    model = build(name)
+    tokens = ids(24)
+    ends, cached = (2, 9, 16, 18, 24), (1, 2)
+    segments = stale(model, tokens, ends, cached)
+    cached_kv = placed(model, tokens, ends)
+    for selector in (*SELECTORS, Chosen(2, 5, 8, 9, 15)):
+        result = Blender(model, selector=selector).blend(segments, logits_to_keep=6)
+        reference = walk(model, tokens, result.record.depth, cached_kv)
+        assert same_as(result, reference), selector
+
+
+def test_a_selection_may_shrink_from_layer_to_layer(build: Build) -> None:
+    model = build()
+    tokens = ids(30)
+    ends = (10, 20, 30)
+    segments = stale(model, tokens, ends, (0, 1))
+    result = Blender(model, selector=HKVD(0.1, check_layers=(0,), shrink=(3.0, 2.0))).blend(segments)
+    assert result.record.computed == (20, 6, 4, 2)
+    assert result.record.depth.bincount().tolist() == [0, 14, 2, 2, 12]
+    assert same_as(result, walk(model, tokens, result.record.depth, placed(model, tokens, ends)))
+
+
+@both_attentions
+@pytest.mark.parametrize("rows", [1, 4, 17])
+def test_tokens_computed_in_blocks_see_each_other(
+    build: Build, attention: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(attention=attention)
+    tokens = ids(34)
+    ends, cached = (3, 12, 15, 26, 34), (1, 3)
+    segments = stale(model, tokens, ends, cached)
+    whole_blends = [Blender(model, selector=selector).blend(segments, logits_to_keep=8) for selector in SELECTORS]
+    monkeypatch.setattr(blender, "_BLOCK_ROWS", rows)
+    for selector, expected in zip(SELECTORS, whole_blends, strict=True):
+        result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
+        assert torch.equal(result.record.depth, expected.record.depth), selector
+        assert close(result.logits, expected.logits), selector
+        layers = layers_of(expected.cache)
+        assert caches_close(result, [x.keys[0] for x in layers], [x.values[0] for x in layers]), selector
+    result = Blender(model, selector=Random(1.0)).blend(segments, logits_to_keep=8)
+    assert same_as(result, whole(model, tokens))
+
+
+@both_attentions
+@pytest.mark.parametrize("off", [-1, 1])
+def test_a_mask_that_is_off_by_one_would_be_seen(
+    build: Build, attention: str, off: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = build(attention=attention)
+    tokens = ids(30)
+    full = whole(model, tokens)
+    segments = [Segment(part, full.chunk(model, a, b) if a else None) for a, b, part in cut(tokens, (5, 15, 25))]
+    segments.append(Segment(tokens[25:]))
+    blend = Blender(model, selector=Random(0.5)).blend
+    assert same_as(blend(segments), full)
+    monkeypatch.setattr(
+        blender._Run, "_visible", lambda run, positions: positions[:, None] + off >= torch.arange(len(run.tokens))
+    )
+    assert not same_as(blend(segments), full, tolerance=1e-3)
+
+
+def test_generation_continues_on_the_cache(build: Build) -> None:
+    model = build("qwen3")
+    tokens = ids(26)
+    full = whole(model, tokens)
+    segments = [Segment(part, full.chunk(model, a, b) if a == 6 else None) for a, b, part in cut(tokens, (6, 20, 26))]
+    result = Blender(model).blend(segments)
+    first = result.logits[-1:].argmax(-1)
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 12}
+    with torch.no_grad():
+        expected = model.generate(tokens[None], attention_mask=torch.ones(1, 26), **options)[0]
+        prompt = torch.cat((result.tokens, first))[None]
+        options["max_new_tokens"] -= 1
+        got = model.generate(prompt, past_key_values=result.cache, attention_mask=torch.ones(1, 27), **options)[0]
+    assert len(set(expected[26:].tolist())) > 3
+    assert got.tolist() == expected.tolist()
+
+
+# Shapes of prompts ----------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_that_ends_the_prompt_gets_its_last_token_computed(build: Build) -> None:
+    model = build()
+    tokens = ids(20)
+    segments = stale(model, tokens, (8, 20), (1,))
+    result = Blender(model, selector=Nothing()).blend(segments)
+    record = result.record
+    assert record.cached == 11 and int(record.text.sum()) == 9 and bool(record.text[-1])
+    assert record.depth.tolist() == [LAYERS] * 8 + [0] * 11 + [LAYERS]
+    assert record.cost == 0.0 and record.segments[1].computed == (1,) * LAYERS
+    assert same_as(result, walk(model, tokens, record.depth, placed(model, tokens, (8, 20))))
+
+
+@both_attentions
+def test_only_text(build: Build, attention: str) -> None:
+    model = build(attention=attention)
+    for count in (1, 9):
+        tokens = ids(count)
+        segments = [Segment(tokens)] if count == 1 else [Segment(tokens[:4]), Segment(tokens[4:])]
+        for selector in (*SELECTORS, HKVD(cost=0.1, weight=QueryGuided()), QueryGuided(cost=0.1)):
+            result = Blender(model, selector=selector).blend(segments, logits_to_keep=count)
+            assert same_as(result, whole(model, tokens)), selector
+            record = result.record
+            assert (record.tokens, record.cached, record.cost) == (count, 0, 0.0)
+            assert record.query_token_layers == 0, selector
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+def test_chunks_of_one_token(build: Build, selector: Selector) -> None:
+    model = build()
+    tokens = ids(4)
+    segments = stale(model, tokens, (1, 2, 3, 4), (0, 1, 2))
+    result = Blender(model, selector=selector).blend(segments)
+    assert same_as(result, walk(model, tokens, result.record.depth, placed(model, tokens, (1, 2, 3, 4))))
+    only = Blender(model, selector=selector).blend([Segment(tokens[:1], alone(model, tokens[:1], 5))])
+    assert same_as(only, whole(model, tokens[:1]))
+    assert only.record.cached == 0 and only.record.segments[0].cached
+
+
+def test_logits_of_all_text_that_ends_the_prompt(build: Build) -> None:
+    model = build()
+    tokens = ids(20)
+    full = whole(model, tokens)
+    segments = [Segment(tokens[:8], full.chunk(model, 0, 8)), Segment(tokens[8:13]), Segment(tokens[13:])]
+    blend = Blender(model, selector=Nothing()).blend
+    assert close(blend(segments, logits_to_keep=12).logits, full.logits[8:])
+    assert blend(segments).logits.shape == (1, VOCABULARY)
+
+
+def test_tokens_may_be_lists_arrays_and_tensors(build: Build) -> None:
+    model = build()
+    tokens = ids(9)
+    expected = Blender(model).blend([Segment(tokens)])
+    for given in (tokens.tolist(), tuple(tokens.tolist()), tokens.numpy().astype(np.uint8), tokens.int()):
+        segment = Segment(given)  # type: ignore[arg-type]
+        assert segment.tokens.dtype == torch.int64 and segment.tokens.tolist() == tokens.tolist()
+        assert torch.equal(Blender(model).blend([segment]).logits, expected.logits)
+
+
+def test_nothing_that_was_given_is_written_to(build: Build) -> None:
+    model = build()
+    tokens = ids(20)
+    segments = stale(model, tokens, (8, 16, 20), (0, 1), made_at=0)
+    before = [[x.clone() for x in (*s.chunk.keys, *s.chunk.values)] for s in segments[:2]]
+    Blender(model, selector=Random(1.0)).blend(segments)
+    for segment, old in zip(segments, before, strict=False):
+        assert all(torch.equal(a, b) for a, b in zip((*segment.chunk.keys, *segment.chunk.values), old, strict=True))
+
+
+# Blobs ----------------------------------------------------------------------------------------------------------------
+
+
+def lossless(model: Any) -> Codec:
+    return Codec(Profile.generic(layout_of(model)), "lossless")
+
+
+def lossy(model: Any, step: float = 0.1) -> Codec:
+    return Codec(Profile.generic(layout_of(model)), step=step)
+
+
+def equal(a: BlendResult, b: BlendResult) -> bool:
+    layers = zip(layers_of(a.cache), layers_of(b.cache), strict=True)
+    return torch.equal(a.logits, b.logits) and all(
+        torch.equal(x.keys, y.keys) and torch.equal(x.values, y.values) for x, y in layers
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-yarn", "phi3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_lossless_blob_is_its_chunk(build: Build, name: str, dtype: torch.dtype) -> None:
+    model = build(name, dtype=dtype)
+    codec = lossless(model)
+    tokens = ids(32)
+    segments = [
+        Segment(tokens[:8], alone(model, tokens[:8])),
+        Segment(tokens[8:18], alone(model, tokens[8:18], 30)),
+        Segment(tokens[18:26], alone(model, tokens[18:26], 18)),
+        Segment(tokens[26:]),
+    ]
+    blobs = [s if s.chunk is None else Segment(s.tokens, codec.encode(s.chunk)) for s in segments]  # type: ignore[arg-type]
+    blend = Blender(model, codec, HKVD(0.3)).blend
+    expected = blend(segments)
+    assert equal(blend(blobs), expected)
+    assert equal(blend([blobs[0], segments[1], blobs[2], segments[3]]), expected)
+    assert equal(blend([segments[0], blobs[1], segments[2], segments[3]]), expected)
+    assert expected.record.segments[0].leading and blend(blobs).record.segments == expected.record.segments
+
+
+def test_a_lossy_blob_is_what_the_codec_restores_at_the_position(build: Build) -> None:
+    model = build()
+    codec = lossy(model)
+    tokens = ids(40)
+    parts = {0: tokens[:12], 12: tokens[12:22], 25: tokens[25:35]}
+    made = [codec.encode(alone(model, part, 50 + start)) for start, part in parts.items()]
+    segments = [*map(Segment, list(parts.values())[:2], made), Segment(tokens[22:25]), Segment(parts[25], made[2])]
+    segments.append(Segment(tokens[35:]))
+    result = Blender(model, codec, Nothing()).blend(segments)
+    for (start, part), blob in zip(parts.items(), made, strict=True):
+        expected = codec.decode(blob, start=start)
+        for layer, keys, values in zip(layers_of(result.cache), expected.keys, expected.values, strict=True):
+            assert torch.equal(layer.keys[0, :, start : start + len(part)].transpose(0, 1), keys)
+            assert torch.equal(layer.values[0, :, start : start + len(part)].transpose(0, 1), values)
+    exact = alone(model, parts[0], 0)
+    assert not torch.equal(layers_of(result.cache)[0].values[0, :, :12].transpose(0, 1), exact.values[0])
+
+
+def test_blobs_in_another_order_and_twice(build: Build) -> None:
+    model = build()
+    codec = lossless(model)
+    a, b, text = ids(9, 1), ids(7, 2), ids(5, 3)
+    first, second = (Segment(x, codec.encode(alone(model, x))) for x in (a, b))
+    blend = Blender(model, codec, Nothing()).blend
+    for order in ([second, first], [first, first, second], [first, Segment(text), second, first]):
+        segments = [*order, Segment(text)]
+        ends = list(itertools.accumulate(len(s.tokens) for s in segments))
+        tokens = torch.cat([s.tokens for s in segments])
+        result = blend(segments)
+        assert same_as(result, walk(model, tokens, result.record.depth, placed(model, tokens, ends)))
+
+
+# The record -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_record_counts_what_the_layers_were_given(build: Build) -> None:
+    model = build()
+    tokens = ids(40)
+    segments = stale(model, tokens, (10, 14, 30, 32, 40), (0, 2), made_at=0)
+    text = 4 + 2 + 8
+    for selector in (*SELECTORS, Product(QueryGuided(queries=4, layers=(0, 2)), Random(), cost=0.7)):
+        with passes(model) as seen:
+            record = Blender(model, selector=selector).blend(segments).record
+        queries = [sum(calls[:-1]) for calls in seen]
+        assert record.computed == tuple(calls[-1] - text for calls in seen), selector
+        assert record.query_token_layers == sum(queries), selector
+        assert record.cost == pytest.approx((sum(record.computed) + sum(queries)) / (26 * LAYERS)), selector
+        assert (record.tokens, record.cached, record.layers) == (40, 26, LAYERS)
+        assert record.text.tolist() == [False] * 10 + [True] * 4 + [False] * 16 + [True] * 10
+        assert record.depth.dtype == torch.int64 and bool((record.depth[record.text] == LAYERS).all())
+        assert int(record.depth[~record.text].sum()) == sum(record.computed)
+        assert record.selector == repr(selector)
+        for part, (first, end) in zip(record.segments, ((0, 10), (10, 14), (14, 30), (30, 32), (32, 40)), strict=True):
+            assert (part.start, part.end, part.cached, part.leading) == (first, end, first in (0, 14), first == 0)
+            assert part.computed == tuple(int((record.depth[first:end] > n).sum()) for n in range(LAYERS))
+        spared = [isinstance(selector, Nothing | Boundary), bool((record.depth[:10] == 0).all())]
+        assert spared[1] or not spared[0], "tokens that are exact come last"
+    assert Blender(model).blend(segments, selector=Random(0.5)).record.selector == repr(Random(0.5))
+
+
+@pytest.mark.parametrize(("made_at", "first", "leading"), [(0, 0, True), (6, 0, False), (0, 3, False)])
+def test_which_chunk_is_leading(build: Build, made_at: int, first: int, leading: bool) -> None:
+    model = build()
+    tokens = ids(20)
+    segments = [Segment(tokens[:first])] if first else []
+    segments += [Segment(tokens[first:12], alone(model, tokens[first:12], made_at)), Segment(tokens[12:])]
+    chosen = Chosen(look=lambda prompt: prompt)
+    record = Blender(model, selector=chosen).blend(segments).record
+    assert [part.leading for part in record.segments] == [False] * (len(segments) - 2) + [leading, False]
+    assert chosen.seen.leading.tolist() == [leading] * 12 + [False] * 8
+    assert chosen.seen.offset.tolist() == [*range(first), *range(12 - first), *range(8)]
+    assert chosen.seen.segment.tolist() == [0] * first + [len(segments) - 2] * (12 - first) + [len(segments) - 1] * 8
+    assert torch.equal(chosen.seen.tokens, tokens) and chosen.seen.layers == LAYERS
+    assert chosen.seen.cached.tolist() == [first <= n < 12 for n in range(20)]
+
+
+# The attention of the query -------------------------------------------------------------------------------------------
+
+
+@every_family
+@pytest.mark.parametrize("queries", [1, 4, 100])
+def test_attend_is_the_attention_of_the_model(build: Build, name: str, queries: int) -> None:
+    model = build(name)
+    tokens = ids(26)
+    ends, cached, layers = (3, 10, 12, 20, 26), (1, 3), (1, 2)
+    segments = stale(model, tokens, ends, cached)
+    chosen = Chosen(look=lambda prompt: prompt.attend(queries, layers))
+    record = Blender(model, selector=chosen).blend(segments).record
+    text = [0, 1, 2, 10, 11, *range(20, 26)][-queries:]
+    assert record.query_token_layers == len(text) * 3
+    # The text that asks, after all chunks and not after other text: from a cache of the chunks alone, token by token.
+    model.set_attn_implementation("eager")
+    kv = placed(model, tokens, ends)
+    expected = torch.zeros(26)
+    there: list[int] = [n for n in range(26) if 3 <= n < 10 or 12 <= n < 20]
+    own: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for at in text:
+        visible = sorted(n for n in (*there, *own) if n < at)
+        cache = DynamicCache()
+        for index in range(LAYERS):
+            keys = [own[n][0][index] if n in own else kv.keys[index][:, n] for n in visible]
+            values = [own[n][1][index] if n in own else kv.values[index][:, n] for n in visible]
+            if visible:
+                cache.update(torch.stack(keys, 1)[None], torch.stack(values, 1)[None], index)
+        with torch.no_grad():
+            out = model(
+                tokens[None, at : at + 1], past_key_values=cache, position_ids=torch.tensor([[at]]),
+                output_attentions=True, use_cache=True,
+            )  # fmt: skip
+        own[at] = [x.keys[0, :, -1] for x in layers_of(cache)], [x.values[0, :, -1] for x in layers_of(cache)]
+        for layer in layers:
+            expected[[*visible, at]] += out.attentions[layer][0, :, 0].sum(0)
+    assert close(chosen.seen, expected)
+    assert expected.sum().item() == pytest.approx(4 * len(text) * 2, rel=1e-4)
+
+
+def test_attend_does_not_change_the_result(build: Build) -> None:
+    model = build()
+    tokens = ids(26)
+    segments = stale(model, tokens, (3, 10, 12, 20, 26), (1, 3))
+    asked = Blender(model, selector=Chosen(4, 13, look=lambda prompt: prompt.attend(5, (LAYERS - 1,)))).blend(segments)
+    assert equal(asked, Blender(model, selector=Chosen(4, 13)).blend(segments))
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama(build: Build) -> Any:
+    return build()
+
+
+PROMPT = ids(24)
+
+
+def refused(
+    model: Any, segments: Any, error: type[Exception], message: str, codec: Codec | None = None, **kw: Any
+) -> None:
+    with pytest.raises(error, match=message):
+        Blender(model, codec, selector=Nothing()).blend(segments, **kw)
+
+
+def test_chunks_of_another_model(llama: Any, build: Build) -> None:
+    for other in (build("qwen3", head_dim=8), build("llama", num_hidden_layers=3), build("llama-llama3")):
+        chunk = alone(other, PROMPT[:16])
+        message = r"^segments\[1\]: its chunk is the cache of another model"
+        refused(llama, [Segment([1]), Segment(PROMPT[:16], chunk), Segment([2])], ProfileMismatch, message)
+        blob = lossless(other).encode(chunk)
+        with pytest.raises(ProfileMismatch, match="another"):
+            Blender(llama, lossless(llama)).blend([Segment(PROMPT[:16], blob), Segment([2])])
+
+
+def test_chunks_of_other_weights(llama: Any, build: Build) -> None:
+    other = build()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            if parameter.ndim == 2:
+                parameter.copy_(torch.randn_like(parameter) * 0.15)
+    chunk = alone(other, PROMPT[:16])
+    message = r"^segments\[0\]: its chunk is not that of its tokens"
+    refused(llama, [Segment(PROMPT[:16], chunk), Segment([2])], InputError, message)
+
+
+def test_profiles_of_another_model(llama: Any, build: Build) -> None:
+    with pytest.raises(ProfileMismatch, match=r"^the profile is for .*RoPE or position limit differ"):
+        Blender(llama, lossless(build("llama-llama3")))
+    other = build()
+    texts = torch.stack([ids(64, seed) for seed in range(8)])
+    profile = Profile.calibrate(other, texts, progress=False)
+    Blender(llama, Codec(profile, step=0.1))  # built alike: the same weights
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
+    with pytest.raises(ProfileMismatch, match=r"^codec: its profile was calibrated on other weights than the model's"):
+        Blender(other, Codec(profile, step=0.1))
+
+
+def test_blobs_of_another_profile(llama: Any) -> None:
+    def fitted(seed: int) -> Codec:
+        with torch.no_grad():
+            samples = list(prefill(llama, torch.stack([ids(64, seed + n) for n in range(4)]), layout_of(llama)))
+        return Codec(Profile.fit(layout_of(llama), samples), step=0.1)
+
+    blob = fitted(0).encode(alone(llama, PROMPT[:16]))
+    refused(llama, [Segment(PROMPT[:16], blob), Segment([2])], ProfileMismatch, "profile", fitted(10))
+
+
+def test_damaged_blobs(llama: Any) -> None:
+    codec = lossless(llama)
+    blob = codec.encode(alone(llama, PROMPT[:16]))
+    damaged = {
+        "checksum": (bytes(b ^ (n == len(blob) - 9) for n, b in enumerate(blob)), CorruptError),
+        "header": (bytes(b ^ (n == 20) for n, b in enumerate(blob)), FormatError),
+        "cut": (blob[:-5], FormatError),
+        "empty": (b"", FormatError),
+        "other": (b"GIF89a" + bytes(200), FormatError),
+    }
+    for data, error in damaged.values():
+        refused(llama, [Segment(PROMPT[:16], data), Segment([2])], error, ".", codec)
+
+
+def test_numbers_of_tokens(llama: Any) -> None:
+    chunk = alone(llama, PROMPT[:16])
+    with pytest.raises(InputError, match=r"^chunk: holds 16 tokens, the segment has 15"):
+        Segment(PROMPT[:15], chunk)
+    blob = lossless(llama).encode(chunk)
+    message = r"^segments\[1\]: 17 tokens, its blob holds 16"
+    refused(llama, [Segment([1]), Segment(PROMPT[:17], blob), Segment([2])], InputError, message, lossless(llama))
+
+
+@pytest.mark.parametrize("held", ["chunk", "lossless", "lossy"])
+@pytest.mark.parametrize("wrong", ["others", "shifted", "reversed"])
+def test_other_tokens_than_the_chunks(llama: Any, held: str, wrong: str) -> None:
+    tokens = ids(40)
+    codec = lossless(llama) if held == "lossless" else lossy(llama, 0.3)
+    chunk: Any = alone(llama, tokens[:32])
+    chunk = chunk if held == "chunk" else codec.encode(chunk)
+    given = {"others": ids(32, seed=9), "shifted": tokens[1:33], "reversed": tokens[:32].flip(0)}[wrong]
+    right = [Segment([1]), Segment(tokens[:32], chunk), Segment([2])]
+    Blender(llama, codec).blend(right)
+    message = r"^segments\[1\]: its chunk is not that of its tokens \(first layer's values differ\)"
+    refused(llama, [right[0], Segment(given, chunk), right[2]], InputError, message, codec)
+    message = message.replace(r"\[1\]", r"\[3\]")  # the one at fault is named
+    refused(llama, [*right, Segment(given, chunk), right[2]], InputError, message, codec)
+
+
+def test_one_token_all_over_is_no_other_token(llama: Any) -> None:
+    tokens = torch.full((20,), 7)
+    Blender(llama).blend([Segment(tokens, alone(llama, tokens)), Segment(tokens)])
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        [], torch.empty(0, dtype=torch.int64), [1.0, 2.0], torch.tensor([1.0]), [True, False],
+        torch.tensor([True]), [[1, 2]], [[1], [2, 3]], torch.tensor(3), 3, "ab", b"ab", [1, None], [1, 2**70],
+        torch.tensor([1j], dtype=torch.complex128), None,
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_what_is_no_row_of_tokens(tokens: Any) -> None:
+    with pytest.raises(InputError, match=r"^tokens: must be a row of at least one integer"):
+        Segment(tokens)
+
+
+@pytest.mark.parametrize("chunk", [bytearray(b"cuvee"), "cuvee", 0, [1]], ids=repr)
+def test_what_is_no_chunk(chunk: Any) -> None:
+    with pytest.raises(InputError, match=r"^chunk: must be a blob, a KVChunk or None for text, got "):
+        Segment([1], chunk)
+
+
+@pytest.mark.parametrize("segments", [[], (), None, Segment([1]), [[1, 2]], [Segment([1]), None], 5], ids=repr)
+def test_what_are_no_segments(llama: Any, segments: Any) -> None:
+    refused(llama, segments, InputError, r"^segments: must be a list of at least one Segment")
+
+
+@pytest.mark.parametrize(("tokens", "named"), [([3, 61], 61), ([-1, 5], -1), ([2**40], 2**40)])
+def test_tokens_outside_the_vocabulary(llama: Any, tokens: list[int], named: int) -> None:
+    message = rf"^segments: hold token {named}; the model's vocabulary is 0 … 60"
+    refused(llama, [Segment([1]), Segment(tokens)], InputError, message)
+
+
+def test_a_blob_without_a_codec(llama: Any) -> None:
+    blob = lossless(llama).encode(alone(llama, PROMPT))
+    message = r"^segments\[1\]: holds a blob, but the blender was given no codec"
+    refused(llama, [Segment([1]), Segment(PROMPT, blob), Segment([2])], InputError, message)
+
+
+def test_more_tokens_than_positions(build: Build) -> None:
+    model = build(max_position_embeddings=32)
+    segments = [Segment(PROMPT[:16], alone(model, PROMPT[:16])), Segment(PROMPT[:16])]
+    Blender(model).blend(segments)
+    message = r"^segments: 33 tokens, the model has 32 positions: leave chunks out"
+    refused(model, [*segments, Segment([1])], InputError, message)
+
+
+@pytest.mark.parametrize("kept", [0, -1, 9, True, 2.0, None])
+def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
+    segments = [Segment([5]), Segment(PROMPT[:16], alone(llama, PROMPT[:16])), Segment(PROMPT[16:])]
+    message = rf"^logits_to_keep: must be 1 … 8, the tokens of text that end this prompt, got {kept}"
+    refused(llama, segments, InputError, message, logits_to_keep=kept)
+    message = r"^logits_to_keep: must be 1 … 1, "
+    refused(llama, segments[:2], InputError, message, logits_to_keep=2)
+
+
+def test_selectors_that_are_none(llama: Any) -> None:
+    for selector in ("hkvd", 0.15, Overlap().score):
+        with pytest.raises(InputError, match=r"^selector: must be one of cuvee.blend's, got "):
+            Blender(llama, selector=selector)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"^selector: must be one of cuvee.blend's, got "):
+            Blender(llama).blend([Segment([1])], selector=selector)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("mistral", {"sliding_window": 8}, "^mistral: sliding windows cannot be blended"),
+        ("gemma2", {}, "^gemma2: sliding windows cannot be blended"),
+        ("gemma3-full-first", {}, "^gemma3_text: sliding windows cannot be blended"),
+        ("gemma", {}, r"^gemma \(GemmaForCausalLM\): blending was checked with llama, mistral, .* only"),
+        ("cohere", {}, r"^cohere \(CohereForCausalLM\): blending was checked with "),
+        ("gpt2", {}, r"^gpt2 \(GPT2LMHeadModel\): blending was checked with "),
+        ("gpt_neox", {}, r"^gpt_neox \(GPTNeoXForCausalLM\): blending was checked with "),
+    ],
+)
+def test_models_that_cannot_be_blended(
+    tiny_model: Callable[..., Any], name: str, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        Blender(tiny_model(name, **changes))
+
+
+def test_latent_attention_and_multimodal_positions(llama: Any) -> None:
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    latent = transformers.DeepseekV3Config(
+        **small, vocab_size=11, num_key_value_heads=2, kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=2, num_experts_per_tok=1, n_group=1, topk_group=1,
+        moe_intermediate_size=8, first_k_dense_replace=1, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = transformers.AutoModelForCausalLM.from_config(latent)
+    with pytest.raises(UnsupportedModel, match=r"^deepseek_v3: multi-head latent attention \(MLA"):
+        Blender(model)
+    llama.config.rope_parameters["mrope_section"] = [2, 3, 3]
+    with pytest.raises(UnsupportedModel, match=r"^llama: multimodal RoPE \(M-RoPE"):
+        Blender(llama)
+
+
+def test_models_in_the_wrong_state(llama: Any) -> None:
+    with pytest.raises(InputError, match=r"^model: is in training mode; call model.eval\(\) first"):
+        Blender(llama.train())
+    llama.eval()
+    for attention in ("flash_attention_2", "flex_attention"):
+        llama.config._attn_implementation = attention
+        with pytest.raises(InputError, match=rf"^model: attends by '{attention}'.*attn_implementation=\"sdpa\""):
+            Blender(llama)
+
+
+def test_what_is_no_language_model(llama: Any) -> None:
+    for other, named in ((torch.nn.Linear(2, 2), "Linear"), (llama.model, "LlamaModel")):
+        with pytest.raises(InputError, match=rf"^model: must be a transformers causal language model, got {named}"):
+            Blender(other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("selector", "message"),
+    [
+        (HKVD(0.2, check_layers=(4,)), r"^HKVD: check_layers \(4,\) .* do not fit a model of 4 layers"),
+        (HKVD(0.2, check_layers=(3,)), r"^HKVD: check_layers \(3,\) .* do not fit a model of 4 layers"),
+        (HKVD(0.2, shrink=(3, 2, 1.5)), r"^HKVD: check_layers \(1,\) and 3 shrinking layers do not fit"),
+        (QueryGuided(0.2, layers=(1, 4)), r"^QueryGuided.layers: 4 is not among the 4 layers"),
+        (HKVD(cost=0.4), r"^cost=0.4 does not pay for HKVD's check layers: 0.500 of the token-layers"),
+        (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost=0.6 does not pay for HKVD's check layers: 0.875 of"),
+        (QueryGuided(cost=0.3, queries=8), r"^cost=0.3 does not pay for the pass of the query: 0.375 of"),
+        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost=0.1 does not pay for the pass of the query"),
+    ],
+    ids=repr,
+)  # fmt: skip
+def test_selectors_that_do_not_fit_the_prompt(llama: Any, selector: Selector, message: str) -> None:
+    segments = [Segment(PROMPT[:16], alone(llama, PROMPT[:16], 3)), Segment(PROMPT[16:])]
+    with pytest.raises(InputError, match=message):
+        Blender(llama, selector=selector).blend(segments)
+
+
+def test_a_model_behind_the_protocol(llama: Any) -> None:
+    tokens = ids(24)
+    segments = stale(llama, tokens, (8, 16, 24), (0, 1))
+    behind = Blender(TransformersModel(llama), lossless(llama), HKVD(0.3)).blend(segments)
+    assert equal(behind, Blender(llama, selector=HKVD(0.3)).blend(segments))
+    assert replace(behind.record, depth=torch.empty(0)).cost == behind.record.cost

@@ -1,0 +1,788 @@
+"""Chunks by content: what is computed and under which key it is kept, bad entries, failing stores, threads."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from cuvee.blend import library as module
+from cuvee.blend.blender import Blender
+from cuvee.blend.library import BlobStore, ChunkCache, ChunkCounters
+from cuvee.blend.segments import Segment
+from cuvee.blend.selectors import Nothing, Random
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.identity import Identity, Scope, content_digest, store_key, tenant_id
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import prefill
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate, unrotate
+from cuvee.integrations.stores.base import StoreError
+from cuvee.integrations.stores.disk import DiskStore
+from cuvee.integrations.stores.memory import MemoryStore
+
+TOKENS = [7, 3, 60, 0, 22, 3, 41, 18, 9, 5, 33]
+OTHER = [8, *TOKENS[1:]]
+CONTEXTS = torch.tensor([[5, 4, 3, 2, 1], [11, 12, 13, 14, 15], [60, 0, 60, 0, 60]])
+START = CONTEXTS.shape[1]
+SECRETS = (b"an old secret, 16+", b"a new secret, 16+")
+LONG = 10.0  # seconds until a test that hangs fails
+
+
+class Shelf(dict[str, bytes]):
+    """The least that is a store: no checksums, and faults on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.faults: dict[str, Exception] = {}
+        self.calls: list[str] = []
+        self.keeps = True
+
+    def _call(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.faults:
+            raise self.faults[name]
+
+    def get(self, key: str) -> bytes | None:  # type: ignore[override]
+        self._call("get")
+        return super().get(key)
+
+    def put(self, key: str, blob: bytes) -> bool:
+        self._call("put")
+        if self.keeps:
+            self[key] = blob
+        return self.keeps
+
+    def delete(self, key: str) -> bool:
+        self._call("delete")
+        return self.pop(key, None) is not None
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama")
+
+
+def layout_of(model: Any) -> KVLayout:
+    return KVLayout.from_config(model.config, dtype=model.dtype)
+
+
+def exact(model: Any) -> Codec:
+    return Codec(Profile.generic(layout_of(model)), "lossless")
+
+
+def lossy(model: Any, step: float = 0.1) -> Codec:
+    return Codec(Profile.generic(layout_of(model)), step=step)
+
+
+def fitted_codec(model: Any, seed: int = 0) -> Codec:
+    layout = layout_of(model)
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        chunks = prefill(model, torch.randint(61, (4, 64), generator=noise), layout)
+    return Codec(Profile.fit(layout, chunks), step=0.1)
+
+
+def make(model: Any, store: BlobStore | None = None, **arguments: Any) -> ChunkCache:
+    codec = arguments.pop("codec", None) or exact(model)
+    return ChunkCache(model, codec, Shelf() if store is None else store, **arguments)
+
+
+@contextmanager
+def passes(model: Any) -> Iterator[list[int]]:
+    """Lengths of the inputs that the model is run on."""
+    seen: list[int] = []
+    handle = model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    yield seen
+    handle.remove()
+
+
+def averaged(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Keys and values `[T, H, D]` of each layer, in float32: each context computed with the chunk, then the mean."""
+    rows = []
+    for context in CONTEXTS:
+        cache: Any = DynamicCache()
+        with torch.no_grad():
+            model(input_ids=torch.cat([context, torch.tensor(TOKENS)])[None], past_key_values=cache)
+        rows.append([(layer.keys[0, :, START:], layer.values[0, :, START:]) for layer in cache.layers])
+    means = [
+        [torch.stack([row[layer][kind] for row in rows]).float().mean(0).transpose(0, 1) for kind in (0, 1)]
+        for layer in range(2)
+    ]
+    return [keys for keys, _ in means], [values for _, values in means]
+
+
+def assert_chunk(got: KVChunk, keys: Any, values: Any, atol: float = 0.0, rtol: float = 0.0) -> None:
+    for one, other in zip((*got.keys, *got.values), (*keys, *values), strict=True):
+        torch.testing.assert_close(one, other, atol=atol, rtol=rtol)
+
+
+# What is computed ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("contexts", [None, CONTEXTS], ids=["alone", "leading"])
+def test_a_chunk_computed_alone_is_the_prefill(
+    tiny_model: Callable[..., Any], dtype: torch.dtype, contexts: torch.Tensor | None
+) -> None:
+    model = tiny_model("llama", dtype)
+    codec = exact(model)
+    blob = make(model, codec=codec, contexts=contexts).get_or_compute(TOKENS, leading=contexts is not None)
+    with torch.no_grad():
+        expected = prefill(model, torch.tensor([TOKENS]), layout_of(model))[0]
+    got = codec.decode(blob)
+    assert got.start == 0 and got.tokens == len(TOKENS)
+    assert_chunk(got, expected.keys, expected.values)
+
+
+def test_behind_contexts_a_chunk_is_the_average(model: Any) -> None:
+    codec = exact(model)
+    got = codec.decode(make(model, codec=codec, contexts=CONTEXTS).get_or_compute(TOKENS))
+    assert got.start == START
+    keys, values = averaged(model)
+    assert_chunk(got, keys, values, atol=1e-5)
+    alone = codec.decode(make(model, codec=codec).get_or_compute(TOKENS))
+    assert not torch.allclose(alone.values[1], values[1], atol=1e-3), "contexts that change nothing test nothing"
+
+
+def test_the_average_is_taken_in_float32(tiny_model: Callable[..., Any]) -> None:
+    """Of equal rows it is exact, where sums in bfloat16 would be rounded."""
+    model = tiny_model("llama", torch.bfloat16)
+    codec = exact(model)
+    one = codec.decode(make(model, codec=codec, contexts=CONTEXTS[:1]).get_or_compute(TOKENS))
+    seven = codec.decode(make(model, codec=codec, contexts=CONTEXTS[:1].repeat(7, 1)).get_or_compute(TOKENS))
+    assert_chunk(seven, one.keys, one.values)
+
+
+@pytest.mark.parametrize("start", [0, 3, 4000])
+@pytest.mark.parametrize("family", ["llama", "llama-yarn", "phi3", "qwen3"])
+def test_a_chunk_moves_anywhere(tiny_model: Callable[..., Any], family: str, start: int) -> None:
+    model = tiny_model(family)
+    codec = exact(model)
+    got = codec.decode(make(model, codec=codec, contexts=CONTEXTS).get_or_compute(TOKENS), start)
+    keys, values = averaged(model)
+    here, there = torch.arange(START, START + len(TOKENS)), torch.arange(start, start + len(TOKENS))
+    ropes = [layer.rope for layer in got.layout.layers]
+    moved = [rotate(unrotate(key, rope, here), rope, there) for key, rope in zip(keys, ropes, strict=True)]
+    assert_chunk(got, moved, values, atol=1e-5)
+    if start == 3:  # the first layer sees tokens alone: what the model itself computes there
+        with torch.no_grad():
+            whole = prefill(model, torch.tensor([[1, 1, 1, *TOKENS]]), got.layout)[0]
+        torch.testing.assert_close(got.keys[0], whole.keys[0][3:], atol=1e-5, rtol=0)
+
+
+def test_a_segment_holds_the_tokens_and_their_blob(model: Any) -> None:
+    library = make(model, contexts=CONTEXTS)
+    for leading in (False, True):
+        segment = library.segment(TOKENS, leading=leading)
+        assert type(segment) is Segment and segment.tokens.tolist() == TOKENS
+        assert segment.chunk == library.get_or_compute(TOKENS, leading=leading)
+    assert library.counters == ChunkCounters(hits=2, misses=2, stored=2)
+
+
+def test_contexts_are_computed_once_and_only_when_needed(model: Any) -> None:
+    store, size = Shelf(), len(TOKENS)
+    with passes(model) as seen:
+        library = make(model, store, contexts=CONTEXTS)
+        library.get_or_compute(TOKENS, leading=True)
+        assert seen == [size]
+        library.get_or_compute(TOKENS)
+        assert seen == [size, START, START, START, size, size, size]
+        library.get_or_compute([*TOKENS, 1])
+        assert seen[7:] == [size + 1] * 3
+        library.get_or_compute(TOKENS)
+        make(model, store, contexts=CONTEXTS).get_or_compute(TOKENS)
+        assert len(seen) == 10
+
+
+def test_no_gradients_are_prepared(model: Any) -> None:
+    library = make(model, contexts=CONTEXTS)
+    modes: list[bool] = []
+    handle = model.register_forward_pre_hook(lambda *_: modes.append(torch.is_grad_enabled()))
+    library.get_or_compute(TOKENS)
+    handle.remove()
+    assert modes == [False] * 6
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_chunks_are_blended(model: Any) -> None:
+    """A leading chunk is exact; all computed anew is the prefill."""
+    codec = exact(model)
+    library = make(model, codec=codec, contexts=CONTEXTS)
+    segments = [library.segment(TOKENS, leading=True), library.segment(OTHER), Segment([1, 2, 3])]
+    tokens = torch.tensor([[*TOKENS, *OTHER, 1, 2, 3]])
+    with torch.no_grad():
+        expected = prefill(model, tokens, layout_of(model))[0]
+    for selector, same in ((Nothing(), len(TOKENS)), (Random(ratio=1), tokens.shape[1])):
+        result: Any = Blender(model, codec, selector=selector).blend(segments)
+        assert result.record.cached == len(TOKENS) + len(OTHER)
+        for layer, values in enumerate(expected.values):
+            got = result.cache.layers[layer].values[0].transpose(0, 1)
+            torch.testing.assert_close(got[:same], values[:same], atol=1e-5, rtol=0)
+            assert layer == 0 or same == len(got) or not torch.allclose(got[same:], values[same:], atol=1e-3)
+
+
+# Stores --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk"])
+@pytest.mark.parametrize("codec", [exact, lossy, fitted_codec])
+def test_round_trip_through_a_store(model: Any, tmp_path: Path, kind: str, codec: Callable[[Any], Codec]) -> None:
+    with closing(MemoryStore(10**9) if kind == "memory" else DiskStore(tmp_path / "store")) as store:
+        library = make(model, store, codec=codec(model), contexts=CONTEXTS)
+        with passes(model) as seen:
+            blobs = [library.get_or_compute(TOKENS, leading=leading) for leading in (False, True)]
+            computed = len(seen)
+            assert [library.get_or_compute(TOKENS, leading=leading) for leading in (False, True)] == blobs
+            assert len(seen) == computed
+        assert library.counters == ChunkCounters(hits=2, misses=2, stored=2)
+        assert store.counters()[kind].puts == 2
+
+
+def test_another_process_finds_what_a_file_store_kept(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    """Nothing is shared but the folder: the model is made anew, the store and the library are opened again."""
+    blobs = []
+    for again in (False, True):
+        model = tiny_model("llama")
+        store = DiskStore(tmp_path / "store")
+        library = make(model, store, contexts=CONTEXTS.clone())
+        with passes(model) as seen:
+            blobs.append(library.get_or_compute(TOKENS))
+        assert bool(seen) != again
+        assert library.counters == (ChunkCounters(hits=1) if again else ChunkCounters(misses=1, stored=1))
+        store.close()
+    assert blobs[0] == blobs[1]
+
+
+def test_a_damaged_file_is_a_miss(model: Any, tmp_path: Path) -> None:
+    store = DiskStore(tmp_path / "store")
+    library = make(model, store)
+    blob = library.get_or_compute(TOKENS)
+    (entry,) = (path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size > len(blob))
+    data = bytearray(entry.read_bytes())
+    data[-1] ^= 1
+    entry.write_bytes(data)
+    assert library.get_or_compute(TOKENS) == blob == library.get_or_compute(TOKENS)
+    # The store itself found it and said that there is nothing.
+    assert library.counters == ChunkCounters(hits=1, misses=2, stored=2)
+    assert store.counters()["disk"].corrupt == 1
+
+
+def test_the_counters_are_a_snapshot(model: Any) -> None:
+    library = make(model)
+    before = library.counters
+    library.get_or_compute(TOKENS)
+    assert before == ChunkCounters() and library.counters == ChunkCounters(misses=1, stored=1)
+
+
+def test_a_store_that_gives_up_is_no_failure(model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    library = make(model, MemoryStore(100))
+    assert library.get_or_compute(TOKENS) == library.get_or_compute(TOKENS)
+    assert library.counters == ChunkCounters(misses=2)
+    assert not caplog.records
+
+
+# Keys ----------------------------------------------------------------------------------------------------------------
+
+
+def key_of(library: ChunkCache, store: Shelf, tokens: Any = TOKENS, **arguments: Any) -> str:
+    before = set(store)
+    library.get_or_compute(tokens, **arguments)
+    (key,) = set(store) - before
+    return key
+
+
+def test_the_key_is_the_content_digest(model: Any) -> None:
+    """Written out, for it is a persistent format."""
+    store, codec = Shelf(), fitted_codec(model)
+    library = make(model, store, codec=codec, contexts=CONTEXTS, tenant="acme", tokenizer="spm")
+    identity = Identity(
+        model_fingerprint(model), "spm", layout_of(model).fingerprint, codec.profile.id, f"step:{codec.step}"
+    )
+    scope = Scope(tenant="acme")
+    alone = store_key("acme", content_digest(identity, scope, TOKENS))
+    assert key_of(library, store, leading=True) == alone
+    behind = content_digest(identity, scope, TOKENS, context=module._name(CONTEXTS))
+    assert key_of(library, store) == store_key("acme", behind)
+    store.clear()
+    exact_identity = replace(identity, tokenizer="", profile=b"", quality="lossless")
+    assert key_of(make(model, store), store) == store_key("", content_digest(exact_identity, Scope(), TOKENS))
+
+
+def test_the_name_of_contexts() -> None:
+    data = struct.pack("<17q", 3, 5, *CONTEXTS.flatten().tolist())
+    assert module._name(CONTEXTS) == hashlib.blake2b(data, digest_size=32, person=b"cuvee-contexts").digest()
+
+
+def test_whatever_decides_the_content_changes_the_key(model: Any, tiny_model: Callable[..., Any]) -> None:
+    other_weights, other_dtype = tiny_model("llama"), tiny_model("llama", torch.bfloat16)
+    with torch.no_grad():
+        other_weights.model.embed_tokens.weight.mul_(1.5)
+    other_rope = tiny_model("llama", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    more = torch.cat([CONTEXTS, CONTEXTS[:1]])
+    store = Shelf()
+    libraries = [
+        make(model, store),
+        make(model, store, tenant="acme"),
+        make(model, store, tokenizer="spm"),
+        make(model, store, codec=lossy(model)),
+        make(model, store, codec=lossy(model, 0.2)),
+        make(model, store, codec=fitted_codec(model)),
+        make(model, store, codec=fitted_codec(model, 1)),
+        make(other_weights, store),
+        make(other_dtype, store),
+        make(other_rope, store),
+        make(model, store, contexts=CONTEXTS),
+        make(model, store, contexts=more),
+        make(model, store, contexts=CONTEXTS[:, :-1]),
+        make(model, store, contexts=CONTEXTS + (CONTEXTS == 5).long()),
+        make(model, store, contexts=CONTEXTS[:1].reshape(5, 1)),
+        make(model, store, contexts=CONTEXTS[:1]),
+    ]
+    keys = [key_of(library, store, tokens) for library in libraries for tokens in (TOKENS, OTHER, TOKENS[:-1])]
+    assert len(set(keys)) == len(keys) == 3 * len(libraries)
+    assert {key.split("/")[0] for key in keys} == {tenant_id(""), tenant_id("acme")}
+    assert [library.counters.misses for library in libraries] == [3] * len(libraries)
+
+
+def test_what_is_computed_alone_has_one_key(model: Any) -> None:
+    """The leading variant is what a library without contexts makes."""
+    store = Shelf()
+    blob = make(model, store).get_or_compute(TOKENS)
+    library = make(model, store, contexts=CONTEXTS)
+    assert library.get_or_compute(TOKENS, leading=True) == blob
+    assert make(model, store).get_or_compute(TOKENS, leading=True) == blob
+    assert library.counters == ChunkCounters(hits=1)
+
+
+@pytest.mark.parametrize(
+    "form", [tuple, np.array, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32), np.uint16]
+)
+def test_any_row_of_integers_is_the_same_chunk(model: Any, form: Callable[[Any], Any]) -> None:
+    store = Shelf()
+    library = make(model, store)
+    assert library.get_or_compute(form(TOKENS)) == library.get_or_compute(TOKENS)
+    assert library.counters.hits == 1 and len(store) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_contexts_are_kept_as_they_were(model: Any, dtype: torch.dtype) -> None:
+    store, contexts = Shelf(), CONTEXTS.to(dtype, copy=True)
+    library = make(model, store, contexts=contexts)
+    contexts.zero_()
+    blob = library.get_or_compute(TOKENS)
+    other = make(model, store, contexts=CONTEXTS)
+    assert other.get_or_compute(TOKENS) == blob and other.counters.hits == 1
+    assert make(model, contexts=CONTEXTS).get_or_compute(TOKENS) == blob
+
+
+# Bad entries ---------------------------------------------------------------------------------------------------------
+
+
+def flipped(blob: bytes, at: int) -> bytes:
+    data = bytearray(blob)
+    data[at] ^= 0x10
+    return bytes(data)
+
+
+def entry_of(
+    model: Any, codec: Codec | None = None, start: int = 0, tokens: Any = TOKENS, dtype: str | None = None
+) -> bytes:
+    """A blob that is well-formed, and not what is looked for."""
+    layout = layout_of(model)
+    with torch.no_grad():
+        chunk = prefill(model, torch.tensor([tokens]), layout)[0]
+    if dtype is not None:
+        layout = replace(layout, dtype=dtype)
+        tensors = [[tensor.to(layout.torch_dtype) for tensor in kind] for kind in (chunk.keys, chunk.values)]
+        chunk = KVChunk(tensors[0], tensors[1], layout)
+    return (codec or lossy(model)).encode(KVChunk(chunk.keys, chunk.values, layout, start))
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        pytest.param(lambda model, blob: b"", id="empty"),
+        pytest.param(lambda model, blob: b"nonsense" * 20, id="not-a-blob"),
+        pytest.param(lambda model, blob: blob[:-1], id="truncated"),
+        pytest.param(lambda model, blob: blob + b"\0", id="tail"),
+        pytest.param(lambda model, blob: flipped(blob, 16), id="header-damaged"),
+        pytest.param(lambda model, blob: flipped(blob, -1), id="section-damaged"),
+        pytest.param(lambda model, blob: entry_of(model, tokens=TOKENS[:-1]), id="wrong-length"),
+        pytest.param(lambda model, blob: entry_of(model, start=START), id="wrong-start"),
+        pytest.param(lambda model, blob: entry_of(model, dtype="bfloat16"), id="wrong-dtype"),
+        pytest.param(lambda model, blob: entry_of(model, lossy(model, 0.2)), id="other-step"),
+        pytest.param(lambda model, blob: entry_of(model, exact(model)), id="other-scheme"),
+        pytest.param(lambda model, blob: entry_of(model, fitted_codec(model)), id="other-profile"),
+        pytest.param(
+            lambda model, blob: entry_of(model, Codec(lossy(model).profile, step=0.1, key=bytes(32))), id="other-secret"
+        ),
+    ],
+)
+def test_a_bad_entry_is_replaced(
+    model: Any, bad: Callable[[Any, bytes], bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    store = Shelf()
+    library = make(model, store, codec=lossy(model))
+    blob = library.get_or_compute(TOKENS)
+    (key,) = store
+    store[key] = bad(model, blob)
+    store.calls.clear()
+    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert store.calls == ["get", "delete", "put"]
+    assert library.counters == ChunkCounters(misses=2, stored=2, rejected=1)
+    assert [record.levelname for record in caplog.records] == ["INFO"]
+    assert library.get_or_compute(TOKENS) == blob and library.counters.hits == 1
+
+
+@pytest.mark.parametrize("place", ["tenant", "tokens", "model"])
+def test_a_tagged_blob_of_another_place_is_rejected(model: Any, place: str) -> None:
+    """Who can write to the store and have one chunk computed has a blob with a good tag, of equal shape."""
+    codec = Codec(exact(model).profile, "lossless", key=SECRETS[0])
+    store, elsewhere = Shelf(), Shelf()
+    library = make(model, store, codec=codec)
+    blob = library.get_or_compute(TOKENS)
+    (key,) = store
+    if place == "model":
+        model = deepcopy(model)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2.0)
+    other = make(model, elsewhere, codec=codec, tenant="attacker" if place == "tenant" else "")
+    other.get_or_compute(OTHER if place == "tokens" else TOKENS)
+    ((name, foreign),) = elsewhere.items()
+    assert name != key
+    store[key] = foreign
+    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert library.counters.rejected == 1
+
+
+def test_libraries_with_other_secrets_leave_each_others_entries_alone(model: Any) -> None:
+    profile, store = exact(model).profile, Shelf()
+    one, other, plain = (
+        make(model, store, codec=Codec(profile, "lossless", key=key)) for key in (SECRETS[0], SECRETS[1], None)
+    )
+    for library in (one, other, plain, one, other, plain):
+        library.get_or_compute(TOKENS)
+    for library in (one, other, plain):
+        assert library.counters == ChunkCounters(hits=1, misses=1, stored=1)
+    assert len(store) == 3 and "delete" not in store.calls
+
+
+def test_while_secrets_are_replaced_entries_of_both_are_found(model: Any) -> None:
+    profile, store = exact(model).profile, Shelf()
+    old, both, new = (
+        make(model, store, codec=Codec(profile, "lossless", key=key)) for key in (SECRETS[0], SECRETS[::-1], SECRETS[1])
+    )
+    assert both.get_or_compute(TOKENS) != b"" and both.counters.stored == 1
+    assert new.get_or_compute(TOKENS) and new.counters.hits == 1, "written with the first"
+    old.get_or_compute(OTHER)
+    both.get_or_compute(OTHER)
+    assert both.counters == ChunkCounters(hits=1, misses=1, stored=1)
+
+
+def test_segments_of_a_codec_with_a_key_are_blended(model: Any) -> None:
+    codec = Codec(exact(model).profile, "lossless", key=SECRETS[0])
+    library, plain = make(model, codec=codec), make(model)
+    prompt, expected = (
+        [each.segment(TOKENS, leading=True), each.segment(OTHER), Segment([1, 2, 3])] for each in (library, plain)
+    )
+    got: Any = Blender(model, codec, selector=Nothing()).blend(prompt)
+    want: Any = Blender(model, exact(model), selector=Nothing()).blend(expected)
+    for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
+        assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
+    swapped = [Segment(TOKENS, prompt[0].chunk, associated=prompt[1].associated), prompt[2]]
+    with pytest.raises(CorruptError, match="belong somewhere else"):
+        Blender(model, codec).blend(swapped)
+
+
+def test_an_exact_reader_takes_no_lossy_entry(model: Any) -> None:
+    store = Shelf()
+    library = make(model, store)
+    blob = library.get_or_compute(TOKENS)
+    (key,) = store
+    store[key] = entry_of(model)
+    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert library.counters.rejected == 1
+
+
+def test_an_entry_of_another_model_is_replaced(model: Any, tiny_model: Callable[..., Any]) -> None:
+    store = Shelf()
+    library = make(model, store)
+    blob = library.get_or_compute(TOKENS)
+    (key,) = store
+    store[key] = make(tiny_model("qwen3")).get_or_compute(TOKENS)
+    assert library.get_or_compute(TOKENS) == blob == store[key]
+    assert library.counters.rejected == 1
+
+
+def test_a_bad_entry_that_cannot_be_deleted_is_not_used(model: Any) -> None:
+    store = Shelf()
+    library = make(model, store)
+    blob = library.get_or_compute(TOKENS)
+    (key,) = store
+    store[key] = blob[:-1]
+    store.faults = {"delete": StoreError("read-only"), "put": StoreError("read-only")}
+    assert library.get_or_compute(TOKENS) == blob
+    assert library.counters == ChunkCounters(misses=2, stored=1, rejected=1, errors=2)
+
+
+# A store that fails --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [StoreError("no route"), OSError("disk full"), RuntimeError("a bug")], ids=repr)
+@pytest.mark.parametrize("operations", [("get",), ("put",), ("get", "put")], ids=str)
+def test_a_store_that_fails_costs_a_computation(
+    model: Any, operations: tuple[str, ...], error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = Shelf()
+    library = make(model, store, contexts=CONTEXTS)
+    blob = make(model, contexts=CONTEXTS).get_or_compute(TOKENS)
+    store.faults = dict.fromkeys(operations, error)
+    for _ in range(3):
+        assert library.get_or_compute(TOKENS) == blob
+    stored = 0 if "put" in operations else 3
+    assert library.counters == ChunkCounters(misses=3, stored=stored, errors=3 * len(operations))
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING and str(error) in record.getMessage()
+    store.faults = {}
+    library.get_or_compute(TOKENS)
+    assert library.get_or_compute(TOKENS) == blob
+    assert library.counters.errors == 3 * len(operations)
+
+
+def test_a_file_store_that_cannot_be_written(model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_bytes(b"in the way")
+    library = make(model, DiskStore(tmp_path / "file" / "store"))
+    blob = library.get_or_compute(TOKENS)
+    assert blob == make(model).get_or_compute(TOKENS)
+    counters = library.counters
+    assert counters.misses == 1 and counters.stored == 0 and counters.errors >= 1
+    assert [record.name for record in caplog.records if record.name == module.__name__] == [module.__name__]
+
+
+# Threads -------------------------------------------------------------------------------------------------------------
+
+
+class Awaited(Future[bytes]):
+    """Says when somebody waits for it."""
+
+    waiting = threading.Semaphore(0)
+
+    def result(self, timeout: float | None = None) -> bytes:
+        self.waiting.release()
+        return super().result(timeout)
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
+    Awaited.waiting = threading.Semaphore(0)
+    monkeypatch.setattr(module, "Future", Awaited)
+    return Awaited.waiting
+
+
+def run_while_computing(
+    model: Any, library: ChunkCache, waiting: threading.Semaphore, then: Callable[[], None], tokens: Any = TOKENS
+) -> list[Future[bytes]]:
+    """Four threads ask for a chunk; three of them wait before the model gets to run `then`."""
+    once = iter([True])
+
+    def hook(*_: Any) -> None:
+        if next(once, False):
+            for _waiter in range(3):
+                assert waiting.acquire(timeout=LONG)
+            then()
+
+    handle = model.register_forward_pre_hook(hook)
+    with ThreadPoolExecutor(4) as pool:
+        asked = [pool.submit(library.get_or_compute, tokens) for _ in range(4)]
+    handle.remove()
+    return asked
+
+
+def test_threads_that_ask_for_one_chunk_compute_it_once(model: Any, waiting: threading.Semaphore) -> None:
+    store = Shelf()
+    store.keeps = False  # whoever does not wait computes
+    library = make(model, store, contexts=CONTEXTS)
+    with passes(model) as seen:
+        asked = run_while_computing(model, library, waiting, lambda: None)
+    assert len({future.result() for future in asked}) == 1
+    assert len(seen) == 6 and store.calls == ["get", "put"]
+    assert library.counters == ChunkCounters(hits=3, misses=1)
+    assert not library._running
+
+
+def test_a_computation_that_fails_fails_for_all_that_wait_and_is_tried_again(
+    model: Any, waiting: threading.Semaphore
+) -> None:
+    def fail() -> None:
+        raise torch.OutOfMemoryError("out of memory")
+
+    library = make(model)
+    asked = run_while_computing(model, library, waiting, fail)
+    assert [type(future.exception()) for future in asked] == [torch.OutOfMemoryError] * 4
+    assert library.counters == ChunkCounters()
+    assert library.get_or_compute(TOKENS) == make(model).get_or_compute(TOKENS)
+    assert library.counters == ChunkCounters(misses=1, stored=1)
+
+
+def test_contexts_that_failed_once_are_computed_again(model: Any) -> None:
+    library = make(model, contexts=CONTEXTS)
+    calls = iter([False, True])
+
+    def fail(*_: Any) -> None:
+        if next(calls, False):
+            raise torch.OutOfMemoryError("out of memory")
+
+    handle = model.register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        library.get_or_compute(TOKENS)
+    handle.remove()
+    assert library.get_or_compute(TOKENS) == make(model, contexts=CONTEXTS).get_or_compute(TOKENS)
+
+
+def test_threads_with_many_chunks(model: Any) -> None:
+    """The model runs one at a time, its contexts are computed once, everybody gets what was asked for."""
+    library, alone = make(model, contexts=CONTEXTS), make(model, contexts=CONTEXTS)
+    texts = [[token, *TOKENS] for token in range(6)]
+    expected = {leading: [alone.get_or_compute(text, leading=leading) for text in texts] for leading in (False, True)}
+    inside = most = 0
+
+    def enter(*_: Any) -> None:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        time.sleep(0.002)  # somebody else's turn
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside -= 1
+
+    start = threading.Barrier(4)
+
+    def work(seed: int) -> bool:
+        start.wait()
+        asked = [(index, leading) for index in range(6) for leading in (False, True)]
+        order = np.random.default_rng(seed).permutation(len(asked))
+        return all(
+            library.get_or_compute(texts[index], leading=leading) == expected[leading][index]
+            for index, leading in (asked[place] for place in order)
+        )
+
+    handles = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave)]
+    with ThreadPoolExecutor(4) as pool, passes(model) as seen:
+        assert all(pool.map(work, range(4)))
+    for handle in handles:
+        handle.remove()
+    assert most == 1 and len(seen) == 3 + 6 * 3 + 6
+    assert library.counters == ChunkCounters(hits=36, misses=12, stored=12)
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([], "tokens: must be a row of at least one integer"),
+        ([[1, 2]], "tokens: must be a row"),
+        ([1.0, 2.0], "tokens: must be a row"),
+        ([True], "tokens: must be a row"),
+        ("abc", "tokens: must be a row"),
+        ([1, 61], "tokens: hold 61; the model's vocabulary is 0 … 60"),
+        ([1, -1], "tokens: hold -1; "),
+        ([2**63], "tokens: hold -"),
+        ([1] * 4092, "tokens: 4092 from position 5 on are past the model's 4096 positions"),
+    ],
+)
+def test_bad_tokens_are_refused(model: Any, tokens: Any, message: str) -> None:
+    store = Shelf()
+    library = make(model, store, contexts=CONTEXTS)
+    for call in (library.get_or_compute, library.segment):
+        with pytest.raises(InputError, match=f"^{message}"):
+            call(tokens)
+    assert not store.calls and library.counters == ChunkCounters()
+
+
+def test_the_last_positions_can_be_used(tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama", max_position_embeddings=16)
+    assert make(model, contexts=CONTEXTS).segment(TOKENS).tokens.tolist() == TOKENS
+    with pytest.raises(InputError, match=r"^tokens: 12 from position 5 on are past the model's 16 positions"):
+        make(model, contexts=CONTEXTS).segment([*TOKENS, 1])
+    make(model).segment([1] * 16)
+    with pytest.raises(InputError, match=r"^tokens: 17 from position 0 on are past"):
+        make(model).segment([1] * 17)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "message"),
+    [
+        ([[1, 2], [3, 4]], r"contexts: must be an int32 or int64 tensor \[N, C\], got list"),
+        (CONTEXTS.float(), r"contexts: must be an int32 or int64 tensor \[N, C\], got torch.float32"),
+        (CONTEXTS[0], r"contexts: must have shape \[N, C\], neither of them 0, got \[5\]"),
+        (CONTEXTS[:0], r"contexts: must have shape .*, got \[0, 5\]"),
+        (CONTEXTS[:, :0], r"contexts: must have shape .*, got \[3, 0\]"),
+        (CONTEXTS + 1, "contexts: hold 61; the model's vocabulary is 0 … 60"),
+        (CONTEXTS - 1, "contexts: hold -1; "),
+        (torch.zeros(1, 4096, dtype=torch.int64), "contexts: C = 4096 leaves no room in the model's 4096 positions"),
+    ],
+)
+def test_bad_contexts_are_refused(model: Any, contexts: Any, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        make(model, contexts=contexts)
+
+
+def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..., Any]) -> None:
+    with pytest.raises(ProfileMismatch, match="heads, sizes, RoPE"):
+        make(model, codec=exact(tiny_model("qwen2")))
+    codec = fitted_codec(model)
+    codec.profile.model = "00"
+    with pytest.raises(ProfileMismatch, match="calibrated on other weights"):
+        make(model, codec=codec)
+    codec.profile.model = model_fingerprint(model)
+    assert make(model, codec=codec).segment(TOKENS).chunk
+
+
+def test_models_that_cannot_be_blended_are_refused(tiny_model: Callable[..., Any]) -> None:
+    for family in ("gpt2", "mistral"):  # no RoPE, sliding windows
+        model = tiny_model(family)
+        with pytest.raises(UnsupportedModel):
+            make(model)
+    with pytest.raises(InputError, match="training mode"):
+        make(tiny_model("llama").train(), codec=exact(tiny_model("llama")))
+
+
+@pytest.mark.parametrize("name", ["tenant", "tokenizer"])
+def test_names_must_be_strings(model: Any, name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}: must be str"):
+        make(model, **{name: None})
+
+
+def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
+    """And are not stored."""
+    with torch.no_grad():
+        model.model.layers[0].self_attn.v_proj.weight.fill_(float("nan"))
+    store = Shelf()
+    library = make(model, store, codec=lossy(model))
+    with pytest.raises(CuveeError):
+        library.get_or_compute(TOKENS)
+    assert not store and library.counters == ChunkCounters()

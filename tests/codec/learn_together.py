@@ -1,0 +1,84 @@
+"""What `tests/codec/test_together.py` runs under torchrun: `learn_together.py FOLDER`, in each process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch import distributed
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import Moments
+from cuvee.codec.learning.together import Processes
+from cuvee.codec.profile import Profile
+from cuvee.codec.transform import partition
+
+
+def small_model() -> LlamaForCausalLM:
+    """Two layers of random weights."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    model.eval()
+    return model
+
+
+def tokens(count: int = 24) -> torch.Tensor:
+    """The text to learn from."""
+    return torch.randint(64, (count, 96), generator=torch.Generator().manual_seed(1))
+
+
+def some_moments(layout: KVLayout, runs: slice) -> Moments:
+    """The sums over some of nine runs, whose means differ."""
+    section = partition(layout, "layer")[0]
+    moments = Moments(section, layout, 10_000)
+    generator = torch.Generator().manual_seed(2)
+    for x, gradient in [torch.randn(2, 20, section.values, generator=generator) for _ in range(9)][runs]:
+        moments.add(x + 100 + x.mean(), 0, gradient)
+    return moments
+
+
+def refusal(**arguments: object) -> str:
+    """What `calibrate` says to arguments that are not the same in all processes."""
+    try:
+        Profile.calibrate(small_model(), tokens(), progress=False, distributed=True, **arguments)  # type: ignore[arg-type]
+    except CuveeError as error:
+        return str(error)
+    return ""
+
+
+def main(folder: Path) -> None:
+    """Write what this process got."""
+    distributed.init_process_group("gloo")
+    together = Processes()
+    model = small_model()
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    # Three processes, nine runs; the last process has none.
+    moments = some_moments(layout, slice(together.rank, 9, 2) if together.rank < 2 else slice(0))
+    together.add_up([moments])
+    torch.save(
+        {
+            "count": moments.count, "mean": moments.mean(), "covariances": moments.covariances(),
+            "metrics": moments.loss_metrics(), "sinks": moments.sink_total, "sink_count": moments.sink_count,
+            "sample": sum(len(run) for _, run, _ in moments.sample),
+        },
+        folder / f"moments-{together.rank}.pt",
+    )  # fmt: skip
+    # Only the first process' sequences count.
+    own = tokens() if together.rank == 0 else tokens()[:4]
+    profile = Profile.calibrate(model, own, "layer", progress=False, distributed=True)
+    profile.save(folder / f"profile-{together.rank}.safetensors")
+    refused = refusal(group="layer" if together.rank else "head")
+    (folder / f"refused-{together.rank}.json").write_text(json.dumps(refused))
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,500 @@
+"""The whole pipeline: chunks to blobs and back, for every scheme and layout."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import MAX_SCHEMES, Codec
+from cuvee.codec.container import inspect
+from cuvee.codec.errors import (
+    CorruptError,
+    CuveeError,
+    FormatError,
+    InputError,
+    KeyMismatch,
+    ProfileError,
+    ProfileMismatch,
+)
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate, unrotate
+
+MakeChunk = Callable[..., KVChunk]
+MakeCodec = Callable[..., Codec]
+Layouts = dict[str, KVLayout]
+
+GROUPS = ["head", "unit", "layer", "layers:2", "all"]
+SCHEMES = [*GROUPS, "generic", "lossless"]
+NAMES = [
+    "gqa", "mha", "mqa", "bfloat16", "float16", "narrow-values", "no-rope", "partial", "interleaved", "yarn",
+    "irregular",
+]  # fmt: skip
+LENGTHS = [1, 2, 15, 63, 127, 128, 129, 257]
+STEP = 2**-3
+
+
+def quality(scheme: str) -> dict[str, float]:
+    return {} if scheme == "lossless" else {"step": STEP}
+
+
+def tensors(chunk: KVChunk) -> list[torch.Tensor]:
+    return [*chunk.keys, *chunk.values]
+
+
+def same(left: KVChunk, right: KVChunk) -> bool:
+    assert left.start == right.start and left.layout.fingerprint == right.layout.fingerprint
+    return all(torch.equal(a, b) for a, b in zip(tensors(left), tensors(right), strict=True))
+
+
+def position_free(chunk: KVChunk) -> list[torch.Tensor]:
+    at = torch.arange(chunk.start, chunk.end)
+    keys = [unrotate(k, layer.rope, at) for k, layer in zip(chunk.keys, chunk.layout.layers, strict=True)]
+    return [*keys, *(v.float() for v in chunk.values)]
+
+
+def relative_error(chunk: KVChunk, back: KVChunk, reference: KVChunk) -> float:
+    """Squared error over the variance that `reference` has, mean over units."""
+    ratios = [
+        (a.float() - b.float()).square().mean() / (c - c.mean(0)).square().mean()
+        for a, b, c in zip(tensors(chunk), tensors(back), position_free(reference), strict=True)
+    ]
+    return float(torch.stack(ratios).mean())
+
+
+def moved(chunk: KVChunk, start: int) -> list[torch.Tensor]:
+    """Keys of `chunk` at other positions, float32."""
+    there = torch.arange(start, start + chunk.tokens)
+    free = position_free(chunk)
+    return [rotate(k, layer.rope, there) for k, layer in zip(free, chunk.layout.layers, strict=False)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_round_trip(name: str, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    layout = layouts[name]
+    codec = make_codec(name, scheme, **quality(scheme))
+    reference = make_chunk(layout, 500, seed=5)
+    for tokens in LENGTHS if name in ("gqa", "irregular") else [129]:
+        chunk = make_chunk(layout, tokens, seed=1, start=7)
+        blob = codec.encode(chunk)
+        back = codec.decode(blob)
+        assert (back.start, back.tokens, back.layout) == (7, tokens, layout)
+        info = inspect(blob)
+        assert (info.tokens, info.start, info.dtype, info.total_bytes) == (tokens, 7, layout.dtype, len(blob))
+        assert info.raw_bytes == chunk.nbytes
+        if scheme == "lossless":
+            assert same(chunk, back)
+        else:
+            # A uniform quantiser's s^2 / 12, and room for the dead zone and for what is not coded.
+            assert relative_error(chunk, back, reference) < 0.2 * STEP**2, tokens
+            assert not same(chunk, back)
+
+
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_one_profile_codes_chunks_of_every_dtype(
+    scheme: str, dtype: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    layout = replace(layouts["gqa"], dtype=dtype)
+    codec = make_codec("gqa", scheme, **quality(scheme))
+    chunk = make_chunk(layout, 100, seed=2)
+    back = codec.decode(codec.encode(chunk))
+    assert back.layout == layout
+    assert relative_error(chunk, back, chunk) < 0.2 * STEP**2
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_non_contiguous_tensors(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 150, seed=3)
+    strided = KVChunk(
+        [torch.stack([k, k + 1], -1)[..., 0] for k in chunk.keys],
+        [v.permute(1, 0, 2).contiguous().permute(1, 0, 2) for v in chunk.values],
+        chunk.layout,
+    )
+    assert not strided.keys[0].is_contiguous() and not strided.values[0].is_contiguous()
+    codec = make_codec("gqa", scheme, **quality(scheme))
+    assert codec.encode(strided) == codec.encode(chunk)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tensors_that_require_gradients(
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    chunk = make_chunk(layouts["gqa"], 20)
+    codec = make_codec("gqa", scheme, **quality(scheme))
+    expected = codec.encode(chunk)
+    for tensor in tensors(chunk):
+        tensor.requires_grad_()
+    assert codec.encode(chunk) == expected
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_same_bytes_and_values_from_every_backend_and_thread_count(
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.codec.codec.PARALLEL_VALUES", 1)
+    chunk = make_chunk(layouts["irregular"], 200, seed=4)
+    settings: list[dict[str, object]] = [
+        {"backend": "numba", "threads": 1},
+        {"backend": "numba", "threads": 8},
+        {"backend": "reference", "threads": 1},
+        {"backend": "reference", "threads": 8},
+        {"backend": "auto"},
+    ]
+    codecs = [make_codec("irregular", scheme, **quality(scheme), **setting) for setting in settings]
+    blobs = [codec.encode(chunk) for codec in codecs for _ in range(2)]
+    assert len(set(blobs)) == 1
+    whole = codecs[0].decode(blobs[0])
+    assert all(same(codec.decode(blobs[0]), whole) for codec in codecs[1:])
+
+
+def test_blobs_of_many_steps_do_not_pile_up(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 20)
+    codec = make_codec("gqa", "layer", step=0.2)
+    own = next(iter(codec._schemes))
+    for power in range(-20, 1):
+        blob = make_codec("gqa", "layer", step=2 ** (power / 4)).encode(chunk)
+        assert codec.decode(blob).tokens == 20
+        assert len(codec._schemes) <= MAX_SCHEMES
+        assert own in codec._schemes
+    assert len(codec._schemes) == MAX_SCHEMES
+
+
+def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
+    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    """Without a global lock a thread may come between any two accesses of a dict."""
+
+    class Evicting(dict[Any, Any]):
+        """Another thread evicts right after whatever is looked up."""
+
+        def __contains__(self, key: object) -> bool:
+            found = super().__contains__(key)
+            self.pop(key, None)
+            return found
+
+        def get(self, key: Any, default: Any = None) -> Any:
+            found = super().get(key, default)
+            self.pop(key, None)
+            return found
+
+    codec, chunk = make_codec("gqa", "layer", threads=1), make_chunk(layouts["gqa"], 9)
+    blob = codec.encode(chunk)
+    codec._schemes = Evicting(codec._schemes)
+    assert same(codec.decode(blob), make_codec("gqa", "layer").decode(blob))
+
+
+def test_threads_share_the_schemes(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    """More steps than are kept, from several threads: each blob comes back as it does alone."""
+    chunk = make_chunk(layouts["gqa"], 9)
+    blobs = [make_codec("gqa", "layer", step=0.05 * 1.2**k).encode(chunk) for k in range(MAX_SCHEMES + 4)]
+    alone = [make_codec("gqa", "layer").decode(blob) for blob in blobs]
+    codec = make_codec("gqa", "layer", threads=1)
+    order = list(range(len(blobs))) * 20
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            for index, back in zip(order, pool.map(lambda index: codec.decode(blobs[index]), order), strict=True):
+                assert same(back, alone[index])
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(codec._schemes) <= MAX_SCHEMES
+
+
+def test_threads_leave_torchs_own_as_they_were(
+    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers use one torch thread each; neither the caller's setting nor that of new threads may change."""
+    started: list[int] = []
+    real = ThreadPoolExecutor
+
+    def counting(workers: int, **arguments: Any) -> ThreadPoolExecutor:
+        started.append(workers)
+        return real(workers, **arguments)
+
+    monkeypatch.setattr("cuvee.codec.codec.ThreadPoolExecutor", counting)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        chunk = make_chunk(layouts["gqa"], 300)
+        codec = make_codec("gqa", "layer", step=0.2, threads=2)
+        codec.decode(codec.encode(chunk))
+        assert started == []  # too small to be worth a thread
+        monkeypatch.setattr("cuvee.codec.codec.PARALLEL_VALUES", 1)
+        codec.decode(codec.encode(chunk))
+        assert started == [2, 2]
+        with real(1) as pool:
+            assert (torch.get_num_threads(), pool.submit(torch.get_num_threads).result()) == (3, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", [n for n in NAMES if n != "no-rope"])
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_decoding_elsewhere_is_rotation(
+    name: str, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    codec = make_codec(name, scheme, **quality(scheme))
+    chunk = make_chunk(layouts[name], 140, start=11)
+    blob = codec.encode(chunk)
+    here = codec.decode(blob)
+    unit = torch.finfo(here.layout.torch_dtype).eps
+    for start in (0, 12, 3000):
+        there = codec.decode(blob, start)
+        assert there.start == start
+        for got, want in zip(there.keys, moved(here, start), strict=True):
+            largest = float(want.abs().max())
+            torch.testing.assert_close(got.float(), want, atol=max(2 * unit, 2e-6) * largest, rtol=0)
+        assert all(torch.equal(a, b) for a, b in zip(here.values, there.values, strict=True))
+        assert not torch.equal(here.keys[0], there.keys[0])
+    assert same(codec.decode(blob, 11), here)
+
+
+@pytest.mark.parametrize("name", ["gqa", "bfloat16"])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_runs_of_tokens_equal_the_whole(
+    name: str, scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    codec = make_codec(name, scheme, **quality(scheme))
+    blob = codec.encode(make_chunk(layouts[name], 300, start=40))
+    whole, elsewhere = codec.decode(blob), codec.decode(blob, start=1000)
+    runs = [(0, 300), (0, 1), (1, 2), (15, 17), (63, 65), (127, 128), (127, 129), (128, 256), (1, 299), (299, 300)]
+    wrong = [run for run in runs if not same(codec.decode(blob, tokens=run), whole.slice(*run))]
+    wrong += [run for run in runs if not same(codec.decode(blob, 1000 + run[0], tokens=run), elsewhere.slice(*run))]
+    assert not wrong
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_layers_equal_the_whole(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    codec = make_codec("irregular", scheme, **quality(scheme))
+    blob = codec.encode(make_chunk(layouts["irregular"], 150, start=40))
+    for start in (None, 900):
+        whole = codec.decode(blob, start)
+        for first, end in ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)):
+            keys, values = codec.decode_layers(blob, first, end, start)
+            assert len(keys) == len(values) == end - first
+            assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[first:end], strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(values, whole.values[first:end], strict=True))
+    for first, end in ((-1, 1), (0, 4), (1, 1), (2, 1)):
+        with pytest.raises(InputError, match="model's 3"):
+            codec.decode_layers(blob, first, end)
+
+
+def test_layers_are_decoded_without_the_others(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    codec = make_codec("gqa", "layer", step=STEP)
+    blob = bytearray(codec.encode(make_chunk(layouts["gqa"], 30)))
+    keys, _ = codec.decode_layers(bytes(blob), 0, 2)
+    blob[-1] ^= 1
+    assert torch.equal(codec.decode_layers(bytes(blob), 0, 2)[0][1], keys[1])
+    with pytest.raises(CorruptError, match="section 2"):
+        codec.decode(bytes(blob))
+
+
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_positions_that_do_not_exist(
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    codec = make_codec("gqa", scheme, **quality(scheme))
+    blob = codec.encode(make_chunk(layouts["gqa"], 10))
+    assert codec.decode(blob, 4086).end == 4096
+    for start, message in ((4087, "4096 positions"), (-1, "start=-1"), (1.0, "int"), (True, "int")):
+        with pytest.raises(InputError, match=message):
+            codec.decode(blob, start)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=message):
+            codec.decode_layers(blob, 0, 1, start)  # type: ignore[arg-type]
+    assert codec.decode(blob, 4095, tokens=(4, 5)).end == 4096
+    for run in ((0, 0), (3, 2), (-1, 3), (0, 11)):
+        with pytest.raises(InputError, match="10 tokens"):
+            codec.decode(blob, tokens=run)
+
+
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_a_cache_without_rope_stays_where_it_is(
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    codec = make_codec("no-rope", scheme, **quality(scheme))
+    blob = codec.encode(make_chunk(layouts["no-rope"], 10, start=5))
+    assert codec.decode(blob, 5).start == 5
+    assert codec.decode(blob, 7, tokens=(2, 4)).start == 7
+    for start, run in ((4, None), (5, (2, 4))):
+        with pytest.raises(InputError, match="has no RoPE"):
+            codec.decode(blob, start, tokens=run)
+
+
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_a_start_that_the_format_cannot_hold(
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    endless = replace(layouts["gqa"], max_positions=None)
+    small = make_chunk(endless, 4)
+    codec = Codec(Profile.generic(endless), "lossless" if scheme == "lossless" else "high")
+    with pytest.raises(CuveeError, match="start"):
+        codec.encode(KVChunk(small.keys, small.values, endless, start=1 << 32))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_other_layouts_are_refused(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    codec = make_codec("gqa", scheme, **quality(scheme))
+    for name in ("mha", "no-rope", "partial", "interleaved", "yarn"):
+        with pytest.raises(ProfileMismatch, match="the profile is for synthetic"):
+            codec.encode(make_chunk(layouts[name], 10))
+        blob = make_codec(name, scheme, **quality(scheme)).encode(make_chunk(layouts[name], 10))
+        with pytest.raises(ProfileMismatch, match="another model"):
+            codec.decode(blob)
+        with pytest.raises(ProfileMismatch, match="another model"):
+            codec.decode_layers(blob, 0, 1)
+
+
+def test_blobs_of_another_profile_are_refused(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 10)
+    codecs = {scheme: make_codec("gqa", scheme, step=STEP) for scheme in (*GROUPS, "generic")}
+    for scheme, codec in codecs.items():
+        for other, stranger in codecs.items():
+            if other != scheme:
+                with pytest.raises(ProfileMismatch, match=stranger.profile.id.hex()):
+                    stranger.decode(codec.encode(chunk))
+
+
+def test_lossless_blobs_need_only_the_layout(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 10)
+    blob = make_codec("gqa", "lossless").encode(chunk)
+    assert same(make_codec("gqa", "layer").decode(blob), chunk)
+    assert inspect(blob).profile_id is None
+
+
+def test_any_quality_decodes_any_other(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 40)
+    for scheme in ("layer", "generic"):
+        fine, coarse = make_codec("gqa", scheme, step=2**-5), make_codec("gqa", scheme, step=0.7)
+        assert same(coarse.decode(fine.encode(chunk)), fine.decode(fine.encode(chunk)))
+
+
+@pytest.mark.parametrize("scheme", [*GROUPS, "generic"])
+@pytest.mark.parametrize("step", [STEP, 2**8])
+def test_lossy_refuses_what_is_not_finite(
+    scheme: str, step: float, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    codec, lossless = make_codec("gqa", scheme, step=step), make_codec("gqa", "lossless")
+    for bad in (float("nan"), float("inf"), float("-inf")):
+        for where in ("keys", "values"):
+            chunk = make_chunk(layouts["gqa"], 140)
+            getattr(chunk, where)[2][139, 1, 15] = bad
+            with pytest.raises(InputError, match="lossless"):
+                codec.encode(chunk)
+            back = lossless.decode(lossless.encode(chunk))
+            for a, b in zip(tensors(chunk), tensors(back), strict=True):
+                assert torch.equal(a.view(torch.int32), b.view(torch.int32))
+
+
+def test_values_too_many_steps_large(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 10)
+    chunk.values[1][3, 1, 2] = 1e12
+    with pytest.raises(InputError, match="steps large: encode it with quality='lossless'"):
+        make_codec("gqa", "layer", step=2**-8).encode(chunk)
+
+
+@pytest.mark.parametrize("scheme", [*GROUPS, "generic"])
+def test_rare_large_values_survive(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 200)
+    exact = chunk.values[1]
+    ordinary = exact.clone()
+    exact[150] = ordinary.mean(0) + 300 * (ordinary[150] - ordinary.mean(0))
+    codec = make_codec("gqa", scheme, step=STEP)
+    blob = codec.encode(chunk)
+    back = codec.decode(blob)
+    for run in ((150, 151), (149, 200), (128, 152)):
+        part = codec.decode(blob, tokens=run).values[1]
+        torch.testing.assert_close(part, back.values[1][slice(*run)], rtol=1e-5, atol=1e-3)
+    error = (back.values[1] - exact).square()
+    # Escapes are as precise as other values: only what is not coded at all is lost, in proportion.
+    assert float(error[150].mean() / (exact[150] - ordinary.mean(0)).square().mean()) < 0.2 * STEP**2
+    if scheme != "generic":  # whose scale is measured on this very chunk
+        assert float(error[:150].mean() / (ordinary - ordinary.mean(0)).square().mean()) < 0.2 * STEP**2
+
+
+def test_an_empty_chunk_is_refused(layouts: Layouts) -> None:
+    none = torch.empty(3, 0, 2, 16)
+    with pytest.raises(InputError, match="no tokens"):
+        KVChunk(none, none, layouts["gqa"])
+
+
+def test_quality_arguments(layouts: Layouts, fitted: Callable[[str, str], Profile]) -> None:
+    for profile in (fitted("gqa", "layer"), Profile.generic(layouts["gqa"])):
+        assert Codec(profile).step == Codec(profile, "balanced").step
+        assert Codec(profile, "high").step < Codec(profile).step < Codec(profile, "small").step
+        assert Codec(profile, step=0.5).step == -64
+        assert Codec(profile, "lossless").lossless and not Codec(profile).lossless
+        two: list[dict[str, object]] = [
+            {"quality": "high", "step": 1.0},
+            {"quality": "lossless", "bits": 2.0},
+            {"kl": 1e-3, "ratio": 8.0},
+        ]
+        for arguments in two:
+            with pytest.raises(InputError, match=f"exactly one of .*{list(arguments)}".replace("[", r"\[")):
+                Codec(profile, **arguments)  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="'best' is not known; choose one of lossless, high, balanced, small"):
+            Codec(profile, "best")
+        for step in (1e-6, 300.0):
+            with pytest.raises(ProfileError, match=r"outside what this profile serves, 0\.0039\d* … 256"):
+                Codec(profile, step=step)
+        for value in (0.0, -1.0, float("nan"), float("inf")):
+            for name in ("step", "kl", "bits", "ratio"):
+                with pytest.raises(InputError, match=f"{name}=.*positive"):
+                    Codec(profile, **{name: value})  # type: ignore[arg-type]
+        with pytest.raises(InputError, match="threads=0"):
+            Codec(profile, threads=0)
+        with pytest.raises(InputError, match="backend='x' is not known"):
+            Codec(profile, backend="x")
+
+
+@pytest.mark.parametrize("scheme", [*GROUPS, "generic"])
+def test_smaller_steps_are_larger_and_better(
+    scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    chunk = make_chunk(layouts["gqa"], 257)
+    sizes, errors = [], []
+    for power in (-7, -5, -3, -2, -1, 0, 1, 3):
+        codec = make_codec("gqa", scheme, step=2.0**power)
+        blob = codec.encode(chunk)
+        sizes.append(len(blob))
+        errors.append(relative_error(chunk, codec.decode(blob), chunk))
+    assert all(large > small for large, small in pairwise(sizes))
+    assert all(good < bad for good, bad in pairwise(errors))
+    assert errors[0] < 2e-5  # step 2**-7: s^2 / 12 is 5e-6
+
+
+def test_learned_is_smaller_than_generic_is_smaller_than_lossless(
+    layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec
+) -> None:
+    chunk = make_chunk(layouts["bfloat16"], 257)
+    order = ["all", "layer", "generic", "lossless"]
+    sizes = [len(make_codec("bfloat16", s, **quality(s)).encode(chunk)) for s in order]
+    assert sizes[1] < 0.8 * sizes[2] and sizes[2] < sizes[3] < chunk.nbytes
+    assert sizes[0] < sizes[2]
+
+
+def test_keys_authenticate(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
+    chunk = make_chunk(layouts["gqa"], 10)
+    codec, plain = make_codec("gqa", "layer", key=bytes(16)), make_codec("gqa", "layer")
+    blob = codec.encode(chunk)
+    assert same(codec.decode(blob), plain.decode(plain.encode(chunk)))
+    with pytest.raises(KeyMismatch):
+        make_codec("gqa", "layer", key=bytes([1] * 16)).decode(blob)
+    with pytest.raises(InputError):
+        plain.decode(blob)
+    with pytest.raises(InputError):
+        codec.decode(plain.encode(chunk))
+    with pytest.raises(FormatError):
+        plain.decode(b"cuve")
+    with pytest.raises(InputError, match="16 to 64 bytes"):
+        make_codec("gqa", "layer", key=b"short")

@@ -1,0 +1,632 @@
+"""The blob's header, checksums and tag, and the coded part of a section, byte by byte as `FORMAT.md` has them."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import struct
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import (
+    MAX_TOKENS,
+    Reader,
+    Scheme,
+    inspect,
+    read_coded,
+    read_header,
+    read_section,
+    read_streams,
+    verify_tag,
+    write_blob,
+    write_streams,
+)
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatch, VersionError
+from cuvee.codec.keys import MIN_KEY_BYTES, Key, make_keys
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profile import Profile
+from cuvee.codec.rans import Streams
+from cuvee.codec.symbols import Escapes
+
+KEY = b"0123456789abcdef"
+SECTIONS = (b"first section", b"", b"the third one\x00")
+FIXED = "<4sBBBBIIIiII16s16sQ"  # written here a second time, from FORMAT.md
+LAYOUT_ID, PROFILE_ID = bytes(range(16)), bytes(range(100, 116))
+
+
+@dataclass(frozen=True)
+class Fields:
+    """The header's fields in order; `seal` makes a blob of them, with right checksums whatever they say."""
+
+    magic: bytes = b"cuve"
+    version: int = 2
+    scheme: int = 1
+    dtype: int = 0
+    flags: int = 0
+    tokens: int = 77
+    start: int = 1234
+    values: int = 96
+    step: int = -65
+    count: int = 3
+    reserved: int = 0
+    layout: bytes = LAYOUT_ID
+    profile: bytes = PROFILE_ID
+    total: int | None = None
+    lengths: tuple[int, ...] | None = None
+
+    def seal(self, sections: tuple[bytes, ...] = SECTIONS, key: bytes | None = None, associated: bytes = b"") -> bytes:
+        total = 72 + 12 * len(sections) + 8 + sum(map(len, sections)) + (24 if key else 0)
+        head = struct.pack(
+            FIXED, self.magic, self.version, self.scheme, self.dtype, self.flags | bool(key), self.tokens, self.start,
+            self.values, self.step, self.count, self.reserved, self.layout, self.profile,
+            total if self.total is None else self.total,
+        )  # fmt: skip
+        lengths = self.lengths or tuple(map(len, sections))
+        for length, section in zip(lengths, sections, strict=True):
+            head += struct.pack("<IQ", length, xxhash.xxh3_64_intdigest(section))
+        blob = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) + b"".join(sections)
+        if key:
+            blob += hashlib.blake2b(key=key, digest_size=8, person=b"cuvee-key-id").digest()
+            bound = struct.pack("<Q", len(associated)) + associated + blob
+            blob += hashlib.blake2b(bound, key=key, digest_size=16, person=b"cuvee-tag").digest()
+        return blob
+
+
+GOOD = Fields()
+
+
+def written(key: bytes | None = None, **changes: Any) -> bytes:
+    arguments: dict[str, Any] = {
+        "scheme": Scheme.TRANSFORM, "dtype": "bfloat16", "tokens": 77, "start": 1234, "step": -65,
+        "values_per_token": 96, "layout": LAYOUT_ID, "profile": PROFILE_ID, "sections": SECTIONS,
+        "key": None if key is None else Key.of(key),
+    }  # fmt: skip
+    return write_blob(**{**arguments, **changes})
+
+
+# --- header
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
+    assert written(key) == GOOD.seal(key=key)
+    if key:
+        assert written(key, associated=b"its place") == GOOD.seal(key=key, associated=b"its place")
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("scheme", [Scheme.TRANSFORM, Scheme.GENERIC])
+def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> None:
+    blob = written(key, scheme=scheme, dtype=dtype)
+    header = read_header(blob)
+    assert (header.scheme, header.dtype, header.tokens, header.start, header.step) == (scheme, dtype, 77, 1234, -65)
+    assert (header.values_per_token, header.layout, header.profile) == (96, LAYOUT_ID, PROFILE_ID)
+    assert header.section_bytes == (13, 0, 14) and header.tagged == (key is not None)
+    assert header.total_bytes == len(blob)
+    for index, section in enumerate(SECTIONS):
+        at = header.section_offset(index)
+        assert bytes(read_section(blob, header, index)) == section == blob[at : at + len(section)]
+    assert read_header(memoryview(blob)) == header
+
+
+def test_inspect_tells_every_field_without_a_profile() -> None:
+    info = inspect(written(KEY, dtype="float32"))
+    assert (info.scheme, info.version, info.dtype) == ("transform", 2, "float32")
+    assert (info.tokens, info.start, info.values_per_token) == (77, 1234, 96)
+    assert info.step == pytest.approx(2 ** (-65 / 64))
+    assert (info.layout_fingerprint, info.profile_id) == (LAYOUT_ID.hex(), PROFILE_ID.hex())
+    assert (info.section_bytes, info.header_bytes) == ((13, 0, 14), 72 + 36 + 8)
+    assert info.total_bytes == 116 + 27 + 24 and info.authenticated
+    assert info.raw_bytes == 77 * 96 * 4
+    assert info.bits_per_value == pytest.approx(8 * 167 / (77 * 96))
+    assert info.ratio == pytest.approx(77 * 96 * 4 / 167)
+
+
+def test_inspect_of_lossless_has_neither_step_nor_profile() -> None:
+    info = inspect(written(scheme=Scheme.LOSSLESS, profile=bytes(16), step=0))
+    assert (info.scheme, info.step, info.profile_id, info.authenticated) == ("lossless", None, None, False)
+    assert info.raw_bytes == 77 * 96 * 2
+
+
+@pytest.mark.parametrize("step", [-(2**31), -513, 1024, 70_000, 2**31 - 1])
+def test_inspect_survives_any_step(step: int) -> None:
+    with suppress(FormatError):  # it may well refuse one that is out of range
+        told = inspect(replace(GOOD, step=step).seal()).step
+        assert told is not None and (told == 2.0 ** (step / 64) if step < 1 << 16 else told > 1e300)
+
+
+BROKEN: dict[str, Fields] = {
+    "another magic": replace(GOOD, magic=b"cuvE"),
+    "scheme 3": replace(GOOD, scheme=3),
+    "scheme 255": replace(GOOD, scheme=255),
+    "dtype 3": replace(GOOD, dtype=3),
+    "reserved": replace(GOOD, reserved=1),
+    "reserved, high bit": replace(GOOD, reserved=1 << 31),
+    "no tokens": replace(GOOD, tokens=0),
+    "a token too many": replace(GOOD, tokens=MAX_TOKENS + 1),
+    "all the tokens": replace(GOOD, tokens=2**32 - 1),
+    "no values": replace(GOOD, values=0),
+    "no sections": replace(GOOD, count=0),
+    "2**32 - 1 sections": replace(GOOD, count=2**32 - 1),
+    "2**16 sections": replace(GOOD, count=1 << 16),
+    "total one less": replace(GOOD, total=142),
+    "total one more": replace(GOOD, total=144),
+    "total huge": replace(GOOD, total=2**64 - 1),
+    "section too long": replace(GOOD, lengths=(13, 0, 15)),
+    "section of 4 GiB": replace(GOOD, lengths=(2**32 - 1, 0, 14)),
+    "section of 4 GiB, total agrees": replace(GOOD, lengths=(2**32 - 1, 0, 14), total=116 + 2**32 + 13),
+    "sections shorter": replace(GOOD, lengths=(12, 0, 14)),
+    "a profile where lossless has none": replace(GOOD, scheme=0, step=0),
+    "a step where lossless has none": replace(GOOD, scheme=0, profile=bytes(16)),
+} | {f"flag {bit}": replace(GOOD, flags=1 << bit) for bit in range(1, 8)}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_rules_are_refused_though_checksums_match(name: str) -> None:
+    with pytest.raises(FormatError) as caught:
+        read_header(BROKEN[name].seal())
+    assert not isinstance(caught.value, VersionError)
+    if BROKEN[name].count == 3:
+        assert not isinstance(caught.value, CorruptError), "refused by a checksum, not by the rule"
+
+
+@pytest.mark.parametrize("tokens", [1, MAX_TOKENS])
+def test_the_limits_themselves_are_allowed(tokens: int) -> None:
+    assert read_header(replace(GOOD, tokens=tokens).seal()).tokens == tokens
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, 255])
+def test_other_versions_are_refused_as_such(version: int) -> None:
+    with pytest.raises(VersionError, match=f"version {version}; this build reads version 2"):
+        read_header(replace(GOOD, version=version).seal())
+
+
+def test_another_version_is_named_whatever_follows() -> None:
+    with pytest.raises(VersionError, match="version 3"):
+        read_header(b"cuve\x03" + b"\xff" * 200)
+
+
+@pytest.mark.parametrize("junk", [b"", b"cuve", b"cuve\x01", bytes(79), b"PK\x03\x04" + bytes(300)])
+def test_what_is_not_a_blob_is_refused(junk: bytes) -> None:
+    with pytest.raises(FormatError):
+        read_header(junk)
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_every_truncation_and_any_tail_is_refused(key: bytes | None) -> None:
+    blob = written(key)
+    for length in range(len(blob)):
+        with pytest.raises(FormatError):
+            read_header(blob[:length])
+    with pytest.raises(FormatError, match="tail"):
+        read_header(blob + b"\0")
+
+
+def test_the_header_checksum_covers_header_and_contents() -> None:
+    blob = written()
+    for at in range(72 + 36 + 8):
+        for flip in (1, 0x80, 0xFF):
+            changed = bytearray(blob)
+            changed[at] ^= flip
+            with pytest.raises(FormatError):
+                read_header(bytes(changed))
+    changed = bytearray(blob)
+    changed[12] ^= 1  # start: every value is legal
+    with pytest.raises(CorruptError, match="header"):
+        read_header(bytes(changed))
+
+
+def test_section_checksums_name_the_section() -> None:
+    blob = bytearray(written())
+    blob[-1] ^= 1
+    header = read_header(bytes(blob))
+    assert bytes(read_section(bytes(blob), header, 0)) == SECTIONS[0]
+    with pytest.raises(CorruptError, match="section 2"):
+        read_section(bytes(blob), header, 2)
+
+
+def test_writing_refuses_what_reading_would() -> None:
+    with pytest.raises(InputError, match="tokens"):
+        written(tokens=MAX_TOKENS + 1)
+    with pytest.raises(CuveeError):
+        written(sections=[b""] * ((1 << 16) + 1))
+
+
+# --- the keyed tag
+
+
+def verified(blob: bytes, *keys: bytes, associated: bytes = b"") -> None:
+    verify_tag(blob, read_header(blob), make_keys(keys or None), associated)
+
+
+def test_the_right_key_verifies() -> None:
+    verified(written(KEY), KEY)
+    verified(written(KEY * 4), KEY * 4)
+    verified(written())
+
+
+def test_a_tag_of_any_accepted_key_verifies() -> None:
+    old, new = KEY, KEY[::-1]
+    for key in (old, new):
+        verified(written(key), new, old)
+    with pytest.raises(KeyMismatch, match=f"of id {make_keys(KEY * 2)[0].id.hex()}, this Codec has "):
+        verified(written(KEY * 2), new, old)
+
+
+@pytest.mark.parametrize("place", [b"", b"her", b"here ", b"there"])
+def test_a_blob_verifies_only_where_it_belongs(place: bytes) -> None:
+    blob = written(KEY, associated=b"here")
+    verified(blob, KEY, associated=b"here")
+    with pytest.raises(CorruptError, match="belong somewhere else"):
+        verified(blob, KEY, associated=place)
+
+
+def test_no_byte_moves_between_the_blob_and_what_it_is_bound_to() -> None:
+    """Without the length in front, a tag over `associated` and blob would also be one over another cut of both."""
+    blob = written(KEY, associated=b"x")
+    header = read_header(blob)
+    with pytest.raises(CorruptError):
+        verify_tag(b"x" + blob, header, make_keys(KEY), b"")
+
+
+@pytest.mark.parametrize("key", [KEY[:-1] + b"!", KEY + b"\0", KEY * 2])
+def test_another_key_does_not(key: bytes) -> None:
+    with pytest.raises(KeyMismatch, match="key of id"):
+        verified(written(KEY), key)
+
+
+def test_a_key_id_that_was_changed_does_not_verify() -> None:
+    """Whoever rewrites the id so that a reader takes the tag for its own still lacks the secret."""
+    blob, other = written(KEY), KEY[::-1]
+    forged = blob[:-24] + make_keys(other)[0].id + blob[-16:]
+    with pytest.raises(CorruptError, match="tag"):
+        verified(forged, other)
+
+
+def test_a_missing_key_or_tag_is_refused() -> None:
+    with pytest.raises(KeyMismatch, match="key="):
+        verified(written(KEY))
+    with pytest.raises(KeyMismatch, match="no authentication tag"):
+        verified(written(), KEY)
+
+
+def test_a_stripped_tag_does_not_make_a_blob_trusted() -> None:
+    stripped = GOOD.seal()
+    assert read_header(stripped).total_bytes == len(written(KEY)) - 24
+    with pytest.raises(KeyMismatch):
+        verified(stripped, KEY)
+
+
+def test_tampering_with_right_checksums_is_found_by_the_tag() -> None:
+    tag = written(KEY)[-16:]
+    for fields, sections in (
+        (replace(GOOD, start=1235), SECTIONS),
+        (replace(GOOD, profile=bytes(16)), SECTIONS),
+        (GOOD, (b"fIrst section", *SECTIONS[1:])),
+        (GOOD, (SECTIONS[0][:-1], SECTIONS[0][-1:], SECTIONS[2])),
+    ):
+        forged = fields.seal(sections, KEY)[:-16] + tag
+        read_header(forged)
+        with pytest.raises(CorruptError, match="tag"):
+            verified(forged, KEY)
+
+
+def test_every_bit_of_the_tag_counts() -> None:
+    blob = written(KEY)
+    for bit in range(128):
+        changed = bytearray(blob)
+        changed[len(blob) - 16 + bit // 8] ^= 1 << bit % 8
+        with pytest.raises(CorruptError, match="tag"):
+            verified(bytes(changed), KEY)
+
+
+LAYOUT = KVLayout("tiny", (LayerLayout(1, 4, 4, None),) * 2, "float32", None)
+
+
+def chunk(tokens: int = 9) -> KVChunk:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = (torch.randn(2, tokens, 1, 4, generator=generator) for _ in range(2))
+    return KVChunk(keys, values, LAYOUT)
+
+
+def test_a_codec_with_a_key_takes_its_own_blobs_only() -> None:
+    profile = Profile.generic(LAYOUT)
+    plain, keyed, other = (Codec(profile, "lossless", key=key) for key in (None, KEY, KEY[::-1]))
+    blob = keyed.encode(chunk())
+    assert torch.equal(keyed.decode(blob).keys[1], chunk().keys[1])
+    for codec in (plain, other):
+        with pytest.raises(KeyMismatch):
+            codec.decode(blob)
+        with pytest.raises(KeyMismatch):
+            codec.decode_layers(blob, 0, 1)
+    with pytest.raises(KeyMismatch):
+        keyed.decode(plain.encode(chunk()))
+
+
+def test_a_codec_with_a_key_is_not_pickled() -> None:
+    """The bytes would hold the secret, and travel."""
+    profile = Profile.generic(LAYOUT)
+    keyed = Codec(profile, "lossless", key=KEY)
+    for write in (pickle.dumps, deepcopy, lambda codec: pickle.dumps(vars(codec))):
+        with pytest.raises(InputError, match=r"key= is not pickled.* that process's own environment"):
+            write(keyed)
+    assert KEY.decode() not in repr(vars(keyed))
+    plain = pickle.loads(pickle.dumps(Codec(profile, "lossless")))
+    assert plain.decode(plain.encode(chunk())).tokens == 9
+
+
+def test_a_codec_with_several_keys_writes_with_the_first_and_reads_all() -> None:
+    profile = Profile.generic(LAYOUT)
+    old, new, both = (Codec(profile, "lossless", key=key) for key in (KEY, KEY[::-1], [KEY[::-1], KEY, KEY]))
+    assert both.key_ids == new.key_ids + old.key_ids
+    assert both.encode(chunk()) == new.encode(chunk())
+    for codec in (old, new):
+        assert torch.equal(both.decode(codec.encode(chunk())).keys[1], chunk().keys[1])
+    with pytest.raises(KeyMismatch):
+        old.decode(both.encode(chunk()))
+
+
+def test_a_codec_binds_a_blob_to_its_place() -> None:
+    codec = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
+    blob = codec.encode(chunk(), associated=b"here")
+    assert torch.equal(codec.decode(blob, associated=b"here").keys[1], chunk().keys[1])
+    assert codec.check(blob, associated=b"here").tokens == chunk().tokens
+    assert len(codec.decode_layers(blob, 0, 1, associated=b"here")[0]) == 1
+    cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
+    slots = [torch.arange(chunk().tokens)] * 2
+    blobs = codec.encode_paged(cache, slots, [0, 0], associated=[b"here", b"there"])
+    assert blobs[0] == blob
+    codec.decode_paged(blobs, cache, slots, associated=[b"here", b"there"]).check()
+    for wrong in (b"", b"there"):
+        for call in (
+            lambda wrong=wrong: codec.decode(blob, associated=wrong),
+            lambda wrong=wrong: codec.decode_layers(blob, 0, 1, associated=wrong),
+            lambda wrong=wrong: codec.check(blob, associated=wrong),
+            lambda: codec.decode_paged(blobs[::-1], cache, slots, associated=[b"here", b"there"]),
+        ):
+            with pytest.raises(CorruptError, match="belong somewhere else"):
+                call()
+
+
+def test_what_cannot_be_bound_is_refused() -> None:
+    """Without a key nothing would be bound, and nobody would notice."""
+    plain = Codec(Profile.generic(LAYOUT), "lossless")
+    for call in (
+        lambda: plain.encode(chunk(), associated=b"here"),
+        lambda: plain.decode(plain.encode(chunk()), associated=b"here"),
+        lambda: plain.check(plain.encode(chunk()), associated=b"here"),
+    ):
+        with pytest.raises(InputError, match="key="):
+            call()
+    keyed = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
+    with pytest.raises(InputError, match="associated must be bytes, got str"):
+        keyed.encode(chunk(), associated="here")  # type: ignore[arg-type]
+    cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
+    with pytest.raises(InputError, match="associated is given for 2 chunks, there are 1"):
+        keyed.encode_paged(cache, [torch.arange(3)], [0], associated=[b"", b""])
+    with pytest.raises(InputError, match="associated is given for 0 chunks, there are 1"):
+        keyed.decode_paged([keyed.encode(chunk())], cache, [torch.arange(chunk().tokens)], associated=[])
+
+
+def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
+    generic = Profile.generic(LAYOUT)
+    codec = Codec(generic, step=0.1)
+    codec.check_own(codec.encode(chunk()), 9, 0, "float32")
+    for other, wrong in ((Codec(generic, "lossless"), "lossless"), (Codec(generic, step=0.2), "step index")):
+        blob = other.encode(chunk())
+        assert codec.decode(blob).tokens == 9, "any quality decodes"
+        with pytest.raises(CorruptError, match=f"holds .*{wrong}.*; expected "):
+            codec.check_own(blob, 9, 0, "float32")
+    for tokens, start, dtype in ((8, 0, "float32"), (9, 1, "float32"), (9, 0, "float16")):
+        with pytest.raises(CorruptError, match="the entry holds 9 tokens from 0 on in float32"):
+            codec.check_own(codec.encode(chunk()), tokens, start, dtype)
+
+
+@pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])
+def test_weak_keys_are_refused(key: Any) -> None:
+    with pytest.raises(InputError, match="key"):
+        Codec(Profile.generic(LAYOUT), "lossless", key=key)
+
+
+# --- a reported size is proved true
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_the_reported_size_is_what_decoding_needs(quality: str, key: bytes | None) -> None:
+    codec = Codec(Profile.generic(LAYOUT), quality, key=key)
+    blob = codec.encode(chunk())
+    info = inspect(blob)
+    assert info.header_bytes + sum(info.section_bytes) + (24 if key else 0) == info.total_bytes
+    padded = blob + bytes(100)
+    want, got = codec.decode(blob), codec.decode(padded[: info.total_bytes])
+    assert all(torch.equal(a, b) for a, b in zip(want.keys, got.keys, strict=True))
+    with pytest.raises(FormatError):
+        codec.decode(blob[: info.total_bytes - 1])
+
+
+# --- the coded part of a section
+
+
+def coded(words: int = 5, escapes: int = 2) -> tuple[Streams, Escapes]:
+    lengths = np.array([words - 2, 2, 0], np.uint32)
+    states = np.array([1 << 16, 0xFFFFFFFF, 70000], np.uint32)
+    index = np.array([3, 40], np.uint32)[:escapes]
+    value = np.array([-(2**31), 2**31 - 1], np.int32)[:escapes]
+    return Streams(states, lengths, np.arange(words, dtype=np.uint16)), Escapes(index, value)
+
+
+# 4 components and 2 planes of low bits, 20 tokens in streams of 8.
+ROWS, PLANES, TOKENS = 4, 6, 20
+
+
+def parse(data: bytes, planes: int = PLANES) -> tuple[Streams, Escapes, int]:
+    reader = Reader(memoryview(data))
+    out = read_streams(reader, planes, ROWS, TOKENS)
+    reader.finish()
+    return out
+
+
+@pytest.mark.parametrize("planes", [PLANES, 8191, 8192])
+@pytest.mark.parametrize("words", [2, 5, 6, 7])
+def test_streams_round_trip(words: int, planes: int) -> None:
+    streams, escapes = coded(words)
+    data = write_streams(streams, escapes, planes, 8)
+    wide = planes * 8 > 0xFFFF
+    assert len(data) == 12 + 3 * 4 + -(-(3 * (4 if wide else 2) + 2 * words) // 4) * 4 + 2 * 8
+    back, back_escapes, per_stream = parse(data, planes)
+    assert per_stream == 8
+    for a, b in (
+        (back.states, streams.states), (back.lengths, streams.lengths), (back.words, streams.words),
+        (back_escapes.index, escapes.index), (back_escapes.value, escapes.value),
+    ):  # fmt: skip
+        assert a.dtype == b.dtype and a.tobytes() == b.tobytes()
+
+
+def test_streams_are_laid_out_as_specified() -> None:
+    streams, escapes = coded(5)
+    data = write_streams(streams, escapes, PLANES, 8)
+    assert struct.unpack_from("<IIBBH", data) == (5, 2, 3, 0, 0)
+    assert struct.unpack_from("<3I3H5H", data, 12) == (1 << 16, 2**32 - 1, 70000, 3, 2, 0, 0, 1, 2, 3, 4)
+    assert struct.unpack_from("<2I2i", data, 40) == (3, 40, -(2**31), 2**31 - 1)
+    assert len(data) == 56
+
+
+def damage(offset: int, fmt: str, value: int) -> bytes:
+    data = bytearray(write_streams(*coded(6), PLANES, 8))
+    struct.pack_into(fmt, data, offset, value)
+    return bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("offset", "fmt", "value"),
+    [
+        pytest.param(0, "<I", 7, id="a word too many"),
+        pytest.param(0, "<I", 5, id="a word too few"),
+        pytest.param(0, "<I", 2**32 - 1, id="words overflow"),
+        pytest.param(4, "<I", 3, id="an escape too many"),
+        pytest.param(4, "<I", 1, id="an escape too few"),
+        pytest.param(4, "<I", 2**32 - 1, id="escapes overflow"),
+        pytest.param(8, "<B", 2, id="more streams"),
+        pytest.param(8, "<B", 4, id="fewer streams"),
+        pytest.param(8, "<B", 8, id="256 tokens a stream"),
+        pytest.param(8, "<B", 255, id="2**255 tokens a stream"),
+        pytest.param(9, "<B", 1, id="classes where the scheme has none"),
+        pytest.param(9, "<B", 2, id="an unknown mode"),
+        pytest.param(9, "<B", 255, id="an unknown mode, all bits"),
+        pytest.param(10, "<H", 1, id="reserved word"),
+        pytest.param(10, "<H", 0x8000, id="reserved word, high bit"),
+        pytest.param(12, "<I", 0xFFFF, id="a state below its bound"),
+        pytest.param(24, "<H", 5, id="a length more"),
+        pytest.param(24, "<H", 0xFFFF, id="a length far too much"),
+        pytest.param(42, "<B", 1, id="padding"),
+        pytest.param(43, "<B", 0x80, id="padding, last byte"),
+        pytest.param(44, "<I", 40, id="escape twice"),
+        pytest.param(44, "<I", 41, id="escapes out of order"),
+        pytest.param(48, "<I", ROWS * TOKENS, id="escape beyond the matrix"),
+        pytest.param(48, "<I", 2**32 - 1, id="escape far beyond"),
+    ],
+)
+def test_streams_that_break_a_rule_are_refused(offset: int, fmt: str, value: int) -> None:
+    assert parse(damage(48, "<I", ROWS * TOKENS - 1))[1].index[-1] == ROWS * TOKENS - 1
+    with pytest.raises(FormatError):
+        parse(damage(offset, fmt, value))
+
+
+def class_stream(words: int = 3) -> Streams:
+    return Streams(np.array([1 << 20], np.uint32), np.array([words], np.uint32), np.arange(90, 90 + words, dtype="u2"))
+
+
+@pytest.mark.parametrize("words", [0, 1, 3, 4])
+def test_token_classes_are_laid_out_as_specified(words: int) -> None:
+    data = write_streams(*coded(5), PLANES, 8, class_stream(words))
+    assert struct.unpack_from("<IIBBHII", data) == (5, 2, 3, 1, 0, words, 1 << 20)
+    assert struct.unpack_from("<3I3H", data, 20) == (1 << 16, 2**32 - 1, 70000, 3, 2, 0)
+    own = range(90, 90 + words)
+    assert struct.unpack_from(f"<{words + 5}H", data, 38) == (*own, 0, 1, 2, 3, 4)
+    end = 38 + 2 * (words + 5)
+    assert not any(data[end : end + -end % 4])
+    assert struct.unpack_from("<2I2i", data, end + -end % 4) == (3, 40, -(2**31), 2**31 - 1)
+    assert len(data) == end + -end % 4 + 16
+    # The planes and components of tokens without classes do not count here.
+    part = read_coded(Reader(memoryview(data)), 1, 1, TOKENS, (PLANES, ROWS))
+    assert part.tokens_per_stream == 8 and part.classes is not None
+    streams, escapes = coded(5)
+    for got, want in (
+        (part.classes.states, class_stream(words).states), (part.classes.lengths, class_stream(words).lengths),
+        (part.classes.words, class_stream(words).words), (part.streams.words, streams.words),
+        (part.streams.lengths, streams.lengths), (part.escapes.index, escapes.index),
+    ):  # fmt: skip
+        assert got.dtype == want.dtype and got.tobytes() == want.tobytes()
+
+
+def test_a_coded_part_without_classes_is_read_as_ever() -> None:
+    data = write_streams(*coded(5), PLANES, 8)
+    part = read_coded(Reader(memoryview(data)), PLANES, ROWS, TOKENS, (1, 1))
+    assert part.classes is None and part.streams.words.tobytes() == coded(5)[0].words.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("offset", "fmt", "value"),
+    [
+        pytest.param(9, "<B", 0, id="no classes"),
+        pytest.param(9, "<B", 2, id="an unknown mode"),
+        pytest.param(10, "<H", 1, id="reserved word"),
+        pytest.param(12, "<I", 2, id="a class word too few"),
+        pytest.param(12, "<I", 4, id="a class word too many"),
+        pytest.param(12, "<I", 2**32 - 1, id="class words overflow"),
+        pytest.param(16, "<I", 0xFFFF, id="a class state below its bound"),
+        pytest.param(16, "<I", 0, id="no class state"),
+        pytest.param(60, "<I", ROWS * TOKENS, id="escape beyond the matrix of the finest class"),
+    ],
+)
+def test_token_classes_that_break_a_rule_are_refused(offset: int, fmt: str, value: int) -> None:
+    def read(data: bytes) -> None:
+        reader = Reader(memoryview(data))
+        read_coded(reader, PLANES, ROWS, TOKENS, (PLANES, ROWS))
+        reader.finish()
+
+    data = bytearray(write_streams(*coded(6), PLANES, 8, class_stream()))
+    read(bytes(data))
+    assert struct.unpack_from("<I", data, 60) == (40,)
+    struct.pack_into(fmt, data, offset, value)
+    with pytest.raises(FormatError):
+        read(bytes(data))
+
+
+def test_truncated_or_longer_streams_are_refused() -> None:
+    data = write_streams(*coded(5), PLANES, 8)
+    for length in range(len(data)):
+        with pytest.raises(FormatError):
+            parse(data[:length])
+    with pytest.raises(FormatError, match="too many"):
+        parse(data + b"\0")
+
+
+def test_no_escape_fits_where_there_are_no_rows() -> None:
+    data = write_streams(*coded(6), 0, 8)
+    with pytest.raises(FormatError, match="escapes"):
+        read_streams(Reader(memoryview(data)), 0, 0, TOKENS)
+
+
+def test_reader_refuses_to_read_past_the_end() -> None:
+    reader = Reader(memoryview(b"abcd"))
+    assert bytes(reader.take(3)) == b"abc"
+    for count in (2, 1 << 40):
+        with pytest.raises(FormatError, match="too early"):
+            reader.take(count)
+    with pytest.raises(FormatError, match="1 bytes too many"):
+        reader.finish()
+    assert bytes(reader.take(1)) == b"d"
+    reader.finish()

@@ -1,0 +1,400 @@
+"""Blobs written once and kept: every later version must read them, to the same tokens.
+
+What must be equal on every machine is what is integer: the bytes of a lossless chunk, and the quantised levels of a
+lossy one, which are hashed. The tensors of a lossy chunk come out of floating-point products, whose last bits differ
+between machines; they are compared with the stored ones within a tolerance. Encoding again need not give the same
+bytes, for the same reason, except for lossless.
+
+A change that fails here misreads the blobs that users keep: it needs a new format version, and
+`pytest tests/codec/test_golden.py --regenerate-golden`, which writes all files of `tests/codec/golden` anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from copy import copy
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from cuvee.codec.backends import Backend, backend_names, get_backend
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.classes import WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import Reader, Scheme, inspect, read_coded, read_header, read_section
+from cuvee.codec.family import Family, coding_plan
+from cuvee.codec.importance import Predictor
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.profile import Profile
+from cuvee.codec.symbols import I32, U8, CodingPlan, Prediction
+
+FOLDER = Path(__file__).parent / "golden"
+DTYPES = ("bfloat16", "float16", "float32")
+# "classes": learned, and the caller says what each token is worth.
+SCHEMES = ("lossless", "transform", "generic", "classes")
+NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
+LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))
+PROFILE, MANIFEST, EXPECTED = FOLDER / "profile.safetensors", FOLDER / "manifest.json", FOLDER / "expected.safetensors"
+
+ROPE = Rope((1.0, 0.1, 0.01, 0.001))
+LAYOUT = KVLayout("golden", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "float32", 4096)
+TOKENS, STEP = 37, 2.0**-5
+CLASSED_TOKENS, KEPT = 270, slice(None, None, 7)  # more than a window; which of them `expected` holds
+# Many classes, in no order; one token is worth nothing.
+WEIGHTS = [0.0 if t == 100 else 2.0 ** (7 * t % 12 - 6) for t in range(CLASSED_TOKENS)]
+KEY = b"golden vectors' key"
+
+
+def synthetic_chunk(seed: int, tokens: int, start: int, outlier: float = 0.0) -> KVChunk:
+    """Correlated channels, tokens that resemble the one before, a sink at position 0, and one value that escapes."""
+    noise, fixed = (torch.Generator().manual_seed(s) for s in (seed, 4711))
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for layer in LAYOUT.layers:
+        for out in (keys, values):
+            width = layer.kv_heads * 8
+            mixing = torch.randn(width, width, generator=fixed) * torch.logspace(0.5, -2.5, width)[:, None]
+            x = torch.randn(tokens, width, generator=noise)
+            for t in range(1, tokens):
+                x[t] = 0.95 * x[t - 1] + 0.31 * x[t]
+            x = x @ mixing
+            x[tokens // 2, 1] += outlier
+            if start == 0:
+                x[0] = 40.0
+            out.append(x.unflatten(1, (layer.kv_heads, 8)))
+    return KVChunk(keys, values, LAYOUT, start)
+
+
+def converted(chunk: KVChunk, dtype: str) -> KVChunk:
+    layout = replace(chunk.layout, dtype=dtype)
+    kind = layout.torch_dtype
+    return KVChunk([k.to(kind) for k in chunk.keys], [v.to(kind) for v in chunk.values], layout, chunk.start)
+
+
+def digest(*parts: bytes) -> str:
+    return hashlib.blake2b(b"".join(parts), digest_size=16).hexdigest()
+
+
+def tensor_digest(chunk: KVChunk) -> str:
+    return digest(*(t.contiguous().view(torch.uint8).numpy().tobytes() for t in (*chunk.keys, *chunk.values)))
+
+
+def tokens_of(name: str) -> int:
+    return CLASSED_TOKENS if name.startswith("classes") else TOKENS
+
+
+def named_tensors(name: str, chunk: KVChunk) -> dict[str, torch.Tensor]:
+    kept = KEPT if name.startswith("classes") else slice(None)
+    tensors = {f"{name}.keys.{i}": k[kept].contiguous() for i, k in enumerate(chunk.keys)}
+    return tensors | {f"{name}.values.{i}": v[kept].contiguous() for i, v in enumerate(chunk.values)}
+
+
+def codec_of(name: str, profile: Profile, backend: str = "auto") -> Codec:
+    key = KEY if name.endswith("-float16") else None
+    if name.startswith("lossless"):
+        return Codec(profile, "lossless", backend=backend, threads=1, key=key)
+    profile = Profile.generic(LAYOUT) if name.startswith("generic") else profile
+    return Codec(profile, step=STEP, backend=backend, threads=1, key=key)
+
+
+def generic_plan(reader: Reader, blocks: tuple[int, ...]) -> CodingPlan:
+    codes: list[int] = []
+    for size in blocks:
+        reader.take(2 + 2 * size)
+        codes += bytes(reader.take(size))
+    reader.skip_padding()
+    return coding_plan(np.array([code for code in codes if code != 255], np.int32))
+
+
+@dataclass(frozen=True)
+class Coded:
+    """What a lossy section holds before any floating-point arithmetic."""
+
+    plan: CodingPlan  # of tokens without classes
+    offset: int  # of the coded part within the section
+    levels: I32
+    escapes: int
+    streams: int
+    wide: bool  # whether components have low bits of their own
+    classes: U8 | None = None  # of the tokens; the levels are in the order of the columns
+
+
+def coded_sections(blob: bytes, codec: Codec, backend: Backend) -> list[Coded]:
+    header = read_header(blob)
+    out = []
+    for index in range(len(header.section_bytes)):
+        reader = Reader(read_section(blob, header, index))
+        family: Family = codec.profile.family
+        classed: ClassedPlan | None = None
+        if header.scheme is Scheme.TRANSFORM:
+            _, plan = codec.profile.learned[index].plan(header.step)
+            classed = codec.profile.learned[index].classed_plan(header.step)
+        else:
+            layer = LAYOUT.layers[index]
+            plan = generic_plan(reader, (layer.key_values, layer.value_values))
+        offset = reader.position
+        shape = None if classed is None else (int(classed.planes.max()), int(classed.rows.max()))
+        part = read_coded(reader, plan.planes, len(plan.shift), header.tokens, shape)
+        reader.finish()
+        streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
+        counts = len(escapes.index), len(streams.states)
+        if part.classes is None or classed is None:
+            planes = backend.rans_decode(streams, plan.first, plan.rest, family.tables, n, header.tokens)
+            levels = backend.unpredict(backend.unpack(planes, escapes, plan), plan, n)
+            out.append(Coded(plan, offset, levels, *counts, wide=bool(plan.shift.any())))
+            continue
+        classes = backend.read_classes(
+            part.classes, class_table(codec.profile.learned[index].class_freq), header.tokens
+        )
+        columns = classes[coding_order(classes)]
+        planes = backend.rans_decode_classes(streams, columns, classed, family.tables, n)
+        # Nothing is shrunk and every step is 1: coefficients are levels.
+        unit, quantizer = copy(classed), replace(family.quantizer, shrink=np.zeros_like(family.quantizer.shrink))
+        unit.steps = np.ones_like(classed.steps)
+        y = backend.from_planes(planes, columns, escapes, unit, quantizer, int(classed.rows.max()), torch.float32)
+        wide = bool(classed.shift[columns].any())
+        out.append(Coded(plan, offset, y.numpy().astype(np.int32), *counts, wide=wide, classes=classes))
+    return out
+
+
+def levels_digest(sections: list[Coded]) -> str:
+    parts = []
+    for section in sections:
+        parts.append(struct.pack("<II", *section.levels.shape) + section.levels.astype("<i4").tobytes())
+        parts.append(b"" if section.classes is None else section.classes.tobytes())
+    return digest(*parts)
+
+
+def with_predictor(profile: Profile) -> Profile:
+    """The profile with a predictor of token classes in its second section, and class tables in both."""
+    predictor = Predictor(
+        np.array([0, 1, 4], np.int32), np.array([2.0, 1.0, 0.25], np.float32), np.array([0.5, -0.25, 0.0], np.float32),
+        np.array([0.125, 0.0, -0.25], np.float32), -0.125, 0.5, np.array([-2.0], np.float32),
+        np.array([-1.0, -1.25, -1.5, 2.0], np.float32),
+    )  # fmt: skip
+    class_scale = np.array([40, 40, 30, 30, 20, 20, 10, 10, 0, 0, 0, -10, -10, -20, -20, -20], np.int16)
+    freq = class_frequencies(np.array([1, 1, 2, 4, 8, 16, 32, 64, 64, 32, 32, 16, 8, 4, 2, 1]))
+    first, second = (replace(section, class_freq=freq, class_scale=class_scale) for section in profile.learned)
+    learned = (first, replace(second, predictor=predictor))
+    return Profile(profile.layout, profile.group, profile.source, profile.family, learned)
+
+
+def regenerate() -> None:
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.iterdir():
+        old.unlink()
+    profile = Profile.fit(LAYOUT, [synthetic_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
+    profile = with_predictor(profile)
+    profile.save(PROFILE)
+    manifest: dict[str, Any] = {"profile": profile.id.hex(), "vectors": {}}
+    expected: dict[str, torch.Tensor] = {}
+    for number, name in enumerate(NAMES):
+        chunk = converted(synthetic_chunk(100 + number, tokens_of(name), 0, outlier=500.0), name.split("-")[1])
+        codec = codec_of(name, profile)
+        blob = codec.encode(chunk, importance=WEIGHTS if name.startswith("classes") else None)
+        (FOLDER / f"{name}.bin").write_bytes(blob)
+        vector = {"blob": digest(blob)}
+        back = codec.decode(blob)
+        if name in LOSSY:
+            vector["levels"] = levels_digest(coded_sections(blob, codec, get_backend("reference")))
+            expected |= named_tensors(name, back)
+        else:
+            vector["tensors"] = tensor_digest(chunk)
+        manifest["vectors"][name] = vector
+    save_file(expected, EXPECTED)
+    MANIFEST.write_text(json.dumps(manifest, indent=2) + "\n")
+
+
+@dataclass(frozen=True)
+class Golden:
+    """The committed files."""
+
+    profile: Profile
+    manifest: dict[str, Any]
+    expected: dict[str, torch.Tensor]
+
+    def blob(self, name: str) -> bytes:
+        return (FOLDER / f"{name}.bin").read_bytes()
+
+
+@pytest.fixture(scope="module")
+def golden(request: pytest.FixtureRequest) -> Golden:
+    if request.config.getoption("--regenerate-golden"):
+        assert not hasattr(request.config, "workerinput"), "regenerate in one process: without -n"
+        regenerate()
+    return Golden(Profile.load(PROFILE), json.loads(MANIFEST.read_text()), load_file(EXPECTED))
+
+
+# The interpreter of the device backend computes with NumPy, which warns where numbers overflow.
+TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
+
+
+@pytest.fixture(params=[*backend_names(), TRITON])
+def backend(request: pytest.FixtureRequest) -> str:
+    name: str = request.param
+    return name
+
+
+def decode(golden: Golden, name: str, backend: str) -> KVChunk:
+    """A vector, on the CPU but where `triton` has a GPU."""
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    chunk = codec_of(name, golden.profile, backend).decode(golden.blob(name), device=device)
+    return KVChunk([k.cpu() for k in chunk.keys], [v.cpu() for v in chunk.values], chunk.layout, chunk.start)
+
+
+def device_levels(section: memoryview, at: int, plan: CodingPlan, family: Family, device: torch.device) -> I32:
+    """The levels of a coded part that begins at byte `at`, as the kernels read them."""
+    # Nothing else here needs Triton.
+    from cuvee.kernels.batch import place_jobs
+    from cuvee.kernels.jobs import Job, Status
+    from cuvee.kernels.plans import FamilyTables, PlanArrays
+    from cuvee.kernels.rans import rans_decode
+    from cuvee.kernels.staging import Upload, read_coded
+    from cuvee.kernels.symbols import dequantize
+
+    arrays = PlanArrays.of([plan], family, 0)
+    arrays.row_floats[:] = 0  # nothing is shrunk and a step is 1: coefficients are levels
+    jobs = np.zeros((1, len(Job)), np.int64)
+    jobs[:, Job.TOKENS] = TOKENS
+    planes, coefficients = place_jobs(jobs, arrays.plans)
+    upload = Upload()
+    upload.add(section)
+    packed = upload.pack(torch.device("cpu"))
+    begin, end, count = (np.array([number], np.int64) for number in (at, len(section), plan.planes))
+    read_coded(packed.bytes.numpy(), begin, end, jobs[:, Job.TOKENS], count, jobs, ["the section"])
+    table = torch.from_numpy(jobs).to(device)
+    part = {key: torch.from_numpy(array).to(device) for key, array in arrays.named().items()}
+    data = packed.bytes.to(device)
+    status, found = torch.zeros(2, 1, dtype=torch.int32, device=device)
+    symbols = torch.full((planes,), 0xAB, dtype=torch.uint8, device=device)
+    y = torch.full((coefficients,), float("nan"), device=device)
+    rans_decode(
+        data, table, part["plans"], part["tables"], FamilyTables.of(family, device).slots, symbols, status,
+        int(jobs[0, Job.STREAMS]),
+    )  # fmt: skip
+    dequantize(
+        data, table, part["plans"], part["row_floats"], part["row_ints"], part["steps"], symbols, y, status, found,
+        len(plan.shift), TOKENS, predicted=plan.prediction is not Prediction.NONE,
+    )  # fmt: skip
+    assert Status(int(status)) == Status(0)
+    stride = int(jobs[0, Job.STRIDE])
+    return y[: len(plan.shift) * stride].view(-1, stride)[:, :TOKENS].cpu().numpy().astype(np.int32)
+
+
+def test_all_vectors_are_there_and_nothing_else(golden: Golden) -> None:
+    files = {path.name for path in FOLDER.iterdir()}
+    assert files == {PROFILE.name, MANIFEST.name, EXPECTED.name, *(f"{name}.bin" for name in NAMES)}
+    assert list(golden.manifest["vectors"]) == list(NAMES)
+    assert sum(path.stat().st_size for path in FOLDER.iterdir()) < 150_000
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_files_are_those_that_were_committed(golden: Golden, name: str) -> None:
+    assert golden.profile.id.hex() == golden.manifest["profile"]
+    assert digest(golden.blob(name)) == golden.manifest["vectors"][name]["blob"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_inspect_reads_the_vector(golden: Golden, name: str) -> None:
+    scheme, dtype = name.split("-")
+    info = inspect(golden.blob(name))
+    assert (info.scheme, info.dtype, info.version) == ("transform" if scheme == "classes" else scheme, dtype, 2)
+    assert (info.tokens, info.start, info.values_per_token) == (tokens_of(name), 0, 48)
+    assert info.layout_fingerprint == replace(LAYOUT, dtype=dtype).fingerprint.hex()
+    assert info.step == (None if scheme == "lossless" else STEP)
+    assert info.authenticated == (dtype == "float16")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lossless_vectors_decode_to_the_same_bits(golden: Golden, dtype: str, backend: str) -> None:
+    name = f"lossless-{dtype}"
+    chunk = decode(golden, name, backend)
+    assert tensor_digest(chunk) == golden.manifest["vectors"][name]["tensors"]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, backend: str) -> None:
+    codec, blob = codec_of(name, golden.profile), golden.blob(name)
+    sections = coded_sections(blob, codec, get_backend("numba" if backend == "triton" else backend))
+    if backend == "triton":
+        device, header = torch.device("cuda" if torch.cuda.is_available() else "cpu"), read_header(blob)
+        views = [read_section(blob, header, index) for index in range(len(sections))]
+        # The classes of tokens are left to `tests/kernels/test_classes.py`.
+        found = [
+            device_levels(view, coded.offset, coded.plan, codec.profile.family, device)
+            if coded.classes is None
+            else coded.levels
+            for view, coded in zip(views, sections, strict=True)
+        ]
+        sections = [replace(coded, levels=levels) for coded, levels in zip(sections, found, strict=True)]
+    assert levels_digest(sections) == golden.manifest["vectors"][name]["levels"]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_vectors_decode_to_the_same_tensors_within_rounding(golden: Golden, name: str, backend: str) -> None:
+    chunk = decode(golden, name, backend)
+    # A few units in the last place of the dtype, at the size of a head's largest values. Products of a bfloat16 cache
+    # may be taken in bfloat16, so its sums carry the rounding of every term, of other heads of the token, too.
+    share = {"bfloat16": 2.0**-6, "float16": 2.0**-9, "float32": 2.0**-18}[name.split("-")[1]]
+    if backend == "triton" and share < 2.0**-16:
+        share = 2.0**-16  # its sums are in another order
+    tensors = named_tensors(name, chunk)
+    token = torch.stack([golden.expected[what].float().abs().amax((1, 2)) for what in tensors]).amax(0)
+    for what, tensor in tensors.items():
+        want = golden.expected[what]
+        assert tensor.dtype == want.dtype and tensor.shape == want.shape
+        head = want.float().abs().amax(-1, keepdim=True)
+        bound = share * (token[:, None, None] if name.endswith("bfloat16") else head).clamp_min(1.0)
+        assert ((tensor.float() - want.float()).abs() <= bound).all(), what
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_move_to_other_positions(golden: Golden, name: str) -> None:
+    codec, blob = codec_of(name, golden.profile), golden.blob(name)
+    stay, moved = codec.decode(blob), codec.decode(blob, start=2000)
+    assert moved.start == 2000
+    for a, b in zip(stay.values, moved.values, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(stay.keys[0], moved.keys[0])
+    np.testing.assert_allclose(
+        stay.keys[1].float().norm(dim=-1), moved.keys[1].float().norm(dim=-1), rtol=0.02, atol=0.02
+    )
+
+
+def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
+    profile = golden.profile
+    assert any(section.prediction is not Prediction.NONE and section.rho.any() for section in profile.learned)
+    assert any(len(section.basis.sinks) for section in profile.learned)
+    for name in LOSSY:
+        sections = coded_sections(golden.blob(name), codec_of(name, profile), get_backend("numba"))
+        assert any(section.wide for section in sections), "low bits"
+        assert any(section.escapes for section in sections), "escapes"
+        assert any(section.streams > 1 for section in sections), "several streams"
+        classes = [section.classes for section in sections]
+        has = {"generic": (False, False), "transform": (False, True), "classes": (True, True)}[name.split("-")[0]]
+        assert tuple(own is not None for own in classes) == has
+        for own in classes:
+            assert own is None or len(set(own.tolist())) > 4, "many classes"
+        if name.startswith("classes"):
+            assert all(own is not None and own[100] == 15 and len(own) > WINDOW for own in classes)
+    transform = coded_sections(golden.blob(LOSSY[0]), codec_of(LOSSY[0], profile), get_backend("numba"))
+    ranks = [len(section.plan.shift) for section in transform]
+    assert any(rank < len(section.scale) for rank, section in zip(ranks, profile.learned, strict=True)), "left out"
+    lossless = read_section(golden.blob("lossless-float32"), read_header(golden.blob("lossless-float32")), 1)
+    assert lossless[0] == 0 and bytes(lossless[:4]) != bytes(4), "stored and coded planes"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_lossless_encodes_to_bytes_of_the_same_size(golden: Golden, dtype: str) -> None:
+    # The choice of references uses logarithms, so other machines may choose otherwise; it cannot matter much.
+    name = f"lossless-{dtype}"
+    codec, blob = codec_of(name, golden.profile), golden.blob(name)
+    again = codec.encode(codec.decode(blob))
+    assert abs(len(again) - len(blob)) <= len(blob) // 50

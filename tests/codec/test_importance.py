@@ -1,0 +1,271 @@
+"""Which class a token gets: the predictor, what a caller asks for, and what learning a predictor finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.codec.test_golden import LAYOUT, synthetic_chunk
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.classes import CLASSES, NEUTRAL
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import inspect
+from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.importance import (
+    MAX_SINKS,
+    Predictor,
+    choose_classes,
+    importance_offsets,
+    read_predictor,
+)
+from cuvee.codec.learning.importance import TokenSample, leading_components, learn_classes, learn_predictors
+from cuvee.codec.profile import Profile
+
+
+def fitted(group: str = "layer") -> Profile:
+    return Profile.fit(LAYOUT, [synthetic_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], group)
+
+
+def predictor(**changes: Any) -> Predictor:
+    fields: dict[str, Any] = {
+        "components": np.array([0, 2], np.int32),
+        "scale": np.array([1.0, 2.0], np.float32),
+        "linear": np.array([0.5, 0.0], np.float32),
+        "square": np.array([0.0, -0.25], np.float32),
+        "energy": 0.0,
+        "bias": 1.0,
+        "sinks": np.array([-3.0], np.float32),
+    }
+    return Predictor(**(fields | changes))
+
+
+# --- the predictor
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 3e38, -3e38])
+@pytest.mark.parametrize("finest", [0, 5, 11])
+def test_offsets_beyond_numbers_give_a_class_that_is_served(value: float, finest: int) -> None:
+    classes = choose_classes(torch.tensor([value, 0.0]), finest)
+    assert classes.dtype == np.uint8 and finest <= classes.min() and classes.max() < CLASSES
+    if np.isnan(value):
+        assert classes[0] == max(NEUTRAL, finest)
+
+
+def test_extreme_weights_of_a_profile_do_no_harm() -> None:
+    """They are anybody's to write: a class that is not served made the compiled loops write beyond their arrays."""
+    plain = fitted()
+    huge = np.array([3e38, -3e38], np.float32)
+    step = -361
+    learned = []
+    for section in plain.learned:
+        scale = section.scale.copy()
+        scale[0] = step - 128 + 16 * 50  # the finest classes are too fine for it
+        learned.append(replace(section, scale=scale, predictor=predictor(linear=huge, square=huge)))
+    profile = Profile(plain.layout, plain.group, plain.source, plain.family, tuple(learned))
+    codec = Codec(profile, step=2 ** (step / 64))
+    chunk = synthetic_chunk(3, 300, 0)
+    assert codec.decode(codec.encode(chunk)).tokens == 300
+
+
+def test_offsets_are_a_sum_over_features() -> None:
+    y = torch.tensor([[1.0, -2.0, 100.0], [0.0, 4.0, 2.0]])
+    got = predictor().offsets(y, 10, 0)
+    want = [1 + 0.5 * u - 0.25 * np.log(v * v + 0.01) for u, v in ((1, 0), (-2, 2), (6, 1))]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float32))
+    energy = predictor(energy=2.0).offsets(y, 10, 0) - got
+    torch.testing.assert_close(energy, 2 * (y.square().sum(0) + 1e-9).log())
+
+
+def test_sinks_are_as_fine_as_was_measured() -> None:
+    y = torch.ones(2, 4)
+    usual = predictor().offsets(y, 10, 0)
+    assert torch.equal(predictor().offsets(y, 0, 0)[1:], usual[1:])
+    assert float(predictor().offsets(y, 0, 0)[0]) == -3.0
+    assert torch.equal(predictor().offsets(y, 0, 1), usual), "not the first tokens of the chunk"
+    assert torch.equal(predictor(sinks=np.array([9.0], np.float32)).offsets(y, 0, 0), usual), "never coarser"
+
+
+def test_classes_are_half_octaves() -> None:
+    offsets = torch.tensor([-9.0, -0.26, -0.24, 0.0, 0.24, 0.26, 1.0, 9.0])
+    assert choose_classes(offsets, 0).tolist() == [0, 7, 8, 8, 8, 9, 10, 15]
+    assert choose_classes(offsets, 9).tolist() == [9, 9, 9, 9, 9, 9, 10, 15]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("components", np.array([2, 0], np.int32), "out of order"),
+        ("components", np.array([0, 5], np.int32), "out of range"),
+        ("components", np.array([-1, 0], np.int32), "out of range"),
+        ("components", np.array([0, 2], np.int64), "dtype"),
+        ("components", np.zeros((1, 2), np.int32), "shape"),
+        ("components", np.arange(6, dtype=np.int32), "shape"),
+        ("components", np.empty(0, np.int32), "shape"),
+        ("scale", np.array([1.0, 0.0], np.float32), "above zero"),
+        ("scale", np.array([1.0, np.nan], np.float32), "not finite"),
+        ("scale", np.ones(3, np.float32), "shape"),
+        ("linear", np.ones(2, np.float64), "dtype"),
+        ("square", np.array([1.0, np.inf], np.float32), "not finite"),
+        ("constants", np.ones(1, np.float32), "shape"),
+        ("sinks", np.zeros(MAX_SINKS + 1, np.float32), "sinks"),
+        ("sinks", np.zeros((1, 1), np.float32), "shape"),
+    ],
+)
+def test_hostile_predictors_are_refused(name: str, value: Any, message: str) -> None:
+    arrays = {f"p.{key}": array for key, array in predictor().arrays().items()}
+    back = read_predictor("p", arrays, 5)
+    assert back.bias == 1.0 and np.array_equal(back.sinks, predictor().sinks)
+    with pytest.raises(FormatError, match=message):
+        read_predictor("p", arrays | {f"p.{name}": value}, 5)
+
+
+def test_a_predictor_with_a_missing_array_is_refused() -> None:
+    arrays = {f"p.{key}": array for key, array in predictor().arrays().items()}
+    del arrays["p.square"]
+    with pytest.raises(KeyError):
+        read_predictor("p", arrays, 5)
+
+
+# --- what a caller asks for
+
+
+def test_only_ratios_matter() -> None:
+    weights = np.array([1.0, 4.0, 16.0])
+    offsets = importance_offsets(weights, 3)
+    torch.testing.assert_close(offsets, importance_offsets(torch.from_numpy(weights) * 1e6, 3))
+    assert float(offsets.mean()) == pytest.approx(0, abs=1e-6)
+    torch.testing.assert_close(offsets.diff(), torch.tensor([-0.75, -0.75]))
+    assert float(importance_offsets([0.0, 1.0], 2)[0]) > 100
+
+
+@pytest.mark.parametrize(
+    ("importance", "message"),
+    [
+        ([1.0, 2.0], "each of the 3 tokens"),
+        ([[1.0, 2.0, 3.0]], "each of the 3 tokens"),
+        ([1.0, float("nan"), 1.0], "finite"),
+        ([1.0, float("inf"), 1.0], "finite"),
+        ([1.0, -1.0, 1.0], "not negative"),
+        ([0.0, 0.0, 0.0], "above zero"),
+    ],
+)
+def test_bad_importance_is_refused(importance: object, message: str) -> None:
+    with pytest.raises(InputError, match=f"importance must be.*{message}"):
+        importance_offsets(importance, 3)
+    with pytest.raises(InputError, match="importance"):
+        Codec(fitted(), step=0.1).encode(synthetic_chunk(1, 3, 0), importance=importance)
+
+
+def squared_errors(codec: Codec, chunk: KVChunk, blob: bytes) -> torch.Tensor:
+    back = codec.decode(blob)
+    pairs = zip((*chunk.keys, *chunk.values), (*back.keys, *back.values), strict=True)
+    return torch.stack([(a - b).square().sum((1, 2)) for a, b in pairs]).sum(0)
+
+
+@pytest.mark.parametrize("group", ["head", "unit", "layer", "all"])
+def test_important_tokens_are_coded_finely(group: str) -> None:
+    chunk = synthetic_chunk(5, 300, 50)
+    weights = np.ones(300)
+    weights[100:110], weights[200:260] = 256.0, 2.0**-8
+    for backend in ("reference", "numba"):
+        codec = Codec(fitted(group), step=0.05, backend=backend)
+        blob = codec.encode(chunk, importance=weights)
+        error = squared_errors(codec, chunk, blob)
+        usual = error[torch.from_numpy(weights == 1)].mean()
+        # A step of 2^-3 octaves is an error of 2^-6, three octaves coarser 2^6 until the components are gone.
+        assert float(error[100:110].mean() / usual) < 0.05
+        assert float(error[200:260].mean() / usual) > 4
+        part = codec.decode(blob, tokens=(90, 280))
+        assert torch.equal(part.keys[1], codec.decode(blob).keys[1][90:280])
+    assert Codec(fitted(group), step=0.05, backend="numba").encode(chunk, importance=weights) == blob or group == "head"
+
+
+def test_importance_needs_a_learned_profile_unless_nothing_is_lost() -> None:
+    chunk = synthetic_chunk(5, 40, 0)
+    with pytest.raises(InputError, match="importance needs a learned profile"):
+        Codec(Profile.generic(LAYOUT)).encode(chunk, importance=np.ones(40))
+    lossless = Codec(fitted(), "lossless")
+    assert lossless.encode(chunk, importance=np.ones(40)) == lossless.encode(chunk)
+
+
+def test_equal_importance_is_one_class_and_costs_next_to_nothing() -> None:
+    chunk = synthetic_chunk(5, 256, 0)
+    profile = fitted()
+    plain = profile.with_curve(())
+    codec = Codec(plain, step=0.05)
+    classed, usual = codec.encode(chunk, importance=np.ones(256)), codec.encode(chunk)
+    assert inspect(classed).tokens == 256
+    torch.testing.assert_close(codec.decode(classed).keys[0], codec.decode(usual).keys[0], atol=0.3, rtol=0)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 255, 257])
+def test_chunks_of_any_length_come_back(tokens: int) -> None:
+    chunk = synthetic_chunk(7, tokens, 3)
+    codec = Codec(fitted(), step=2.0**-5)
+    weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
+    back = codec.decode(codec.encode(chunk, importance=weights))
+    for name in ("keys", "values"):
+        for a, b in zip(getattr(chunk, name), getattr(back, name), strict=True):
+            assert float((a - b).abs().max()) < 1.0
+
+
+# --- learning
+
+
+def sample(tokens: int = 6000, seed: int = 0) -> tuple[TokenSample, np.ndarray[Any, np.dtype[np.int16]]]:
+    """Tokens whose third component says what they cost: e = exp(2 u) times noise; the first ones are sinks."""
+    rng = np.random.default_rng(seed)
+    scale = np.linspace(100, -200, 24).astype(np.int16)
+    spread = np.exp2(scale / 64)[:, None]
+    y = (rng.standard_normal((24, tokens)) * spread).astype(np.float32)
+    energy = np.exp(2 * y[2] / spread[2]) * rng.gamma(4, 0.25, tokens)
+    return TokenSample(y, energy.astype(np.float32), np.array([1e5], np.float32), np.array([40.0], np.float32)), scale
+
+
+def test_learning_finds_what_tokens_cost() -> None:
+    made, scale = sample()
+    (found,) = learn_predictors([made], [scale], [1])
+    y = torch.from_numpy(made.y[found.components])
+    offsets = found.offsets(y, 10, 0).numpy()
+    want = -0.375 / np.log(2) * np.log(made.energy)
+    assert np.corrcoef(offsets, want)[0, 1] > 0.85
+    assert abs(float(offsets.mean())) < 1e-3, "the blob's step is the mean step"
+    assert float(found.sinks[0]) < offsets.mean() - 2
+    other, _ = sample(seed=1)
+    held_out = found.offsets(torch.from_numpy(other.y[found.components]), 10, 0).numpy()
+    assert np.corrcoef(held_out, np.log(other.energy))[0, 1] < -0.85
+
+
+def test_levels_of_sections_are_kept_apart() -> None:
+    made, scale = sample()
+    heavy = TokenSample(made.y, made.energy * 64, made.sink_energy, made.sink_count)
+    light, dear = learn_predictors([made, heavy], [scale, scale], [1, 1])
+    assert light.bias - dear.bias == pytest.approx(0.375 * 6, abs=0.05)
+
+
+def test_classes_say_how_wide_their_tokens_are() -> None:
+    made, scale = sample()
+    wide = made.energy > np.quantile(made.energy, 0.9)
+    y = made.y.copy()
+    y[:, wide] *= 4
+    changed = TokenSample(y, made.energy, made.sink_energy, made.sink_count)
+    (found,) = learn_predictors([changed], [scale], [1])
+    classes, frequencies, class_scale = learn_classes(changed, found, scale)
+    assert len(classes) == y.shape[1] and frequencies.sum() == 4096 and frequencies.min() >= 1
+    assert np.all(np.diff(class_scale.astype(int)) <= 32)
+    common = np.bincount(classes, minlength=CLASSES)
+    fine = [k for k in range(CLASSES) if common[k] > 100 and k < NEUTRAL - 1]
+    coarse = [k for k in range(CLASSES) if common[k] > 100 and k > NEUTRAL]
+    assert class_scale[fine].min() > class_scale[coarse].max() + 40
+
+
+def test_leading_components_are_the_widest_in_order() -> None:
+    scale = np.array([5, 90, -3, 90, 7], np.int16)
+    assert leading_components(scale, 1).tolist() == [0, 1, 2, 3, 4]
+    many = np.arange(500, dtype=np.int16)
+    assert leading_components(many, 1).tolist() == list(range(404, 500))
+    assert len(leading_components(many, 9)) == 384

@@ -1,0 +1,381 @@
+"""KVLayout, LayerLayout, Rope and KVChunk: identity, JSON, refusals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+
+ROPE = Rope((1.0, 0.1), attention_scaling=1.25)
+LAYERS = (LayerLayout(2, 6, 6, ROPE), LayerLayout(1, 4, 3, None, sliding_window=5))
+LAYOUT = KVLayout("handmade", LAYERS, "float32", 64)
+UNIFORM = KVLayout("handmade", (LAYERS[0],) * 3, "bfloat16", 64)
+
+
+def chunk(tokens: int = 5, start: int = 0, layout: KVLayout = LAYOUT) -> KVChunk:
+    generator = torch.Generator().manual_seed(start)
+    sizes = [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layout.layers]
+    keys = [torch.randn(tokens, h, d, generator=generator).to(layout.torch_dtype) for h, d, _ in sizes]
+    values = [torch.randn(tokens, h, d, generator=generator).to(layout.torch_dtype) for h, _, d in sizes]
+    return KVChunk(keys, values, layout, start)
+
+
+def test_sizes() -> None:
+    assert LAYERS[0].key_values == 12 and LAYERS[1].key_values == 4 and LAYERS[1].value_values == 3
+    assert LAYOUT.num_layers == 2
+    assert LAYOUT.values_per_token == 12 + 12 + 4 + 3
+    assert LAYOUT.bytes_per_token == 4 * 31
+    assert UNIFORM.bytes_per_token == 2 * 72
+    assert LAYOUT.torch_dtype == torch.float32
+    assert ROPE.rotary_dim == 4
+    assert LAYOUT.relocatable and not replace(LAYOUT, layers=LAYERS[1:]).relocatable
+
+
+def test_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        LAYOUT.dtype = "float16"  # type: ignore[misc]
+    with pytest.raises(FrozenInstanceError):
+        chunk().start = 1  # type: ignore[misc]
+
+
+def test_frequencies_are_float32() -> None:
+    assert Rope((0.1,)).inv_freq == (torch.tensor(0.1).item(),)
+
+
+def test_json_is_exact(family: str, tiny_config: Callable[..., Any]) -> None:
+    layout = KVLayout.from_config(tiny_config(family), dtype="bfloat16")
+    again = KVLayout.from_json(layout.to_json())
+    assert again == layout
+    assert again.fingerprint == layout.fingerprint
+    assert again.to_json() == layout.to_json()
+
+
+def test_json_is_canonical() -> None:
+    assert KVLayout("m", LAYERS[1:] * 2, "float32", None).to_json() == (
+        '{"dtype":"float32",'
+        '"kinds":[{"head_dim":4,"kv_heads":1,"rope":null,"sliding_window":5,"value_dim":3}],'
+        '"layers":[0,0],"max_positions":null,"model_type":"m"}'
+    )
+
+
+def test_fingerprint_is_stable() -> None:
+    assert LAYOUT.fingerprint.hex() == FINGERPRINT
+
+
+FINGERPRINT = "cda4d9abb53d636619f0103f72de87e4"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(LAYOUT, model_type="other"),
+        replace(LAYOUT, dtype="bfloat16"),
+        replace(LAYOUT, max_positions=65),
+        replace(LAYOUT, max_positions=None),
+        replace(LAYOUT, layers=LAYERS[::-1]),
+        replace(LAYOUT, layers=LAYERS[:1]),
+        replace(LAYOUT, layers=(replace(LAYERS[0], sliding_window=5), LAYERS[1])),
+        replace(LAYOUT, layers=(replace(LAYERS[0], rope=None), LAYERS[1])),
+        replace(LAYOUT, layers=(replace(LAYERS[0], rope=replace(ROPE, inv_freq=(1.0, 0.101))), LAYERS[1])),
+        replace(LAYOUT, layers=(replace(LAYERS[0], rope=replace(ROPE, attention_scaling=1.26)), LAYERS[1])),
+        replace(LAYOUT, layers=(replace(LAYERS[0], rope=replace(ROPE, interleaved=True)), LAYERS[1])),
+    ],
+)
+def test_fingerprint_tells_layouts_apart(other: KVLayout) -> None:
+    assert len(LAYOUT.fingerprint) == 16
+    assert other.fingerprint != LAYOUT.fingerprint
+
+
+def test_fingerprint_survives_the_last_bit_of_a_frequency() -> None:
+    near = torch.nextafter(torch.tensor(0.1), torch.tensor(1.0)).item()
+    other = replace(LAYERS[0], rope=replace(ROPE, inv_freq=(1.0, near)))
+    assert other != LAYERS[0]
+    assert replace(LAYOUT, layers=(other, LAYERS[1])).fingerprint == LAYOUT.fingerprint
+    assert replace(UNIFORM, layers=(other, *UNIFORM.layers[1:])).fingerprint == UNIFORM.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtpye": "float32"}, "no entry 'dtpye': did you mean 'dtype'"),
+        ({"zzz": 1}, "no entry 'zzz': known: model_type"),
+        ({"dtype": "float64"}, "dtype must be one of"),
+        ({"dtype": ["float32"]}, "dtype must be a str"),
+        ({"model_type": 3}, "model_type must be a str, got 3"),
+        ({"max_positions": 0}, "max_positions must be an int above 0"),
+        ({"max_positions": 1.5}, "max_positions must be an int above 0"),
+        ({"layers": [0, 2]}, r"layers\[1\] must index one of 2"),
+        ({"layers": [-1]}, r"layers\[0\] must index"),
+        ({"layers": [True]}, r"layers\[0\] must index"),
+        ({"layers": []}, "at least one LayerLayout"),
+        ({"layers": {}}, "layers must be a list"),
+        ({"kinds": [3]}, "LayerLayout must be an object"),
+    ],
+)
+def test_from_dict_refuses(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        KVLayout.from_dict({**LAYOUT.to_dict(), **change})
+
+
+def test_from_dict_names_what_is_missing() -> None:
+    data = LAYOUT.to_dict()
+    del data["dtype"]
+    with pytest.raises(InputError, match="KVLayout lacks the entry 'dtype'"):
+        KVLayout.from_dict(data)
+    with pytest.raises(InputError, match="LayerLayout has no entry 'kv_head': did you mean 'kv_heads'"):
+        LayerLayout.from_dict({**LAYERS[0].to_dict(), "kv_head": 1})
+    with pytest.raises(InputError, match="Rope has no entry 'theta'"):
+        Rope.from_dict({**ROPE.to_dict(), "theta": 1})
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000, '"x"'])
+def test_from_json_refuses(text: str) -> None:
+    with pytest.raises(InputError):
+        KVLayout.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Rope(()),
+        lambda: Rope((math.nan,)),
+        lambda: Rope((math.inf,)),
+        lambda: Rope((-1.0,)),
+        lambda: Rope((1e300,)),
+        lambda: Rope(("1",)),  # type: ignore[arg-type]
+        lambda: Rope((True,)),
+        lambda: Rope([1.0]),  # type: ignore[arg-type]
+        lambda: Rope((1.0,), attention_scaling=0.0),
+        lambda: Rope((1.0,), attention_scaling=math.inf),
+        lambda: Rope((1.0,), interleaved=1),  # type: ignore[arg-type]
+        lambda: LayerLayout(0, 4, 4, None),
+        lambda: LayerLayout(1, True, 4, None),
+        lambda: LayerLayout(1, 4, -1, None),
+        lambda: LayerLayout(1, 4, 4, None, sliding_window=0),
+        lambda: LayerLayout(1, 2, 2, ROPE),
+        lambda: LayerLayout(1, 4, 4, (1.0,)),  # type: ignore[arg-type]
+        lambda: KVLayout("", LAYERS, "float32", None),
+        lambda: KVLayout("m", (), "float32", None),
+        lambda: KVLayout("m", list(LAYERS), "float32", None),  # type: ignore[arg-type]
+        lambda: KVLayout("m", (None,), "float32", None),  # type: ignore[arg-type]
+    ],
+)
+def test_constructors_refuse(make: Callable[[], object]) -> None:
+    with pytest.raises(InputError):
+        make()
+
+
+def test_from_config_shapes(tiny_config: Callable[..., Any]) -> None:
+    layout = KVLayout.from_config(tiny_config("llama", dtype="bfloat16"))
+    assert layout.model_type == "llama" and layout.dtype == "bfloat16" and layout.max_positions == 4096
+    assert [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layout.layers] == [(2, 12, 12)] * 2
+    partial = KVLayout.from_config(tiny_config("phi3"), dtype=torch.float16).layers[0]
+    assert partial.head_dim == 8 and partial.rope is not None and partial.rope.rotary_dim == 4
+    assert KVLayout.from_config(tiny_config("gpt2"), "float32").layers[0].rope is None
+    interleaved = KVLayout.from_config(tiny_config("cohere"), "float32").layers[0].rope
+    assert interleaved is not None and interleaved.interleaved
+
+
+def test_from_config_sliding_windows(tiny_config: Callable[..., Any]) -> None:
+    def windows(family: str, **changes: Any) -> list[int | None]:
+        layout = KVLayout.from_config(tiny_config(family, **changes), "float32")
+        return [layer.sliding_window for layer in layout.layers]
+
+    assert windows("llama") == [None, None]
+    assert windows("mistral") == [8, 8]
+    assert windows("mistral", sliding_window=None) == [None, None]
+    assert windows("gemma2") == [8, None]
+    assert windows("gemma3-full-first") == [None, 8]
+    assert windows("qwen2", use_sliding_window=False, sliding_window=16) == [None, None]
+    assert windows("qwen2", use_sliding_window=True, sliding_window=16, max_window_layers=1) == [None, 16]
+
+
+def test_from_config_ignores_the_default_device(tiny_config: Callable[..., Any]) -> None:
+    expected = KVLayout.from_config(tiny_config("llama"), "float32")
+    with torch.device("meta"):
+        assert KVLayout.from_config(tiny_config("llama"), "float32") == expected
+
+
+def test_gemma3_ropes_differ_by_layer(tiny_config: Callable[..., Any]) -> None:
+    sliding, full = KVLayout.from_config(tiny_config("gemma3-sliding-first"), "float32").layers
+    assert sliding.rope is not None and full.rope is not None
+    assert sliding.rope.inv_freq[0] == 1.0 and full.rope.inv_freq[0] == 0.125
+
+
+LONG = [1.0, 2.0, 3.0, 4.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (transformers.T5Config, "t5: encoder-decoder"),
+        (transformers.WhisperConfig, "whisper: encoder-decoder"),
+        (
+            lambda: transformers.GPT2Config(add_cross_attention=True),
+            "gpt2: encoder-decoder and cross-attention",
+        ),
+        (transformers.DeepseekV2Config, "deepseek_v2: .*MLA"),
+        (transformers.DeepseekV3Config, "deepseek_v3: .*MLA"),
+        (transformers.MambaConfig, "mamba: recurrent"),
+        (transformers.JambaConfig, "jamba: recurrent"),
+        (transformers.BambaConfig, "bamba: recurrent"),
+        (transformers.FalconH1Config, "falcon_h1: recurrent"),
+        (transformers.Qwen3NextConfig, "qwen3_next: recurrent"),
+        (transformers.RwkvConfig, "rwkv: recurrent"),
+        (transformers.RecurrentGemmaConfig, "recurrent_gemma: recurrent"),
+        (transformers.BloomConfig, "bloom: ALiBi"),
+        (transformers.MptConfig, "mpt: ALiBi"),
+        (lambda: transformers.FalconConfig(alibi=True), "falcon: ALiBi"),
+        (
+            lambda: transformers.Qwen2VLTextConfig(
+                rope_parameters={"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+            ),
+            "qwen2_vl_text: .*M-RoPE",
+        ),
+        (transformers.OPTConfig, "opt: not among the model types .*cohere, gemma, .*llama"),
+        (
+            lambda: transformers.Gemma3TextConfig(use_bidirectional_attention=True),
+            "gemma3_text: bidirectional",
+        ),
+        (
+            lambda: transformers.LlamaConfig(
+                rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "llama: dynamic NTK RoPE",
+        ),
+        (
+            lambda: transformers.Phi3Config(
+                hidden_size=32,
+                num_attention_heads=4,
+                original_max_position_embeddings=64,
+                rope_parameters={
+                    "rope_type": "longrope",
+                    "short_factor": LONG,
+                    "long_factor": LONG,
+                    "rope_theta": 1e4,
+                },
+            ),
+            "phi3: LongRoPE",
+        ),
+        (
+            lambda: transformers.LlamaConfig(
+                rope_parameters={"rope_type": "proportional", "factor": 2.0, "rope_theta": 1e4}
+            ),
+            "rope_type 'proportional' is not supported .*default, linear, llama3, yarn",
+        ),
+        (
+            lambda: transformers.Qwen3Config(num_hidden_layers=1, layer_types=["chunked_attention"]),
+            "qwen3: layer 0 is 'chunked_attention'",
+        ),
+    ],
+)
+def test_from_config_refuses_by_name(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(UnsupportedModel, match=message):
+        KVLayout.from_config(make(), dtype="bfloat16")
+
+
+def test_from_config_bad_arguments(tiny_config: Callable[..., Any]) -> None:
+    with pytest.raises(InputError, match=r"multimodal wrapper \(gemma3\): .*get_text_config\(\)"):
+        KVLayout.from_config(transformers.Gemma3Config(), dtype="bfloat16")
+    with pytest.raises(InputError, match="must be a transformers PreTrainedConfig, got dict"):
+        KVLayout.from_config({"model_type": "llama"})
+    with pytest.raises(InputError, match="names no dtype: pass dtype="):
+        KVLayout.from_config(tiny_config("llama"))
+    with pytest.raises(InputError, match="dtype must be one of"):
+        KVLayout.from_config(tiny_config("llama"), dtype=torch.float8_e4m3fn)
+
+
+def test_chunk_keeps_views() -> None:
+    keys = torch.randn(3, 5, 2, 6).bfloat16()
+    values = torch.randn(3, 5, 2, 6).bfloat16()
+    made = KVChunk(keys, values, UNIFORM, start=7)
+    assert (made.tokens, made.start, made.end, made.device) == (5, 7, 12, torch.device("cpu"))
+    assert made.nbytes == keys.nbytes + values.nbytes
+    assert [tensor.data_ptr() for tensor in made.keys] == [tensor.data_ptr() for tensor in keys]
+    part = made.slice(1, 4)
+    assert (part.tokens, part.start) == (3, 8)
+    assert part.values[2].data_ptr() == values[2, 1].data_ptr()
+
+
+def test_chunk_slices_join_again() -> None:
+    whole = chunk(tokens=63, start=1)
+    joined = KVChunk.concat([whole.slice(0, 1), whole.slice(1, 32), whole.slice(32, 63)])
+    assert joined.start == 1
+    for got, want in zip(joined.keys + joined.values, whole.keys + whole.values, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(("t0", "t1"), [(0, 0), (2, 1), (-1, 2), (0, 6), (5, 6), (0, True)])
+def test_chunk_slice_refuses(t0: int, t1: int) -> None:
+    with pytest.raises(InputError, match="slice needs"):
+        chunk().slice(t0, t1)
+
+
+def test_chunk_concat_refuses() -> None:
+    whole = chunk()
+    with pytest.raises(InputError, match="at least one"):
+        KVChunk.concat([])
+    with pytest.raises(InputError, match=r"chunks\[1\] starts at 3, but chunks\[0\] ends at 2"):
+        KVChunk.concat([whole.slice(0, 2), whole.slice(3, 5)])
+    with pytest.raises(InputError, match=r"chunks\[1\] starts at 0"):
+        KVChunk.concat([whole, whole])
+    with pytest.raises(InputError, match=r"chunks\[1\] has another layout"):
+        KVChunk.concat([whole, chunk(start=5, layout=UNIFORM)])
+
+
+GOOD = torch.zeros(3, 5, 2, 6, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "start", "message"),
+    [
+        (GOOD[0], GOOD, 0, r"keys must have shape \[L, T, H, D\], got \[5, 2, 6\]"),
+        (GOOD[:2], GOOD, 0, r"keys have 2 layers, the layout \(handmade\) 3"),
+        (GOOD, list(GOOD[:2]), 0, "values have 2 layers"),
+        (
+            GOOD,
+            [GOOD[0], GOOD[0], GOOD],
+            0,
+            r"values of layer 2 must be a tensor \[T, H, D\], got torch.Size\(\[3, 5",
+        ),
+        (GOOD, [GOOD[0], None, None], 0, "values of layer 1 must be a tensor .* got NoneType"),
+        (
+            GOOD,
+            GOOD[..., :5],
+            0,
+            r"values of layer 0 must have shape \[T, H, D\] = \[5, 2, 6\], got \[5, 2, 5\]",
+        ),
+        (GOOD, GOOD[:, :4], 0, "values of layer 0 must have shape"),
+        ([GOOD[0], GOOD[0], GOOD[0, :4]], GOOD, 0, "keys of layer 2 must have shape"),
+        (GOOD[:, :0], GOOD[:, :0], 0, "no tokens"),
+        (GOOD.float(), GOOD, 0, "keys of layer 0 are torch.float32, the layout says bfloat16"),
+        (
+            GOOD,
+            GOOD.to(torch.uint8),
+            0,
+            "dequantised by value with its scales to bfloat16 .* never reinterpreted",
+        ),
+        (GOOD, GOOD.to(torch.float8_e4m3fn), 0, "values of layer 0 are torch.float8_e4m3fn: .*dequantised"),
+        (GOOD, GOOD.to("meta"), 0, "values of layer 0 are on meta, keys of layer 0 on cpu"),
+        (GOOD, GOOD, -1, "start must be an int >= 0, got -1"),
+        (GOOD, GOOD, 1.0, "start must be an int"),
+        (GOOD, GOOD, 60, r"start \+ tokens = 60 \+ 5 is beyond the 64 positions"),
+    ],
+)
+def test_chunk_refuses(keys: Any, values: Any, start: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        KVChunk(keys, values, UNIFORM, start)
+
+
+def test_chunk_may_end_at_the_last_position() -> None:
+    assert KVChunk(GOOD, GOOD, UNIFORM, 59).end == 64
+    assert KVChunk(GOOD, GOOD, replace(UNIFORM, max_positions=None), 10**6).end == 10**6 + 5

@@ -1,0 +1,220 @@
+"""`PagedCache` and the paged half of `Codec`, on the CPU: any physical order, any slots, fp8 by value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, InputError, ProfileMismatch
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import NOWHERE, PagedCache
+
+MakeCodec = Callable[..., Codec]
+BLOCKS, BLOCK_TOKENS = 5, 16
+SLOTS = BLOCKS * BLOCK_TOKENS
+
+# Logical order [blocks, tokens, heads, dims]; the permutation is that of the memory. The last is K^T pages.
+ORDERS = {
+    "blocks-tokens-heads": (0, 1, 2, 3),
+    "blocks-heads-tokens": (0, 2, 1, 3),
+    "heads-blocks-tokens": (2, 0, 1, 3),
+    "transposed": (0, 2, 3, 1),
+}
+ORDERED = "blocks-tokens-heads"
+
+
+def poisoned(
+    layout: KVLayout,
+    order: str = ORDERED,
+    dtype: torch.dtype | None = None,
+    key_scales: list[float] | None = None,
+    value_scales: list[float] | None = None,
+) -> PagedCache:
+    """A cache full of sevens, its units in the physical order named."""
+    permutation = ORDERS[order]
+
+    def unit(heads: int, size: int) -> torch.Tensor:
+        shape = (BLOCKS, BLOCK_TOKENS, heads, size)
+        memory = torch.full([shape[axis] for axis in permutation], 7.0).to(dtype or layout.torch_dtype)
+        return memory.permute([permutation.index(axis) for axis in range(4)])
+
+    keys = [unit(layer.kv_heads, layer.head_dim) for layer in layout.layers]
+    values = [unit(layer.kv_heads, layer.value_dim) for layer in layout.layers]
+    return PagedCache(layout, keys, values, key_scales, value_scales)
+
+
+def scattered(tokens: int, seed: int = 0) -> torch.Tensor:
+    """Distinct slots in no order."""
+    return torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:tokens]
+
+
+def written(cache: PagedCache, slots: torch.Tensor) -> list[torch.Tensor]:
+    """What lies at `slots`, keys and values of each layer in turn: `[T, H, D]`."""
+    block, token = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+    return [unit[block, token] for pair in zip(cache.keys, cache.values, strict=True) for unit in pair]
+
+
+def tensors(chunk: KVChunk) -> list[torch.Tensor]:
+    """Keys and values of each layer in turn."""
+    return [unit for pair in zip(chunk.keys, chunk.values, strict=True) for unit in pair]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_paged_equals_dense(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str, scheme: str
+) -> None:
+    layout = layouts["bfloat16"]
+    codec = make_codec("bfloat16", scheme, **({} if scheme == "lossless" else {"step": 0.5}))
+    chunk = make_chunk(layout, 37, start=11)
+    slots = scattered(37)
+    cache = poisoned(layout, order)
+    cache.write(chunk.keys, chunk.values, slots)
+    (blob,) = codec.encode_paged(cache, [slots], [11])
+    assert blob == codec.encode(chunk)
+
+    target, other = poisoned(layout, order), scattered(37, seed=1)
+    codec.decode_paged([blob], target, [other], [100]).check()
+    for got, want in zip(written(target, other), tensors(codec.decode(blob, 100)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    rest = torch.tensor(sorted(set(range(SLOTS)) - set(other.tolist())))
+    assert all(bool((unit == 7).all()) for unit in written(target, rest))
+
+
+def test_tokens_that_are_not_wanted_stay_out(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec
+) -> None:
+    layout = layouts["gqa"]
+    codec = make_codec("gqa", "layer", step=0.5)
+    blob = codec.encode(make_chunk(layout, 20))
+    slots = scattered(20)
+    slots[::3] = NOWHERE
+    cache = poisoned(layout)
+    codec.decode_paged([blob], cache, [slots]).check()
+    kept = slots != NOWHERE
+    for got, want in zip(written(cache, slots[kept]), tensors(codec.decode(blob)), strict=True):
+        torch.testing.assert_close(got, want[kept], rtol=0, atol=0)
+
+
+def test_layers_alone(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
+    layout = layouts["gqa"]
+    codec = make_codec("gqa", "layers:2", step=0.5)
+    blob = codec.encode(make_chunk(layout, 20))
+    cache, slots = poisoned(layout), scattered(20)
+    codec.decode_paged([blob], cache, [slots], layers=range(1, 2)).check()
+    whole = tensors(codec.decode(blob))
+    for index, got in enumerate(written(cache, slots)):
+        if index // 2 == 1:
+            torch.testing.assert_close(got, whole[index], rtol=0, atol=0)
+        else:
+            assert bool((got == 7).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_fp8_is_transcoded_by_value(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, dtype: torch.dtype
+) -> None:
+    layout = layouts["bfloat16"]
+    scales = [0.5, 0.25, 2.0], [1.0, 0.125, 0.5]
+    chunk = make_chunk(layout, 24, start=3)
+    slots = scattered(24)
+    cache = poisoned(layout, ORDERED, dtype, *scales)
+    cache.write(chunk.keys, chunk.values, slots)
+    read = cache.read(slots, 3)
+    for index, (got, want) in enumerate(zip(tensors(read), tensors(chunk), strict=True)):
+        scale = scales[index % 2][index // 2]
+        torch.testing.assert_close(got.float(), (want.float() / scale).to(dtype).float() * scale)
+    codec = make_codec("bfloat16", "lossless")
+    (blob,) = codec.encode_paged(cache, [slots], [3])
+    again = poisoned(layout, ORDERED, dtype, *scales)
+    codec.decode_paged([blob], again, [slots]).check()
+    for got, want in zip(written(again, slots), written(cache, slots), strict=True):
+        torch.testing.assert_close(got.view(torch.uint8), want.view(torch.uint8))
+
+
+def test_fp8_saturates(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
+    layout = layouts["bfloat16"]
+    chunk = make_chunk(layout, 4)
+    cache = poisoned(layout, dtype=torch.float8_e4m3fn, key_scales=[1e-6] * 3)
+    cache.write(chunk.keys, chunk.values, torch.arange(4))
+    assert float(written(cache, torch.arange(4))[0].float().abs().max()) == 448.0
+
+
+def test_shapes_and_dtypes_are_checked(layouts: dict[str, KVLayout]) -> None:
+    layout = layouts["gqa"]
+    good = poisoned(layout)
+    with pytest.raises(InputError, match="keys of layer 1 must have shape"):
+        PagedCache(layout, [good.keys[0], good.keys[1][..., :3], good.keys[2]], good.values)
+    with pytest.raises(InputError, match=r"values of layer 2 are torch\.float16"):
+        PagedCache(layout, good.keys, [good.values[0], good.values[1], good.values[2].half()])
+    with pytest.raises(InputError, match="values has 2 layers, the layout 3"):
+        PagedCache(layout, good.keys, good.values[:2])
+    with pytest.raises(InputError, match=r"must be bfloat16, .* or fp8"):
+        PagedCache(layout, [k.to(torch.uint8) for k in good.keys], [v.to(torch.uint8) for v in good.values])
+    with pytest.raises(InputError, match="key_scales must be positive"):
+        PagedCache(layout, good.keys, good.values, key_scales=[1.0, 0.0, 1.0])
+    with pytest.raises(InputError, match="has no scales"):
+        PagedCache(layout, good.keys, good.values, key_scales=[2.0] * 3)
+
+
+def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
+    layout = layouts["gqa"]
+    codec, cache, chunk = make_codec("gqa", "layer", step=0.5), poisoned(layout), make_chunk(layout, 5)
+    blob = codec.encode(chunk)
+    with pytest.raises(InputError, match="layer 0 has 80 slots"):
+        codec.encode_paged(cache, [torch.tensor([1, 80])], [0])
+    with pytest.raises(InputError, match="layer 0 has 80 slots"):
+        codec.encode_paged(cache, [torch.tensor([1, NOWHERE])], [0])
+    with pytest.raises(InputError, match="layer 0 has 80 slots"):
+        codec.decode_paged([blob], cache, [torch.tensor([0, 1, 2, 3, 80])])
+    assert all(bool((unit == 7).all()) for unit in written(cache, torch.arange(SLOTS)))  # nothing was half-written
+    with pytest.raises(InputError, match="slots name 4 tokens, the blob holds 5"):
+        codec.decode_paged([blob], cache, [torch.arange(4)])
+    with pytest.raises(InputError, match=r"slots must be int64 \[T\] on cpu"):
+        codec.decode_paged([blob], cache, [torch.arange(5, dtype=torch.int32)])
+    with pytest.raises(InputError, match="a chunk needs at least one"):
+        codec.encode_paged(cache, [torch.arange(0)], [0])
+
+
+def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
+    layout = layouts["gqa"]
+    codec, cache = make_codec("gqa", "layer", step=0.5), poisoned(layout)
+    blob = codec.encode(make_chunk(layout, 5))
+    slots = torch.arange(5)
+    with pytest.raises(InputError, match="there are 1 blobs"):
+        codec.decode_paged([blob], cache, [slots, slots])
+    with pytest.raises(InputError, match="there are 1 blobs"):
+        codec.decode_paged([blob], cache, [slots], [0, 1])
+    with pytest.raises(InputError, match="for 1 chunks, starts for 2"):
+        codec.encode_paged(cache, [slots], [0, 1])
+    with pytest.raises(InputError, match="start=-1"):
+        codec.encode_paged(cache, [slots], [-1])
+    with pytest.raises(InputError, match=r"start=18446744073709551616 .* below 2\*\*32 - 5"):
+        codec.decode_paged([blob], cache, [slots], [1 << 64])
+    with pytest.raises(InputError, match="past the 4096 positions"):
+        codec.decode_paged([blob], cache, [slots], [4095])
+    with pytest.raises(InputError, match="layers 2 … 3"):
+        codec.decode_paged([blob], cache, [slots], layers=range(2, 4))
+    with pytest.raises(InputError, match="layers 0 … -1"):
+        codec.decode_paged([blob], cache, [slots], layers=range(0))
+    with pytest.raises(CorruptError):
+        codec.decode_paged([blob[:-1] + bytes([blob[-1] ^ 1])], cache, [slots])
+    with pytest.raises(ProfileMismatch):
+        codec.encode_paged(poisoned(replace(layout, layers=layout.layers[:2])), [slots], [0])
+    assert codec.encode_paged(cache, [], []) == []
+    codec.decode_paged([], cache, []).check()
+
+
+def test_a_cache_that_cannot_move(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
+    layout = layouts["no-rope"]
+    codec, cache = make_codec("no-rope", "layer", step=0.5), poisoned(layout)
+    blob = codec.encode(make_chunk(layout, 5, start=2))
+    codec.decode_paged([blob], cache, [torch.arange(5)], [2]).check()
+    with pytest.raises(InputError, match="has no RoPE"):
+        codec.decode_paged([blob], cache, [torch.arange(5)], [3])

@@ -1,0 +1,670 @@
+"""Profiles: files that tell when they are damaged, ids, and the way from a wish to a step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import stat
+import subprocess
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_torch
+
+from cuvee.codec import profile as module
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.classes import class_frequencies
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import read_header, read_section
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
+from cuvee.codec.importance import Predictor
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import KL_MARGIN, CurvePoint, Profile
+from cuvee.codec.symbols import Prediction
+
+Fitted = Callable[[str, str], Profile]
+
+# Every octave the KL and the error quadruple and one bit goes.
+CURVE = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k, 1e-5) for k in (-3, -2, -1, 0, 1)]
+
+
+@pytest.fixture(params=["head", "layer", "all", "generic"])
+def profile(request: pytest.FixtureRequest, fitted: Fitted, layouts: dict[str, KVLayout]) -> Profile:
+    if request.param == "generic":
+        return Profile.generic(layouts["irregular"])
+    return fitted("irregular", request.param).with_curve(CURVE)
+
+
+def metadata(path: Path) -> dict[str, Any]:
+    raw = path.read_bytes()
+    header = json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")])
+    data: dict[str, Any] = json.loads(header["__metadata__"]["cuvee"])
+    return data
+
+
+def reseal(data: Any) -> str:
+    """The metadata with a digest that fits, so that a test reaches the check it is about."""
+    data.pop("digest", None)
+    try:
+        return module.sealed(data)
+    except ValueError:  # a NaN
+        return json.dumps(data)
+
+
+def rewrite(source: Path, target: Path, change: Callable[[dict[str, Any], dict[str, Any]], object]) -> Path:
+    """Copy a profile with its metadata and arrays changed in place."""
+    data, arrays = metadata(source), load_file(source)
+    change(data, arrays)
+    save_file({k: np.ascontiguousarray(v) for k, v in arrays.items()}, target, {"cuvee": reseal(data)})
+    return target
+
+
+def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+    path = tmp_path / "a.safetensors"
+    profile.save(path)
+    loaded = Profile.load(path)
+    assert loaded.id == profile.id and len(loaded.id) == 16
+    assert loaded.layout == profile.layout and loaded.curve == profile.curve
+    assert (loaded.group, loaded.source, loaded.model, loaded.min_step) == (
+        profile.group, profile.source, profile.model, profile.min_step,
+    )  # fmt: skip
+    chunk = make_chunk(profile.layout, 140)
+    ours, theirs = Codec(profile, step=0.2), Codec(loaded, step=0.2)
+    blob = ours.encode(chunk)
+    assert theirs.encode(chunk) == blob
+    for a, b in zip(theirs.decode(blob).keys, ours.decode(blob).keys, strict=True):
+        assert torch.equal(a, b)
+    # Saved again, the same bytes; `str` paths will do.
+    loaded.save(str(tmp_path / "b"))
+    assert (tmp_path / "b").read_bytes() == path.read_bytes()
+    assert metadata(path)["id"] == profile.id.hex()
+
+
+def test_prediction_survives(fitted: Fitted, tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+    plain = fitted("irregular", "layer")
+    kinds = (Prediction.LAG1, Prediction.NONE, Prediction.ANCHOR)
+    learned = tuple(
+        replace(s, prediction=kind, rho=np.full(len(s.scale), 100, np.int16))
+        for s, kind in zip(plain.learned, kinds, strict=True)
+    )
+    profile = Profile(plain.layout, plain.group, plain.source, plain.family, learned)
+    profile.save(tmp_path / "p")
+    loaded = Profile.load(tmp_path / "p")
+    assert tuple(s.prediction for s in loaded.learned) == kinds
+    assert loaded.id == profile.id != plain.id
+    chunk = make_chunk(plain.layout, 140)
+    assert Codec(loaded).encode(chunk) == Codec(profile).encode(chunk)
+
+
+def classed(plain: Profile) -> Profile:
+    """With predictors for some of the sections, and class tables that are not the default."""
+    counts = np.arange(16.0)[::-1] ** 2
+    learned = []
+    for i, section in enumerate(plain.learned):
+        components = np.array([0, 2, 3 + i], np.int32)
+        predictor = Predictor(
+            components, np.exp2(section.scale[components] / 64).astype(np.float32),
+            np.array([0.5, -0.25, 0.0], np.float32), np.array([-0.25, 0.0, -0.5], np.float32),
+            -0.125, 0.5 + i, np.array([-3.0, -1.0], np.float32)[:i],
+            np.array([-1.0, -1.25, -1.5, 2.0], np.float32)[: 2 * i],
+        )  # fmt: skip
+        learned.append(
+            replace(
+                section,
+                prediction=Prediction.NONE,
+                predictor=None if i == 1 else predictor,
+                class_freq=class_frequencies(counts + i),
+                class_scale=np.linspace(100, -100 - i, 16).astype(np.int16),
+            )
+        )
+    return Profile(plain.layout, plain.group, "fitted", plain.family, tuple(learned))
+
+
+def test_token_classes_survive(fitted: Fitted, tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+    profile = classed(fitted("irregular", "layer"))
+    profile.save(tmp_path / "p")
+    loaded = Profile.load(tmp_path / "p")
+    assert loaded.id == profile.id != fitted("irregular", "layer").id
+    for mine, back in zip(profile.learned, loaded.learned, strict=True):
+        assert back.class_freq.dtype == np.uint16 and back.class_scale.dtype == np.int16
+        np.testing.assert_array_equal(back.class_freq, mine.class_freq)
+        np.testing.assert_array_equal(back.class_scale, mine.class_scale)
+        assert (back.predictor is None) == (mine.predictor is None)
+        if mine.predictor is None or back.predictor is None:
+            continue
+        assert (back.predictor.energy, back.predictor.bias) == (mine.predictor.energy, mine.predictor.bias)
+        for name, array in mine.predictor.arrays().items():
+            np.testing.assert_array_equal(back.predictor.arrays()[name], array)
+            assert back.predictor.arrays()[name].dtype == array.dtype
+    chunk = make_chunk(profile.layout, 300)
+    ours, theirs = Codec(profile, step=0.2), Codec(loaded, step=0.2)
+    blob = ours.encode(chunk)
+    header = read_header(blob)
+    modes = [read_section(blob, header, index)[9] for index in range(len(profile.learned))]
+    assert modes == [1, 0, 1], "a section without a predictor has no classes"
+    assert theirs.encode(chunk) == blob
+    for a, b in zip(theirs.decode(blob).values, ours.decode(blob).values, strict=True):
+        assert torch.equal(a, b)
+
+
+CLASS_ARRAYS: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]] = [
+    ("sum", "class_freq", lambda a: a + np.eye(16, dtype=np.uint16)[0]),
+    ("sum that wraps", "class_freq", lambda a: np.full(16, 4096, np.uint16)),
+    ("none", "class_freq", lambda a: np.zeros(16, np.uint16)),
+    ("a class that cannot be coded", "class_freq", lambda a: np.array([a[0] + a[1], 0, *a[2:]], np.uint16)),
+    ("certain", "class_freq", lambda a: 4096 * np.eye(16, dtype=np.uint16)[8]),
+    ("signed", "class_freq", lambda a: a.astype(np.int16)),
+    ("too few", "class_freq", lambda a: np.append(a[:14], a[14] + a[15]).astype(np.uint16)),
+    ("too many", "class_freq", lambda a: np.append(a, np.uint16(0))),
+    ("a matrix", "class_freq", lambda a: a[None]),
+    ("rises too fast", "class_scale", lambda a: np.where(np.arange(16) == 9, a[8] + 33, a).astype(np.int16)),
+    ("rises by all there is", "class_scale", lambda a: np.where(np.arange(16) < 8, -(2**15), 2**15 - 1).astype("i2")),
+    ("wide", "class_scale", lambda a: a.astype(np.int32)),
+    ("unsigned", "class_scale", lambda a: np.zeros(16, np.uint16)),
+    ("float", "class_scale", lambda a: a.astype(np.float32)),
+    ("short", "class_scale", lambda a: a[:15]),
+    ("empty", "class_scale", lambda a: a[:0]),
+    ("no components", "predictor.components", lambda a: a[:0]),
+    ("beyond the components", "predictor.components", lambda a: np.array([0, 2, 30000], np.int32)),
+    ("twice", "predictor.components", lambda a: np.array([0, 2, 2], np.int32)),
+    ("wide numbers", "predictor.components", lambda a: a.astype(np.int64)),
+    ("no deviation", "predictor.scale", lambda a: a * 0),
+    ("another number", "predictor.linear", lambda a: a[:2]),
+    ("not a number", "predictor.square", lambda a: a * np.float32("nan")),
+    ("double", "predictor.constants", lambda a: a.astype(np.float64)),
+    ("one too few", "predictor.means", lambda a: a[:3]),
+    ("infinite", "predictor.means", lambda a: a * np.float32("inf")),
+    ("half", "predictor.means", lambda a: a.astype(np.float16)),
+    ("endless", "predictor.sinks", lambda a: np.zeros(1 << 20, np.float32)),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "change"), CLASS_ARRAYS, ids=[f"{n}: {w}" for w, n, _ in CLASS_ARRAYS])
+def test_token_classes_that_break_a_rule(
+    what: str,
+    name: str,
+    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    fitted: Fitted,
+    tmp_path: Path,
+) -> None:
+    """Refused by the rule, not by the id: that is anybody's to compute."""
+    classed(fitted("irregular", "layer")).save(tmp_path / "p")
+    key = f"section.2.{name}"
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
+    with pytest.raises(FormatError, match=r"section\.2\.|not a table|frequenc") as caught:
+        Profile.load(path)
+    assert "hash to its id" not in str(caught.value)
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.pop(key))
+    with pytest.raises(FormatError):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("failing", ["save_file", "replace"])
+def test_a_failed_save_leaves_the_old_file(
+    failing: str, fitted: Fitted, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "p"
+    fitted("gqa", "layer").save(path)
+    before = path.read_bytes()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        if failing == "save_file":
+            Path(args[1]).write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(module if failing == "save_file" else os, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        fitted("gqa", "head").save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions")
+def test_files_get_the_usual_permissions(fitted: Fitted, tmp_path: Path) -> None:
+    """A profile in a shared folder is for everybody the umask allows."""
+    (tmp_path / "usual").write_bytes(b"")
+    fitted("gqa", "layer").save(tmp_path / "p")
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("usual", "p")]
+    assert modes[0] == modes[1]
+
+
+def test_every_flipped_byte_is_noticed(fitted: Fitted, tmp_path: Path) -> None:
+    path, damaged = tmp_path / "p", tmp_path / "damaged"
+    fitted("gqa", "layer").with_curve(CURVE).save(path)
+    good = path.read_bytes()
+    header = 8 + int.from_bytes(good[:8], "little")
+    curve = range(good.index(b"curve"), good.index(b"format", good.index(b"curve")))
+    generator = np.random.default_rng(0)
+    places = [*range(64), *generator.integers(0, header, 400), *generator.integers(header, len(good), 150)]
+    for place in (int(p) for p in places):
+        for bit in (0, 5):
+            raw = bytearray(good)
+            raw[place] ^= 1 << bit
+            damaged.write_bytes(raw)
+            if place in curve:  # the curve is advice, outside the id
+                with contextlib.suppress(FormatError):
+                    Profile.load(damaged)
+                continue
+            with pytest.raises(FormatError):
+                Profile.load(damaged)
+
+
+def test_truncated_files(fitted: Fitted, tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    fitted("gqa", "layer").save(path)
+    good = path.read_bytes()
+    for length in (0, 1, 7, 8, 9, 100, len(good) // 2, len(good) - 4, len(good) - 1):
+        path.write_bytes(good[:length])
+        with pytest.raises(FormatError):
+            Profile.load(path)
+    path.write_bytes(good + b"\0")
+    with pytest.raises(FormatError):
+        Profile.load(path)
+
+
+def test_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "p"
+    with pytest.raises(FileNotFoundError):
+        Profile.load(path)
+    with pytest.raises(OSError, match="no profile at"):
+        Profile.load(tmp_path)
+    for content in (b"", b"hello", b"PK\x03\x04" * 100, bytes(100)):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match="not a safetensors file"):
+            Profile.load(path)
+    for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn):
+        save_torch({"weight": torch.zeros(3).to(dtype)}, path)
+        with pytest.raises(FormatError):
+            Profile.load(path)
+        save_torch({"weight": torch.zeros(3).to(dtype)}, path, {"format": "pt"})
+        with pytest.raises(FormatError):
+            Profile.load(path)
+
+
+METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("format", lambda d: d.update(format="other")),
+    ("no format", lambda d: d.pop("format")),
+    ("no layout", lambda d: d.pop("layout")),
+    ("layout is a list", lambda d: d.update(layout=[])),
+    ("layout has an unknown key", lambda d: d["layout"].update(x=1)),
+    ("group", lambda d: d.update(group="heads")),
+    ("group is a number", lambda d: d.update(group=3)),
+    ("another group", lambda d: d.update(group="layers:2")),
+    ("prediction too short", lambda d: d.update(prediction=d["prediction"][:-1])),
+    ("prediction unknown", lambda d: d.update(prediction=[9] * len(d["prediction"]))),
+    ("prediction is a number", lambda d: d.update(prediction=1)),
+    ("min_step is text", lambda d: d.update(min_step="1")),
+    ("min_step is not a number", lambda d: d.update(min_step=math.nan)),
+    ("another min_step", lambda d: d.update(min_step=-1)),
+    ("another source", lambda d: d.update(source="generic")),
+    ("another model", lambda d: d.update(model="ab")),
+    ("another id", lambda d: d.update(id="00" * 16)),
+    ("no id", lambda d: d.pop("id")),
+    ("id is a number", lambda d: d.update(id=1)),
+    ("curve is a number", lambda d: d.update(curve=1)),
+    ("curve of numbers", lambda d: d.update(curve=[1])),
+    ("curve of lists", lambda d: d.update(curve=[[1, 2]])),
+    ("unknown curve field", lambda d: d["curve"][0].update(colour=1)),
+    ("missing curve field", lambda d: d["curve"][0].pop("bits_per_value")),
+    ("curve step is text", lambda d: d["curve"][0].update(step="1")),
+    ("curve value is text", lambda d: d["curve"][0].update(kl="1")),
+    ("curve value is null", lambda d: d["curve"][0].update(error=None)),
+    ("curve's worst KL is text", lambda d: d["curve"][0].update(kl_worst="1")),
+    ("curve's worst KL is infinite", lambda d: d["curve"][0].update(kl_worst=math.inf)),
+    ("curve kind is a number", lambda d: d["curve"][0].update(kind=1)),
+    ("curve kind is a list", lambda d: d["curve"][0].update(kind=["prose"])),
+    ("curve value is not a number", lambda d: d["curve"][0].update(kl=math.nan)),
+]
+
+
+@pytest.mark.parametrize(("what", "change"), METADATA, ids=[what for what, _ in METADATA])
+def test_metadata_that_breaks_a_rule(
+    what: str, change: Callable[[dict[str, Any]], Any], fitted: Fitted, tmp_path: Path
+) -> None:
+    fitted("gqa", "layer").with_curve(CURVE).save(tmp_path / "p")
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: change(data))
+    with pytest.raises(FormatError):
+        Profile.load(path)
+
+
+@pytest.mark.parametrize("version", [0, 1, 3, 99, "2", None])
+def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
+    fitted("gqa", "layer").save(tmp_path / "p")
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
+    with pytest.raises(VersionError, match="this build reads version 2"):
+        Profile.load(path)
+
+
+def test_metadata_that_is_not_json(fitted: Fitted, tmp_path: Path) -> None:
+    for text in ("", "{", "[]", "1", "null", '"x"', "[" * 100_000, "{}"):
+        save_file({"x": np.zeros(1, np.float32)}, tmp_path / "q", {"cuvee": text})
+        with pytest.raises(FormatError):
+            Profile.load(tmp_path / "q")
+
+
+def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
+    fitted("gqa", "layer").save(tmp_path / "p")
+    names = list(load_file(tmp_path / "p"))
+    assert len(names) == 4 + 3 * 9
+
+    def bad(value: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
+        yield value[:-1]
+        yield value[None]
+        if value.size:
+            yield value.reshape(-1)[0]
+        yield value.astype(np.float64)
+        yield value.astype(np.int32)
+        yield np.zeros_like(value) - value
+        if value.dtype == np.float32 and value.size:
+            yield np.where(np.arange(value.size).reshape(value.shape) == value.size - 1, np.float32("nan"), value)
+
+    good = load_file(tmp_path / "p")
+    for name in names:
+        value = good[name]
+        for other in bad(value):
+            if np.array_equal(other, value) and (name == "family.freq" or other.dtype == value.dtype):
+                continue
+            path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, a, n=name, o=other: a.update({n: o}))  # type: ignore[misc]
+            with pytest.raises(FormatError):
+                Profile.load(path)
+        path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays, name=name: arrays.pop(name))  # type: ignore[misc]
+        with pytest.raises(FormatError):
+            Profile.load(path)
+
+
+def _set(array: np.ndarray[Any, Any], value: float) -> np.ndarray[Any, Any]:
+    changed = array.copy()
+    changed.flat[-1] = value
+    return changed
+
+
+def _without_escapes(freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    changed = freq.copy()
+    changed[7, 0] += changed[7, 0x80]
+    changed[7, 0x80] = 0
+    return changed
+
+
+FAMILY: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]]] = [
+    (what, name, change)
+    for name in ("dead_zone", "rounding", "shrink")
+    for what, change in (
+        ("not a number", lambda a: _set(a, math.nan)),
+        ("infinite", lambda a: _set(a, math.inf)),
+        ("large", lambda a: _set(a, 1e30)),
+        ("below", lambda a: _set(a, -2.5)),
+        ("half", lambda a: a.astype(np.float16)),
+        ("double", lambda a: a.astype(np.float64)),
+        ("integers", lambda a: np.zeros(a.shape, np.int32)),
+        ("one too few", lambda a: a[:-1]),
+        ("one too many", lambda a: np.concatenate([a, a[:1]])),
+        ("empty", lambda a: a[:0]),
+        ("a scalar", lambda a: a.reshape(-1)[0]),
+        ("another axis", lambda a: a[None]),
+    )
+] + [
+    ("signed", "freq", lambda a: a.astype(np.int16)),
+    ("wide", "freq", lambda a: a.astype(np.int64)),
+    ("float", "freq", lambda a: a.astype(np.float32)),
+    ("one too few", "freq", lambda a: a[:-1]),
+    ("a row", "freq", lambda a: a[0]),
+    ("a scalar", "freq", lambda a: a[0, 0]),
+    ("another sum", "freq", lambda a: _set(a, float(a.flat[-1] + 1))),
+    ("no escapes", "freq", _without_escapes),
+]
+
+
+@pytest.mark.parametrize(("what", "name", "change"), FAMILY, ids=[f"{n}: {w}" for w, n, _ in FAMILY])
+def test_tables_and_quantisers_that_break_a_rule(
+    what: str,
+    name: str,
+    change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
+    fitted: Fitted,
+    tmp_path: Path,
+) -> None:
+    """Refused by the rule, not by the id: compiled loops would read and divide by what they find."""
+    fitted("gqa", "layer").save(tmp_path / "p")
+    key = f"family.{name}"
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda _, arrays: arrays.update({key: change(arrays[key])}))
+    with pytest.raises(FormatError) as caught:
+        Profile.load(path)
+    assert "hash to its id" not in str(caught.value)
+
+
+def test_rules_hold_in_optimised_python(fitted: Fitted, tmp_path: Path) -> None:
+    """`python -O` leaves out asserts; nothing that a file decides about may depend on one."""
+    fitted("gqa", "layer").save(tmp_path / "p")
+    rewrite(tmp_path / "p", tmp_path / "q", lambda _, a: a.update({"family.rounding": a["family.rounding"][:3]}))
+    code = (
+        "import sys; from cuvee import Profile, FormatError\ntry: Profile.load(sys.argv[1])\nexcept FormatError: pass"
+    )
+    code += "\nelse: sys.exit('it was loaded')"
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code, str(tmp_path / "q")], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def _kind(data: dict[str, Any], **changes: Any) -> None:
+    for kind in data["layout"]["kinds"]:
+        kind.update(changes)
+
+
+def _heads(data: dict[str, Any], heads: int) -> list[dict[str, Any]]:
+    return [{**kind, "kv_heads": heads} for kind in data["layout"]["kinds"]]
+
+
+HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
+    ("heads", lambda d: _kind(d, kv_heads=10**10)),
+    ("more heads than a number holds", lambda d: _kind(d, kv_heads=10**400)),
+    ("heads that the arrays are too few for", lambda d: _kind(d, kv_heads=1 << 18)),
+    ("head size", lambda d: _kind(d, head_dim=10**10, value_dim=10**10)),
+    ("layers", lambda d: d["layout"].update(layers=[0] * 100_000)),
+    ("layers of many heads", lambda d: d["layout"].update(layers=[0] * 60_000, kinds=_heads(d, 1000))),
+    ("finest step", lambda d: d.update(min_step=-(10**9))),
+    ("finest step beyond numbers", lambda d: d.update(min_step=-(10**400))),
+    ("finest step above all", lambda d: d.update(min_step=10**400)),
+    ("step of a point", lambda d: d["curve"][0].update(step=-(10**30))),
+    ("value of a point", lambda d: d["curve"][0].update(bits_per_value=10**400)),
+    ("value of a point that overflows", lambda d: d["curve"][0].update(kl=1e-310)),
+    ("frequency", lambda d: _kind(d, rope={"inv_freq": [10**400]})),
+    ("scaling", lambda d: _kind(d, rope={"inv_freq": [1.0], "attention_scaling": 10**400})),
+    ("group", lambda d: d.update(group="layers:" + "9" * 1000)),
+    ("model is a list", lambda d: d.update(model=[1])),
+    ("source is a number", lambda d: d.update(source=1)),
+]
+
+
+@pytest.mark.parametrize("group", ["head", "layer"])
+@pytest.mark.parametrize(("what", "change"), HUGE, ids=[what for what, _ in HUGE])
+def test_huge_numbers_are_refused_before_anything_is_made_of_them(
+    what: str, change: Callable[[dict[str, Any]], Any], group: str, fitted: Fitted, tmp_path: Path
+) -> None:
+    fitted("gqa", group).with_curve(CURVE).save(tmp_path / "p")
+    path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: change(data))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            Profile.load(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 20 * path.stat().st_size + 2_000_000
+
+
+@pytest.mark.parametrize("group", ["unit", "head"])
+@pytest.mark.parametrize("heads", [10**7, 10**10])
+def test_a_profile_that_learned_nothing_has_bounds_too(
+    heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]
+) -> None:
+    """No array of the file says how large a model may be."""
+    Profile.generic(layouts["gqa"]).save(tmp_path / "p")
+
+    def change(data: dict[str, Any], _: object) -> None:
+        _kind(data, kv_heads=heads)
+        data.update(group=group)
+
+    with pytest.raises(FormatError) as caught:
+        Profile.load(rewrite(tmp_path / "p", tmp_path / "q", change))
+    assert "hash to its id" not in str(caught.value)
+    with pytest.raises(FormatError, match="must have the group 'unit'"):
+        Profile.load(rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(group="head")))
+
+
+def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
+    profile = fitted("gqa", "layer")
+    assert profile.with_curve(CURVE).id == profile.id
+    assert profile.with_curve([]).id == profile.id
+
+    def changed(**changes: Any) -> Profile:
+        arguments = {
+            "layout": profile.layout, "group": profile.group, "source": profile.source, "family": profile.family,
+            "learned": profile.learned, "min_step": profile.min_step, "model": profile.model, **changes,
+        }  # fmt: skip
+        return Profile(**arguments)
+
+    def section(**changes: Any) -> tuple[Any, ...]:
+        return (replace(profile.learned[0], **changes), *profile.learned[1:])
+
+    def basis(**changes: Any) -> tuple[Any, ...]:
+        return section(basis=replace(profile.learned[0].basis, **changes))
+
+    first = profile.learned[0]
+    half = first.basis
+    predictor = classed(fitted("irregular", "layer")).learned[0].predictor
+    assert predictor is not None
+    quantizer = profile.family.quantizer
+    others = [
+        changed(),
+        changed(layout=replace(profile.layout, max_positions=17)),
+        changed(layout=replace(profile.layout, model_type="other")),
+        changed(min_step=-1),
+        changed(learned=section(scale=first.scale - 1)),
+        changed(learned=section(rest_scale=first.rest_scale - 1)),
+        changed(learned=section(rho=first.rho + 1)),
+        changed(learned=section(prediction=Prediction.LAG1)),
+        changed(learned=section(class_freq=class_frequencies(np.arange(16.0)))),
+        changed(learned=section(class_scale=first.class_scale - 1)),
+        changed(learned=section(predictor=predictor)),
+        changed(learned=section(predictor=replace(predictor, bias=9.0))),
+        changed(learned=section(predictor=replace(predictor, sinks=np.ones(1, np.float32)))),
+        changed(learned=basis(mean=half.mean + 1)),
+        changed(learned=basis(sinks=half.mean[None])),
+        changed(learned=basis(forward=(half.forward[0] * 2,))),
+        changed(learned=basis(inverse=(half.inverse[0] * 2,))),
+        changed(family=replace(profile.family, quantizer=replace(quantizer, shrink=quantizer.shrink + 1))),
+        changed(family=replace(profile.family, quantizer=replace(quantizer, rounding=1 - quantizer.rounding))),
+        changed(family=replace(profile.family, quantizer=replace(quantizer, dead_zone=1 - quantizer.dead_zone))),
+        changed(family=fitted("gqa", "head").family),
+    ]
+    assert others[0].id == profile.id
+    ids = [other.id for other in others]
+    assert len(set(ids)) == len(ids)
+
+
+def test_the_id_forgives_the_last_bit_of_a_frequency(fitted: Fitted) -> None:
+    profile = fitted("gqa", "layer")
+    layers = []
+    for layer in profile.layout.layers:
+        assert layer.rope is not None
+        nudged = tuple(float(np.nextafter(np.float32(f), np.float32(9))) for f in layer.rope.inv_freq)
+        layers.append(replace(layer, rope=replace(layer.rope, inv_freq=nudged)))
+    layout = replace(profile.layout, layers=tuple(layers))
+    assert layout != profile.layout
+    other = Profile(layout, profile.group, profile.source, profile.family, profile.learned)
+    assert other.id == profile.id
+    other.check_layout(profile.layout)
+
+
+def test_a_profile_needs_all_its_sections(fitted: Fitted) -> None:
+    profile = fitted("gqa", "layer")
+    with pytest.raises(FormatError, match="has 2 sections, group 'layer' needs 3"):
+        Profile(profile.layout, "layer", "fitted", profile.family, profile.learned[:2])
+
+
+def test_check_layout(fitted: Fitted, layouts: dict[str, KVLayout]) -> None:
+    profile = fitted("gqa", "layer")
+    profile.check_layout(replace(profile.layout, dtype="float16"))
+    for other in (layouts["mha"], replace(profile.layout, max_positions=5), layouts["yarn"]):
+        with pytest.raises(ProfileMismatch, match="RoPE or position limit differ"):
+            profile.check_layout(other)
+
+
+def test_interpolation_by_hand(fitted: Fitted) -> None:
+    profile = fitted("gqa", "layer").with_curve(reversed(CURVE))
+    assert [p.step for p in profile.curve] == [-192, -128, -64, 0, 64]
+    # On the points, half-way between them (geometric in KL), and near the ends.
+    for kl, step in ((1e-3, 0), (4e-3, 64), (1e-3 / 64, -192), (2e-3, 32), (1e-3 / 2, -32), (1e-3 * 4**0.25, 16)):
+        assert profile.resolve(kl=KL_MARGIN * kl) == step
+    for bits, step in ((4.0, 0), (5.0, -64), (math.sqrt(20), -32), (math.sqrt(12), 32)):
+        assert profile.resolve(bits=bits) == step
+    assert profile.resolve(ratio=8.0) == profile.resolve(bits=4.0) == 0  # of float32
+    half = Profile(
+        replace(profile.layout, dtype="bfloat16"), "layer", "fitted", profile.family, profile.learned, curve=CURVE
+    )
+    assert half.resolve(ratio=4.0) == 0
+    with pytest.raises(
+        ProfileError, match=r"^ratio=1.5 is 10.67 of the 16 bits a value of a \w+ cache, but bits=10.67 is"
+    ):
+        half.resolve(ratio=1.5)
+    assert profile.resolve(step=2.0) == 64 and profile.resolve(step=2 ** (1 / 64)) == 1
+
+
+def test_presets(fitted: Fitted) -> None:
+    longer = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
+    profile = fitted("gqa", "layer").with_curve(longer)
+    for quality, kl, error in (("high", 1e-3, 2e-3), ("balanced", 5e-3, 1e-2), ("small", 2e-2, 4e-2)):
+        assert profile.resolve(quality) == profile.resolve(kl=kl)
+        # Without KL, by the error.
+        blind = profile.with_curve([replace(p, kl=None, kl_stderr=None) for p in longer])
+        assert blind.resolve(quality) == round(64 * math.log(error / 1e-2, 4))
+    with pytest.raises(InputError, match="'lossless'"):
+        profile.resolve("lossless")
+
+
+def test_what_the_curve_does_not_reach(fitted: Fitted) -> None:
+    profile = fitted("gqa", "layer").with_curve(CURVE)
+    for arguments, message in (
+        ({"kl": 1e-6}, r"kl=1e-06 is outside the measured range 2.03.e-05 … 0.0052 .*use quality='lossless'"),
+        ({"kl": 1.0}, "kl=1 is outside the measured range 2.03.e-05 … 0.0052 of this profile$"),
+        ({"bits": 2.9}, "bits=2.9 is outside the measured range 3 … 7"),
+        ({"bits": 7.1}, "bits=7.1 is outside the measured range 3 … 7"),
+        ({"ratio": 100.0}, "outside the measured range"),
+    ):
+        with pytest.raises(ProfileError, match=message):
+            profile.resolve(**arguments)  # type: ignore[arg-type]
+    blind = profile.with_curve([replace(p, kl=None) for p in CURVE])
+    bare = profile.with_curve([])
+    for other, arguments in (
+        (blind, {"kl": 1e-3}),
+        (bare, {"kl": 1e-3}),
+        (bare, {"bits": 4.0}),
+        (bare, {"ratio": 4.0}),
+    ):
+        with pytest.raises(ProfileError, match=r"no curve for .*Profile.calibrate or profile.measure"):
+            other.resolve(**arguments)  # type: ignore[arg-type]
+    with pytest.raises(ProfileError, match="no curve"):
+        profile.with_curve(CURVE[:1]).resolve(kl=1e-3)
+    wrong: list[dict[str, Any]] = [{}, {"kl": 1e-3, "bits": 4.0}, {"quality": "high", "step": 1.0}]
+    for several in wrong:
+        with pytest.raises(InputError, match="exactly one of"):
+            profile.resolve(**several)
+
+
+def test_curves_that_are_not_monotone(fitted: Fitted) -> None:
+    noisy = [CurvePoint(64 * k, 4.0 - k, 1e-2, kl) for k, kl in enumerate((1e-3, 1e-3, 4e-3, 2e-3, 8e-3))]
+    profile = fitted("gqa", "layer").with_curve(noisy)
+    for kl in (1e-3, 2e-3, 3e-3, 4e-3, 8e-3):
+        assert 0 <= profile.resolve(kl=KL_MARGIN * kl) <= 256
+    unknown = fitted("gqa", "layer").with_curve([*noisy, CurvePoint(-64, 5.0, 1e-2, 0.0), CurvePoint(-128, 6.0, 1e-2)])
+    assert unknown.resolve(kl=3e-3) == profile.resolve(kl=3e-3)

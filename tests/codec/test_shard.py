@@ -1,0 +1,497 @@
+"""Tensor parallelism: the codec of one rank codes its heads as the codec of the whole cache does among all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatch
+from cuvee.codec.family import OCTAVE, scale_codes
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profile import CurvePoint, Profile
+from cuvee.codec.symbols import Prediction
+from cuvee.codec.transform import partition
+
+ROPE = Rope((1.0, 0.3, 0.1, 0.03))
+# Heads differ from layer to layer, and so do the sizes of keys and values; four ranks share the heads of layer 1.
+UNLIKE = KVLayout(
+    "unlike", (LayerLayout(4, 8, 16, ROPE), LayerLayout(2, 16, 8, ROPE), LayerLayout(8, 8, 8, None)), "float32", None
+)
+MakeChunk = Callable[..., KVChunk]
+Fitted = Callable[[str, str], Profile]
+
+
+def of_rank(chunk: KVChunk, rank: int, size: int) -> KVChunk:
+    """What the rank holds of the chunk."""
+    heads = chunk.layout.shard_heads(rank, size)
+    keys, values = (
+        [unit[:, part.start : part.stop].contiguous() for unit, part in zip(units, heads, strict=True)]
+        for units in (chunk.keys, chunk.values)
+    )
+    return KVChunk(keys, values, chunk.layout.shard(rank, size), chunk.start)
+
+
+def units(chunk: KVChunk) -> list[torch.Tensor]:
+    """Keys and values of each layer in turn."""
+    return [unit for pair in zip(chunk.keys, chunk.values, strict=True) for unit in pair]
+
+
+def assert_equal(got: KVChunk, want: KVChunk) -> None:
+    """Bit for bit."""
+    assert (got.layout, got.start) == (want.layout, want.start)
+    for a, b in zip(units(got), units(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def speech(layout: KVLayout, tokens: int, seed: int, start: int = 0) -> KVChunk:
+    """A cache whose tokens resemble those before and whose position 0 lies far out; the last head of a layer is still.
+
+    Prediction and means of the first positions pay on it, and blocks without components turn up.
+    """
+    noise = torch.Generator().manual_seed(seed)
+    out: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    for layer in layout.layers:
+        for size, tensors in ((layer.head_dim, out[0]), (layer.value_dim, out[1])):
+            x = torch.randn(tokens, layer.kv_heads, size, generator=noise)
+            for t in range(1, tokens):
+                x[t] = 0.95 * x[t - 1] + 0.3 * x[t]
+            x *= torch.linspace(2, 0.5, size) * torch.linspace(1, 2, layer.kv_heads)[:, None]
+            if start == 0:
+                x[0] = 40 + torch.arange(layer.kv_heads)[:, None]
+            x[:, -1] = 1.5
+            tensors.append(x.to(layout.torch_dtype))
+    return KVChunk(out[0], out[1], layout, start)
+
+
+@pytest.fixture(scope="module")
+def rich() -> Profile:
+    """Prediction, means of the first positions and blocks without components, in heads that differ by layer."""
+    layout = replace(UNLIKE, layers=tuple(replace(layer, rope=None) for layer in UNLIKE.layers))
+    profile = Profile.fit(layout, [speech(layout, 160, seed, 50 * (seed % 3)) for seed in range(12)], "head")
+    assert all(section.prediction is not Prediction.NONE for section in profile.learned)
+    assert all(len(section.basis.sinks) for section in profile.learned)
+    assert all(section.basis.block_ranks[-1] == 0 < section.basis.block_ranks[0] for section in profile.learned)
+    return profile
+
+
+# Layouts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
+def test_ranks_hold_what_vllm_gives_them(size: int) -> None:
+    # vLLM: max(1, heads // size) heads a rank; with more ranks than heads each head is on size // heads of them.
+    for rank in range(size):
+        layout, parts = UNLIKE.shard(rank, size), UNLIKE.shard_heads(rank, size)
+        for whole, layer, part in zip(UNLIKE.layers, layout.layers, parts, strict=True):
+            count = max(1, whole.kv_heads // size)
+            first = rank * count if size <= whole.kv_heads else rank // (size // whole.kv_heads)
+            assert part == range(first, first + count)
+            assert layer == replace(whole, kv_heads=count)
+        assert replace(layout, layers=UNLIKE.layers) == UNLIKE
+    held = [UNLIKE.shard_heads(rank, size) for rank in range(size)]
+    for index, whole in enumerate(UNLIKE.layers):
+        copies = max(size // whole.kv_heads, 1)
+        everything = sorted(head for parts in held for head in parts[index])
+        assert everything == sorted([*range(whole.kv_heads)] * copies)
+
+
+def test_a_shard_of_one_is_the_whole(fitted: Fitted) -> None:
+    assert UNLIKE.shard(0, 1) == UNLIKE
+    for group in ("head", "layer", "all"):
+        profile = fitted("gqa", group)
+        assert profile.shard(0, 1) is profile
+
+
+def test_shards_of_different_sizes_have_different_fingerprints() -> None:
+    prints = {UNLIKE.shard(0, size).fingerprint for size in (1, 2, 4, 8)}
+    assert len(prints) == 4
+    assert UNLIKE.shard(0, 8).fingerprint == UNLIKE.shard(7, 16).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "message"),
+    [
+        (0, 0, "size must be an int above 0, got 0"),
+        (0, -2, "size must be an int above 0, got -2"),
+        (0, 2.0, "size must be an int above 0, got 2.0"),
+        (0, True, "size must be an int above 0, got True"),
+        (-1, 2, "rank must be one of 0 … 1, got -1"),
+        (2, 2, "rank must be one of 0 … 1, got 2"),
+        (1.0, 2, "rank must be one of 0 … 1, got 1.0"),
+        (True, 2, "rank must be one of 0 … 1, got True"),
+        (0, 3, "size must divide the 4 KV heads of layer 0 or be a multiple of them, got 3"),
+        (0, 12, "size must divide the 8 KV heads of layer 2 or be a multiple of them, got 12"),
+    ],
+)
+def test_ranks_that_do_not_exist(fitted: Fitted, rank: Any, size: Any, message: str) -> None:
+    for ask in (UNLIKE.shard, UNLIKE.shard_heads, Profile.generic(UNLIKE).shard):
+        with pytest.raises(InputError) as caught:
+            ask(rank, size)
+        assert str(caught.value) == message
+
+
+# Profiles --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2, 4, 8, 16])
+def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -> None:
+    """Every number a block has, at every step: exact, on any machine."""
+    for rank in range(size):
+        shard, heads = rich.shard(rank, size), rich.layout.shard_heads(rank, size)
+        assert shard.sections == partition(rich.layout.shard(rank, size), "head")
+        assert (shard.group, shard.source, shard.min_step) == (rich.group, rich.source, rich.min_step)
+        assert shard.family is rich.family and shard.curve == rich.curve != ()
+        for layer, part, mine, whole in zip(rich.layout.layers, heads, shard.learned, rich.learned, strict=True):
+            blocks = [*part, *(layer.kv_heads + head for head in part)]
+            for at, block in enumerate(blocks):
+                for a, b in (
+                    (mine.basis.forward[at], whole.basis.forward[block]),
+                    (mine.basis.inverse[at], whole.basis.inverse[block]),
+                    (
+                        _columns(mine.basis, at, mine.basis.mean[None]),
+                        _columns(whole.basis, block, whole.basis.mean[None]),
+                    ),
+                    (_columns(mine.basis, at, mine.basis.sinks), _columns(whole.basis, block, whole.basis.sinks)),
+                ):
+                    torch.testing.assert_close(a, b, rtol=0, atol=0)
+                for name in ("scale", "rest_scale", "rho"):
+                    np.testing.assert_array_equal(
+                        getattr(mine, name)[_rows(mine.basis, at)], getattr(whole, name)[_rows(whole.basis, block)]
+                    )
+            assert mine.prediction is whole.prediction
+            # Classes mean the same. What predicts them reads the components that there are.
+            assert mine.class_freq is whole.class_freq and mine.class_scale is whole.class_scale
+            assert (mine.predictor is None) == (whole.predictor is None)
+            assert len(mine.basis.forward) == len(mine.basis.inverse) == len(blocks)
+            assert len(mine.scale) == len(mine.rest_scale) == len(mine.rho) == sum(mine.basis.block_ranks)
+            for step in (-4 * OCTAVE, 0, 3 * OCTAVE):
+                ranks, plan = mine.plan(step)
+                assert ranks == tuple(whole.select(step)[0][block] for block in blocks)
+                assert len(plan.shift) == sum(ranks) == int((scale_codes(mine.scale, step) >= 0).sum())
+
+
+def _columns(basis: Any, block: int, x: torch.Tensor) -> torch.Tensor:
+    sizes = [matrix.shape[1] for matrix in basis.forward]
+    return x[:, sum(sizes[:block]) : sum(sizes[: block + 1])]
+
+
+def _rows(basis: Any, block: int) -> slice:
+    return slice(sum(basis.block_ranks[:block]), sum(basis.block_ranks[: block + 1]))
+
+
+@pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all"])
+def test_bases_that_mix_heads_cannot_be_cut(fitted: Fitted, group: str) -> None:
+    for size in (2, 4):
+        with pytest.raises(ProfileError, match=f"group '{group}' crosses .* group='head'.* Profile.fit"):
+            fitted("gqa", group).shard(0, size)
+
+
+@pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all", "head"])
+def test_ranks_that_share_the_only_head_share_the_profile(fitted: Fitted, group: str) -> None:
+    profile = fitted("mqa", group)
+    assert profile.shard(1, 4) is profile
+
+
+def test_ids(rich: Profile, tmp_path: Path) -> None:
+    ids = [rich.shard(rank, 8).id for rank in range(8)]
+    assert len({rich.id, *ids}) == 9
+    assert ids == [rich.shard(rank, 8).id for rank in range(8)]
+    rich.save(tmp_path / "whole")
+    loaded = Profile.load(tmp_path / "whole")
+    assert ids == [loaded.shard(rank, 8).id for rank in range(8)]
+    # Neither the curve nor the dtype it was learned in changes what a shard decodes.
+    other = Profile(
+        replace(rich.layout, dtype="bfloat16"), "head", rich.source, rich.family, rich.learned, min_step=rich.min_step
+    )
+    assert other.shard(3, 8).id == ids[3]
+    # Copies of a head are one profile, so that one rank's blobs serve the other.
+    gqa = replace(rich.layout, layers=rich.layout.layers[1:2])
+    two = Profile(gqa, "head", rich.source, rich.family, rich.learned[1:2], min_step=rich.min_step)
+    assert two.shard(0, 4).id == two.shard(1, 4).id == two.shard(0, 2).id != two.shard(2, 4).id
+
+
+def test_a_shard_is_a_profile_like_any(rich: Profile, tmp_path: Path) -> None:
+    curve = [CurvePoint(-64, 3.0, 1e-3, 1e-3), CurvePoint(64, 1.0, 1e-2, 4e-2)]
+    whole = Profile(
+        rich.layout, "head", "calibrated", rich.family, rich.learned, min_step=-320, model="ab" * 16, curve=curve
+    )
+    shard = whole.shard(1, 2)
+    shard.save(tmp_path / "shard")
+    loaded = Profile.load(tmp_path / "shard")
+    assert loaded.id == shard.id and loaded.layout == rich.layout.shard(1, 2)
+    assert (loaded.curve, loaded.model, loaded.min_step) == (tuple(curve), "ab" * 16, -320)
+    assert loaded.resolve("balanced") == whole.resolve("balanced")  # the same step on every rank
+    chunk = of_rank(speech(rich.layout, 40, 99), 1, 2)
+    codec = Codec(loaded)
+    blob = Codec(shard).encode(chunk)
+    assert codec.encode(chunk) == blob
+    assert_equal(codec.decode(blob), Codec(shard).decode(blob))
+    # A shard of a shard is a shard.
+    assert whole.shard(1, 2).shard(1, 2).id == whole.shard(3, 4).id
+
+
+# Coding ----------------------------------------------------------------------------------------------------------
+
+
+# One tile, and several; at the start of a sequence, and later.
+@pytest.mark.parametrize(("tokens", "start"), [(1, 0), (256, 0), (700, 3)])
+@pytest.mark.parametrize(
+    ("name", "size"), [("gqa", 2), ("gqa", 4), ("mha", 2), ("mha", 4), ("bfloat16", 2), ("yarn", 2), ("partial", 2)]
+)
+def test_shards_together_are_the_whole(
+    fitted: Fitted, make_chunk: MakeChunk, name: str, size: int, tokens: int, start: int
+) -> None:
+    """Bit for bit: a block's product has the same shape in the shard."""
+    profile = fitted(name, "head")
+    chunk = make_chunk(profile.layout, tokens, 5, start)
+    for step in (0.05, 0.7):
+        codec = Codec(profile, step=step)
+        whole = codec.decode(codec.encode(chunk))
+        for rank in range(size):
+            own = Codec(profile.shard(rank, size), step=step)
+            assert_equal(own.decode(own.encode(of_rank(chunk, rank, size))), of_rank(whole, rank, size))
+
+
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize(("name", "size"), [("gqa", 2), ("mha", 4)])
+def test_shards_that_are_told_the_classes_are_the_whole(
+    fitted: Fitted, make_chunk: MakeChunk, name: str, size: int, tokens: int
+) -> None:
+    """Given the same importance, every rank chooses the classes that the whole chooses, whatever else it knows."""
+    plain = fitted(name, "head")
+    class_scale = np.linspace(90, -60, 16).astype(np.int16)
+    learned = tuple(replace(section, class_scale=class_scale) for section in plain.learned)
+    profile = Profile(plain.layout, "head", "fitted", plain.family, learned)
+    chunk = make_chunk(profile.layout, tokens, 5, 3)
+    weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
+    codec = Codec(profile, step=0.2)
+    whole = codec.decode(codec.encode(chunk, importance=weights))
+    for rank in range(size):
+        own, part = Codec(profile.shard(rank, size), step=0.2), of_rank(chunk, rank, size)
+        assert_equal(own.decode(own.encode(part, importance=weights)), of_rank(whole, rank, size))
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_shards_of_a_rich_profile_are_the_whole(rich: Profile, size: int) -> None:
+    """With prediction, means of the first positions, blocks and sections without components."""
+    for start in (0, 2, 70):
+        chunk = speech(rich.layout, 200, 7, start)
+        for step in (0.05, 0.5, 32.0):
+            codec = Codec(rich, step=step)
+            whole = codec.decode(codec.encode(chunk))
+            for rank in range(size):
+                own = Codec(rich.shard(rank, size), step=step)
+                blob = own.encode(of_rank(chunk, rank, size))
+                assert_equal(own.decode(blob), of_rank(whole, rank, size))
+
+
+@pytest.mark.parametrize(("name", "size"), [("irregular", 6), ("narrow-values", 2)])
+def test_heads_of_odd_sizes(fitted: Fitted, make_chunk: MakeChunk, name: str, size: int) -> None:
+    """To the rounding of a product: where blocks are not aligned, BLAS may add up in another order."""
+    profile = fitted(name, "head")
+    chunk = make_chunk(profile.layout, 300, 5, 1)
+    codec = Codec(profile, step=0.25)
+    whole = codec.decode(codec.encode(chunk))
+    for rank in range(size):
+        own = Codec(profile.shard(rank, size), step=0.25)
+        got = own.decode(own.encode(of_rank(chunk, rank, size)))
+        for a, b in zip(units(got), units(of_rank(whole, rank, size)), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=2**-20 * float(b.abs().max()))
+
+
+def test_a_shard_reads_and_writes_its_own_blobs_alone(fitted: Fitted, make_chunk: MakeChunk) -> None:
+    profile = fitted("gqa", "head")
+    chunk = make_chunk(profile.layout, 20)
+    whole, first, second = (Codec(p, step=0.2) for p in (profile, profile.shard(0, 2), profile.shard(1, 2)))
+    blob = first.encode(of_rank(chunk, 0, 2))
+    with pytest.raises(ProfileMismatch, match="encoded with profile"):
+        second.decode(blob)
+    with pytest.raises(ProfileMismatch, match="another model"):
+        whole.decode(blob)
+    with pytest.raises(ProfileMismatch, match="another model"):
+        first.decode(whole.encode(chunk))
+    with pytest.raises(ProfileMismatch, match="3 layers of 1 x 16"):
+        first.encode(chunk)
+    # Copies of a head serve one another.
+    copies = [Codec(profile.shard(rank, 4), step=0.2) for rank in range(2)]
+    assert_equal(copies[1].decode(copies[0].encode(of_rank(chunk, 0, 4))), first.decode(blob))
+
+
+@pytest.mark.parametrize("name", ["gqa", "bfloat16", "float16"])
+def test_lossless_shards(fitted: Fitted, make_chunk: MakeChunk, name: str) -> None:
+    profile = fitted(name, "head")
+    chunk = make_chunk(profile.layout, 70, 1, 9)
+    for size in (2, 4):
+        for rank in range(size):
+            part = of_rank(chunk, rank, size)
+            for shard in (profile.shard(rank, size), Profile.generic(chunk.layout).shard(rank, size)):
+                codec = Codec(shard, "lossless")
+                assert_equal(codec.decode(codec.encode(part)), part)
+
+
+def test_generic_shards(fitted: Fitted, make_chunk: MakeChunk) -> None:
+    """A generic step is relative to a unit of the rank, so shards are alike in relative error, not bit for bit."""
+    generic = Profile.generic(UNLIKE).with_curve([CurvePoint(-80, 4.0, 1e-2)])
+    shards = [generic.shard(rank, 4) for rank in range(4)]
+    assert {shard.id for shard in shards} == {Profile.generic(UNLIKE.shard(0, 4)).id}
+    assert all(shard.curve == generic.curve and shard.source == "generic" for shard in shards)
+    chunk = make_chunk(UNLIKE, 300, 2)
+    for rank, shard in enumerate(shards):
+        codec, part = Codec(shard, step=0.25), of_rank(chunk, rank, 4)
+        back = codec.decode(codec.encode(part))
+        for a, b in zip(units(back), units(part), strict=True):
+            deviation = (b - b.mean(0)).square().mean().sqrt()
+            assert float((a - b).square().mean().sqrt() / deviation) < 0.25 / 2
+
+
+# A serving engine's pages ----------------------------------------------------------------------------------------
+
+
+def pages(layout: KVLayout, blocks: int = 4, block_tokens: int = 16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values of each layer, `[blocks, block_tokens, heads, size]`, filled with sevens."""
+    return [
+        (
+            torch.full((blocks, block_tokens, layer.kv_heads, layer.head_dim), 7.0).to(layout.torch_dtype),
+            torch.full((blocks, block_tokens, layer.kv_heads, layer.value_dim), 7.0).to(layout.torch_dtype),
+        )
+        for layer in layout.layers
+    ]
+
+
+def rank_pages(layout: KVLayout, memory: list[tuple[torch.Tensor, torch.Tensor]], rank: int, size: int) -> PagedCache:
+    """A rank's cache: views of its heads in the memory of all."""
+    heads = layout.shard_heads(rank, size)
+    keys, values = (
+        [unit[which][:, :, part.start : part.stop] for unit, part in zip(memory, heads, strict=True)]
+        for which in (0, 1)
+    )
+    return PagedCache(layout.shard(rank, size), keys, values)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_fill_one_paged_cache(fitted: Fitted, make_chunk: MakeChunk, size: int) -> None:
+    profile = fitted("mha", "head")
+    layout = profile.layout
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(1))[:50].split(30)
+    source, wanted, got = pages(layout), pages(layout), pages(layout)
+    whole, starts = Codec(profile, step=0.3), [2, 500]
+    for number, (at, start) in enumerate(zip(slots, starts, strict=True)):
+        chunk = make_chunk(layout, len(at), number, start)
+        rank_pages(layout, source, 0, 1).write(chunk.keys, chunk.values, at)
+    everything = rank_pages(layout, source, 0, 1)
+    whole.decode_paged(
+        whole.encode_paged(everything, slots, starts), rank_pages(layout, wanted, 0, 1), slots, [40, 0]
+    ).check()
+    for rank in range(size):
+        codec, mine = Codec(profile.shard(rank, size), step=0.3), rank_pages(layout, source, rank, size)
+        blobs = codec.encode_paged(mine, slots, starts)
+        dense = of_rank(everything.read(slots[1], starts[1]), rank, size)
+        assert blobs[1] == codec.encode(dense)
+        with pytest.raises(ProfileMismatch):
+            codec.encode_paged(everything, slots, starts)
+        codec.decode_paged(blobs, rank_pages(layout, got, rank, size), slots, [40, 0]).check()
+    for mine_layer, whole_layer in zip(got, wanted, strict=True):
+        for a, b in zip(mine_layer, whole_layer, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+# Sizes -----------------------------------------------------------------------------------------------------------
+
+
+def test_shards_cost_little_more(fitted: Fitted, make_chunk: MakeChunk) -> None:
+    """A header a blob and some bytes a section, whatever the chunk holds."""
+    profile = fitted("mha", "head")
+    chunk = make_chunk(profile.layout, 256, 3)
+    whole = len(Codec(profile, step=0.3).encode(chunk))
+    for size in (2, 4):
+        together = sum(
+            len(Codec(profile.shard(rank, size), step=0.3).encode(of_rank(chunk, rank, size))) for rank in range(size)
+        )
+        extra = together - whole
+        assert 0 < extra <= (size - 1) * (80 + 3 * 32)
+
+
+# The bundled model -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def books_head() -> tuple[Any, torch.Tensor, Profile]:
+    """The bundled model, sequences of another text than it was calibrated on, and a profile of group `head`."""
+    from cuvee.eval.data import bundled_text, load_bundled_model
+    from cuvee.eval.protocol import reread, split_sequences
+
+    model, tokenizer = load_bundled_model()
+
+    def sequences(name: str, count: int) -> torch.Tensor:
+        ids = torch.tensor(tokenizer(bundled_text(name)).input_ids)
+        return reread(split_sequences(ids, count, 384), 256)
+
+    profile = Profile.calibrate(model, sequences("harbour", 8), "head", prefix=256, progress=False)
+    return model, sequences("orchard", 2), profile
+
+
+def test_the_bundled_model_on_two_ranks(books_head: tuple[Any, torch.Tensor, Profile]) -> None:
+    from cuvee.codec.model import prefill
+
+    model, tokens, profile = books_head
+    assert profile.source == "calibrated" and len(profile.model or "") == 32
+    layout = replace(profile.layout, dtype="bfloat16")
+    with torch.no_grad():
+        exact = prefill(model, tokens[:, :256], profile.layout)
+    shards = [profile.shard(rank, 2) for rank in range(2)]
+    assert len({profile.id, *(shard.id for shard in shards)}) == 3
+    learned = tuple(replace(section, predictor=None) for section in profile.learned)
+    alike = Profile(profile.layout, "head", "calibrated", profile.family, learned, curve=profile.curve)
+    for full in exact:
+        chunk = KVChunk([k.bfloat16() for k in full.keys], [v.bfloat16() for v in full.values], layout)
+        codec = Codec(profile, "balanced")
+        weights = torch.logspace(0, 3, chunk.tokens, 2)
+        blob = codec.encode(chunk, importance=weights)
+        whole, size = codec.decode(blob), 0
+        usual = Codec(alike, "balanced").decode(Codec(alike, "balanced").encode(chunk))
+        for rank, shard in enumerate(shards):
+            own, part = Codec(shard, "balanced"), of_rank(chunk, rank, 2)
+            assert own.step == codec.step and shard.model == profile.model
+            mine = own.encode(part, importance=weights)
+            assert_equal(own.decode(mine), of_rank(whole, rank, 2))
+            size += len(mine)
+            # Without a predictor, tokens are coded alike, here as there.
+            blind = Codec(alike.shard(rank, 2), "balanced")
+            assert_equal(blind.decode(blind.encode(part)), of_rank(usual, rank, 2))
+            # With one, a rank chooses by the heads it has: other classes, as fine on average.
+            assert 0.8 < len(own.encode(part)) / len(blind.encode(part)) < 1.4
+        assert len(blob) < size < 1.02 * len(blob)
+
+
+# Kernels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rank", "size"),
+    [("head", 2, 4), ("head", 7, 8), ("generic", 2, 4), ("lossless", 2, 4)],  # rank 7 of 8 has no component at all
+)
+def test_kernels_on_a_shard(device: torch.device, rich: Profile, scheme: str, rank: int, size: int) -> None:
+    """One shard on the device and on the CPU: blobs cross over, lossless ones are the same bytes."""
+    chunk = speech(rich.layout, 9, 7, 2)
+    whole = rich if scheme == "head" else Profile.generic(rich.layout)
+    quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
+    shard, part = whole.shard(rank, size), of_rank(chunk, rank, size)
+    cpu, triton = Codec(shard, **quality), Codec(shard, backend="triton", **quality)
+    there = KVChunk([k.to(device) for k in part.keys], [v.to(device) for v in part.values], part.layout, part.start)
+    blob, mine = cpu.encode(part), triton.encode(there)
+    if scheme == "lossless":
+        assert mine == blob
+    assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
+    want = cpu.decode(blob)
+    for got in (cpu.decode(mine), triton.decode(blob, device=device)):
+        for a, b in zip(units(got), units(want), strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2**-14 * float(b.abs().max()))

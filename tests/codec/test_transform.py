@@ -1,0 +1,297 @@
+"""Sections, blocks, bases: a partition, an isometry in the metric's coordinates, and its inverse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+
+from cuvee.codec import transform, transform_numba
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.classes import WINDOW
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.transform import (
+    Rotation,
+    Section,
+    SectionBasis,
+    eigenbasis,
+    gather,
+    partition,
+    place,
+    require_finite,
+    synthesise,
+    tile_tokens,
+    tiles,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_partition_by_hand() -> None:
+    layout = KVLayout("synthetic", (LayerLayout(2, 4, 3, None), LayerLayout(1, 5, 6, None)), "float32", None)
+    cut = {group: partition(layout, group) for group in ("head", "unit", "layer", "layers:2", "all")}
+    assert [s.blocks for s in cut["head"]] == [(4, 4, 3, 3), (5, 6)]
+    assert [s.blocks for s in cut["unit"]] == [(8, 6), (5, 6)]
+    assert [s.blocks for s in cut["layer"]] == [(14,), (11,)]
+    assert [s.blocks for s in cut["all"]] == [(25,)] == [s.blocks for s in cut["layers:2"]]
+
+
+@pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:1", "layers:2", "layers:3", "layers:7", "all"])
+def test_blocks_partition_the_values(group: str, layouts: dict[str, KVLayout]) -> None:
+    for layout in layouts.values():
+        sections = partition(layout, group)
+        assert [s.first_layer for s in sections] == [0, *(s.end_layer for s in sections[:-1])]
+        assert sections[-1].end_layer == layout.num_layers
+        assert sum(s.values for s in sections) == layout.values_per_token
+        for section in sections:
+            layers = section.layers(layout)
+            assert layers == layout.layers[section.first_layer : section.end_layer]
+            assert section.values == sum(x.key_values + x.value_values for x in layers)
+    assert [len(partition(layouts["gqa"], g)) for g in ("layer", "layers:2", "layers:7", "all")] == [3, 2, 1, 1]
+
+
+@pytest.mark.parametrize("group", ["", "heads", "layers", "layers:0", "layers:-1", "layers:2x", "layers:n", "Layer"])
+def test_unknown_groups(group: str, layouts: dict[str, KVLayout]) -> None:
+    with pytest.raises(InputError, match="head, unit, layer, layers:n, all"):
+        partition(layouts["gqa"], group)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mqa", "partial", "interleaved", "yarn", "no-rope", "irregular", "bfloat16"])
+def test_rotation_is_ropes(name: str, layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]) -> None:
+    layout = layouts[name]
+    chunk = make_chunk(layout, 20, start=100)
+    for first, end in ((0, 20), (3, 9), (19, 20)):
+        at, positions = slice(first, end), torch.arange(100 + first, 100 + end)
+        forward, inverse = Rotation(layout, 100, 20, CPU), Rotation(layout, 100, 20, CPU, inverse=True)
+        for keys, layer in zip(chunk.keys, layout.layers, strict=True):
+            assert torch.equal(forward.apply(keys[at], layer.rope, at), rotate(keys[at], layer.rope, positions))
+            assert torch.equal(inverse.apply(keys[at], layer.rope, at), unrotate(keys[at], layer.rope, positions))
+
+
+def empty_outputs(layout: KVLayout, tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Poisoned, so that whatever is not written shows."""
+    nan = float("nan")
+    keys = [torch.full((tokens, x.kv_heads, x.head_dim), nan, dtype=layout.torch_dtype) for x in layout.layers]
+    values = [torch.full((tokens, x.kv_heads, x.value_dim), nan, dtype=layout.torch_dtype) for x in layout.layers]
+    return keys, values
+
+
+@pytest.mark.parametrize("module", [transform, transform_numba])
+@pytest.mark.parametrize("name", ["gqa", "narrow-values", "interleaved", "yarn", "irregular", "float16", "bfloat16"])
+@pytest.mark.parametrize("group", ["head", "layer", "layers:2", "all"])
+def test_place_inverts_gather(
+    module: object, name: str, group: str, layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk]
+) -> None:
+    layout = layouts[name]
+    chunk = make_chunk(layout, 30, start=50)
+    keys, values = empty_outputs(layout, 30)
+    inverse, forward = Rotation(layout, 50, 30, CPU, inverse=True), Rotation(layout, 50, 30, CPU)
+    for section in partition(layout, group):
+        for at in (slice(0, 7), slice(7, 30)):
+            x = gather(chunk, section, inverse, at)
+            assert x.shape == (at.stop - at.start, section.values) and x.dtype == torch.float32
+            mean = torch.randn(1, section.values)
+            module.place(x - mean, mean, section, layout, forward, at, keys, values)  # type: ignore[attr-defined]
+    rounding = torch.finfo(layout.torch_dtype).eps
+    for got, want in zip((*keys, *values), (*chunk.keys, *chunk.values), strict=True):
+        largest = float(want.float().abs().max())
+        torch.testing.assert_close(got, want, rtol=0, atol=(rounding + 1e-6) * largest)
+
+
+def test_gather_orders_layer_unit_head_dimension() -> None:
+    layout = KVLayout("synthetic", (LayerLayout(2, 2, 1, None), LayerLayout(1, 1, 3, None)), "float32", None)
+    keys = [torch.tensor([[[1.0, 2.0], [3.0, 4.0]]]), torch.tensor([[[7.0]]])]
+    values = [torch.tensor([[[5.0], [6.0]]]), torch.tensor([[[8.0, 9.0, 10.0]]])]
+    chunk = KVChunk(keys, values, layout)
+    (section,) = partition(layout, "all")
+    assert gather(chunk, section, None, slice(0, 1)).tolist() == [[float(i) for i in range(1, 11)]]
+
+
+@pytest.mark.parametrize("x_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("means", [1, 4, 63])
+@pytest.mark.parametrize("rotary", [0, 4, 16])
+def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotary: int) -> None:
+    rope = Rope(tuple(0.3**i for i in range(rotary // 2)), 1.3) if rotary else None
+    layout = KVLayout("synthetic", (LayerLayout(2, 16, 5, rope),) * 2, "bfloat16", None)
+    (section,) = partition(layout, "all")
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn(63, section.values, generator=generator) * 10 ** torch.linspace(-30, 30, section.values)).to(
+        x_dtype
+    )
+    x[5, 3], x[6, 30] = 3e38, -3e38  # rounds to infinity, or nearly
+    mean = torch.randn(means, section.values, generator=generator)
+    # Half-way between two bfloat16, above an even one and above an odd one: the values of the last layer.
+    x[:, -10:], mean[:, -10:-5], mean[:, -5:] = 0, 1 + 2**-8, 1 + 3 * 2**-8
+    rotation = Rotation(layout, 1000, 100, CPU)
+    outputs = [empty_outputs(layout, 100) for _ in range(2)]
+    for implementation, out in zip((transform.place, transform_numba.place), outputs, strict=True):
+        implementation(x, mean, section, layout, rotation, slice(37, 100), *out)
+    for one, other in zip(*outputs, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+            assert bool(a[:37].isnan().all())
+    ties = torch.tensor([[1.0] * 5, [1 + 2**-6] * 5]).bfloat16()
+    assert torch.equal(outputs[0][1][1][37:], ties.expand(63, 2, 5))
+    # The last mean serves all further tokens: the same as if it was repeated.
+    repeated = empty_outputs(layout, 100)
+    whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
+    transform.place(x, whole, section, layout, rotation, slice(37, 100), *repeated)
+    for one, other in zip(repeated, outputs[0], strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert torch.equal(a.view(torch.int16), b.view(torch.int16))
+
+
+def test_large_values_are_finite_also_where_their_sum_is_not() -> None:
+    section = Section(0, 1, (2,))
+    large = torch.full((2, 2), 3e38)
+    require_finite(large, section)
+    large[1, 0] = float("nan")
+    with pytest.raises(InputError, match="NaN or infinite"):
+        require_finite(large, section)
+
+
+def random_covariance(size: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mix = torch.randn(size, size, generator=generator, dtype=torch.float64)
+    mix *= 0.8 ** torch.arange(size)
+    return mix @ mix.T
+
+
+def test_eigenbasis() -> None:
+    size = 24
+    covariance, metric = random_covariance(size, 0), random_covariance(size, 1)
+    metric += 1e-3 * metric.diagonal().mean() * torch.eye(size, dtype=torch.float64)
+    forward, inverse, deviation = eigenbasis(covariance, metric)
+    identity = torch.eye(size, dtype=torch.float64)
+    torch.testing.assert_close(forward @ inverse, identity, rtol=0, atol=1e-9)
+    torch.testing.assert_close(inverse @ forward, identity, rtol=0, atol=1e-9)
+    # Decorrelated, in order of falling energy, and `deviation` is that energy.
+    energy = forward @ covariance @ forward.T
+    torch.testing.assert_close(energy, deviation.square().diag(), rtol=1e-9, atol=1e-9 * float(energy.max()))
+    assert bool((deviation.diff() <= 0).all())
+    # The squared error in y is the metric's: dx^T M dx.
+    dx = torch.randn(100, size, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close((dx @ forward.T).square().sum(1), ((dx @ metric) * dx).sum(1), rtol=1e-9, atol=0)
+
+
+def test_eigenbasis_of_the_identity_metric_is_pca() -> None:
+    covariance = random_covariance(12, 5)
+    forward, inverse, deviation = eigenbasis(covariance, torch.eye(12, dtype=torch.float64))
+    torch.testing.assert_close(inverse, forward.T, rtol=0, atol=1e-9)
+    expected = torch.linalg.eigvalsh(covariance).flip(0).clamp_min(0).sqrt()
+    torch.testing.assert_close(deviation, expected, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("rank", [0, 1, 5])
+def test_eigenbasis_of_singular_matrices(rank: int) -> None:
+    covariance, metric = random_covariance(12, 0), random_covariance(12, 1)
+    flat = torch.linalg.eigh(metric)[1][:, :rank]
+    for c, m in ((covariance, flat @ flat.T), (flat @ flat.T, metric)):
+        forward, inverse, deviation = eigenbasis(c, m)
+        assert bool(torch.isfinite(forward).all() and torch.isfinite(inverse).all() and torch.isfinite(deviation).all())
+        identity = torch.eye(12, dtype=torch.float64)
+        torch.testing.assert_close(forward @ inverse, identity, rtol=0, atol=1e-4)
+
+
+def hand_made_basis() -> SectionBasis:
+    generator = torch.Generator().manual_seed(0)
+    forward = tuple(torch.randn(n, n, generator=generator) for n in (3, 4))
+    inverse = tuple(torch.linalg.inv(f) for f in forward)
+    return SectionBasis(torch.arange(7.0), torch.full((2, 7), 100.0), forward, inverse)
+
+
+def test_analysis_and_synthesis() -> None:
+    basis = hand_made_basis()
+    assert basis.block_ranks == (3, 4)
+    x = torch.randn(10, 7, generator=torch.Generator().manual_seed(1))
+    for start, at in ((0, slice(0, 10)), (0, slice(1, 5)), (1, slice(0, 4)), (2, slice(0, 4)), (0, slice(2, 9))):
+        part = x[at]
+        y = basis.analyse(part, start, at, (3, 4))
+        assert y.shape == (7, len(part)) and y.is_contiguous()
+        # Positions 0 and 1 have means of their own.
+        means = torch.stack([basis.sinks[p] if p < 2 else basis.mean for p in range(start + at.start, start + at.stop)])
+        torch.testing.assert_close(y[:3], basis.forward[0] @ (part - means)[:, :3].T)
+        torch.testing.assert_close(y[3:], basis.forward[1] @ (part - means)[:, 3:].T)
+        back = synthesise(y, tuple(m.T.contiguous() for m in basis.inverse)) + basis.means(start, at)
+        torch.testing.assert_close(back, part, rtol=1e-4, atol=1e-3)
+        few = basis.analyse(part, start, at, (1, 2))
+        torch.testing.assert_close(few, torch.cat([y[:1], y[3:5]]))
+        none = basis.analyse(part, start, at, (0, 0))
+        assert none.shape == (0, len(part))
+    cut = tuple(m[:, :r].T.contiguous() for m, r in zip(basis.inverse, (1, 2), strict=True))
+    torch.testing.assert_close(synthesise(few, cut)[:, :3], few[:1].T @ basis.inverse[0][:, :1].T)
+
+
+def test_synthesis_of_nothing_is_zero() -> None:
+    assert torch.equal(synthesise(torch.empty(0, 5), (torch.empty(0, 3), torch.empty(0, 4))), torch.zeros(5, 7))
+
+
+@pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2", "all"])
+def test_learned_maps_decorrelate_and_invert(
+    group: str,
+    layouts: dict[str, KVLayout],
+    make_chunk: Callable[..., KVChunk],
+    fitted: Callable[[str, str], Profile],
+) -> None:
+    layout, profile = layouts["irregular"], fitted("irregular", group)
+    assert profile.sections == partition(layout, group)
+    chunk = make_chunk(layout, 1000, seed=9)
+    unrotation = Rotation(layout, 0, 1000, CPU, inverse=True)
+    for section, learned in zip(profile.sections, profile.learned, strict=True):
+        x = gather(chunk, section, unrotation, slice(0, 1000))
+        y = learned.basis.analyse(x, 0, slice(0, 1000), learned.basis.block_ranks).double()
+        row = 0
+        for rank, forward, inverse in zip(
+            learned.basis.block_ranks, learned.basis.forward, learned.basis.inverse, strict=True
+        ):
+            part = y[row : row + rank]
+            scale = 2.0 ** (torch.from_numpy(learned.scale[row : row + rank]).double() / 64)
+            correlation = (part / scale[:, None]) @ (part / scale[:, None]).T / 1000
+            # Fresh tokens: noise of both samples, and the least components of a fit look smaller than they are.
+            torch.testing.assert_close(correlation, torch.eye(rank, dtype=torch.float64), rtol=0, atol=0.5)
+            torch.testing.assert_close(forward @ inverse, torch.eye(rank), rtol=0, atol=1e-3)
+            row += rank
+
+
+def test_tiles() -> None:
+    assert list(tiles(300, 128)) == [slice(0, 128), slice(128, 256), slice(256, 300)]
+    assert list(tiles(128, 128)) == [slice(0, 128)]
+
+
+@pytest.mark.parametrize("group", ["head", "layer", "layers:2", "all"])
+def test_tiles_are_whole_streams_and_small(group: str, layouts: dict[str, KVLayout]) -> None:
+    for layout in layouts.values():
+        for section in partition(layout, group):
+            tile = tile_tokens(section, layout)
+            # Whole windows of token classes, and with them whole streams.
+            assert tile % WINDOW == 0 and WINDOW <= tile <= 512
+            assert tile == WINDOW or tile * section.values <= 128 * layout.values_per_token
+    assert place is transform.place
+
+
+@pytest.mark.parametrize("group", ["head", "layer"])
+def test_leading_components_and_shallow_products(group: str, fitted: Callable[[str, str], Profile]) -> None:
+    """Some components alone are what they are among all; a product as deep as it must be is one with zeros below."""
+    for learned in fitted("irregular", group).learned:
+        basis, ranks = learned.basis, learned.basis.block_ranks
+        x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
+        everything = basis.coefficients(x, ranks)
+        for wanted in (np.arange(0, sum(ranks), 3), np.array([sum(ranks) - 1]), np.arange(ranks[0])):
+            got = basis.leading(wanted.astype(np.int32))(x)
+            torch.testing.assert_close(got, everything[torch.from_numpy(wanted)], rtol=1e-4, atol=1e-4)
+        shallow = tuple(rank // 2 for rank in ranks)
+        some = basis.coefficients(x, shallow)
+        inverse = tuple(matrix.T.contiguous() for matrix in basis.inverse)
+        padded, row, taken = torch.zeros_like(everything), 0, 0
+        for rank, own in zip(ranks, shallow, strict=True):
+            padded[row : row + own] = some[taken : taken + own]
+            row, taken = row + rank, taken + own
+        want = synthesise(padded, inverse)
+        out = torch.full_like(want, float("nan"))
+        assert synthesise(some, inverse, shallow, out) is out
+        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)

@@ -1,0 +1,133 @@
+"""The benchmark: it runs, it proves before it times, and its report is complete. No speed is asserted."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cuvee.cli import app
+from cuvee.codec.backends import get_backend
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.eval.bench import cpu as module
+from cuvee.eval.bench.cpu import Effort, compare_coders, make_chunk, make_layout, print_report
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    done = CliRunner().invoke(app, ["bench", "--quick", "--json"])
+    assert done.exit_code == 0, done.output
+    data: dict[str, Any] = json.loads(done.stdout)
+    return data
+
+
+def numbers(data: Any) -> Iterator[float]:
+    if isinstance(data, dict):
+        for value in data.values():
+            yield from numbers(value)
+    elif isinstance(data, list):
+        for value in data:
+            yield from numbers(value)
+    elif isinstance(data, int | float) and not isinstance(data, bool):
+        yield data
+
+
+def test_the_report_names_the_machine_and_the_versions(report: dict[str, Any]) -> None:
+    machine = report["hardware"]
+    assert machine.keys() >= {"cpu", "cores", "python", "torch", "numba", "constriction", "commit", "date"}
+    assert machine["cpu"] and machine["cores"] >= 1 and report["quick"] is True
+
+
+def test_every_figure_is_a_positive_number(report: dict[str, Any]) -> None:
+    for part in ("coders", "stages", "whole", "scaling"):
+        assert report[part]
+        assert all(math.isfinite(n) and n >= 0 for n in numbers(report[part])), part
+    for entry in report["whole"]:
+        assert entry["encode_gb_per_s"]["median"] > 0 and entry["decode_gb_per_s"]["median"] > 0
+        assert entry["decode_gb_per_s"]["p20"] <= entry["decode_gb_per_s"]["median"] <= entry["decode_gb_per_s"]["p80"]
+    assert {entry["threads"] for entry in report["whole"]} >= {1}
+
+
+def test_stages_are_apart(report: dict[str, Any]) -> None:
+    for entry in report["stages"]:
+        assert entry["encode"]["seconds"].keys() == {"transform", "quantise and pack", "rans", "container", "other"}
+        assert entry["decode"]["seconds"].keys() == entry["encode"]["seconds"].keys() | {"place"}
+        assert entry["decode"]["rans_msymbols_per_s"]["median"] > 0
+
+
+def test_coders_are_compared_on_the_same_symbols(report: dict[str, Any]) -> None:
+    bits = report["coders"]["bits_per_symbol"]
+    assert bits["constriction"] == pytest.approx(bits["ideal"], rel=0.01)
+    assert bits["ideal"] <= bits["rans"] <= 1.04 * bits["ideal"]
+    assert all(ratio > 0 for ratio in report["coders"]["ratios"].values())
+
+
+def test_scaling_covers_tokens_and_layers(report: dict[str, Any]) -> None:
+    tokens = [point["tokens"] for point in report["scaling"]["tokens"]["points"]]
+    layers = [point["layers"] for point in report["scaling"]["layers"]["points"]]
+    assert tokens == sorted(tokens) and tokens[0] == 16 and layers == [1, 6]
+
+
+def test_memory_is_measured_or_said_to_be_unknown(report: dict[str, Any]) -> None:
+    for entry in report["memory"]:
+        encode, decode = entry["encode_over_raw"], entry["decode_over_raw"]
+        assert encode is None or 0.05 < encode < 50  # a blob at the least
+        assert decode is None or 0.95 < decode < 50  # the chunk at the least
+
+
+def test_the_report_prints(report: dict[str, Any]) -> None:
+    out = io.StringIO()
+    print_report(report, Console(file=out, width=100))
+    text = out.getvalue()
+    assert "constriction" in text and "Peak memory" in text and "…" not in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_a_wrong_coder_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong:
+        rans_encode = staticmethod(get_backend("numba").rans_encode)
+
+        @staticmethod
+        def rans_decode(*args: Any) -> np.ndarray[Any, Any]:
+            return np.asarray(get_backend("numba").rans_decode(*args)) ^ np.uint8(1)
+
+    monkeypatch.setattr(module, "get_backend", lambda name: Wrong)
+    with pytest.raises(CuveeError, match="did not give back"):
+        compare_coders(Effort(0.0, 1, 1), 256, 8)
+
+
+def test_without_constriction_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    with pytest.raises(InputError, match="pip install constriction"):
+        module.run_bench(quick=True)
+    with pytest.raises(InputError, match="pip install constriction"):
+        compare_coders(Effort(0.0, 1, 1), 256, 8)
+
+
+def test_the_gpu_bench_needs_no_constriction() -> None:
+    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu, cuvee.cli"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_torch_decoder_wants_full_lanes() -> None:
+    symbols = module._draw(4, 100)
+    streams = get_backend("numba").rans_encode(symbols.data, symbols.which, symbols.which, symbols.tables, 8)
+    with pytest.raises(InputError, match=r"^tokens"):
+        module.torch_decoder(streams, symbols.which, symbols.tables, 8, 100)
+
+
+def test_synthetic_caches_repeat() -> None:
+    layout = make_layout("books-3m")
+    a, b, c = make_chunk(layout, 5), make_chunk(layout, 5), make_chunk(layout, 5, seed=1)
+    assert torch.equal(a.keys[3], b.keys[3]) and not torch.equal(a.keys[3], c.keys[3])

@@ -1,0 +1,306 @@
+"""The engine's benchmark: it proves before it times, its report is complete. No speed is asserted."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.integrations.vllm.vllm_engine import need_vllm
+
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.eval.bench import engine as module
+from cuvee.eval.bench.engine import (
+    CHUNK,
+    PLAIN,
+    QUESTION,
+    VARIANTS,
+    Answer,
+    Engine,
+    Scope,
+    Shape,
+    crossing,
+    difference,
+    measure_first_token,
+    measure_storing,
+    paired,
+    print_engine_report,
+    run_engine_bench,
+    spread,
+)
+
+SMALL = Scope(
+    Shape(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2, batch=(2, 272, 4),
+    batch_rounds=1, presets=("lossless", "balanced"), chunks=(256,), groups=("generic",), prompts=2,
+)  # fmt: skip
+MODEL = {
+    "name": "m", "layers": 2, "hidden": 128, "kv_heads": 2, "head_dim": 32, "vocabulary": 256, "positions": 1024,
+    "raw_bytes_per_token": 512,
+}  # fmt: skip
+
+
+# Statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_a_spread_is_the_median_and_two_quantiles() -> None:
+    assert spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == {"median": 3.5, "p20": 2.0, "p80": 5.0, "runs": 6}
+
+
+def test_ratios_are_taken_within_a_turn() -> None:
+    # The machine was ten times as slow in the second turn: the ratio does not see it.
+    assert paired([[1.0, 1.0], [10.0, 10.0]], [2.0, 20.0]) == {"median": 0.5, "p20": 0.5, "p80": 0.5, "runs": 4}
+    with pytest.raises(ValueError, match="zip"):
+        paired([[1.0]], [1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("ratios", "expected"),
+    [
+        ([0.9, 0.5, 0.2], 0.0),
+        ([2.0, 1.5, 1.0], None),
+        ([1.5, 0.5, 0.2], 256 * 2**0.5),
+        ([0.9, 1.25, 0.75], 512 * 2**0.5),  # for good
+        ([1.25, 0.9, 1.25, 0.75], 1024 * 2**0.5),
+    ],
+)
+def test_the_crossing_is_where_loading_becomes_quicker_for_good(ratios: list[float], expected: float | None) -> None:
+    found = crossing([256, 512, 1024, 2048][: len(ratios)], ratios)
+    assert found == (None if expected is None else pytest.approx(expected))
+
+
+def test_logprobs_are_compared_by_token() -> None:
+    assert difference([{"1": -1.0, "2": -3.0}, {"9": 0.0}], [{"2": -2.5, "1": -1.25, "3": -7.0}]) == 0.5
+    assert difference([{"1": -1.0}], [{"2": -1.0}]) == math.inf
+
+
+# Turns, on engines that answer from a script ------------------------------------------------------------------------
+
+
+class Scripted:
+    """Stands for an `Engine`: finds what it has stored, and takes as long as it is told."""
+
+    def __init__(
+        self, compute: float, hit: float, token: int = 7, logprob: float = -0.5, wrong_after: int = 10**9
+    ) -> None:
+        self.stored: set[tuple[int, ...]] = set()
+        self.hits = 0
+        self._compute, self._hit, self._token, self._logprob = compute, hit, token, logprob
+        self._wrong_after = wrong_after
+        self._own: set[tuple[int, ...]] = set()
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], *, expect_cached: Sequence[int], max_tokens: int = 1,
+        forget: bool = False, logprobs: int | None = None,
+    ) -> Answer:  # fmt: skip
+        if forget:
+            self._own.clear()
+        keys = [tuple(prompt) for prompt in prompts]
+        found = [key in self._own or key in self.stored for key in keys]
+        assert [bool(cached) for cached in expect_cached] == found
+        self._own |= set(keys)
+        self.stored |= set(keys) if self._hit else set()
+        seconds = self._hit or 0.125 if all(found) else self._compute
+        self.hits += all(found)
+        token = self._token + (self.hits > self._wrong_after)
+        figures = dict.fromkeys(("load_seconds", "decode_seconds", "fetch_seconds", "lookup_seconds"), 0.25)
+        answers = [[token] * max_tokens for _ in prompts]
+        return Answer(
+            seconds, 2 * seconds, answers, [[{str(token): self._logprob}]] * len(prompts), list(expect_cached),
+            {**figures, "steps": 3},
+        )  # fmt: skip
+
+    def settle(self, chunks: int) -> dict[str, float]:
+        assert chunks > 0
+        return {}
+
+    def estimate(self) -> dict[str, float | None] | None:
+        return None
+
+
+def engines(**changes: Any) -> Any:
+    return {PLAIN: Scripted(2.0, 0.0), VARIANTS[0].name: Scripted(**{"compute": 3.0, "hit": 0.5, **changes})}
+
+
+def silent(_: str) -> None:
+    pass
+
+
+def scripted_report() -> dict[str, Any]:
+    scope = replace(SMALL, rounds=2, batch_rounds=2)
+    of = engines()
+    return {
+        "hardware": {"cpu": "c", "cores": 2, "vllm": "0", "torch": "0", "commit": "0", "date": "today"},
+        "model": MODEL,
+        "first_token": measure_first_token(scope, MODEL, of, VARIANTS[:1], silent),
+        "storing": measure_storing(scope, MODEL, of, VARIANTS[:1], silent),
+    }
+
+
+def test_a_report_holds_the_ratios_of_every_length() -> None:
+    report = json.loads(json.dumps(scripted_report(), allow_nan=False))
+    first = report["first_token"]
+    assert [entry["tokens"] for entry in first["lengths"]] == [256, 512]
+    for entry in first["lengths"]:
+        assert entry["prompt_tokens"] == entry["tokens"] + QUESTION
+        assert entry["recompute_seconds"]["median"] == 2.0 and entry["recompute_seconds"]["runs"] == 2
+        assert entry["prefill_tokens_per_second"]["median"] == (entry["tokens"] + QUESTION) / 2
+        assert entry["own_cache_over_recompute"]["median"] == 0.125 / 2
+        of = entry["variants"][VARIANTS[0].name]
+        assert of["hit_over_recompute"] == {"median": 0.25, "p20": 0.25, "p80": 0.25, "runs": 4}
+        assert of["miss_over_recompute"]["median"] == 1.5
+        assert of["load_tokens_per_second"]["median"] == entry["tokens"] / 0.25
+        assert of["decode_gb_per_s"]["median"] == pytest.approx(entry["tokens"] * 512 / 0.25e9)
+        assert of["steps"]["median"] == 3
+    assert first["variants"][0]["pays_from_tokens"] == 0.0 and first["variants"][0]["connector"] is None
+    storing = report["storing"]
+    assert storing["throughput_over_no_connector"][VARIANTS[0].name]["median"] == pytest.approx(2 / 3)
+    assert storing["tokens_per_second"][PLAIN]["median"] == 2 * (272 + 4) / 4.0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token": 8}, r"after a load of 256 tokens the engine says \[8, 8, 8, 8\], not \[7, 7, 7, 7\]"),
+        ({"logprob": -0.625}, "logprobs differ by 0.125"),
+        ({"wrong_after": 2}, "a load of 256 tokens changed the next token"),  # the first timed hit: lengths prove once
+    ],
+)
+def test_nothing_is_reported_of_a_lossless_load_that_changes_the_output(changes: Any, message: str) -> None:
+    with pytest.raises(CuveeError, match=f"lossless, file: .*{message}"):
+        measure_first_token(SMALL, MODEL, engines(**changes), VARIANTS[:1], silent)
+
+
+def test_a_lossy_load_may_change_the_output_and_is_reported() -> None:
+    lossy = replace(VARIANTS[0], quality="balanced")
+    first = measure_first_token(SMALL, MODEL, engines(token=8), [lossy], silent)
+    assert first["proof_logprob_difference"][256] == {lossy.name: None}
+
+
+def test_rounds_end_when_their_time_is_up_but_three_are_measured() -> None:
+    scope = replace(SMALL, rounds=50, seconds=0.0)
+    first = measure_first_token(scope, MODEL, engines(), VARIANTS[:1], silent)
+    assert first["lengths"][0]["recompute_seconds"]["runs"] == 3
+
+
+def test_a_report_is_printed() -> None:
+    report = scripted_report()
+    report["footprint"] = {
+        "model": "books-3m", "texts": ["orchard"], "prompts": 2, "prompt_tokens": 512, "entries": [
+            {"quality": "lossless", "profile": None, "chunk_tokens": 256, "raw_bytes": 3_000_000,
+             "payload_bytes": 2_000_000, "file_bytes": 2_500_000, "bits_per_value": 10.67, "ratio_on_disk": 1.2},
+        ],
+    }  # fmt: skip
+    out = io.StringIO()
+    print_engine_report(report, Console(file=out, width=200))
+    text = out.getvalue()
+    assert "0.25 (0.25-0.25)" in text and "10.67" in text and "not measured yet" in text and "256 or less" in text
+
+
+# Processes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Let `Engine` start a program given here instead of vLLM's."""
+    popen = subprocess.Popen
+
+    def use(program: str) -> None:
+        start = partial(popen, [sys.executable, "-c", program])
+        monkeypatch.setattr(subprocess, "Popen", lambda _, **options: start(**options))
+
+    return use
+
+
+ECHO = "import sys, json\nfor line in sys.stdin: print(json.dumps({'result': json.loads(line)}), flush=True)"
+
+
+def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tmp_path: Path) -> None:
+    child(ECHO)
+    with Engine(tmp_path / "log") as engine:
+        assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
+        replies: list[Any] = [engine.settle(3), engine.settle(2)]
+        assert replies == [["settle", 3], ["settle", 5]]
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        ("import sys; print('Traceback', file=sys.stderr)", "its process ended\nTraceback"),
+        ('input(); print(\'{"error": "no memory"}\')', "no memory"),
+    ],
+)
+def test_an_engine_that_fails_is_an_error_with_the_end_of_its_log(
+    child: Callable[[str], None], tmp_path: Path, program: str, message: str
+) -> None:
+    child(program)
+    with Engine(tmp_path / "log") as engine, pytest.raises(CuveeError, match=message):
+        engine.settle(1)
+
+
+def test_an_engine_that_computes_other_tokens_than_expected_is_an_error(
+    child: Callable[[str], None], tmp_path: Path
+) -> None:
+    answer = {"seconds": 1, "finished": 1, "tokens": [[1]], "logprobs": [[]], "cached": [256], "figures": {}}
+    child(f"input(); print('{json.dumps({'result': answer})}'); input()")
+    with (
+        Engine(tmp_path / "log") as engine,
+        pytest.raises(CuveeError, match=r"found \[256\] tokens .* expected \[512\]"),
+    ):
+        engine.ask([[1]], expect_cached=[512])
+
+
+def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Failing:
+        def settle(self, chunks: int) -> int:
+            if chunks > 1:
+                raise CuveeError("too many")
+            return chunks
+
+    monkeypatch.setattr(module, "_Served", Failing)
+    monkeypatch.setattr(module, "_let_engines_follow_each_other", lambda: None)
+    replies: list[str] = []
+    module._serve(iter(['["settle", 1]', '["settle", 2]', '["settle", 1]']), replies.append)
+    assert [json.loads(reply) for reply in replies] == [{"result": 1}, {"error": "CuveeError: too many"}]
+
+
+def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="needs vLLM"):
+        run_engine_bench(SMALL)
+
+
+@pytest.mark.parametrize("length", [0, 300])
+def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    monkeypatch.setattr(module, "find_spec", lambda _: True)
+    with pytest.raises(InputError, match=f"lengths: must be multiples of {CHUNK}"):
+        run_engine_bench(replace(SMALL, lengths=(length,)))
+
+
+@pytest.mark.slow
+def test_a_real_engine() -> None:
+    need_vllm()
+    report = json.loads(json.dumps(run_engine_bench(SMALL), allow_nan=False))
+    assert report["hardware"]["vllm"] and report["model"]["raw_bytes_per_token"] == 2 * 2 * 2 * 32 * 2
+    lossless, balanced = report["footprint"]["entries"]
+    raw = 2 * 512 * 1536 * 2  # two prompts of 512 tokens; books-3m caches 1536 values a token
+    for entry in (lossless, balanced):
+        assert entry["chunks"] == 4 and entry["raw_bytes"] == raw
+        assert entry["payload_bytes"] < entry["file_bytes"] < raw
+    assert balanced["payload_bytes"] < lossless["payload_bytes"]
+    first = report["first_token"]
+    assert first["proof_logprob_difference"]["256"][VARIANTS[0].name] <= module.TOLERANCE
+    for entry in first["lengths"]:
+        of = entry["variants"][VARIANTS[0].name]
+        assert of["hit_over_recompute"]["runs"] == SMALL.hits and of["miss_over_recompute"]["runs"] == 1
+        assert of["steps"]["median"] >= 1 and of["decode_seconds"]["p20"] > 0 and of["load_seconds"]["p20"] > 0
+    assert report["storing"]["throughput_over_no_connector"][VARIANTS[0].name]["runs"] == 1
+    print_engine_report(report, Console(file=io.StringIO(), width=200))

@@ -1,0 +1,581 @@
+"""The documents of a report say what its figures are, and both the same."""
+
+from __future__ import annotations
+
+import copy
+import html as entities
+import io
+import json
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from cuvee.codec.codec import Codec
+from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Identity, Kivi
+from cuvee.eval.methods import family_label
+from cuvee.eval.quality import CodecMethod, Method, QualityBench
+from cuvee.eval.report import render
+from cuvee.eval.report.render import html, markdown, print_summary, write_report
+
+pytest.importorskip("matplotlib")
+
+SECTIONS = [
+    "What you lose", "How much smaller at equal KL", "Every method", "Scores of tasks", "Layers", "Speed", "Profiles",
+    "The other points of the curves", "How it was measured", "What the figures do not say",
+]  # fmt: skip
+EVIL = "<b>&amp;&lt; a|b *c* _d_ `e` $f$ [g](http://h) ~~i~~ \\| {{ j }}"
+MINUS = "\N{MINUS SIGN}"
+
+
+@pytest.fixture(scope="session")
+def measured(books: Any) -> dict[str, Any]:
+    """A report of the bundled model: measured figures, made-up scores, the joint basis and PCA made up from them."""
+    bench = QualityBench(books.model, books.orchard[:4], books.prefix, dtype="bfloat16")
+    quality: list[dict[str, Any]] = []
+
+    def measure(key: str, label: str, kind: str, method: Method) -> None:
+        family, _, setting = key.partition("@")
+        found = bench.run(label, method).to_dict()
+        quality.append({"key": key, "family": family, "label": label, "kind": kind, "setting": setting, **found})
+
+    baselines: list[tuple[str, str, Method]] = [
+        ("bf16", "16-bit cache", Identity()),
+        ("fp8-e4m3", "FP8 e4m3", Float8()),
+        ("kivi4", "KIVI int4", Kivi(4)),
+        ("cachegen", "CacheGen as shipped", CacheGen()),
+        ("destroyed", "destroyed cache", Destroyed()),
+    ]
+    for key, label, method in baselines:
+        measure(key, label, "point", method)
+    for setting in ("high", "balanced", "small"):
+        measure(f"cuvee/layer@{setting}", f"cuvee, {setting}", "preset", CodecMethod(Codec(books.profile, setting)))
+    for octave in (-5.0, 0.0):
+        coded = CodecMethod(Codec(books.profile, step=2.0**octave))
+        measure(f"cuvee/layer@2^{octave:g}", f"cuvee, 2^{octave:g}", "curve", coded)
+    for family, name, factor in (("cuvee/all", "cuvee joint", 0.6), ("pca/kv", "PCA", 1.5)):
+        for entry in [e for e in quality if e["family"] == "cuvee/layer"]:
+            other = copy.deepcopy(entry)
+            other |= {"key": f"{family}@{entry['setting']}", "family": family, "label": f"{name}, {entry['setting']}"}
+            other["bits_per_value"] *= factor
+            other["ratio"] /= factor
+            if family == "pca/kv":
+                other |= {"kind": "curve", "encode_gb_per_s": None, "decode_gb_per_s": None, "counts": "ideal entropy"}
+            quality.append(other)
+    exact = quality[0]["nll"] - quality[0]["delta_nll"]
+    tasks = [
+        {"name": "recall", "metric": "acc", "higher_is_better": True, "docs": 200, "chance": 0.125,
+         "description": "one of eight values, by its key"},
+        {"name": "book", "metric": "word_perplexity", "higher_is_better": False, "docs": 9, "chance": None,
+         "description": ""},
+    ]  # fmt: skip
+    scores = []
+    for task, base in (("recall", 0.91), ("book", 20.0)):
+        for rank, entry in enumerate(e for e in quality if e["kind"] != "curve"):
+            first = entry["key"] == "bf16"
+            scores.append(
+                {"key": entry["key"], "task": task, "score": base - 0.005 * rank, "stderr": 0.02,
+                 "difference": None if first else -0.005 * rank, "difference_stderr": None if first else 0.012,
+                 "per_doc": [1.0], "bits_per_value": entry["bits_per_value"], "docs": 200}
+            )  # fmt: skip
+    return {
+        "format": "cuvee-report",
+        "version": 1,
+        "complete": True,
+        "digest": "d1" * 16,
+        "command": "cuvee report --out a_folder",
+        "configuration": {"cache_dtype": "bfloat16", "chunk_tokens": 256, "limit": None, "seed": 7},
+        "environment": {
+            "cuvee": "0.1.0", "cpu": "A CPU", "cores": 2, "gpu": None, "torch": "2.13.0", "triton": None,
+            "date": "2026-11-20T10:00:00+00:00",
+        },
+        "model": {
+            "name": "books-3m", "fingerprint": "f0" * 16, "model_type": "llama", "parameters": 3443136,
+            "dtype": "float32", "layers": 6, "values_per_token": 1536, "positions": 512,
+        },
+        "text": {
+            "calibration": [{"name": "harbour", "sha256": "aa" * 32, "tokens": 6444}],
+            "evaluation": [{"name": "orchard", "sha256": "bb" * 32, "tokens": 9000}],
+            "calibration_sequences": 25, "sequences": 4, "length": 256, "prefix": 192, "reread": True,
+            "tokens_sha256": "cc" * 32,
+        },
+        "profiles": {
+            "layer": {"id": "1d" * 16, "group": "layer", "source": "calibrated", "bytes": 1234567, "seconds": 12.3,
+                      "bits_per_value_over_1m_tokens": 0.0064},
+        },
+        "exact": {"nll": exact, "perplexity": math.exp(exact)},
+        "quality": quality,
+        "tasks": tasks,
+        "scores": scores,
+        "skipped": [{"key": "kvtc/kv@2", "reason": "too few sequences"}],
+        "comparison": [
+            {
+                "anchor": "fp8-e4m3", "kl": 0.0047, "bits_per_value": 8.0,
+                "families": [
+                    {"family": "cuvee/layer", "bits_per_value": 1.27, "low": 1.2, "high": 1.35},
+                    {"family": "cuvee/all", "bits_per_value": None, "reason": "its curve ends at 0.02"},
+                    {"family": "pca/kv", "bits_per_value": 1.9, "low": 1.8, "high": 2.0},
+                ],
+                "ratios": [
+                    {"of": "cuvee/layer", "against": "fp8-e4m3", "ratio": 6.34, "low": 6.01, "high": 6.72},
+                    {"of": "cuvee/layer", "against": "pca/kv", "ratio": 1.5, "low": None, "high": None},
+                    {"of": "cuvee/all", "against": "fp8-e4m3", "ratio": None, "low": None, "high": None},
+                ],
+            }
+        ],
+        "seconds": 312.4,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def report(measured: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(measured, allow_nan=False))  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="session")
+def folder(measured: dict[str, Any], tmp_path_factory: Any) -> Path:
+    """The documents of the report, written."""
+    path = Path(tmp_path_factory.mktemp("report")) / "new" / "out"
+    write_report(measured, path)
+    return path
+
+
+Parsed = dict[str, list[tuple[list[str], list[list[str]]]]]
+
+
+def read_markdown(text: str) -> tuple[Parsed, str]:
+    """Tables by section, each as headings and rows of text, and all text, as a reader would see them."""
+    found: Parsed = {}
+    section, inside = "", False
+    row: list[str] = []
+    seen: list[str] = []
+    for token in MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(text):
+        if token.type == "table_open":
+            found[section].append(([], []))
+            head, rows = found[section][-1]
+        elif token.type == "tr_open":
+            row, inside = [], True
+        elif token.type == "tr_close":
+            if head:
+                rows.append(row)
+            else:
+                head += row
+            inside = False
+        elif token.type == "inline":
+            assert {c.type for c in token.children or []} <= {"text", "strong_open", "strong_close", "image"}
+            shown = "".join(c.content for c in token.children or [] if c.type == "text")
+            seen.append(shown)
+            if inside:
+                row.append(shown)
+            elif token.level == 1 and token.map and text.splitlines()[token.map[0]].startswith("## "):
+                section = shown
+                found[section] = []
+        elif token.type == "fence":
+            seen.append(token.content)
+    return found, "\n".join(seen)
+
+
+def read_html(text: str) -> tuple[Parsed, str, ElementTree.Element]:
+    root = ElementTree.fromstring(text)
+    found: Parsed = {}
+    for section in root.iter("section"):
+        tables = []
+        for table in section.iter("table"):
+            head, *rows = [["".join(cell.itertext()) for cell in row] for row in table.iter("tr")]
+            tables.append((head, rows))
+        found["".join(section.find("h2").itertext())] = tables  # type: ignore[union-attr]
+    for svg in list(root.iter("figure")):
+        svg[:] = [e for e in svg if e.tag == "figcaption"]
+    return found, " ".join("".join(root.find("body").itertext()).split()), root  # type: ignore[union-attr]
+
+
+def agrees(text: str, value: float) -> bool:
+    """Whether a number as printed is the value, rounded where it is cut; never zero for something else."""
+    plain = text.strip().rstrip("x% ").replace(",", "").replace(MINUS, "-")
+    shown = float(plain)
+    if (shown == 0) != (value == 0):
+        return False
+    if "e" in plain:
+        return abs(shown / value - 1) < 0.06
+    decimals = len(plain.partition(".")[2])
+    return bool(abs(shown - value) <= 0.5000001 * 10.0**-decimals)
+
+
+def both(cell: str, value: float, error: float | None) -> bool:
+    """Whether a cell is a value and its standard error."""
+    if error is None:
+        return "±" not in cell and agrees(cell, value)
+    shown, _, bar = cell.partition(" ± ")
+    return agrees(shown, value) and agrees(bar, error)
+
+
+def by_first(table: tuple[list[str], list[list[str]]]) -> dict[str, list[str]]:
+    return {row[0]: row for row in table[1]}
+
+
+def test_every_section_is_there(folder: Path) -> None:
+    tables, text = read_markdown((folder / "report.md").read_text())
+    assert list(tables) == SECTIONS
+    assert "cuvee report --out a_folder" in text and "d1" * 16 in text
+    names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+    assert names == [
+        "plots/layers.png", "plots/layers.svg", "plots/size_kl.png", "plots/size_kl.svg", "plots/size_scores.png",
+        "plots/size_scores.svg", "plots/throughput.png", "plots/throughput.svg", "report.html", "report.md",
+    ]  # fmt: skip
+    shown = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", (folder / "report.md").read_text())
+    assert len(shown) == 4 and all((folder / path).is_file() for path in shown)
+
+
+def test_methods_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
+    tables, _ = read_markdown((folder / "report.md").read_text())
+    for section, wanted in (("Every method", False), ("The other points of the curves", True)):
+        rows = by_first(tables[section][0])
+        entries = [e for e in report["quality"] if (e["kind"] == "curve") is wanted]
+        assert len(rows) == len(entries)
+        for e in entries:
+            _, bits, ratio, kl, loss, perplexity, top1, encode, decode, counts = rows[e["label"]]
+            assert agrees(bits, e["bits_per_value"])
+            assert ratio == "" if e["ratio"] is None else agrees(ratio, e["ratio"])
+            assert both(kl, e["kl"], e["kl_stderr"]) and both(loss, e["delta_nll"], e["delta_nll_stderr"])
+            assert agrees(perplexity, math.exp(e["nll"])) and counts == e["counts"]
+            assert both(top1.removesuffix(" %"), 100 * e["top1"], 100 * e["top1_stderr"])
+            for cell, field in ((encode, "encode_gb_per_s"), (decode, "decode_gb_per_s")):
+                assert cell == "" if e[field] is None else agrees(cell, e[field])
+    methods = [row[0] for row in tables["Every method"][0][1]]
+    assert methods == [
+        "16-bit cache", "cuvee, small", "cuvee, balanced", "cuvee, high", "cuvee joint, small", "cuvee joint, balanced",
+        "cuvee joint, high", "FP8 e4m3", "KIVI int4", "CacheGen as shipped", "destroyed cache",
+    ]  # fmt: skip
+    assert tables["Every method"][1] == (["left out", "why"], [["kvtc/kv@2", "too few sequences"]])
+
+
+def test_the_headline_is_read_off_the_curves(folder: Path, report: dict[str, Any]) -> None:
+    tables, text = read_markdown((folder / "report.md").read_text())
+    rows = iter(tables["What you lose"][0][1])
+    interpolated = 0
+    for ratio in (4, 8, 16, 32):
+        for family in ("cuvee/layer", "cuvee/all"):
+            size, bits, label, kl, top1, perplexity, _ = next(rows)
+            points = sorted((e for e in report["quality"] if e["family"] == family), key=lambda e: e["bits_per_value"])
+            x = np.log([e["bits_per_value"] for e in points])
+            wanted = min(math.log(16 / ratio), x[-1])
+            assert (size, label) == (f"{ratio}x", family_label(family))
+            if wanted < x[0]:
+                assert (bits, top1) == ("", "") and kl == f"not measured beyond {16 / math.exp(x[0]):.1f}x"
+                continue
+            interpolated += wanted < x[-1]
+
+            def at(
+                field: str, change: Callable[..., Any] = float, wanted: float = wanted, x: Any = x, points: Any = points
+            ) -> float:
+                return float(np.interp(wanted, x, [change(e[field]) for e in points]))
+
+            assert agrees(bits, math.exp(wanted))
+            assert both(kl, math.exp(at("kl", math.log)), at("kl_stderr"))
+            assert both(top1.removesuffix(" %"), 100 * at("top1"), 100 * at("top1_stderr"))
+            growth = math.exp(at("delta_nll"))
+            assert both(perplexity.removesuffix(" %"), 100 * (growth - 1), 100 * growth * at("delta_nll_stderr"))
+            if (ratio, family) == (8, "cuvee/layer"):
+                assert kl in text and f"perplexity changes by {perplexity}" in text and top1 in text
+    assert interpolated >= 4 and next(rows, None) is None
+    destroyed = next(e for e in report["quality"] if e["key"] == "destroyed")
+    (shown,) = re.findall(r"with a destroyed cache the KL is ([\d.]+) ", text)
+    assert agrees(shown, destroyed["kl"])
+
+
+def test_tasks_of_the_headline_fit_in_the_size(report: dict[str, Any]) -> None:
+    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    sizes = {e["setting"]: e["bits_per_value"] for e in report["quality"] if e["family"] == "cuvee/layer"}
+    ranks = {"high": 5, "balanced": 6, "small": 7}  # of the made-up scores: 0.005 each, the error is 0.012
+    seen = 0
+    for row in rows[::2]:
+        fitting = [name for name in ranks if sizes[name] <= 16 / int(row[0][:-1])]
+        if not fitting:
+            assert row[6] in ("no scored setting is this small", "")
+            continue
+        seen += 1
+        best = max(fitting, key=lambda name: sizes[name])
+        change = f"{MINUS}{0.005 * ranks[best]:.4f}"
+        assert row[6] == f"{best} ({render._ratio(16 / sizes[best])}): recall {change}, book {change}"
+    assert seen >= 2
+    for score in report["scores"]:
+        score["difference_stderr"] = 1.0
+    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    assert sum(row[6].endswith("x): none beyond one standard error") for row in rows[::2]) == seen
+
+
+def test_ratios_at_equal_kl(folder: Path) -> None:
+    tables, text = read_markdown((folder / "report.md").read_text())
+    head, rows = tables["How much smaller at equal KL"][0]
+    assert head[4:] == [f"smaller by: {family_label(f'cuvee/{group}')}" for group in ("layer", "all")]
+    pca = family_label("pca/kv")
+    assert rows == [
+        ["FP8 e4m3", "0.00470", "FP8 e4m3", "8.00", "6.34x (6.01x to 6.72x)", "not reached"],
+        ["FP8 e4m3", "0.00470", pca, "1.90", "1.50x", "not reached"],
+    ]
+    assert "at the KL of FP8 e4m3: its curve ends at 0.02" in text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "shown"),
+    [
+        (6.01, 6.72, " (6.01x to 6.72x)"),
+        (6.01, None, " (above 6.01x)"),
+        (None, 12.72, " (below 12.7x)"),
+        (None, None, ""),
+    ],
+)
+def test_an_interval_may_have_one_end(low: float | None, high: float | None, shown: str) -> None:
+    assert render.format_interval({"ratio": 6.34, "low": low, "high": high}) == f"6.34x{shown}"
+
+
+def test_scores_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
+    tables, text = read_markdown((folder / "report.md").read_text())
+    labels = {e["key"]: e["label"] for e in report["quality"]}
+    for task, (head, rows) in zip(report["tasks"], tables["Scores of tasks"], strict=True):
+        found = {row[0]: row for row in rows}
+        assert head[2] == task["metric"] and f"{task['docs']} documents" in text and task["name"] in text
+        assert rows[0][0] == "16-bit cache"
+        scores = [s for s in report["scores"] if s["task"] == task["name"]]
+        assert len(rows) == len(scores) + (task["chance"] is not None)
+        for s in scores:
+            _, bits, score, difference, mark = found[labels[s["key"]]]
+            assert agrees(bits, s["bits_per_value"]) and both(score, s["score"], s["stderr"])
+            if s["difference"] is None:
+                assert difference == mark == ""
+            else:
+                assert both(difference, s["difference"], s["difference_stderr"])
+                beyond = "worse" if task["higher_is_better"] else "better"
+                assert mark == (beyond if abs(s["difference"]) > s["difference_stderr"] else "")
+        assert ("chance" in found) == (task["chance"] is not None)
+    assert tables["Scores of tasks"][0][1][-1] == ["chance", "", "0.125", "", ""]
+
+
+def test_layers_profiles_and_protocol(folder: Path, report: dict[str, Any]) -> None:
+    tables, text = read_markdown((folder / "report.md").read_text())
+    head, rows = tables["Layers"][0]
+    labels = {e["label"]: e for e in report["quality"]}
+    assert len(rows) == 6 and len(head) == 1 + 3 + 6
+    for number, row in enumerate(rows):
+        assert row[0] == str(number)
+        for name, cell in zip(head[1:], row[1:], strict=True):
+            what, _, label = name.partition(": ")
+            layer = labels[label]["layers"][number]
+            if what == "bits":
+                assert agrees(cell, layer["bits_per_value"])
+            else:
+                key, value = cell.split(" / ")
+                assert agrees(key, layer["key_error"]) and agrees(value, layer["value_error"])
+    profile = ["layer", "layer", "calibrated", "1,234,567", "0.00640", "12.3", "1d" * 16]
+    assert tables["Profiles"][0][1] == [profile]
+    facts, texts, software = (by_first(table) for table in tables["How it was measured"])
+    assert facts["model"][1] == "books-3m (llama, 3,443,136 parameters, float32)"
+    assert facts["model fingerprint"][1] == "f0" * 16 and facts["SHA-256 of the tokens"][1] == "cc" * 32
+    assert facts["sequences"][1] == "4 of 256 tokens, the first 192 cached" and facts["seed"][1] == "7"
+    assert agrees(facts["perplexity, exact cache"][1], report["exact"]["perplexity"])
+    assert texts["calibration"] == ["calibration", "harbour", "6,444", "aa" * 32]
+    assert texts["evaluation"] == ["evaluation", "orchard", "9,000", "bb" * 32]
+    assert {name: row[1] for name, row in software.items()} == {
+        name: str(value) for name, value in report["environment"].items() if value is not None
+    }
+    assert "3.44 million parameters" in text and "2026-11-20 on A CPU, 2 cores" in text
+
+
+def test_both_documents_say_the_same(folder: Path) -> None:
+    tables, _ = read_markdown((folder / "report.md").read_text())
+    found, text, _ = read_html((folder / "report.html").read_text())
+    assert found == tables
+    prose = [
+        line.removeprefix("- ") for line in (folder / "report.md").read_text().splitlines() if line[:1] not in "#|`!"
+    ]
+    assert len(prose) > 15
+    for line in prose:
+        assert " ".join(line.replace("\\", "").split()) in text
+
+
+def test_the_page_is_whole_and_loads_nothing(folder: Path) -> None:
+    text = (folder / "report.html").read_text()
+    root = ElementTree.fromstring(text)
+    ids = [e.get("id") for e in root.iter() if e.get("id")]
+    assert len(ids) == len(set(ids)) > 100
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}svg"))) == 4
+    links = [v for e in root.iter() for k, v in e.items() if k.split("}")[-1] in ("href", "src", "data", "action")]
+    links += re.findall(r"url\(([^)]*)\)", text)
+    assert len(links) > 50 and all(link.startswith("#") and link[1:] in ids for link in links)
+    tags = {e.tag.split("}")[-1] for e in root.iter()}
+    assert not tags & {"script", "link", "img", "image", "iframe", "object", "foreignObject"}
+    assert text.count("<style") == 1 and "@import" not in text
+
+
+def test_figures_of_a_page_are_those_of_the_folder(report: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    assert "<svg" not in html(report, tmp_path)
+    (tmp_path / "layers.svg").write_bytes((folder / "plots" / "layers.svg").read_bytes())
+    assert html(report, tmp_path).count("<svg") == 1
+    assert markdown(report, {"layers": ["plots/layers.png"]}).count("![") == 1
+
+
+def no_tasks(report: dict[str, Any]) -> None:
+    report["tasks"], report["scores"] = [], []
+
+
+def one_sequence(report: dict[str, Any]) -> None:
+    report["text"]["sequences"] = 1
+    for e in report["quality"]:
+        e |= {"kl_stderr": None, "delta_nll_stderr": None, "top1_stderr": None}
+
+
+def unpaired(report: dict[str, Any]) -> None:
+    for s in report["scores"]:
+        s |= {"stderr": None, "difference_stderr": None, "per_doc": None}
+
+
+def nothing_measured(report: dict[str, Any]) -> None:
+    report |= {"quality": [], "tasks": [], "scores": [], "comparison": [], "profiles": {}, "exact": None, "skipped": []}
+    report |= {"complete": False, "command": ""}
+    report["text"]["calibration_sequences"] = None
+
+
+def only_baselines(report: dict[str, Any]) -> None:
+    no_tasks(report)
+    report["quality"] = [e for e in report["quality"] if not e["family"].startswith(("cuvee", "pca"))]
+    report |= {"comparison": [], "profiles": {}}
+    report["text"] |= {"calibration": [], "calibration_sequences": None}
+
+
+def a_given_profile(report: dict[str, Any]) -> None:
+    report["profiles"]["layer"] |= {"seconds": None}
+    report["quality"] = [e for e in report["quality"] if e["setting"] in ("", "balanced")]
+    report["text"] |= {"calibration": [], "calibration_sequences": None, "reread": False}
+
+
+MISSING = [no_tasks, one_sequence, unpaired, nothing_measured, only_baselines, a_given_profile]
+ABSENT: dict[str, set[str]] = {
+    "no_tasks": {"Scores of tasks"},
+    "nothing_measured": set(SECTIONS[:8]),
+    "only_baselines": {*SECTIONS[:2], "Scores of tasks", "Speed", "Profiles", "The other points of the curves"},
+    "a_given_profile": {"The other points of the curves"},
+}
+
+
+@pytest.mark.parametrize("change", MISSING, ids=lambda change: change.__name__)
+def test_what_is_missing_leaves_no_hole(report: dict[str, Any], tmp_path: Path, change: Callable[..., None]) -> None:
+    change(report)
+    if change is a_given_profile:  # one setting of each family of the codec: a curve of no length
+        report["quality"] = [e for e in report["quality"] if e["family"] != "pca/kv"]
+    write_report(report, tmp_path)
+    tables, text = read_markdown((tmp_path / "report.md").read_text())
+    found, page, _ = read_html((tmp_path / "report.html").read_text())
+    assert found == tables
+    assert set(SECTIONS) - set(tables) == ABSENT.get(change.__name__, set())
+    for content in (text, page):
+        assert not re.search(r"\b(None|nan|inf|null|undefined)\b", content)
+        assert ("not complete" in content) == (not report["complete"])
+    if change is one_sequence:
+        assert "±" not in tables["What you lose"][0][1][2][3] and "single sequence" in text
+        assert all("±" not in cell for _, rows in tables["Every method"] for row in rows for cell in row)
+    if change is unpaired:
+        assert all(row[4] == "" for _, rows in tables["Scores of tasks"] for row in rows)
+    if change is no_tasks:
+        assert "tasks" not in tables["What you lose"][0][0] and "Documents of a task" not in text
+    if change is a_given_profile:
+        assert "ordinary text" in text and "Half of the sequences" not in text
+
+
+def test_a_curve_that_is_too_short_says_so(report: dict[str, Any]) -> None:
+    report["quality"] = [e for e in report["quality"] if e["setting"] != "2^0"]
+    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    assert any(row[3].startswith("not measured beyond") and not any((row[1], *row[4:])) for row in rows)
+    report["quality"] = [e for e in report["quality"] if e["setting"] in ("", "small")]
+    for e in report["quality"]:
+        e["bits_per_value"] += 4 if e["setting"] else 0
+    assert "No curve reaches 8x." in markdown(report, {})
+
+
+def test_every_setting_of_a_dial_is_told_apart(report: dict[str, Any]) -> None:
+    curve = next(e for e in report["quality"] if e["kind"] == "curve")
+    for setting in ("0.4", "1.3"):
+        report["quality"].append(
+            {**curve, "key": f"pca/kv@{setting}", "family": "pca/kv", "label": "PCA", "setting": setting}
+        )
+    text = markdown(report, {})
+    assert "| PCA @0.4 |" in text and "| PCA @1.3 |" in text
+    for entry in report["quality"]:  # the codec's own labels say it already
+        if entry["kind"] == "preset":
+            assert f"{entry['label']} @" not in text
+
+
+def test_small_numbers_are_not_zero(report: dict[str, Any]) -> None:
+    first = report["quality"][0]
+    first |= {"kl": 1.234e-9, "kl_stderr": None, "delta_nll": -3.2e-7, "delta_nll_stderr": 0.01, "top1": 1.0}
+    first |= {"top1_stderr": 0.0, "bits_per_value": 0.0123}
+    row = by_first(read_markdown(markdown(report, {}))[0]["Every method"][0])["16-bit cache"]
+    assert row[1] == "0.0123" and row[3] == "1.2e-09"
+    assert row[4] == f"{MINUS}0.0000003 ± 0.0100000" and row[6] == "100 ± 0 %"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "shown"),
+    [
+        (0.0, None, "0"), (0.0, 0.0, "0 ± 0"), (1234.5, None, "1,234"), (0.0046931, None, "0.00469"),
+        (-0.0046931, 0.00031, f"{MINUS}0.00469 ± 0.00031"), (0.8, 0.16, "0.80 ± 0.16"),
+        (2e-9, 1e-10, "2.0e-09 ± 1.0e-10"), (5.0, 0.0, "5.00 ± 0.00"), (12.0, 30.0, "12 ± 30"),
+    ],
+)  # fmt: skip
+def test_numbers_have_the_digits_their_errors_allow(value: float, error: float | None, shown: str) -> None:
+    assert render.with_error(value, error) == shown
+
+
+def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> None:
+    report["model"]["name"] = EVIL
+    report["command"] = f"cuvee report --out '{EVIL}'"
+    report["tasks"][0] |= {"name": EVIL, "description": EVIL}
+    for e in (*report["quality"], *report["scores"]):
+        if e.get("task") == "recall":
+            e["task"] = EVIL
+        if e["key"] == "kivi4" and "label" in e:
+            e |= {"label": EVIL, "counts": EVIL}
+    write_report(report, tmp_path)
+    tables, text = read_markdown((tmp_path / "report.md").read_text())
+    found, page, root = read_html((tmp_path / "report.html").read_text())
+    assert found == tables
+    row = by_first(tables["Every method"][0])[EVIL]
+    assert len(row) == 10 and row[-1] == EVIL
+    assert (
+        f"What compressing its KV cache costs {EVIL}" in text and f"What compressing its KV cache costs {EVIL}" in page
+    )
+    assert EVIL in text.split("documents, higher is better. ")[1]
+    assert report["command"] in text and report["command"] in page
+    assert not list(root.iter("b")) and entities.escape("<b>") in (tmp_path / "report.html").read_text()
+    for line in ("# a", "1. b", "- c", "+ d"):
+        assert MarkdownIt().parse(render.escape(line))[0].type == "paragraph_open"
+    assert MarkdownIt().render(render.escape("a\n\nb_c _d_")) == "<p>a b_c _d_</p>\n"
+
+
+def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
+    report["model"]["name"] = "[red]model"
+    report["comparison"][0]["ratios"][2]["of"] = "cuvee/layers:[b]2"
+    console = Console(width=200, record=True, file=io.StringIO())
+    print_summary(report, console)
+    shown = console.export_text()
+    assert "[red]model" in shown and "[b]2" in shown and "6.34x (6.01x to 6.72x)" in shown and "not reached" in shown
+    rows = read_markdown(markdown(report, {}))[0]["What you lose"][0][1]
+    assert all(row[3] in shown for row in rows)
+
+
+def test_without_jinja_the_remedy_is_named(report: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(ImportError, match=r"install cuvee\[eval\]"):
+        html(report, tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ImportError, match=r"install cuvee\[plot\]"):
+        write_report(report, tmp_path)
+    assert not list(tmp_path.iterdir())

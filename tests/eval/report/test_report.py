@@ -1,0 +1,412 @@
+"""The report as a whole: what it holds, how it goes on after an interruption, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.profile import PRESET_KL, Profile
+from cuvee.eval.baselines.quantizers import CacheGen, Kivi
+from cuvee.eval.bench.machine import hardware
+from cuvee.eval.data import bundled_model_path
+from cuvee.eval.methods import BASELINES
+from cuvee.eval.quality import Quality, QualityBench
+from cuvee.eval.report.run import ANCHORS, ReportConfig, quick_config, run_report
+from cuvee.eval.report.scoring import TaskScorer
+
+pytest.importorskip("lm_eval")
+TASK = "cuvee_kv_8"
+CONFIG = replace(
+    quick_config(ReportConfig()),
+    groups=("layer",),
+    length=128,
+    calibration_sequences=24,
+    sequences=6,
+    chunk_tokens=64,
+    tasks=(TASK,),
+    limit=6,
+)
+TIMED = ("encode_seconds", "decode_seconds", "encode_gb_per_s", "decode_gb_per_s", "seconds", "date", "commit")
+
+
+@pytest.fixture(scope="module")
+def console() -> Iterator[Console]:
+    with open("/dev/null", "w", encoding="utf-8") as file:
+        yield Console(file=file)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory, console: Console) -> tuple[Path, dict[str, Any]]:
+    out = tmp_path_factory.mktemp("report") / "run"
+    return out, run_report(CONFIG, out, console, command="cuvee report --quick")
+
+
+@pytest.fixture(autouse=True)
+def no_plots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for `done`, which comes first: a quarter of the time of a report this small goes into drawing."""
+    monkeypatch.setattr("cuvee.eval.report.render.write_plots", lambda *_: {})
+
+
+def untimed(data: Any) -> Any:
+    """The same without what differs from run to run."""
+    if isinstance(data, dict):
+        return {key: untimed(value) for key, value in data.items() if key not in TIMED}
+    return [untimed(item) for item in data] if isinstance(data, list) else data
+
+
+def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[str, Any]]) -> None:
+    out, data = done
+    assert json.loads((out / "report.json").read_text()) == data
+    assert data["complete"] and data["command"] == "cuvee report --quick" and not data["skipped"]
+    keys = [entry["key"] for entry in data["quality"]]
+    assert len(set(keys)) == len(keys)
+    left_out = {"fp8-e5m2", "int8", "kivi3", "cachegen-tables-free"}
+    assert set(keys) >= (BASELINES.keys() - left_out) | {f"cuvee/layer@{preset}" for preset in PRESET_KL}
+    assert {"cuvee/lossless", "cuvee/generic@balanced"} <= set(keys) and any(k.startswith("pca/layer@") for k in keys)
+    for entry in data["quality"]:
+        fields = {k: v for k, v in entry.items() if k not in ("key", "family", "label", "kind", "setting")}
+        quality = Quality.from_dict(fields)
+        assert len(quality.per_sequence.kl) == 6 and quality.chunk_tokens == 64
+        assert entry["family"] == entry["key"].partition("@")[0]
+    text = data["text"]
+    assert (text["sequences"], text["length"], text["prefix"]) == (6, 128, 96)
+    assert [t["name"] for t in text["evaluation"]] == ["orchard", "lantern", "garrison"]
+    assert text["calibration_sequences"] <= 24 and len(text["tokens_sha256"]) == 64
+    assert data["environment"]["cpu"] and data["environment"]["torch"] == torch.__version__
+    assert data["configuration"]["model_fingerprint"] == data["model"]["fingerprint"]
+    assert data["model"]["parameters"] == 3_443_136
+    assert data["exact"]["nll"] == pytest.approx(data["quality"][0]["nll"] - data["quality"][0]["delta_nll"])
+
+
+def test_curves_end_where_they_cost_too_much(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def costs(data: dict[str, Any]) -> list[float]:
+        return [e["kl"] for e in data["quality"] if e["family"] == "cuvee/layer" and e["kind"] == "curve"]
+
+    whole = costs(done[1])
+    assert len(whole) >= 6 and whole[2] < whole[-2]
+    monkeypatch.setattr("cuvee.eval.report.run.WORST_KL", whole[2] * 0.99)
+    short = costs(run_report(replace(CONFIG, tasks=()), tmp_path / "run", console))
+    assert short == pytest.approx(whole[:3], rel=1e-3)
+
+
+def test_the_profile_that_was_measured_is_in_the_folder(done: tuple[Path, dict[str, Any]]) -> None:
+    out, data = done
+    profile = Profile.load(out / "profiles" / "layer.safetensors")
+    entry = data["profiles"]["layer"]
+    assert entry["id"] == profile.id.hex() and entry["source"] == "calibrated"
+    assert entry["bytes"] == (out / "profiles" / "layer.safetensors").stat().st_size
+    assert entry["bits_per_value_over_1m_tokens"] == pytest.approx(8 * entry["bytes"] / (1e6 * 1536))
+
+
+def test_scores_are_paired_with_those_of_the_exact_cache(done: tuple[Path, dict[str, Any]]) -> None:
+    _, data = done
+    (task,) = data["tasks"]
+    assert (task["name"], task["docs"], task["chance"]) == (TASK, 6, 0.125)
+    scores = {entry["key"]: entry for entry in data["scores"]}
+    assert set(scores) == {
+        "bf16", "destroyed", "kivi2", "cuvee/generic@balanced", "cuvee/layer@balanced",
+    }  # fmt: skip
+    exact = scores["bf16"]
+    assert exact["difference"] is None and exact["bits_per_value"] == 16
+    for score in scores.values():
+        assert score["score"] == pytest.approx(sum(score["per_doc"]) / 6) and len(score["per_doc"]) == 6
+    lost = scores["destroyed"]
+    assert lost["difference"] == pytest.approx(lost["score"] - exact["score"]) and lost["difference_stderr"] > 0
+    assert lost["score"] < exact["score"] and lost["bits_per_value"] == 0
+    assert 0.3 < scores["cuvee/layer@balanced"]["bits_per_value"] < 4
+
+
+def test_the_comparison_is_at_the_kl_of_the_anchors(done: tuple[Path, dict[str, Any]]) -> None:
+    _, data = done
+    quality = {entry["key"]: entry for entry in data["quality"]}
+    assert [entry["anchor"] for entry in data["comparison"]] == [*ANCHORS, "kivi2"]  # quick leaves the others out
+    for entry in data["comparison"]:
+        assert entry["kl"] == quality[entry["anchor"]]["kl"]
+    assert {r["against"] for r in data["comparison"][0]["ratios"]} == {"fp8-e4m3", "pca/layer"}
+    assert {r["against"] for r in data["comparison"][3]["ratios"]} <= {"kivi2"}
+    against = {r["against"]: r for r in data["comparison"][1]["ratios"] if r["of"] == "cuvee/layer"}
+    assert against["kivi4"]["ratio"] > 2 and against["kivi4"]["low"] < against["kivi4"]["ratio"]
+
+
+def test_the_documents_are_there(done: tuple[Path, dict[str, Any]]) -> None:
+    out, _ = done
+    assert "balanced" in (out / "report.md").read_text()
+    assert (out / "report.html").read_text().lower().startswith("<!doctype html>")
+    assert list(out.rglob("*.png")) and list(out.rglob("*.svg"))
+
+
+class Interrupted:
+    """Lets so many methods through, then the user presses Ctrl-C; remembers what was measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+        self.measured: list[str] = []
+        run = QualityBench.run
+
+        def counted(bench: QualityBench, name: str, *args: Any, **more: Any) -> Quality:
+            if len(self.measured) == most:
+                raise KeyboardInterrupt
+            self.measured.append(name)
+            return run(bench, name, *args, **more)
+
+        monkeypatch.setattr(QualityBench, "run", counted)
+
+
+def test_an_interrupted_run_goes_on_and_ends_the_same(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, whole = done
+    with monkeypatch.context() as patch:
+        Interrupted(patch, 5)
+        with pytest.raises(KeyboardInterrupt):
+            run_report(CONFIG, tmp_path / "run", console, command="cuvee report --quick")
+    half = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert not half["complete"] and len(half["quality"]) == 5 and not (tmp_path / "run" / "report.md").exists()
+    with monkeypatch.context() as patch:
+        rest = Interrupted(patch, 1000)
+        monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
+        data = run_report(CONFIG, tmp_path / "run", console, command="cuvee report --quick")
+    assert len(rest.measured) == len(whole["quality"]) - 5
+    assert data["quality"][:5] == half["quality"]
+    assert untimed(data) == untimed(whole)
+
+
+def test_a_complete_run_is_only_rendered_anew(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, whole = done
+    shutil.copytree(out, tmp_path / "run")
+    (tmp_path / "run" / "report.md").unlink()
+    Interrupted(monkeypatch, 0)
+    assert untimed(run_report(CONFIG, tmp_path / "run", console)) == untimed(whole)
+    assert (tmp_path / "run" / "report.md").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"chunk_tokens": 32}, "chunk_tokens"),
+        ({"seed": 8}, "seed"),
+        ({"limit": 5}, "limit"),
+        ({"evaluation": ("orchard",)}, "evaluation"),
+        ({"cache_dtype": "float32"}, "cache_dtype"),
+    ],
+)
+def test_results_of_another_configuration_are_never_mixed(
+    done: tuple[Path, dict[str, Any]], console: Console, change: dict[str, Any], field: str
+) -> None:
+    out, _ = done
+    before = (out / "report.json").read_bytes()
+    with pytest.raises(InputError, match=rf"^out: .* holds another run \(it differs in {field}\)"):
+        run_report(replace(CONFIG, **change), out, console)
+    assert (out / "report.json").read_bytes() == before
+
+
+def test_results_of_other_software_are_never_mixed(
+    done: tuple[Path, dict[str, Any]], console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, _ = done
+    machine = hardware()
+    monkeypatch.setattr("cuvee.eval.report.run.hardware", lambda: {**machine, "torch": "1.0"})
+    with pytest.raises(InputError, match="differs in software"):
+        run_report(CONFIG, out, console)
+
+
+def test_a_folder_that_holds_other_things_is_left_alone(tmp_path: Path, console: Console) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"^out: .* is not empty and holds no report"):
+        run_report(CONFIG, tmp_path, console)
+    with pytest.raises(InputError, match=r"^out: .* is a file"):
+        run_report(CONFIG, tmp_path / "notes.txt", console)
+    (tmp_path / "report.json").write_text('{"results": []}')
+    with pytest.raises(InputError, match=r"^out: .* is not a report"):
+        run_report(CONFIG, tmp_path, console)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_profile_that_was_exchanged_is_noticed(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, books: Any
+) -> None:
+    out, _ = done
+    shutil.copytree(out, tmp_path / "run")
+    data = json.loads((tmp_path / "run" / "report.json").read_text())
+    (tmp_path / "run" / "report.json").write_text(json.dumps({**data, "complete": False}))
+    books.profile.save(tmp_path / "run" / "profiles" / "layer.safetensors")
+    with pytest.raises(InputError, match="is not the profile this report was measured with"):
+        run_report(CONFIG, tmp_path / "run", console)
+
+
+def test_a_given_profile_is_measured(tmp_path: Path, console: Console, books: Any) -> None:
+    books.profile.save(tmp_path / "mine.safetensors")
+    config = replace(CONFIG, groups=(), tasks=(), profiles=(str(tmp_path / "mine.safetensors"),), sequences=2)
+    data = run_report(config, tmp_path / "run", console)
+    assert data["profiles"]["mine"]["id"] == books.profile.id.hex() and data["text"]["calibration"] == []
+    keys = {entry["key"] for entry in data["quality"]}
+    assert "cuvee/mine@balanced" in keys and not any(k.startswith("pca/") for k in keys)
+    assert data["tasks"] == data["scores"] == []
+
+
+def test_samples_of_the_model_are_learned_from_too(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last sequences, on which the curve is measured, stay those of the texts."""
+    learned: list[torch.Tensor] = []
+    calibrate = Profile.calibrate
+
+    def listen(model: Any, tokens: torch.Tensor, *args: Any, **more: Any) -> Profile:
+        learned.append(tokens)
+        return calibrate(model, tokens, *args, **more)
+
+    monkeypatch.setattr(Profile, "calibrate", listen)
+    Interrupted(monkeypatch, 0)  # nothing is measured
+    for name, more in (("texts", {}), ("samples", {"samples": 3}), ("plain", {"reread": False})):
+        with pytest.raises(KeyboardInterrupt):
+            run_report(replace(CONFIG, **more), tmp_path / name, console)
+    texts, samples, plain = learned
+    assert len(samples) == len(texts) + 3 and torch.equal(samples[3:], texts)
+    assert samples[0].tolist() != samples[1].tolist()
+    assert torch.equal(plain[1::2], texts[1::2]) and not torch.equal(plain[::2], texts[::2])
+    saved = json.loads((tmp_path / "samples" / "report.json").read_text())
+    assert saved["text"]["calibration_sequences"] == len(samples)
+    assert saved["profiles"]["layer"]["id"] != done[1]["profiles"]["layer"]["id"]
+
+
+def test_a_profile_of_another_model_is_refused(
+    tmp_path: Path, console: Console, books: Any, fitted: Callable[..., Profile]
+) -> None:
+    config = replace(CONFIG, groups=(), profiles=(str(tmp_path / "other"),))
+    fitted("gqa", "layer").save(tmp_path / "other")
+    with pytest.raises(ProfileMismatch, match="the profile is for synthetic"):
+        run_report(config, tmp_path / "run", console)
+    profile = books.profile
+    assert profile.model == model_fingerprint(books.model)
+    Profile(
+        profile.layout, profile.group, profile.source, profile.family, profile.learned,
+        min_step=profile.min_step, model="0" * 32, curve=profile.curve,
+    ).save(tmp_path / "other")  # fmt: skip
+    with pytest.raises(ProfileMismatch, match="was calibrated on other weights"):
+        run_report(config, tmp_path / "run", console)
+    assert not (tmp_path / "run").exists()
+
+
+def test_profiles_need_names_of_their_own(tmp_path: Path, console: Console, books: Any) -> None:
+    for name in ("a/p", "b/p", "a/p@2"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        books.profile.save(tmp_path / name)
+    for names in (("a/p", "b/p"), ("a/p@2",)):
+        config = replace(CONFIG, groups=(), profiles=tuple(str(tmp_path / name) for name in names))
+        with pytest.raises(InputError, match=r"^profiles: .* must have a name of its own"):
+            run_report(config, tmp_path / "run", console)
+
+
+def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Console) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        run_report(replace(CONFIG, model=str(tmp_path)), tmp_path / "run", console)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean cuvee_kv_8"),
+        ({"length": 4096}, "4096 long, the model has 2048 positions"),
+        ({"evaluation": ("nowhere.txt",)}, "no such text file"),
+        ({"prefix": 40}, "^prefix: must lie in"),
+        ({"prefix": 127, "reread": False}, "prefix=127 must leave at least two"),
+        ({"groups": ("layer", "sphere")}, "sphere"),
+    ],
+)
+def test_what_does_not_fit_is_said(tmp_path: Path, console: Console, change: dict[str, Any], message: str) -> None:
+    with pytest.raises((InputError, FileNotFoundError), match=message):
+        run_report(replace(CONFIG, **change), tmp_path / "run", console)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("sequences", 0), ("chunk_tokens", 0), ("limit", 0), ("samples", -1), ("batch_size", 0), ("metadata", ("x",))],
+)
+def test_a_configuration_checks_its_numbers(field: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{field}: "):
+        replace(CONFIG, **{field: value})
+
+
+def test_profiles_are_given_or_learned(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^groups: are learned, profiles are given"):
+        ReportConfig(profiles=("a",), groups=("layer",))
+
+
+def test_what_cannot_be_had_is_named(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model whose curve does not reach a preset: random weights hardly read their cache."""
+    folder = tmp_path / "random"
+    shutil.copytree(bundled_model_path(), folder)
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+    model.save_pretrained(folder)
+    config = replace(CONFIG, model=str(folder), tasks=(), sequences=2)
+    data = run_report(config, tmp_path / "run", console)
+    missing = {entry["key"] for entry in data["skipped"]}
+    assert "cuvee/layer@small" in missing
+    assert all("KL" in e["reason"] or "kl" in e["reason"] for e in data["skipped"])
+    assert not missing & {entry["key"] for entry in data["quality"]}
+    assert "cuvee/layer@small" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_task_that_the_model_cannot_do_is_left_out(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.eval.lm.CuveeLM.max_length", 200)  # the pairs fit, the prose does not
+    config = replace(CONFIG, tasks=("cuvee_reread_nll", TASK), limit=2, sequences=2)
+    data = run_report(config, tmp_path / "run", console)
+    assert [entry["key"] for entry in data["skipped"]] == ["cuvee_reread_nll"]
+    assert re.search("cuvee_reread_nll has a request of .* tokens, the model reads 200", data["skipped"][0]["reason"])
+    assert {entry["task"] for entry in data["scores"]} == {TASK} and len(data["scores"]) == 5
+    assert "cuvee_reread_nll" in (tmp_path / "run" / "report.md").read_text()
+
+
+def test_a_method_that_fails_is_left_out_and_nothing_else(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(method: Any, chunk: Any) -> Any:
+        raise InputError("chunk: holds values that cannot be stored")
+
+    score = TaskScorer.score
+
+    def fail(scorer: TaskScorer, method: Any, name: str) -> Any:
+        if isinstance(method, Kivi):
+            raise InputError("chunk: holds values that cannot be stored")
+        return score(scorer, method, name)
+
+    monkeypatch.setattr(CacheGen, "encode", refuse)
+    monkeypatch.setattr(TaskScorer, "score", fail)
+    data = run_report(replace(CONFIG, limit=2, sequences=2), tmp_path / "run", console)
+    assert {entry["key"] for entry in data["skipped"]} == {"cachegen", "kivi2"}
+    measured = {entry["key"] for entry in data["quality"]}
+    assert "cachegen" not in measured and {"kivi2", "cuvee/layer@balanced"} <= measured
+    assert {entry["key"] for entry in data["scores"]} == {
+        "bf16", "destroyed", "cuvee/generic@balanced", "cuvee/layer@balanced",
+    }  # fmt: skip
+    assert [entry["anchor"] for entry in data["comparison"]] == ["fp8-e4m3", "kivi4", "kivi2"]
+
+
+def test_a_quick_report_is_smaller_but_keeps_what_was_asked_for() -> None:
+    quick = quick_config(ReportConfig(sequences=3, tasks=("mine",), limit=7))
+    assert quick.quick and (quick.sequences, quick.tasks, quick.limit) == (3, ("mine",), 7)
+    whole = ReportConfig()
+    assert len(quick_config(whole).tasks) < len(whole.tasks) and quick_config(whole).sequences < whole.sequences

@@ -1,0 +1,142 @@
+"""Task scores of methods, through lm-eval."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.eval.baselines.quantizers import Destroyed, Identity
+from cuvee.eval.corpus import BUNDLED_MODEL, load_tokenizer
+from cuvee.eval.quality import CodecMethod
+from cuvee.eval.report.scoring import TaskScorer
+from cuvee.eval.tasks import LOCAL_TASKS
+
+pytest.importorskip("lm_eval")
+SETTINGS: dict[str, Any] = {"chunk_tokens": 256, "cache_dtype": "bfloat16", "batch_size": 4, "seed": 1}
+
+
+def scorer(books: Any, *tasks: str, **more: Any) -> TaskScorer:
+    return TaskScorer(books.model, BUNDLED_MODEL, tasks, **{**SETTINGS, **more})
+
+
+def test_a_group_stands_for_its_members(books: Any) -> None:
+    assert sorted(scorer(books, "cuvee_local").names) == sorted(LOCAL_TASKS)
+
+
+def test_methods_follow_each_other_on_one_model(books: Any) -> None:
+    scores = scorer(books, "cuvee_needle_128", limit=12)
+    task, exact = scores.score(Identity(), "cuvee_needle_128")
+    assert (task["metric"], task["higher_is_better"], task["docs"], task["chance"]) == ("acc", True, 12, 0.125)
+    assert exact["score"] == sum(exact["per_doc"]) / 12 > 0.6 and exact["bits_per_value"] == 16
+    _, lost = scores.score(Destroyed(), "cuvee_needle_128")
+    assert lost["score"] < 0.5 and lost["bits_per_value"] == 0
+    other, coded = scores.score(CodecMethod(Codec(books.profile)), "cuvee_needle_128")
+    assert coded["score"] > 0.6 and 0.5 < coded["bits_per_value"] < 3 and other == task
+    assert scores.score(Identity(), "cuvee_needle_128") == (task, exact)
+
+
+def test_nats_a_word_are_a_mean_over_documents(books: Any) -> None:
+    task, score = scorer(books, "cuvee_reread_nll", limit=3).score(Identity(), "cuvee_reread_nll")
+    assert not task["higher_is_better"] and task["chance"] is None
+    assert score["score"] == pytest.approx(sum(score["per_doc"]) / 3) and score["stderr"] > 0
+
+
+def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> None:
+    paragraphs = [{"idx": 0, "title": "Ely", "paragraph_text": "Ely lies on a hill.", "is_supporting": True}]
+    item = {
+        "id": "1", "question": "Where does Ely lie?", "paragraphs": paragraphs, "answer": "on a hill",
+        "answer_aliases": [], "answerable": True, "question_decomposition": [],
+    }  # fmt: skip
+    (tmp_path / "m.jsonl").write_text(json.dumps(item) + "\n" + json.dumps({**item, "id": "2"}))
+    scores = scorer(books, "cuvee_musique", metadata={"musique": str(tmp_path / "m.jsonl")})
+    task, score = scores.score(Identity(), "cuvee_musique")
+    assert task["metric"] == "f1" and task["docs"] == 2 and len(score["per_doc"]) == 2
+
+
+def test_unknown_tasks_are_named_with_a_hint(books: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"^tasks: 'cuvee_needle_129' is not known; did you mean .*cuvee_needle_128"):
+        scorer(books, "cuvee_kv_8", "cuvee_needle_129")
+
+
+def test_a_task_of_the_user_is_found(books: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "task: mine\ncustom_dataset: !function mine.load\ntest_split: test\noutput_type: multiple_choice\n"
+        "doc_to_text: '{{q}}'\ndoc_to_choice: ['a', 'b']\ndoc_to_target: 0\nmetric_list: [{metric: acc}]\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "import datasets\n\n\ndef load(**kwargs):\n"
+        "    print('said by the task')\n"
+        "    return {'test': datasets.Dataset.from_list([{'q': 'The wind rose and'}, {'q': 'It'}])}\n"
+    )
+    task, score = scorer(books, "mine", include_path=str(tmp_path)).score(Identity(), "mine")
+    assert (task["name"], task["metric"], task["docs"], task["chance"]) == ("mine", "acc", 2, None)
+    assert len(score["per_doc"]) == 2
+    assert "said by the task" not in "".join(capsys.readouterr())
+
+
+def contexts(scores: TaskScorer, name: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What the model is asked."""
+    from cuvee.eval.lm import CuveeLM
+
+    asked: list[str] = []
+    answer = CuveeLM.loglikelihood
+
+    def listen(lm: CuveeLM, requests: Any, disable_tqdm: bool = False) -> Any:
+        asked.extend(request.args[0] for request in requests)
+        return answer(lm, requests, disable_tqdm)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CuveeLM, "loglikelihood", listen)
+        scores.score(Identity(), name)
+    return asked
+
+
+def test_examples_and_chat_templates(books: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "task: mine\ncustom_dataset: !function mine.load\ntest_split: test\nfewshot_split: train\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: ['a', 'b']\ndoc_to_target: 0\n"
+        "metric_list: [{metric: acc}]\n"
+    )
+    (tmp_path / "mine.py").write_text(
+        "import datasets\n\n\ndef load(**kwargs):\n"
+        "    rows = {'test': ['The wind rose and', 'It'], 'train': ['One', 'Two']}\n"
+        "    return {k: datasets.Dataset.from_list([{'q': q} for q in v]) for k, v in rows.items()}\n"
+    )
+    plain = contexts(scorer(books, "mine", include_path=str(tmp_path)), "mine", monkeypatch)
+    assert plain[0] == "The wind rose and"
+    shown = contexts(scorer(books, "mine", include_path=str(tmp_path), num_fewshot=1), "mine", monkeypatch)
+    assert shown[0].endswith("The wind rose and") and shown[0].startswith(("One", "Two"))
+
+    def templated(name: str) -> Any:
+        tokenizer = load_tokenizer(name)
+        tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}<assistant>"
+        return tokenizer
+
+    monkeypatch.setattr("cuvee.eval.report.scoring.load_tokenizer", templated)
+    chat = contexts(scorer(books, "mine", include_path=str(tmp_path), chat_template=True), "mine", monkeypatch)
+    assert chat[0] == "<user>The wind rose and<assistant>"
+
+
+def test_what_a_failing_task_printed_is_shown(
+    books: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import lm_eval
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        print("the last words", file=sys.stderr)
+        raise RuntimeError("out of memory")
+
+    logging.getLogger("lm_eval").setLevel(logging.INFO)
+    scores = scorer(books, "cuvee_kv_8")
+    monkeypatch.setattr(lm_eval, "evaluate", fail, raising=False)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scores.score(Identity(), "cuvee_kv_8")
+    assert "the last words" in capsys.readouterr().err
+    assert logging.getLogger("lm_eval").level == logging.INFO

@@ -1,0 +1,185 @@
+"""Models and texts by name, and the sequences cut from them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.conftest import BOS
+
+from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.learning.calibrate import held_out_count
+from cuvee.eval.corpus import (
+    BUNDLED_MODEL,
+    Corpus,
+    calibration_windows,
+    load_model,
+    load_tokenizer,
+    model_path,
+    read_corpus,
+    spread_sequences,
+)
+from cuvee.eval.data import bundled_model_path, bundled_text
+
+
+def corpus(*lengths: int) -> Corpus:
+    """Documents without a token in common."""
+    ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
+    return Corpus(
+        "numbers", "", tuple(torch.arange(end - length, end) for end, length in zip(ends, lengths, strict=True))
+    )
+
+
+def test_the_bundled_model_and_texts_go_by_name() -> None:
+    model = load_model(BUNDLED_MODEL, "float32")
+    assert model.dtype == torch.float32 and not model.training
+    text = read_corpus("orchard", BUNDLED_MODEL)
+    assert text.documents[0].tolist() == load_tokenizer(BUNDLED_MODEL)(bundled_text("orchard")).input_ids
+    assert text.tokens == len(text.documents[0]) and len(text.sha256) == 64
+
+
+def test_sequences_begin_as_the_tokenizer_begins_a_text(tmp_path: Path, with_bos: Any) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(bundled_model_path(), model)
+    with_bos.save_pretrained(model)
+    plain, text = read_corpus("orchard", BUNDLED_MODEL), read_corpus("orchard", str(model))
+    assert text.leading == (BOS,) and torch.equal(text.documents[0], plain.documents[0])
+    rows = spread_sequences([text], 64, 5)
+    assert rows.shape == (5, 64) and (rows[:, 0] == BOS).all()
+    assert torch.equal(rows[0, 1:], plain.documents[0][:63])
+    windows = calibration_windows([text], 64, 1000)
+    assert windows.shape[1] == 64 and (windows[:, 0] == BOS).all() and (windows[:, 1:] != BOS).all()
+    # Token ids are taken as they are.
+    (tmp_path / "ids.jsonl").write_text(json.dumps(list(range(40))) + "\n")
+    ids = read_corpus(str(tmp_path / "ids.jsonl"), str(model))
+    assert ids.leading == () and spread_sequences([ids], 40).tolist() == [list(range(40))]
+
+
+def test_the_real_model_goes_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever it is kept: its folder stands for the name."""
+    fetched = []
+
+    def path() -> Path:
+        fetched.append(1)
+        return bundled_model_path()
+
+    monkeypatch.setattr("cuvee.eval.corpus.smollm2_path", path)
+    assert model_path("smollm2") == str(bundled_model_path())
+    assert load_model("smollm2", "float32").config.model_type == "llama"
+    assert read_corpus("orchard", "smollm2").sha256 == read_corpus("orchard", BUNDLED_MODEL).sha256
+    assert len(fetched) == 3
+    with pytest.raises(FileNotFoundError, match="no such model folder"):
+        load_model("./smollm2")
+
+
+def test_files_are_read_by_their_suffix(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("The wind rose.")
+    lines = [{"text": "The wind"}, [1, 2, 3], {"input_ids": [4]}, " rose."]
+    (tmp_path / "b.jsonl").write_text("\n\n".join(map(json.dumps, lines)))
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    (one,) = read_corpus(str(tmp_path / "a.txt"), BUNDLED_MODEL).documents
+    assert one.tolist() == tokenizer("The wind rose.").input_ids
+    many = [d.tolist() for d in read_corpus(str(tmp_path / "b.jsonl"), BUNDLED_MODEL).documents]
+    assert many == [tokenizer("The wind").input_ids, [1, 2, 3], [4], tokenizer(" rose.").input_ids]
+
+
+def test_token_ids_need_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("[5, 6]")
+    assert read_corpus(str(tmp_path / "a.jsonl"), "no such model").tokens == 2
+
+
+def test_the_digest_tells_documents_apart(tmp_path: Path) -> None:
+    digests = set()
+    for lines in ("[1, 2]\n[3]", "[1]\n[2, 3]", "[1, 2, 3]"):
+        (tmp_path / "a.jsonl").write_text(lines)
+        digests.add(read_corpus(str(tmp_path / "a.jsonl"), "").sha256)
+    assert len(digests) == 3
+
+
+def test_a_data_set_is_read_with_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    (folder / "test.jsonl").write_text('{"body": "The wind", "n": 1}\n{"body": " rose.", "n": 2}\n')
+    text = read_corpus(f"hf:{folder}:test:body", BUNDLED_MODEL)
+    tokenizer = load_tokenizer(BUNDLED_MODEL)
+    assert [d.tolist() for d in text.documents] == [tokenizer(t).input_ids for t in ("The wind", " rose.")]
+    for wrong, message in (
+        (f"hf:{folder}:test:title", "has no column 'title'; there are body, n"),
+        (f"hf:{folder}:train:body", "cannot be loaded"),
+        (f"hf:{folder}:test:n", "row 0 of .* is neither"),
+        ("hf:test:body", "must be hf:DATASET"),
+        ("hf::test:body", "must be hf:DATASET"),
+    ):
+        with pytest.raises(InputError, match=rf"^text: .*{message}"):
+            read_corpus(wrong, BUNDLED_MODEL)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("a.txt", b"\xff", "not UTF-8"),
+        ("a.jsonl", b"[1]\n{", "a.jsonl:2 is not JSON"),
+        ("a.jsonl", b'{"title": "x"}', "a.jsonl:1 is neither"),
+        ("a.jsonl", b"[1, -2]", "a.jsonl:1 is neither"),
+        ("a.jsonl", b"[true]", "a.jsonl:1 is neither"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=message):
+        read_corpus(str(tmp_path / name), BUNDLED_MODEL)
+
+
+def test_a_missing_text_or_model(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such text file"):
+        read_corpus("nowhere", BUNDLED_MODEL)
+    with pytest.raises(FileNotFoundError, match=r"no such model folder: .*nowhere"):
+        load_model(str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match=r"^device: 'abacus'"):
+        load_model(BUNDLED_MODEL, device="abacus")
+
+
+def test_an_unsupported_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
+    with pytest.raises(UnsupportedModel, match="mamba"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
+    with pytest.raises(InputError, match="never-heard-of"):
+        load_model(str(tmp_path))
+
+
+def test_sequences_are_disjoint_whole_and_spread() -> None:
+    cut = spread_sequences([corpus(25, 7, 40)], 10, 3)
+    assert cut[:, 0].tolist() == [0, 32, 52] and cut.shape == (3, 10)
+    assert len(spread_sequences([corpus(25, 7, 40)], 10)) == 6
+    assert len(spread_sequences([corpus(25, 7, 40)], 10, 99)) == 6
+    with pytest.raises(InputError, match="no sequence of 50 tokens"):
+        spread_sequences([corpus(25, 7, 40)], 50)
+
+
+def test_long_texts_give_disjoint_windows() -> None:
+    assert torch.equal(calibration_windows([corpus(1000)], 10, 50), spread_sequences([corpus(1000)], 10, 50))
+
+
+@pytest.mark.parametrize(
+    "lengths", [(6444,), (6444, 6000, 7000), (3000, 700), (3218, 653), (520,), (512,), (40_000,), (150_000,)]
+)
+def test_no_window_shares_a_token_with_those_of_the_curve(lengths: tuple[int, ...]) -> None:
+    windows = calibration_windows([corpus(*lengths)], 512, 200)
+    testing = held_out_count(len(windows))
+    learned = set(windows[:-testing].flatten().tolist())
+    assert not learned & set(windows[-testing:].flatten().tolist())
+    assert windows.shape[1] == 512 and len(windows) <= 200
+    assert len(windows) >= min(2 * (sum(lengths) // 512) - 3, 190)
+    assert bool((windows.diff(dim=1) == 1).all())
+
+
+def test_a_text_without_a_window() -> None:
+    with pytest.raises(InputError, match="no sequence of 512 tokens"):
+        calibration_windows([corpus(511)], 512, 10)

@@ -1,0 +1,718 @@
+"""The lm-eval model: what goes through the method, and that nothing else changes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from lm_eval import simple_evaluate
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import CachingLM
+from lm_eval.api.registry import get_model
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerFast
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import prefill
+from cuvee.codec.profile import Profile
+from cuvee.eval.baselines.quantizers import Destroyed, Identity, Kivi
+from cuvee.eval.data import bundled_text, load_bundled_model
+from cuvee.eval.lm import CuveeLM, _complete, _Read, method_identity, run_cli
+from cuvee.eval.quality import CodecMethod, Method
+from cuvee.eval.tasks import TASKS_PATH
+
+WORDS = ["<pad>", "<end>", "<unk>", *(f"w{index}" for index in range(3, 61))]
+TOLERANCE = 1e-4
+
+Score = list[tuple[float, bool]]
+
+
+def word_tokenizer(**arguments: Any) -> PreTrainedTokenizerFast:
+    """One token a word; a text begins and ends with <end>."""
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special, **arguments)
+
+
+def words(count: int, seed: int = 0) -> str:
+    """So many random words, none of them special."""
+    picked = torch.randint(3, 61, (count,), generator=torch.Generator().manual_seed(seed))
+    return " ".join(WORDS[index] for index in picked.tolist())
+
+
+def ask(kind: str, *arguments: Any, task: str | None = "recall") -> Instance:
+    return Instance(kind, {}, arguments, 0, (task, 0, 1))
+
+
+def choices(contexts: list[int], continuations: list[int], task: str = "recall") -> list[Instance]:
+    """Every continuation after every context, as lengths in words; the same words never come twice."""
+    return [
+        ask("loglikelihood", words(context, context), " " + words(length, 100 + at), task=task)
+        for context in contexts
+        for at, length in enumerate(continuations)
+    ]
+
+
+def quiet(lm: Any, kind: str, requests: list[Instance]) -> Any:
+    return getattr(lm, kind)(requests, disable_tqdm=True)
+
+
+def difference(a: Score, b: Score) -> float:
+    return max(abs(x[0] - y[0]) for x, y in zip(a, b, strict=True))
+
+
+@dataclass(frozen=True)
+class Recording(Identity):
+    """Remembers the chunks that it got."""
+
+    seen: list[KVChunk] = field(default_factory=list, repr=False)
+
+    def encode(self, chunk: KVChunk) -> tuple[Any, float]:
+        self.seen.append(chunk)
+        return super().encode(chunk)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        return [(chunk.start, chunk.tokens) for chunk in self.seen]
+
+
+@dataclass(frozen=True)
+class Short(Identity):
+    """Forgets the last token of every chunk."""
+
+    def decode(self, stored: Any) -> KVChunk:
+        chunk: KVChunk = super().decode(stored)
+        return chunk.slice(0, chunk.tokens - 1)
+
+
+@pytest.fixture
+def lively(tiny_model: Callable[..., Any]) -> Callable[..., Any]:
+    """lively(family) -> tiny model whose predictions depend on its cache; a new one's are all but uniform."""
+
+    def make(family: str, **changes: Any) -> Any:
+        model = tiny_model(family, **changes)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim > 1:
+                    parameter.mul_(8)
+        return model
+
+    return make
+
+
+@pytest.fixture
+def llama(lively: Callable[..., Any]) -> Callable[..., CuveeLM]:
+    """llama(**arguments) -> CuveeLM of a tiny Llama of 64 positions."""
+
+    def make(**arguments: Any) -> CuveeLM:
+        model = lively("llama", max_position_embeddings=64)
+        return CuveeLM(model, **{"tokenizer": word_tokenizer(), "batch_size": 4, **arguments})
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def bundled() -> tuple[Any, Any]:
+    return load_bundled_model()
+
+
+# The same as HFLM ----------------------------------------------------------------------------------------------
+
+
+def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any]) -> None:
+    model, tokenizer = lively(family), word_tokenizer()
+    scored = [*choices([25, 3, 1, 14, 2, 40], [1, 6, 3]), ask("loglikelihood", "", words(4))]
+    whole = [ask("loglikelihood_rolling", words(count, count)) for count in (1, 2, 31, 165)]
+    begun = [
+        ask("generate_until", words(count, count), {"until": ["w5 w5 w5"], "max_gen_toks": 7})
+        for count in (2, 30, 1, 11, 9)
+    ]
+    for batch_size in (1, 4):
+        arguments: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "max_length": 60}
+        reference, lm = HFLM(model, **arguments), CuveeLM(model, method=Identity(), chunk_tokens=8, **arguments)
+        expected: Score = quiet(reference, "loglikelihood", scored)
+        got: Score = quiet(lm, "loglikelihood", scored)
+        assert difference(got, expected) < TOLERANCE
+        assert [greedy for _, greedy in got] == [greedy for _, greedy in expected]
+        rolled = quiet(reference, "loglikelihood_rolling", whole)
+        assert quiet(lm, "loglikelihood_rolling", whole) == pytest.approx(rolled, rel=1e-6, abs=TOLERANCE)
+        assert quiet(lm, "generate_until", begun) == quiet(reference, "generate_until", begun)
+    lm.use(Destroyed())  # of what all this would not notice if the cache did not matter
+    assert difference(quiet(lm, "loglikelihood", scored), expected) > 0.01
+
+
+def local_tasks(tokenizer: Any) -> list[dict[str, Any]]:
+    """A multiple-choice, a generating and a rolling task on a bundled text."""
+    ids = tokenizer(bundled_text("orchard")).input_ids
+    pieces = [tokenizer.decode(ids[t : t + 120]) for t in range(200, 1700, 130)]
+    docs = []
+    for index, piece in enumerate(pieces):
+        *known, last = piece.split(" ")
+        others = [other.split(" ")[-1] for other in pieces if other is not piece][:3]
+        text = " ".join(known[index:])
+        docs.append({"text": text, "whole": piece, "choices": [*others, last], "answer": 3, "target": last})
+    common = {
+        "custom_dataset": lambda **_: {"test": Dataset.from_list(docs)},
+        "test_split": "test",
+        "doc_to_text": "{{text}}",
+    }
+    return [
+        {
+            **common,
+            "task": "choose",
+            "output_type": "multiple_choice",
+            "doc_to_choice": "{{choices}}",
+            "doc_to_target": "{{answer}}",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_mutual_info"}],
+        },
+        {
+            **common,
+            "task": "continue",
+            "output_type": "generate_until",
+            "doc_to_target": "{{target}}",
+            "generation_kwargs": {"until": [" "], "max_gen_toks": 5},
+            "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        },
+        {
+            **common,
+            "task": "perplexity",
+            "output_type": "loglikelihood_rolling",
+            "doc_to_text": "",
+            "doc_to_target": "{{whole}}",
+            "metric_list": [{"metric": "word_perplexity"}],
+        },
+    ]
+
+
+def evaluate(lm: Any, tasks: list[dict[str, Any]], **arguments: Any) -> Any:
+    manager = TaskManager(include_defaults=False)
+    return simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, random_seed=0, **arguments)
+
+
+def figures(results: Any) -> dict[str, float]:
+    return {
+        f"{task} {name}": value
+        for task, metrics in results["results"].items()
+        for name, value in metrics.items()
+        if isinstance(value, float)
+    }
+
+
+def test_the_bundled_model_gets_the_metrics_of_hflm(bundled: tuple[Any, Any]) -> None:
+    model, tokenizer = bundled
+    tasks = local_tasks(tokenizer)
+    expected = figures(evaluate(HFLM(model, tokenizer=tokenizer, batch_size=4), tasks))
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Identity())
+    results = evaluate(lm, tasks)
+    got = figures(results)
+    assert len(got) == 4 and got == pytest.approx(expected, rel=1e-6)
+    assert all(got[name] == expected[name] for name in got if "perplexity" not in name)
+    info = results["config"]["cuvee"]
+    assert info["bits_per_value"] == 32 and info["model"] == model_fingerprint(model)
+    assert info["uncached_requests"] == 12 * 4  # those of acc_mutual_info that have no context
+    assert info["contexts"] == 3 * 12
+    lm.use(Destroyed())
+    assert figures(evaluate(lm, tasks)) != pytest.approx(expected, rel=1e-2)
+
+
+def test_one_batch_holds_contexts_at_the_end_of_the_positions(lively: Callable[..., Any]) -> None:
+    # Padding behind a short continuation must not ask GPT-2 for positions that it does not have.
+    model, tokenizer = lively("gpt2", max_position_embeddings=24), word_tokenizer()
+    requests = [*choices([22], [2]), *choices([3], [20])]
+    expected = quiet(HFLM(model, tokenizer=tokenizer, batch_size=2), "loglikelihood", requests)
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=2, method=Identity())
+    assert difference(quiet(lm, "loglikelihood", requests), expected) < TOLERANCE
+
+
+def test_beams_and_repeated_prompts(lively: Callable[..., Any]) -> None:
+    model, tokenizer = lively("llama"), word_tokenizer()
+    for arguments in ({"num_beams": 3}, {"num_beams": 1}):
+        begun = [
+            ask("generate_until", words(count, count), {"until": ["w5 w5 w5"], "max_gen_toks": 6, **arguments})
+            for count in (12, 5, 12)
+        ]
+        expected = quiet(HFLM(model, tokenizer=tokenizer, batch_size=4), "generate_until", begun)
+        lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Identity())
+        assert quiet(lm, "generate_until", begun) == expected
+        assert lm.statistics.contexts == 2
+        lm.use(Destroyed())
+        assert quiet(lm, "generate_until", begun) != expected
+
+
+def test_mixed_precision_and_softmax_dtype(lively: Callable[..., Any]) -> None:
+    arguments: dict[str, Any] = {"mixed_precision_dtype": "bfloat16", "softmax_dtype": "float32"}
+    arguments["tokenizer"] = word_tokenizer()
+    model, requests = lively("llama"), choices([20, 6], [3, 2])
+    expected = quiet(HFLM(model, **arguments), "loglikelihood", requests)
+    recording = Recording()
+    got = quiet(CuveeLM(model, method=recording, **arguments), "loglikelihood", requests)
+    assert difference(got, expected) < 0.1 < max(abs(value) for value, _ in expected)
+    assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.float32}
+    for softmax_dtype, dtype in ((None, torch.bfloat16), ("float32", torch.float32)):
+        lm = CuveeLM(model, method=Identity(), **{**arguments, "softmax_dtype": softmax_dtype})
+        assert lm._forward(torch.tensor([[3, 4]])).dtype == dtype
+
+
+# What goes through the method ------------------------------------------------------------------------------------
+
+
+def test_each_context_goes_through_the_method_once_in_chunks(llama: Callable[..., CuveeLM]) -> None:
+    recording = Recording()
+    lm = llama(method=recording, chunk_tokens=8, batch_size=2)
+    quiet(lm, "loglikelihood", choices([21, 9, 2, 1], [1, 4, 2]))
+    assert sorted(recording.spans) == sorted([(0, 8), (8, 8), (16, 4), (0, 8), (0, 1)])
+    assert lm.statistics.contexts == 3 and lm.statistics.cached_tokens == 20 + 8 + 1
+    assert lm.statistics.uncached_requests == 3  # those of the context of one token
+    assert lm.bits_per_value == 32
+    # The chunks hold the cache of those very tokens, at their positions.
+    tokens = torch.tensor([lm.tok_encode(words(21, 21))[:-1]])
+    with torch.no_grad():
+        (whole,) = prefill(lm.model, tokens, lm.layout)
+    long = next(chunk for chunk in recording.seen if chunk.start == 16)
+    torch.testing.assert_close(long.keys[1], whole.keys[1][16:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(long.values[0], whole.values[0][16:], rtol=1e-4, atol=1e-5)
+
+
+def test_half_of_each_rolling_window_is_scored_exactly(llama: Callable[..., CuveeLM]) -> None:
+    recording = Recording()
+    lm = llama(method=recording, max_length=20)
+    text = words(50, 3)
+    exact = quiet(lm, "loglikelihood_rolling", [ask("loglikelihood_rolling", text)])
+    # 50 tokens after one to begin with: windows of 20, 20, and the last 10 after 10 of the second.
+    assert recording.spans == [(0, 10)] * 3
+    lm.use(Destroyed())
+    spoilt = quiet(lm, "loglikelihood_rolling", [ask("loglikelihood_rolling", text)])
+    ids = [lm.prefix_token_id, *lm.tok_encode(text)]
+    by_hand = 0.0
+    with torch.no_grad():
+        for first, targets in ((0, 20), (20, 20), (30, 10)):
+            inputs, true = torch.tensor([ids[first : first + 20]]), torch.tensor(ids[first + 1 : first + 21])
+            logits = lm.model(input_ids=inputs).logits[0].log_softmax(-1)
+            by_hand += logits.gather(-1, true[:, None])[20 - targets : max(10, 20 - targets)].sum().item()
+            cache: Any = transformers.DynamicCache()
+            lm.model(input_ids=inputs[:, :10], past_key_values=cache)
+            for layer in cache.layers:
+                layer.keys, layer.values = torch.zeros_like(layer.keys), torch.zeros_like(layer.values)
+            logits = lm.model(input_ids=inputs[:, 10:], past_key_values=cache).logits[0].log_softmax(-1)
+            by_hand += logits.gather(-1, true[10:, None]).sum().item()
+    assert spoilt == pytest.approx([by_hand], abs=1e-3)
+    assert abs(spoilt[0] - exact[0]) > 0.1
+
+
+def test_likeliest_are_all_targets_or_none(llama: Callable[..., CuveeLM]) -> None:
+    lm = llama(method=Identity())
+    tokens = tuple(lm.tok_encode(words(12)))
+    likeliest = lm._forward(torch.tensor([tokens]))[0].argmax(-1).tolist()
+    for wrong in (None, 0, 11):  # before and after the split
+        targets = tuple((token + (at == wrong)) % 61 for at, token in enumerate(likeliest))
+        ((_, greedy),) = lm._score([_Read(tokens, 6, targets)], lambda *_: None, tqdm(disable=True))
+        assert greedy == (wrong is None)
+
+
+def test_a_codec_changes_little_and_its_bits_are_those_of_its_blobs(bundled: tuple[Any, Any]) -> None:
+    model, tokenizer = bundled
+    ids = tokenizer(bundled_text("orchard")).input_ids
+    requests = [
+        (("", ""), ids[first : first + count], ids[at : at + 3])
+        for first, count in ((100, 80), (300, 33))
+        for at in (first + count, 900)
+    ]
+    exact = HFLM(model, tokenizer=tokenizer)._loglikelihood_tokens(requests, disable_tqdm=True)
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, quality="balanced", chunk_tokens=64)
+    assert 1e-4 < difference(lm._loglikelihood_tokens(requests, disable_tqdm=True), exact) < 0.5
+    codec = Codec(Profile.generic(lm.layout), "balanced")
+    blobs = 0
+    with torch.no_grad():
+        for context in (ids[100:179], ids[300:332]):
+            (chunk,) = prefill(model, torch.tensor([context]), lm.layout)
+            pieces = [chunk.slice(t, min(t + 64, chunk.tokens)) for t in range(0, chunk.tokens, 64)]
+            blobs += sum(len(codec.encode(piece)) for piece in pieces)
+    # The batch's sums are rounded otherwise than those of a row alone: a few levels differ.
+    assert lm.bits_per_value == pytest.approx(8 * blobs / (111 * lm.layout.values_per_token), rel=1e-3)
+    lm.use(CodecMethod(Codec(Profile.generic(lm.layout), "lossless")))
+    assert lm.bits_per_value is None and lm.statistics.contexts == 0
+    assert difference(lm._loglikelihood_tokens(requests, disable_tqdm=True), exact) < TOLERANCE
+
+
+def test_chunks_are_coded_in_the_dtype_asked_for(llama: Callable[..., CuveeLM]) -> None:
+    recording, requests = Recording(), choices([20], [3, 2])
+    exact = quiet(llama(method=Identity()), "loglikelihood", requests)
+    lm = llama(method=recording, cache_dtype="bfloat16")
+    assert 0 < difference(quiet(lm, "loglikelihood", requests), exact) < 0.1
+    assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.bfloat16} and lm.bits_per_value == 16
+
+
+def test_baselines_have_names(llama: Callable[..., CuveeLM]) -> None:
+    lm = llama(method="kivi2")
+    assert repr(lm.method) == repr(Kivi(2))
+    lm.use("destroyed")
+    with pytest.raises(InputError, match="kivi2"):
+        lm.use("kivi-2")
+    assert repr(lm.method) == repr(Destroyed())
+
+
+def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
+    lm = CuveeLM("books-3m", quality="lossless", device="cpu")
+    assert lm.layout.num_layers == 6 and lm.configuration["model"] == model_fingerprint(lm.model)
+    with pytest.raises(FileNotFoundError, match="no such model folder"):
+        CuveeLM(tmp_path / "nowhere", quality="lossless", device="cpu")
+
+
+def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+    layout = llama(method=Identity()).layout
+    Profile.generic(layout).save(tmp_path / "p.safetensors")
+    lm = llama(profile=str(tmp_path / "p.safetensors"), step=1)
+    assert isinstance(lm.method, CodecMethod)
+    assert lm.method.codec.step == Codec(Profile.generic(layout), step=1).step
+    assert method_identity(lm.method)["profile"] == Profile.generic(layout).id.hex()
+
+
+# Requests that say nothing, or do not fit --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
+def test_a_task_without_context_is_refused(kind: str, llama: Callable[..., CuveeLM]) -> None:
+    lm = llama(method=Identity())
+    rest: dict[str, tuple[Any, ...]] = {
+        "loglikelihood": (" w7 w8",),
+        "loglikelihood_rolling": (),
+        "generate_until": ({"until": ["w5"], "max_gen_toks": 3},),
+    }
+    empty = [ask(kind, text, *rest[kind], task="bare") for text in ("w4", "w9")]
+    with pytest.raises(InputError, match=r"tasks: bare has no context of two tokens .*num_fewshot"):
+        quiet(lm, kind, [*empty, ask(kind, words(9), *rest[kind], task="rich")])
+    # One request with a context is enough, and the others are counted.
+    got = quiet(lm, kind, [*empty, ask(kind, words(9), *rest[kind], task="bare")])
+    assert len(got) == 3 and lm.statistics.uncached_requests == 2 and lm.statistics.contexts == 1
+
+
+def test_two_tasks_may_ask_the_same(llama: Callable[..., CuveeLM]) -> None:
+    # What one task has of context is in the requests that the other asks as well.
+    shared = choices([9], [2], task="one")
+    again = choices([9], [2], task="two")
+    bare = [ask("loglikelihood", "", " w7", task="one")]
+    assert len(quiet(llama(method=Identity()), "loglikelihood", [*shared, *bare, *again])) == 3
+
+
+def test_a_request_without_a_task_is_scored(llama: Callable[..., CuveeLM]) -> None:
+    requests = [ask("loglikelihood", words(9), " w7", task=None)]
+    assert len(quiet(llama(method=Identity()), "loglikelihood", requests)) == 1
+
+
+def test_a_request_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None:
+    model, tokenizer = lively("llama", max_position_embeddings=64), word_tokenizer()
+    requests = choices([70, 62, 61, 10], [4, 2])
+    with pytest.raises(InputError, match=r"tasks: recall has a request of 73 tokens, .* 64: only with truncation=True"):
+        quiet(CuveeLM(model, tokenizer=tokenizer, method=Identity()), "loglikelihood", requests)
+    expected = quiet(HFLM(model, tokenizer=tokenizer), "loglikelihood", requests)
+    lm = CuveeLM(model, tokenizer=tokenizer, method=Identity(), truncation=True)
+    assert difference(quiet(lm, "loglikelihood", requests), expected) < TOLERANCE
+    assert lm.statistics.truncated_requests == 3  # 62 + 2 and 61 + 4 read 63 and 64 tokens
+    with pytest.raises(InputError, match="its continuation alone is too long"):
+        quiet(lm, "loglikelihood", choices([5], [65]))
+
+
+def test_a_prompt_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None:
+    model = lively("llama", max_position_embeddings=64)
+    tokenizer = word_tokenizer(model_max_length=64)
+    stop = {"until": ["w5 w5 w5"], "max_gen_toks": 10}
+    requests = [ask("generate_until", words(count, count), stop) for count in (70, 54, 55, 8)]
+    expected = quiet(HFLM(model, tokenizer=tokenizer, batch_size=4), "generate_until", requests)
+    for batch_size in (1, 4):
+        lm = CuveeLM(model, tokenizer=tokenizer, method=Identity(), batch_size=batch_size)
+        with pytest.raises(
+            InputError, match=r"tasks: recall has a request of 70 tokens, .* 54: only with truncation=True"
+        ):
+            quiet(lm, "generate_until", requests)
+        lm = CuveeLM(model, tokenizer=tokenizer, method=Identity(), batch_size=batch_size, truncation=True)
+        assert quiet(lm, "generate_until", requests) == expected
+        assert lm.statistics.truncated_requests == 2
+    greedy = [ask("generate_until", words(5), {"until": ["w5"], "max_gen_toks": 64})]
+    with pytest.raises(InputError, match="generates up to 64 tokens, the model reads 64: lower max_gen_toks"):
+        quiet(lm, "generate_until", greedy)
+
+
+def test_an_empty_continuation_is_refused(llama: Callable[..., CuveeLM]) -> None:
+    with pytest.raises(InputError, match="tasks: recall has an empty continuation"):
+        quiet(llama(method=Identity()), "loglikelihood", [ask("loglikelihood", words(5), "")])
+
+
+def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) -> None:
+    with pytest.raises(InputError, match="method: Short gave back another chunk"):
+        quiet(llama(method=Short()), "loglikelihood", choices([9], [2]))
+
+
+# Arguments -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, r"method: nothing says .* give profile=, quality= or method="),
+        ({"method": Identity(), "profile": "p.safetensors", "kl": 0.1}, "method: .* leave profile=, kl= out"),
+        ({"method": "kivi4", "quality": "high"}, "method: .* leave quality= out"),
+        ({"quality": "high", "bits": 2}, "quality: give at most one of .* got quality, bits"),
+        ({"kl": "tiny"}, "kl: must be a number, got 'tiny'"),
+        ({"quality": 3}, "quality: must be a name, got 3"),
+        ({"quality": "lossy"}, "lossy"),
+        ({"method": Identity(), "chunk_tokens": 0}, "chunk_tokens: must be a whole number of at least 1, got 0"),
+        ({"method": Identity(), "chunk_tokens": "many"}, "chunk_tokens: .* got 'many'"),
+        ({"method": Identity(), "chunk_tokens": True}, "chunk_tokens: .* got True"),
+        ({"method": Identity(), "batch_size": "0"}, "batch_size: .* got '0'"),
+        ({"method": Identity(), "batch_size": "auto:4"}, "batch_size: 'auto' is not supported"),
+        ({"method": Identity(), "cache_dtype": "float8"}, "cache_dtype: must be one of bfloat16, .* got 'float8'"),
+        ({"method": Identity(), "backend": "seq2seq"}, "backend: seq2seq models are not supported"),
+        ({"method": Identity(), "tp_plan": "auto"}, "tp_plan: .* in one process"),
+        ({"method": Identity(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
+        ({"method": "kivi5"}, "kivi5"),
+        ({"quality": "high", "codec_backend": "cobol"}, "cobol"),
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any], message: str, llama: Callable[..., CuveeLM]) -> None:
+    with pytest.raises(InputError, match=message):
+        llama(**arguments)
+
+
+def test_counts_may_come_from_a_command_line(llama: Callable[..., CuveeLM]) -> None:
+    lm = llama(method=Identity(), chunk_tokens="16", batch_size="2")
+    assert (lm.chunk_tokens, lm.batch_size) == (16, 2)
+
+
+def test_several_processes_are_refused(llama: Callable[..., CuveeLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CuveeLM, "world_size", 2)
+    with pytest.raises(InputError, match="accelerate: several processes are not supported"):
+        llama(method=Identity())
+
+
+def test_the_generic_profile_has_no_curve(llama: Callable[..., CuveeLM]) -> None:
+    with pytest.raises(ProfileError, match=r"curve|calibrate"):
+        llama(kl=0.01)
+
+
+def test_what_cannot_work_fails_before_weights_are_read(
+    tiny_config: Callable[..., Any], tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    other = Profile.generic(KVLayout.from_config(tiny_model("qwen2").config, dtype="float32"))
+    tiny_config("llama").save_pretrained(tmp_path / "llama")
+    with pytest.raises(ProfileMismatch, match="heads, sizes"):
+        CuveeLM(tmp_path / "llama", profile=other)
+    transformers.OPTConfig().save_pretrained(tmp_path / "opt")
+    with pytest.raises(UnsupportedModel, match="opt"):
+        CuveeLM(tmp_path / "opt", method=Identity())
+    with pytest.raises(FileNotFoundError):
+        CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
+
+
+def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM], layouts: dict[str, KVLayout]) -> None:
+    codec = Codec(Profile.generic(layouts["gqa"]), "high")
+    with pytest.raises(ProfileMismatch):
+        llama(method=CodecMethod(codec))
+
+
+def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    lm = llama(method=Identity())
+    forward = lm.model.forward
+
+    def longer(input_ids: torch.Tensor, **arguments: Any) -> Any:
+        return forward(input_ids=torch.cat([input_ids[:, :1], input_ids], 1), **arguments)
+
+    monkeypatch.setattr(lm.model, "forward", longer)
+    with pytest.raises(UnsupportedModel, match="one entry a token"):
+        quiet(lm, "loglikelihood", choices([9], [2]))
+
+
+# Identities and response caches ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Learned(Identity):
+    """Holds a tensor."""
+
+    basis: torch.Tensor = field(default_factory=lambda: torch.eye(2))
+
+
+@dataclass(frozen=True)
+class Named(Learned):
+    identity: ClassVar[dict[str, Any]] = {"method": "named", "basis": (1, 2)}
+
+
+class Plain:
+    """Nothing tells two of them apart."""
+
+
+def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
+    profile = Profile.generic(layouts["gqa"])
+    codecs = [CodecMethod(Codec(profile, quality)) for quality in ("high", "balanced", "lossless")]
+    methods: list[Method] = [Identity(), Destroyed(), Kivi(2), Kivi(3), Named(), *codecs]
+    assert len({json.dumps(method_identity(method)) for method in methods}) == len(methods)
+    assert method_identity(codecs[0]) == {
+        "method": "cuvee",
+        "profile": profile.id.hex(),
+        "source": "generic",
+        "step": codecs[0].codec.step,
+        "lossless": False,
+    }
+    for nameless in (Learned(), Plain()):
+        with pytest.raises(InputError, match=r"method: .* attribute `identity`"):
+            method_identity(nameless)  # type: ignore[arg-type]
+
+
+def test_each_configuration_has_a_response_cache_of_its_own(bundled: tuple[Any, Any], tmp_path: Path) -> None:
+    model, tokenizer = bundled
+    tasks = local_tasks(tokenizer)[:2]
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=8, method=Identity())
+    exact = evaluate(lm, tasks, use_cache=str(tmp_path / "exact"))
+    lm.use(Destroyed())
+    with pytest.raises(InputError, match=r"use_cache: .*exact_rank0.db holds .* \(method\): name a file of its own"):
+        evaluate(lm, tasks, use_cache=str(tmp_path / "exact"))
+    spoilt = evaluate(lm, tasks, use_cache=str(tmp_path / "spoilt"))
+    assert figures(spoilt) != figures(exact)
+    # Both files serve their own configuration, and nothing is computed again.
+    for method, results, name in ((Identity(), exact, "exact"), (Named(), None, "named"), (Named(), None, "named")):
+        lm.use(method)
+        again = evaluate(lm, tasks, use_cache=str(tmp_path / name))
+        assert results is None or figures(again) == figures(results)
+    assert lm.statistics.contexts == 0
+    for changes in ({"chunk_tokens": 128}, {"cache_dtype": "bfloat16"}, {"max_length": 1000}, {"truncation": True}):
+        other = CuveeLM(model, tokenizer=tokenizer, method=Identity(), **changes)
+        with pytest.raises(InputError, match=rf"exact_rank0.db holds .*{next(iter(changes))}"):
+            CachingLM(other, str(tmp_path / "exact_rank0.db"))
+
+
+def test_a_response_cache_does_not_survive_a_change_of_method(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+    lm, requests = llama(method=Identity()), choices([9, 5], [2, 3])
+    cached = CachingLM(lm, str(tmp_path / "a.db"))
+    exact = cached.loglikelihood(requests)
+    lm.use(Destroyed())
+    with pytest.raises(AttributeError):  # closed
+        cached.loglikelihood(requests)
+    assert difference(quiet(lm, "loglikelihood", requests), exact) > 0.01  # and nothing of it goes into the file
+    lm.use(Identity())
+    assert CachingLM(lm, str(tmp_path / "a.db")).loglikelihood(requests) == exact
+    assert lm.statistics.contexts == 0
+
+
+def test_a_response_cache_of_unknown_origin_is_refused(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+    lm, requests = llama(method=Identity()), choices([9], [2])
+    stranger = CachingLM(HFLM(lm.model, tokenizer=lm.tokenizer), str(tmp_path / "a.db"))
+    stranger.loglikelihood(requests)
+    stranger.dbdict.close()
+    with pytest.raises(InputError, match=r"use_cache: .*a.db holds .* \(unknown origin\)"):
+        CachingLM(lm, str(tmp_path / "a.db"))
+
+
+def test_an_interrupted_run_goes_on_with_its_responses(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+    # What is missing may be requests without context alone: the task was seen to have some.
+    with_context, without = choices([9], [2, 3]), [ask("loglikelihood", "", " w7")]
+    lm = llama(method=Identity())
+    first = CachingLM(lm, str(tmp_path / "a.db")).loglikelihood([*with_context, *without[:0]])
+    lm = llama(method=Identity())
+    cached = CachingLM(lm, str(tmp_path / "a.db"))
+    assert cached.loglikelihood([*with_context, *without])[:2] == first
+    assert lm.statistics.contexts == 0 and lm.statistics.uncached_requests == 1
+    with pytest.raises(InputError, match="bare has no context"):
+        cached.loglikelihood([ask("loglikelihood", "", " w8", task="bare")])
+
+
+def test_partial_results_reach_the_response_cache(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
+    lm = llama(method=Identity())
+    database = CachingLM(lm, str(tmp_path / "a.db")).dbdict
+    assert len(database) == 1
+    quiet(lm, "loglikelihood", choices([9, 5], [2, 3]))
+    quiet(lm, "loglikelihood_rolling", [ask("loglikelihood_rolling", words(30))])
+    quiet(lm, "generate_until", [ask("generate_until", words(9), {"until": ["w5"], "max_gen_toks": 3})])
+    assert len(database) == 1 + 1 + 4 + 1 + 1  # the configuration, one task, and the responses
+
+
+# The command line --------------------------------------------------------------------------------------------------
+
+YAML = """
+task: orchard
+custom_dataset: !function data.load
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{text}}"
+doc_to_choice: ["w7", "w8"]
+doc_to_target: 0
+metric_list:
+  - metric: acc
+"""
+DATA = """
+from datasets import Dataset
+
+def load(**_):
+    return {"test": Dataset.from_list([{"text": "w9 w10 w11 w12"}, {"text": "w9 w20 w3"}])}
+"""
+
+
+def test_the_command_line_runs_a_local_task(
+    lively: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **arguments: asked.append(arguments))
+    # The index of all of lm-eval's own tasks takes seconds.
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which lm-eval sets, and leaves
+    lively("llama").save_pretrained(tmp_path / "model")
+    word_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "orchard.yaml").write_text(YAML)
+    (tmp_path / "tasks" / "data.py").write_text(DATA)
+    before = sys.argv
+    status = run_cli(
+        f"--model_args pretrained={tmp_path / 'model'},quality=lossless,chunk_tokens=2 --tasks orchard --device cpu "
+        f"--include_path {tmp_path / 'tasks'} --output_path {tmp_path / 'out.json'}".split()
+    )
+    assert status == 0 and sys.argv is before and not asked
+    assert "orchard" in capsys.readouterr().out
+    (written,) = tmp_path.glob("out*.json")
+    facts = json.loads(written.read_text())["config"]["cuvee"]
+    assert facts["method"]["lossless"] and facts["chunk_tokens"] == 2 and facts["contexts"] == 2
+    assert run_cli(["--tasks", "orchard", "--model_arguments", "x"]) == 2 and sys.argv is before
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_arguments_are_completed_and_not_overruled(tmp_path: Path) -> None:
+    ours, model = ["--include_path", str(TASKS_PATH)], ["--model", "cuvee"]
+    assert _complete(["run", "--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
+    assert _complete(["--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
+    # The user's own come last, and the last one counts.
+    assert _complete(["--model", "hf", "-t", "a"])[-4:] == ["--model", "hf", "-t", "a"]
+    assert _complete(["ls", "tasks"]) == ["ls", *ours, "tasks"]
+    assert _complete(["validate", "--tasks", "a"]) == ["validate", *ours, "--tasks", "a"]
+    for help_ in ([], ["--help"], ["-h"], ["run"]):
+        assert _complete(help_) == help_
+    config = tmp_path / "c.yaml"
+    config.write_text("model: hf\ntasks: [a]\n")
+    for args in (["--config", str(config)], [f"--config={config}"], ["-C", str(config)]):
+        assert _complete(args) == ["run", *ours, *args]
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), ("no such task", 1)])
+def test_the_exit_status(
+    code: Any, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lm_eval.__main__.cli_evaluate", lambda: sys.exit(code))
+    assert run_cli(["ls", "tasks"]) == status
+    assert capsys.readouterr().err.strip() == (code if isinstance(code, str) else "")
+
+
+def test_the_model_is_registered() -> None:
+    assert get_model("cuvee") is CuveeLM

@@ -1,0 +1,46 @@
+"""Baselines and families by name."""
+
+from __future__ import annotations
+
+import pytest
+
+from cuvee.codec.errors import InputError
+from cuvee.eval.baselines.quantizers import Float8, Identity, Kivi
+from cuvee.eval.methods import BASELINES, EXACT, Candidate, baseline, family_label
+
+
+def test_baselines_go_by_name() -> None:
+    assert baseline(EXACT) == Identity() and baseline("kivi3") == Kivi(3) and baseline("fp8-e5m2") == Float8("e5m2")
+    assert len({repr(baseline(name)) for name in BASELINES}) == len(BASELINES)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("kivi5", "did you mean 'kivi"), ("fp8_e4m3", "'fp8-e4m3'"), ("", "there are bf16, fp8-e4m3")]
+)
+def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(InputError, match=rf"^method: '{name}' is not known; .*{hint}"):
+        baseline(name)
+
+
+def test_a_key_is_a_family_and_a_setting() -> None:
+    dial = Candidate("pca/kv@2", "", "curve", Identity)
+    assert (dial.family, dial.setting) == ("pca/kv", "2")
+    point = Candidate("int8", "", "point", Identity)
+    assert (point.family, point.setting) == ("int8", "")
+
+
+@pytest.mark.parametrize(
+    ("family", "label"),
+    [
+        ("kivi2", "KIVI int2"),
+        ("cuvee/layer", "cuvee, a basis a layer"),
+        ("cuvee/layers:2", "cuvee, a basis for 2 layers"),
+        ("cuvee/generic", "cuvee, nothing learned"),
+        ("cuvee/lossless", "cuvee lossless"),
+        ("pca/kv", "PCA, one basis for all K, one for all V"),
+        ("kvtc/kv", "KVTC, one basis for all K, one for all V"),
+        ("cuvee/my-profile", "cuvee, my-profile"),
+    ],
+)
+def test_families_have_names_for_people(family: str, label: str) -> None:
+    assert family_label(family) == label

@@ -1,0 +1,109 @@
+"""What a codec costs in quality, on the bundled model."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.eval.baselines.quantizers import Destroyed, Identity
+from cuvee.eval.quality import CodecMethod, Quality, QualityBench
+
+
+@pytest.fixture(scope="module")
+def bench(books: Any) -> QualityBench:
+    return QualityBench(books.model, books.orchard[:6], books.prefix, batch_size=4)
+
+
+class Short(Identity):
+    """Forgets the last token of every chunk."""
+
+    def decode(self, stored: Any) -> KVChunk:
+        chunk: KVChunk = super().decode(stored)
+        return chunk.slice(0, chunk.tokens - 1)
+
+
+def test_an_identity_costs_nothing(bench: QualityBench, books: Any) -> None:
+    q = bench.run("same", Identity())
+    assert (q.delta_nll, q.top1, q.bits_per_value, q.ratio) == (0, 1, 32, 0.5)
+    assert abs(q.kl) < 1e-7 and q.kl_stderr is not None and q.kl_stderr < 1e-7
+    assert (q.sequences, q.cached_tokens, q.scored_tokens) == (6, 6 * 192, 6 * 63)
+    assert q.encode_seconds is None and q.decode_gb_per_s is None
+    assert json.loads(json.dumps(q.to_dict()))["name"] == "same"
+
+
+def test_a_destroyed_cache_costs_much(bench: QualityBench) -> None:
+    q = bench.run("nothing", Destroyed())
+    assert q.bits_per_value == 0 and q.ratio is None
+    assert q.kl > 0.3 and q.delta_nll > 0.1 and q.top1 < 0.8
+    assert q.kl_stderr is not None and 0 < q.kl_stderr < q.kl
+
+
+def test_the_cast_to_sixteen_bits_is_part_of_the_figures(books: Any) -> None:
+    q = QualityBench(books.model, books.orchard[:2], books.prefix, dtype="bfloat16").run("cast", Identity())
+    assert 1e-7 < q.kl < 1e-3 and q.bits_per_value == 16 and q.ratio == 1
+
+
+def test_a_codec_is_measured_with_every_byte_and_its_time(bench: QualityBench, books: Any) -> None:
+    codec = Codec(books.profile, "balanced")
+    q = bench.run("cuvee", CodecMethod(codec), chunk_tokens=128)
+    blobs = [codec.encode(c.slice(t, min(t + 128, 192))) for c in bench.caches for t in (0, 128)]
+    values = 6 * 192 * books.layout.values_per_token
+    assert q.bits_per_value == pytest.approx(8 * sum(map(len, blobs)) / values)
+    assert 0 < q.kl < 0.05 and q.top1 > 0.85 and q.ratio is not None and q.ratio > 5
+    assert q.encode_seconds is not None and q.decode_seconds is not None
+    assert q.encode_gb_per_s == pytest.approx(2e-9 * values / q.encode_seconds)
+    assert q.chunk_tokens == 128
+    assert Quality.from_dict(json.loads(json.dumps(q.to_dict()))) == q
+
+
+def test_figures_by_sequence_and_by_layer_add_up(bench: QualityBench, books: Any) -> None:
+    q = bench.run("cuvee", CodecMethod(Codec(books.profile, "balanced")), chunk_tokens=128)
+    each = q.per_sequence
+    assert len(each.kl) == 6
+    for mean, parts in ((q.kl, each.kl), (q.delta_nll, each.delta_nll), (q.bits_per_value, each.bits_per_value)):
+        assert mean == pytest.approx(sum(parts) / 6)
+    assert len(q.layers) == books.layout.num_layers
+    by_layer = [layer.bits_per_value or 0 for layer in q.layers]
+    assert 0.95 * q.bits_per_value < sum(by_layer) / len(by_layer) < q.bits_per_value  # without the headers
+    assert all(0 < e < 0.5 for layer in q.layers for e in (layer.key_error, layer.value_error))
+    exact, lost = bench.run("same", Identity()), bench.run("nothing", Destroyed())
+    assert all((e.key_error, e.value_error, e.bits_per_value) == (0, 0, None) for e in exact.layers)
+    assert all(e.key_error >= 1 and e.value_error >= 1 for e in lost.layers)
+    assert q.nll - q.delta_nll == pytest.approx(exact.nll)
+
+
+def test_smaller_chunks_cost_bytes(bench: QualityBench, books: Any) -> None:
+    method = CodecMethod(Codec(books.profile, "small"))
+    assert bench.run("", method, 16).bits_per_value > bench.run("", method, 192).bits_per_value
+
+
+def test_batches_do_not_matter(bench: QualityBench, books: Any) -> None:
+    other = QualityBench(books.model, books.orchard[:6], books.prefix, batch_size=1).run("nothing", Destroyed())
+    assert other.kl == pytest.approx(bench.run("nothing", Destroyed()).kl, rel=1e-4)
+
+
+def test_a_single_sequence_has_no_standard_error(books: Any) -> None:
+    q = QualityBench(books.model, books.orchard[:1], books.prefix).run("nothing", Destroyed())
+    assert q.kl_stderr is None and q.delta_nll_stderr is None and q.top1_stderr is None
+    json.dumps(q.to_dict(), allow_nan=False)
+
+
+def test_the_model_comes_back_as_it_was(books: Any) -> None:
+    books.model.train()
+    try:
+        QualityBench(books.model, books.orchard[:1], books.prefix).run("same", Identity())
+        assert books.model.training and all(p.requires_grad for p in books.model.parameters())
+    finally:
+        books.model.eval()
+
+
+def test_chunks_that_do_not_come_back_are_an_error(bench: QualityBench) -> None:
+    with pytest.raises(InputError, match=r"^method: short"):
+        bench.run("short", Short())
+    with pytest.raises(InputError, match=r"^chunk_tokens"):
+        bench.run("", Identity(), 0)

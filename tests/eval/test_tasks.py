@@ -1,0 +1,394 @@
+"""The local tasks: what their documents promise, and that only a model with its cache can do them."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from lm_eval import simple_evaluate
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from cuvee.codec.errors import InputError
+from cuvee.eval import tasks
+from cuvee.eval.baselines.quantizers import Destroyed, Identity, Kivi
+from cuvee.eval.data import EVALUATION_TEXTS, bundled_text, load_bundled_model
+from cuvee.eval.lm import CuveeLM
+from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH, chance, description, documents, generate, main_metric, musique
+
+CHOICE_TASKS = LOCAL_TASKS[:7]
+NLL_TASKS = LOCAL_TASKS[7:]
+LIMIT = 16  # documents of a multiple-choice task that are scored here
+LIMIT_NLL = 6
+POSITIONS = 512
+
+
+def committed(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (TASKS_PATH / f"{name}.jsonl").read_text("ascii").splitlines()]
+
+
+def manager(**metadata: Any) -> TaskManager:
+    return TaskManager(include_path=str(TASKS_PATH), include_defaults=False, metadata=metadata)
+
+
+def evaluate(lm: Any, names: list[str], limit: int | None = None, **metadata: Any) -> dict[str, dict[str, Any]]:
+    results: Any = simple_evaluate(lm, tasks=names, task_manager=manager(**metadata), limit=limit, log_samples=False)
+    found: dict[str, dict[str, Any]] = results["results"]
+    return found
+
+
+# --- what the report reads
+
+
+def test_names() -> None:
+    index = manager()
+    assert set(index.all_subtasks) == {*LOCAL_TASKS, "cuvee_musique"}
+    assert index.all_groups == ["cuvee_local"]
+    assert tuple(index.task_index["cuvee_local"].cfg["task"]) == LOCAL_TASKS
+    assert {path.stem for path in TASKS_PATH.glob("*.jsonl")} == set(LOCAL_TASKS)
+
+
+@pytest.mark.parametrize("name", CHOICE_TASKS)
+def test_chance_is_one_of_the_choices(name: str) -> None:
+    assert {1 / len(doc["choices"]) for doc in committed(name)} == {chance(name)}
+
+
+@pytest.mark.parametrize("name", [*NLL_TASKS, "cuvee_musique"])
+def test_no_chance_without_choices(name: str) -> None:
+    assert chance(name) is None
+
+
+def test_main_metric() -> None:
+    metrics = {name: main_metric(name) for name in (*LOCAL_TASKS, "cuvee_musique")}
+    choice, nll = dict.fromkeys(CHOICE_TASKS, ("acc", True)), dict.fromkeys(NLL_TASKS, ("nats_per_word", False))
+    assert metrics == {**choice, **nll, "cuvee_musique": ("f1", True)}
+
+
+def test_description() -> None:
+    texts = [description(name) for name in (*LOCAL_TASKS, "cuvee_musique")]
+    assert len(set(texts)) == len(texts)
+    assert all(text.endswith(".") and len(text) <= 120 and "\n" not in text for text in texts)
+    assert "32 listed pairs" in description("cuvee_kv_32")
+
+
+@pytest.mark.parametrize("function", [chance, description, main_metric])
+def test_unknown_task(function: Any) -> None:
+    with pytest.raises(InputError, match=r"^task_name: no task 'cuvee_local'; there are cuvee_books_nll, "):
+        function("cuvee_local")
+
+
+def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks._configs.cache_clear()
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(ImportError, match=r"the tasks need lm-eval: install cuvee\[eval\]"):
+        chance("cuvee_kv_8")
+
+
+# --- the documents
+
+
+def test_generation_gives_the_committed_bytes(tmp_path: Path) -> None:
+    generate.main(tmp_path)
+    made = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert made == {path.name: path.read_bytes() for path in TASKS_PATH.glob("*.jsonl")}
+    assert max(map(len, made.values())) < 600_000
+
+
+@pytest.mark.parametrize("name", LOCAL_TASKS)
+def test_requests_fit_the_model(name: str) -> None:
+    tokenizer = load_bundled_model()[1]
+    docs = committed(name)
+    requests = [
+        f"{doc['context']} {end}"
+        for doc in docs
+        for end in (doc["choices"] if "choices" in doc else [doc["continuation"]])
+    ]
+    sizes = [len(ids) for ids in tokenizer(requests).input_ids]
+    assert max(sizes) <= POSITIONS
+    asked = name.rpartition("_")[2]
+    if "needle" in name:
+        assert int(asked) - 24 <= min(sizes) <= max(sizes) <= int(asked) + 8
+    contexts = [doc["context"] for doc in docs]
+    assert len(set(contexts)) == len(contexts)
+    assert all(context == context.strip() for context in contexts)
+
+
+def query_of(name: str, context: str) -> str:
+    """The sentence that a context breaks off in."""
+    if "passages" in name:
+        return context.rpartition("\n\n")[2]
+    return "Old " + context.rpartition(" Old ")[2] if "kv" in name else needle_of(context)
+
+
+def needle_of(context: str) -> str:
+    """The end of a context that is in it once more."""
+    words = context.split()
+    sizes = [n for n in range(2, 20) if context.count(" ".join(words[-n:])) > 1]
+    return " ".join(words[-max(sizes) :])
+
+
+@pytest.mark.parametrize("name", CHOICE_TASKS)
+def test_the_context_tells_the_answer(name: str) -> None:
+    for doc in committed(name):
+        query = query_of(name, doc["context"])
+        listed = doc["context"].removesuffix(query)
+        assert len(query.split()) >= 3
+        assert doc["context"].endswith(query) and doc["context"] != query
+        follows = [index for index, value in enumerate(doc["choices"]) if f"{query} {value}." in listed]
+        assert follows == [doc["answer"]]
+        assert len(set(doc["choices"])) == len(doc["choices"])
+        if "needle" not in name:  # the wrong ones end other sentences of the same kind
+            assert all(f" {value}." in listed for value in doc["choices"])
+
+
+@pytest.mark.parametrize("name", CHOICE_TASKS)
+def test_nothing_else_tells_the_answer(name: str) -> None:
+    docs = committed(name)
+    guess = chance(name)
+    assert guess is not None
+    margin = 4 * math.sqrt(guess * (1 - guess) / len(docs))
+    positions = Counter(doc["answer"] for doc in docs)
+    assert all(abs(positions[index] / len(docs) - guess) < margin for index in range(round(1 / guess)))
+    # Preferences among the values, such as a model without its cache has.
+    for prefer in (str, len, lambda value: value[::-1]):
+        for pick in (min, max):
+            right = [doc["choices"][doc["answer"]] == pick(doc["choices"], key=prefer) for doc in docs]
+            assert abs(sum(right) / len(docs) - guess) < margin
+
+
+@pytest.mark.parametrize("name", NLL_TASKS)
+def test_prose_is_that_of_the_evaluation_texts(name: str) -> None:
+    known = " ".join(" ".join(bundled_text(text).split()) for text in EVALUATION_TEXTS)
+    headings = [
+        line for text in EVALUATION_TEXTS for line in bundled_text(text).split("\n") if line.startswith("Chapter ")
+    ]
+    for heading in headings:
+        known = known.replace(f"{heading} ", "")
+    for doc in committed(name):
+        prose, _, again = doc["context"].partition("\n\n")
+        assert prose in known
+        if again:
+            assert f"{again} {doc['continuation']} " in f"{prose} "
+            assert len(again.split()) == generate.QUERY_WORDS
+            assert not prose.endswith(doc["continuation"])
+        else:
+            assert f"{prose} {doc['continuation']}" in known
+
+
+def test_continuations_are_disjoint() -> None:
+    docs = committed("cuvee_books_nll")
+    joined = sum(doc["context"].endswith(before["continuation"]) for before, doc in pairwise(docs))
+    assert joined == len(docs) - len(EVALUATION_TEXTS)
+
+
+def test_prose() -> None:
+    text = 'A TITLE\n\nChapter I. Of It\n\nMr. Lisle bowed. "Stop!" cried he.\n\n"Why?" She ran. So did I.'
+    prose = generate.Prose(text, lambda word: len(word.strip()))
+    sentences = ["Mr.", '"Stop!"', '"Why?"', "She", "So"]
+    assert [prose.words[i] for i in prose.starts] == sentences
+    assert prose.span(0, 3) == "Mr. Lisle bowed."
+    assert [prose.end(0, tokens) for tokens in (2, 3, 8, 13, 14)] == [0, 1, 2, 2, 3]
+    size = sum(map(len, prose.words))
+    assert prose.end(0, size) == len(prose.words)
+    assert prose.end(0, size + 1) is None
+    assert [prose.begin(3, tokens) for tokens in (0, 5, 6, 10, 11, 12, 13, 14, 99)] == [3, 3, 2, 2, 1, 1, 1, 0, 0]
+
+
+def test_lists_hold_different_single_words() -> None:
+    for words in (generate.FIRST_NAMES, generate.LAST_NAMES, generate.QUALITIES, generate.THINGS, generate.PLACES):
+        assert len(set(words)) == len(words) >= 31
+
+
+def test_load() -> None:
+    loaded = documents.load("cuvee_kv_8.jsonl", version=1.0, pretrained="a model")
+    assert list(loaded) == ["test"]
+    assert loaded["test"].to_list() == committed("cuvee_kv_8")
+
+
+def test_load_without_the_file() -> None:
+    with pytest.raises(InputError, match=r"^documents: no file nothing\.jsonl in .*: run python -m cuvee\.eval\.tasks"):
+        documents.load("nothing.jsonl")
+
+
+def test_nats_per_word() -> None:
+    assert documents.nats_per_word({"continuation": "three short words"}, [(-6.0, False)]) == {"nats_per_word": 2.0}
+
+
+# --- scores
+
+
+@pytest.fixture(scope="module")
+def scores() -> dict[str, dict[str, dict[str, Any]]]:
+    """scores[method][task][metric]"""
+    model, tokenizer = load_bundled_model()
+    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Identity(), batch_size=8)
+    found = {}
+    for name, method in (("exact", Identity()), ("destroyed", Destroyed())):
+        lm.use(method)
+        found[name] = evaluate(lm, list(CHOICE_TASKS), LIMIT) | evaluate(lm, list(NLL_TASKS), LIMIT_NLL)
+    lm.use(Kivi(2))
+    found["2 bits"] = evaluate(lm, ["cuvee_reread_nll"], LIMIT_NLL)
+    return found
+
+
+@pytest.mark.parametrize("name", CHOICE_TASKS)
+def test_exact_cache_is_far_above_chance(scores: Any, name: str) -> None:
+    assert scores["exact"][name]["acc,none"] > 0.65
+
+
+def test_destroyed_cache_leaves_chance(scores: Any) -> None:
+    guesses = {name: chance(name) or 0.0 for name in CHOICE_TASKS}
+    variances = {name: guess * (1 - guess) / LIMIT for name, guess in guesses.items()}
+    found = {name: scores["destroyed"][name]["acc,none"] for name in CHOICE_TASKS}
+    for name in CHOICE_TASKS:
+        assert abs(found[name] - guesses[name]) < 3 * math.sqrt(variances[name]), name
+    total = sum(found.values()) - sum(guesses.values())
+    assert abs(total) < 3 * math.sqrt(sum(variances.values()))
+
+
+def test_destroyed_cache_cannot_be_re_read(scores: Any) -> None:
+    exact, rough, destroyed = (scores[m]["cuvee_reread_nll"] for m in ("exact", "2 bits", "destroyed"))
+    errors = [result["nats_per_word_stderr,none"] for result in (exact, destroyed)]
+    assert exact["nats_per_word,none"] + 0.3 < rough["nats_per_word,none"] < destroyed["nats_per_word,none"] - 1
+    assert destroyed["nats_per_word,none"] - exact["nats_per_word,none"] > 5 * math.hypot(*errors)
+
+
+def test_prose_hardly_needs_its_context(scores: Any) -> None:
+    lost = {
+        name: scores["destroyed"][name]["nats_per_word,none"] - scores["exact"][name]["nats_per_word,none"]
+        for name in NLL_TASKS
+    }
+    assert 0 < lost["cuvee_books_nll"] < 0.2 * lost["cuvee_reread_nll"]
+
+
+# --- MuSiQue
+
+
+def a_question(**changes: Any) -> dict[str, Any]:
+    """One line of a file in MuSiQue's format, about nothing that is in it."""
+    places = [("Dale Mill", "Dale Mill was built by Ann Orr."), ("Ann Orr", "Ann Orr was born in the Hook of Holm.")]
+    paragraphs = [
+        {"idx": i, "title": title, "paragraph_text": text, "is_supporting": True}
+        for i, (title, text) in enumerate(places)
+    ]
+    question = "Where was the builder of Dale Mill born?"
+    known = {"answer": "the Hook of Holm", "answer_aliases": ["Holm"], "answerable": True}
+    return {"id": "2hop__1_2", "paragraphs": paragraphs, "question": question, **known, **changes}
+
+
+def write(path: Path, *lines: Any) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines), "utf-8")
+    return path
+
+
+class Answering(LM):  # type: ignore[misc]
+    """Gives the same answer to every prompt, and keeps the prompts."""
+
+    def __init__(self, answer: str) -> None:
+        super().__init__()
+        self.answer = answer
+        self.prompts: list[Any] = []
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        self.prompts += [request.args for request in requests]
+        return [self.answer for _ in requests]
+
+    def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        raise NotImplementedError
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize(
+    ("answer", "f1", "match"),
+    [(" Hook of Holm.", 1.0, 1.0), ("Holm", 1.0, 1.0), (" in Holm", 2 / 3, 0.0), ("London", 0.0, 0.0), ("", 0.0, 0.0)],
+)
+def test_musique(tmp_path: Path, answer: str, f1: float, match: float) -> None:
+    path = write(tmp_path / "dev.jsonl", a_question(), a_question(id="2hop__3_4"))
+    lm = Answering(answer)
+    result = evaluate(lm, ["cuvee_musique"], musique=str(path))["cuvee_musique"]
+    assert (result["f1,none"], result["exact_match,none"]) == pytest.approx((f1, match))
+    assert result["f1_stderr,none"] == 0
+    assert len(lm.prompts) == 2
+    prompt, options = lm.prompts[0]
+    assert prompt == (
+        "Dale Mill\nDale Mill was built by Ann Orr.\n\nAnn Orr\nAnn Orr was born in the Hook of Holm.\n\n"
+        "Answer the question from the passages above, in as few words as possible.\n"
+        "Question: Where was the builder of Dale Mill born?\nAnswer:"
+    )
+    assert options == {"until": ["\n"], "max_gen_toks": 32, "do_sample": False}
+
+
+def test_musique_after_a_decoded_cache(tmp_path: Path) -> None:
+    path = write(tmp_path / "dev.jsonl", a_question())
+    model, tokenizer = load_bundled_model()
+    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Identity())
+    result = evaluate(lm, ["cuvee_musique"], musique=str(path))["cuvee_musique"]
+    assert 0 <= result["f1,none"] <= 1
+    assert lm.statistics.contexts == 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [("The  Hook, of a Holm!", ["hook", "of", "holm"]), ("Theatre", ["theatre"]), ("an", []), ("U.S.", ["us"])],
+)
+def test_musique_normalises_as_squad_does(answer: str, words: list[str]) -> None:
+    assert musique.normalise(answer) == words
+
+
+def test_musique_words_count_as_often_as_they_come() -> None:
+    doc = {"answer": "York York Dover", "answer_aliases": []}
+    assert musique.score(doc, ["York Bath"]) == {"f1": pytest.approx(2 / 5), "exact_match": 0.0}
+    assert musique.score({"answer": "the", "answer_aliases": []}, ["a"]) == {"f1": 1.0, "exact_match": 1.0}
+
+
+def test_musique_needs_its_file() -> None:
+    message = r"^musique: cuvee_musique has no data of its own: give .*--metadata musique=.*StonyBrookNLP/musique"
+    with pytest.raises(InputError, match=message):
+        manager().load(["cuvee_musique"])
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ((), "is empty"),
+        (("", " "), "is empty"),
+        ((a_question(), "{"), "line 2 is not JSON"),
+        (([],), "line 1 is not a JSON object"),
+        (({k: v for k, v in a_question().items() if k != "answer_aliases"},), "no field 'answer_aliases' of type list"),
+        ((a_question(question=None),), "no field 'question' of type str"),
+        ((a_question(answerable=False),), "is a question without an answer: use the variant musique_ans"),
+        ((a_question(paragraphs=[{"title": "Dale Mill"}]),), "a paragraph without title and paragraph_text"),
+        ((a_question(paragraphs=["Dale Mill"]),), "a paragraph without title and paragraph_text"),
+        ((a_question(answer_aliases=[1]),), "an answer alias that is not a string"),
+    ],
+)
+def test_musique_refuses_other_formats(tmp_path: Path, lines: tuple[Any, ...], message: str) -> None:
+    path = write(tmp_path / "dev.jsonl", *lines)
+    with pytest.raises(InputError, match=rf"^musique: .*dev\.jsonl.*{message}"):
+        musique.load(musique=path)
+
+
+def test_musique_refuses_what_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "dev.jsonl"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"^musique: .*dev\.jsonl is not UTF-8 text: give"):
+        musique.load(musique=path)
+    with pytest.raises(InputError, match=r"^musique: no file .*other\.jsonl: give"):
+        musique.load(musique=tmp_path / "other.jsonl")
+
+
+def test_musique_reads_lines_as_json_does(tmp_path: Path) -> None:
+    line = json.dumps(a_question(question="Who?\u2028Where?"), ensure_ascii=False)
+    loaded = musique.load(musique=write(tmp_path / "dev.jsonl", line), version=1.0)["test"]
+    assert isinstance(loaded, Dataset)
+    assert loaded[0]["question"] == "Who?\u2028Where?"
+    assert set(loaded[0]["paragraphs"][0]) == {"title", "paragraph_text"}

@@ -1,0 +1,233 @@
+"""The fuzzer itself: a short run with a fixed seed, past findings, and whether it finds what is broken on purpose."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.fuzz import engine
+from tests.fuzz.__main__ import replay
+from tests.fuzz.blobs import BlobTarget
+from tests.fuzz.dice import Dice
+from tests.fuzz.engine import Finding
+from tests.fuzz.entries import EntryTarget
+from tests.fuzz.profiles import ProfileTarget
+from tests.fuzz.targets import TARGETS, named
+
+from cuvee.codec import rans, symbols
+from cuvee.codec.backends import get_backend
+from cuvee.codec.errors import CuveeError
+
+ROOT = Path(__file__).parents[2]
+CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
+# About 20 s together. The cases of a command that reads a configuration import much of transformers.
+CASES = {"blob": 700, "profile": 250, "envelope": 1500, "url": 600, "connector": 150, "cli": 60}
+# What a short run must have come across, or it tries less than it seems to.
+COMMON = {
+    "blob": {"decoded", "FormatError", "CorruptError", "InputError"},
+    "profile": {"loaded", "FormatError"},
+    "envelope": {"read", "CorruptError", "Expired"},
+    "url": {"opened", "InputError"},
+    "connector": {"load arrived", "load failed", "messages taken", "options taken", "options: InputError"},
+    "cli": {"inspect: done", "inspect: error", "show: error", "decode: error"},
+}
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_short_run_finds_nothing(name: str) -> None:
+    outcomes = engine.run([named(name)], 20, range(CASES[name]))
+    assert COMMON[name] <= set(outcomes[name]), outcomes
+
+
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.stem)
+def test_past_findings_stay_fixed(path: Path) -> None:
+    target = named(path.name.partition("-")[0])
+    target.warm_up()
+    engine.judge(target, path.read_bytes())
+
+
+def test_the_corpus_names_its_targets() -> None:
+    assert {path.name.partition("-")[0] for path in CORPUS} <= set(TARGETS) and len(CORPUS) >= 6
+    assert sum(path.stat().st_size for path in CORPUS) < 200_000
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_case_is_told_by_its_target_seed_and_number(name: str) -> None:
+    cases = [engine.case(named(name), seed, number) for seed in (0, 1) for number in range(3)]
+    again = [engine.case(named(name), seed, number) for seed in (0, 1) for number in range(3)]
+    assert cases == again and len(set(cases)) > 3
+
+
+def test_dice_reach_the_edges_of_fields() -> None:
+    dice = Dice("x", 0, 0)
+    assert {0, 255} <= {dice.odd(1) for _ in range(200)}
+    assert {0, (1 << 32) - 1} <= {dice.odd(4) for _ in range(400)}
+    assert all(1 <= dice.small(5) <= 5 for _ in range(100))
+
+
+# --- what is broken on purpose is found
+
+
+def first_finding(target: engine.Target, cases: int, seed: int = 3) -> str:
+    with pytest.raises(Finding) as found:
+        engine.run([target], seed, range(cases))
+    return str(found.value)
+
+
+def test_a_missing_check_of_lengths_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    BlobTarget().warm_up()
+
+    def take(self: Any, count: int) -> memoryview:
+        self._at += count
+        view: memoryview = self._view[self._at - count : self._at]
+        return view
+
+    monkeypatch.setattr("cuvee.codec.container.Reader.take", take)
+    assert "Error" in first_finding(BlobTarget(), 300)
+
+
+def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    BlobTarget().warm_up()
+
+    def unpack(planes: Any, escapes: Any, plan: Any) -> Any:
+        good = symbols.Escapes(escapes.index[:0], escapes.value[:0])
+        try:
+            return symbols.unpack(planes, escapes, plan)
+        except CuveeError:
+            planes[: len(plan.shift)][planes[: len(plan.shift)] == symbols.ESCAPE] = 0
+            return symbols.unpack(planes, good, plan)
+
+    # Of one backend alone: what the other refuses it decodes.
+    object.__setattr__(get_backend("numba"), "unpack", unpack)
+    try:
+        monkeypatch.setattr("fuzz.blobs.REFERENCE_EVERY", 1)
+        assert "refuses what numba" in first_finding(BlobTarget(), 300)
+    finally:
+        from cuvee.codec import symbols_numba
+
+        object.__setattr__(get_backend("numba"), "unpack", symbols_numba.unpack)
+
+
+def test_another_value_from_one_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    BlobTarget().warm_up()
+
+    def decode(*arguments: Any) -> Any:
+        out = rans.rans_decode(*arguments)
+        out[0, out.shape[1] // 2] ^= 1
+        return out
+
+    monkeypatch.setattr("fuzz.blobs.REFERENCE_EVERY", 1)
+    object.__setattr__(get_backend("reference"), "rans_decode", decode)
+    try:
+        assert "reference" in first_finding(BlobTarget(), 300)
+    finally:
+        object.__setattr__(get_backend("reference"), "rans_decode", rans.rans_decode)
+
+
+def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    ProfileTarget().warm_up()
+    monkeypatch.setattr(
+        "cuvee.codec.profile._class_array", lambda i, name, dtype, arrays: arrays[f"section.{i}.{name}"]
+    )
+    monkeypatch.setattr("cuvee.codec.profile.class_table", lambda frequencies: None)
+    assert "Error" in first_finding(ProfileTarget(), 1500)
+
+
+def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.integrations.stores.envelope.Header.check_payload", lambda self, payload: None)
+    assert "nobody would write" in first_finding(EntryTarget(), 300)
+
+
+class Odd:
+    """A target that does as it is told."""
+
+    name = "odd"
+    weight = 1.0
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work = work
+
+    def warm_up(self) -> None:
+        pass
+
+    def memory(self, data: bytes) -> int:
+        return 32 << 20
+
+    def make(self, dice: Dice) -> bytes:
+        return dice.junk(4)
+
+    def check(self, data: bytes) -> str:
+        self.work()
+        return "done"
+
+
+def test_hangs_are_found() -> None:
+    def compute() -> None:
+        while True:
+            sum(range(1000))
+
+    with pytest.raises(Finding, match="hangs: computes"):
+        engine.judge(Odd(compute), b"", cpu=0.2)
+    with pytest.raises(Finding, match="hangs: waits"):
+        engine.judge(Odd(lambda: time.sleep(30)), b"", wall=0.2)
+    assert signal.getitimer(signal.ITIMER_REAL)[0] == signal.getitimer(signal.ITIMER_PROF)[0] == 0
+
+
+@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell peaks")
+def test_memory_is_found_also_if_it_is_given_back() -> None:
+    gc.collect()  # what a test before this one left must not go while this one grows
+    with pytest.raises(Finding, match="grow by"):
+        engine.judge(Odd(lambda: np.ones(400 << 20, np.uint8).sum()), b"")
+    assert engine.judge(Odd(lambda: np.ones(1 << 20, np.uint8).sum()), b"") == "done"
+
+
+def test_foreign_errors_and_warnings_are_found() -> None:
+    import warnings
+
+    for work in (lambda: 1 // 0, lambda: warnings.warn("a warning", stacklevel=1), lambda: sys.exit(3)):
+        with pytest.raises(Finding):
+            engine.judge(Odd(work), b"")
+
+
+# --- as a program
+
+
+def test_the_program_runs(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fuzz", "--seconds", "1", "--targets", "envelope", "--folder", str(tmp_path)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0 and "no finding in" in done.stdout, done.stdout + done.stderr
+
+
+def test_a_finding_can_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = engine.write_finding(tmp_path, EntryTarget(), 5, 6, "nothing")
+    assert f"--replay {case}" in case.with_suffix(".txt").read_text()
+    for what in (str(case), "envelope:5:6"):
+        assert replay(what) == 0
+        assert capsys.readouterr().out.startswith("envelope: ")
+
+
+def test_a_process_that_dies_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled code may end the process, or never come back: whoever watches it tells the case."""
+    dies = "import os, signal, sys\nfrom pathlib import Path\nsys.path[:0] = ['.', 'src']\n"
+    dies += "from tests.fuzz import engine\nengine._State(Path(sys.argv[2])).write(0, 7, 7)\n"
+    dies += "os.kill(os.getpid(), signal.SIGKILL)\n"
+    script = tmp_path / "dies.py"
+    script.write_text(dies)
+    real = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        return real([command[0], str(script), *command[3:]], **options)
+
+    monkeypatch.setattr("tests.fuzz.engine.subprocess.Popen", start)
+    assert engine.watch([EntryTarget()], 4, 5, 0, tmp_path / "found", tmp_path) == 1
+    assert (tmp_path / "found" / "envelope-4-7.bin").read_bytes() == engine.case(EntryTarget(), 4, 7)

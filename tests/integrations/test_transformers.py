@@ -1,0 +1,628 @@
+"""transformers caches through a codec and back: structure, and generation that continues identically."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
+
+from cuvee.codec import profile as codec_profile
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec, PendingDecode
+from cuvee.codec.container import Scheme, read_header, write_blob
+from cuvee.codec.errors import CorruptError, FormatError, InputError, OutOfMemory, ProfileMismatch, UnsupportedModel
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import ID_BYTES
+from cuvee.integrations.transformers import CacheCodec, chunks_from_cache, decode_cache, encode_cache
+
+TOKENS, CHUNK = 21, 8
+MODELS = ["llama", "qwen3", "gemma3-sliding-first", "gpt2"]
+
+
+@dataclass
+class Profile:
+    layout: KVLayout
+
+
+@dataclass
+class MemoryCodec:
+    """Keeps copies of the chunks; a blob is the index of one."""
+
+    profile: Profile
+    chunks: list[KVChunk] = field(default_factory=list)
+
+    def encode(self, chunk: KVChunk) -> bytes:
+        self.chunks.append(
+            KVChunk([k.clone() for k in chunk.keys], [v.clone() for v in chunk.values], chunk.layout, chunk.start)
+        )
+        return str(len(self.chunks) - 1).encode()
+
+    def decode(self, blob: bytes, start: int | None = None) -> KVChunk:
+        chunk = self.chunks[int(blob)]
+        return chunk if start is None else KVChunk(chunk.keys, chunk.values, chunk.layout, start)
+
+
+def memory_codec(layout: KVLayout) -> CacheCodec:
+    return MemoryCodec(Profile(layout))
+
+
+def lossless_codec(layout: KVLayout) -> CacheCodec:
+    return Codec(codec_profile.Profile.generic(layout), quality="lossless")
+
+
+@pytest.fixture(params=[memory_codec, lossless_codec])
+def make_codec(request: pytest.FixtureRequest) -> Callable[[KVLayout], CacheCodec]:
+    made: Callable[[KVLayout], CacheCodec] = request.param
+    return made
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def layout(model: Any) -> KVLayout:
+    return KVLayout.from_config(model.config, dtype=model.dtype)
+
+
+def prompt(rows: int, tokens: int = TOKENS) -> torch.Tensor:
+    return torch.randint(1, 61, (rows, tokens), generator=torch.Generator().manual_seed(rows))
+
+
+def prefill(model: Any, ids: torch.Tensor, cache: Any = None, mask: torch.Tensor | None = None) -> Any:
+    """Cache of `ids`; DynamicCache() without a config keeps all tokens of sliding layers too."""
+    cache = DynamicCache() if cache is None else cache
+    where = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, attention_mask=mask, position_ids=where)
+    return cache
+
+
+def generate(
+    model: Any, ids: torch.Tensor, cache: Any, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Greedy tokens [B, new] and the logits [B, new, V] they were taken from."""
+    out = model.generate(
+        ids,
+        past_key_values=cache,
+        attention_mask=torch.ones_like(ids) if mask is None else mask,
+        max_new_tokens=12,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return out.sequences[:, ids.shape[1] :], torch.stack(out.logits, dim=1)
+
+
+def same_text(got: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    assert torch.equal(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+
+
+def same(left: Any, right: Any) -> None:
+    assert len(left.layers) == len(right.layers)
+    for a, b in zip(left.layers, right.layers, strict=True):
+        assert a.keys.shape == b.keys.shape and a.keys.dtype == b.keys.dtype
+        assert torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+        assert a.get_seq_length() == b.get_seq_length()
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_generation_continues_identically(
+    name: str,
+    rows: int,
+    dtype: torch.dtype,
+    tiny_model: Callable[..., Any],
+    make_codec: Callable[[KVLayout], CacheCodec],
+) -> None:
+    model = tiny_model(name, dtype=dtype)
+    codec = make_codec(KVLayout.from_config(model.config, dtype=dtype))
+    ids = prompt(rows)
+    blobs = encode_cache(codec, prefill(model, ids[:, :-1]), CHUNK)
+    assert len(blobs) == rows * 3
+    decoded = decode_cache(codec, blobs, model.config)
+    # What the model keeps by itself: sliding layers hold the window only.
+    same(decoded, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+    expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+    same_text(generate(model, ids, decoded), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_left_padded_batch(
+    name: str, tiny_model: Callable[..., Any], make_codec: Callable[[KVLayout], CacheCodec]
+) -> None:
+    model = tiny_model(name)
+    codec = make_codec(KVLayout.from_config(model.config, dtype="float32"))
+    ids, mask = prompt(3), torch.ones(3, TOKENS, dtype=torch.int64)
+    mask[1, :13] = 0
+    mask[2, :1] = 0
+    ids = ids * mask
+    cached = mask[:, :-1]
+    blobs = encode_cache(codec, prefill(model, ids[:, :-1], mask=cached), CHUNK, attention_mask=cached)
+    chunks = [codec.decode(blob) for blob in blobs]
+    assert [(chunk.start, chunk.tokens) for chunk in chunks] == [
+        *[(0, 8), (8, 8), (16, 4)],
+        *[(0, 7)],
+        *[(0, 8), (8, 8), (16, 3)],
+    ]
+    decoded = decode_cache(codec, blobs, model.config, attention_mask=cached)
+    expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config), cached), mask)
+    same_text(generate(model, ids, decoded, mask), expected)
+    # A row's blobs do not depend on the padding around it.
+    alone = encode_cache(codec, prefill(model, ids[1:2, 13:-1]), CHUNK)
+    for got, want in zip(chunks[3].keys, codec.decode(alone[0]).keys, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_chunks_are_views_in_order(model: Any, layout: KVLayout) -> None:
+    cache = prefill(model, prompt(2))
+    chunks = chunks_from_cache(cache, layout, CHUNK, row=1)
+    assert [(chunk.start, chunk.tokens) for chunk in chunks] == [(0, 8), (8, 8), (16, 5)]
+    assert chunks[1].values[0].data_ptr() == cache.layers[0].values[1, :, 8:].data_ptr()
+    whole = KVChunk.concat(chunks)
+    for index, layer in enumerate(cache.layers):
+        assert torch.equal(whole.keys[index], layer.keys[1].transpose(0, 1))
+        assert torch.equal(whole.values[index], layer.values[1].transpose(0, 1))
+    skipped = chunks_from_cache(cache, layout, CHUNK, row=1, padding=4)
+    assert [(chunk.start, chunk.tokens) for chunk in skipped] == [(0, 8), (8, 8), (16, 1)]
+    assert torch.equal(skipped[0].keys[0], whole.keys[0][4:12])
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, TOKENS - 1, TOKENS, 256])
+def test_chunk_sizes(chunk_tokens: int, model: Any, layout: KVLayout) -> None:
+    codec = memory_codec(layout)
+    cache = prefill(model, prompt(2))
+    blobs = encode_cache(codec, cache, chunk_tokens)
+    assert len(blobs) == 2 * -(-TOKENS // chunk_tokens)
+    same(decode_cache(codec, blobs, model.config), cache)
+
+
+def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
+    codec = memory_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(1)))
+    for device, expected in ((None, "cpu"), ("meta", "meta")):
+        decoded: Any = decode_cache(codec, blobs, model.config, device=device)
+        assert decoded.layers[0].keys.device.type == expected
+
+
+def test_static_cache_is_read_by_value(model: Any, layout: KVLayout) -> None:
+    codec = memory_codec(layout)
+    static = prefill(model, prompt(1), StaticCache(config=model.config, max_cache_len=64))
+    assert static.layers[0].keys.shape[-2] == 64
+    decoded = decode_cache(codec, encode_cache(codec, static, CHUNK), model.config)
+    same(decoded, prefill(model, prompt(1)))
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_sliding_layers_that_dropped_tokens_are_refused(static: bool, tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("gemma3-full-first")
+    codec = memory_codec(KVLayout.from_config(model.config, dtype="float32"))
+
+    def empty() -> Any:
+        if static:
+            return StaticCache(config=model.config, max_cache_len=64)
+        return DynamicCache(config=model.config)
+
+    with pytest.raises(UnsupportedModel, match=r"layer 1 .*holds [78] of 21 tokens: prefill .*DynamicCache\(\)"):
+        encode_cache(codec, prefill(model, prompt(1), empty()))
+    short = prefill(model, prompt(1)[:, :6], empty())
+    same(decode_cache(codec, encode_cache(codec, short), model.config), prefill(model, prompt(1)[:, :6]))
+
+
+class FakeQuantized(QuantizedCache):
+    """QuantizedCache needs a backend package to be built; its layers are what matters."""
+
+    def __init__(self, layers: list[Any]) -> None:
+        self.layers = layers
+        self.offloading = False
+
+
+def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
+    codec = memory_codec(layout)
+    full = prefill(model, prompt(1))
+    with pytest.raises(InputError, match="must be a transformers Cache, got tuple: build a DynamicCache"):
+        encode_cache(codec, ((1, 2),))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModel, match="EncoderDecoderCache"):
+        encode_cache(codec, EncoderDecoderCache(full, DynamicCache()))
+    with pytest.raises(InputError, match="the cache is empty"):
+        encode_cache(codec, DynamicCache())
+    with pytest.raises(InputError, match="layer 0 of the cache is empty"):
+        encode_cache(codec, DynamicCache(config=model.config))
+
+    class QuantizedLayer(type(full.layers[0])):  # type: ignore[misc]
+        pass
+
+    with pytest.raises(UnsupportedModel, match="layer 0 of the cache is a QuantizedLayer"):
+        encode_cache(codec, FakeQuantized([QuantizedLayer()]))
+    full.offloading = True
+    with pytest.raises(InputError, match="DynamicCache offloads"):
+        encode_cache(codec, full)
+
+
+def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_model: Callable[..., Any]) -> None:
+    codec = memory_codec(layout)
+    with pytest.raises(InputError, match="keys have 3 layers"):
+        encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=3), prompt(1)))
+    with pytest.raises(InputError, match="keys of layer 0 must have shape"):
+        encode_cache(codec, prefill(tiny_model("llama", num_key_value_heads=4), prompt(1)))
+    with pytest.raises(InputError, match=r"torch\.float64, the layout says float32"):
+        encode_cache(codec, prefill(tiny_model("llama", dtype=torch.float64), prompt(1)))
+    uneven = prefill(model, prompt(1))
+    uneven.layers[1].crop(-1)
+    with pytest.raises(InputError, match="keys of layer 1 have shape"):
+        encode_cache(codec, uneven)
+    long = DynamicCache()
+    for index in range(2):
+        long.update(torch.zeros(1, 2, 4097, 12), torch.zeros(1, 2, 4097, 12), index)
+    with pytest.raises(InputError, match="beyond the 4096 positions"):
+        encode_cache(codec, long)
+
+
+def test_bad_arguments(model: Any, layout: KVLayout) -> None:
+    codec, cache = memory_codec(layout), prefill(model, prompt(2))
+    for size in (0, -1, 2.0, True):
+        with pytest.raises(InputError, match="chunk_tokens must be"):
+            encode_cache(codec, cache, size)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="row must be an int from 0 to 1"):
+        chunks_from_cache(cache, layout, row=2)
+    with pytest.raises(InputError, match="padding must be an int from 0 to 20"):
+        chunks_from_cache(cache, layout, padding=TOKENS)
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1]], r"shape \[B, T\] = \[2, 4\] \(cached tokens only\), got \[1, 3\]"),
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], "attention_mask row 1 must be zeros, then"),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], "attention_mask row 0 must be zeros, then"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "attention_mask row 1 must be zeros, then"),
+    ],
+)
+def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, model: Any, layout: KVLayout) -> None:
+    with pytest.raises(InputError, match=message):
+        encode_cache(memory_codec(layout), prefill(model, prompt(2, 4)), attention_mask=torch.tensor(mask))
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ([], "non-empty list"),
+        ([1, 2], r"blobs\[0\] holds tokens 8 to 16 where token 0 of row 0 comes next"),
+        ([0, 2, 3, 4, 5], r"blobs\[1\] holds tokens 16 to 21 where token 8 of row 0"),
+        ([0, 2, 1, 3, 4, 5], r"blobs\[1\] holds tokens 16 to 21 where token 8 of row 0"),
+        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\] holds tokens 8 to 16 where token 16 of row 0"),
+        ([0, 1, 3, 4, 5], r"blobs\[2\] holds tokens 0 to 8 where token 16 of row 0"),
+        ([0, 0, 1, 2, 3, 4, 5], r"blobs\[1\] holds tokens 0 to 8 where token 8 of row 0"),
+        ([0, 1, 2, 3, 4], r"blobs\[2\] holds tokens 16 to 21 where token 16 of row 0"),
+        ([0, 1, 2, 4, 5], r"blobs\[3\] holds tokens 8 to 16 where token 21 of row 0"),
+        ([3, 4, 5, 2], r"blobs\[3\] holds tokens 16 to 21 where token 21 of row 0"),
+    ],
+)
+def test_lists_that_are_not_whole_rows(order: Sequence[int], message: str, model: Any, layout: KVLayout) -> None:
+    codec = memory_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(2)), CHUNK)
+    with pytest.raises(InputError, match=message):
+        decode_cache(codec, [blobs[index] for index in order], model.config)
+
+
+def test_a_mask_notices_missing_rows_and_tails(model: Any, layout: KVLayout) -> None:
+    codec = memory_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(2)), CHUNK)
+
+    def decode(count: int, rows: int) -> None:
+        mask = torch.ones(rows, TOKENS, dtype=torch.int64)
+        decode_cache(codec, blobs[:count], model.config, attention_mask=mask)
+
+    decode(6, 2)
+    decode(3, 1)
+    with pytest.raises(InputError, match="row 0 lacks its last 5 tokens"):
+        decode(2, 1)
+    with pytest.raises(InputError, match="blobs hold 1 rows, attention_mask has 2"):
+        decode(3, 2)
+    with pytest.raises(InputError, match=r"blobs\[3\] starts row 1, but attention_mask has 1 rows"):
+        decode(6, 1)
+
+
+def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
+    with pytest.raises(InputError, match="non-empty list"):
+        decode_cache(memory_codec(layout), b"0", model.config)  # type: ignore[arg-type]
+
+
+def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
+    codec = memory_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(1)))
+    with pytest.raises(ProfileMismatch, match=r"config has 3 layers, .* with 2"):
+        decode_cache(codec, blobs, tiny_config("llama", num_hidden_layers=3))
+    with pytest.raises(ProfileMismatch, match=r"\(qwen3\) and the codec's profile \(llama\)"):
+        decode_cache(codec, blobs, tiny_config("qwen3"))
+    with pytest.raises(ProfileMismatch, match="RoPE"):
+        decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
+
+
+def test_blob_of_another_layout(model: Any, layout: KVLayout) -> None:
+    codec = MemoryCodec(Profile(layout))
+    blobs = encode_cache(codec, prefill(model, prompt(1)))
+    other = replace(layout, max_positions=99)
+    codec.chunks[0] = KVChunk(codec.chunks[0].keys, codec.chunks[0].values, other)
+    with pytest.raises(ProfileMismatch, match=r"blobs\[0\] has another layout"):
+        decode_cache(codec, blobs, model.config)
+
+
+def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[..., Any], model: Any) -> None:
+    config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(UnsupportedModel):
+        KVLayout.from_config(config, "float32")
+    codec = memory_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
+    cache = prefill(model, prompt(1))
+    same(decode_cache(codec, encode_cache(codec, cache, CHUNK), config), cache)
+
+
+@pytest.mark.parametrize("quality", ["lossless", "balanced"])
+def test_a_profile_of_one_dtype_serves_a_cache_of_another(quality: str, model: Any, layout: KVLayout) -> None:
+    """Calibrated in float32, served in bfloat16: the blob's own dtype decides."""
+    codec = Codec(codec_profile.Profile.generic(layout), quality)
+    narrow: Any = DynamicCache()
+    for index, layer in enumerate(prefill(model, prompt(1)).layers):
+        narrow.update(layer.keys.bfloat16(), layer.values.bfloat16(), index)
+    back: Any = decode_cache(codec, encode_cache(codec, narrow, CHUNK), model.config)
+    for ours, theirs in zip(back.layers, narrow.layers, strict=True):
+        assert ours.keys.dtype == torch.bfloat16
+        assert ours.keys.shape == theirs.keys.shape
+        if quality == "lossless":
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+    other = Codec(codec_profile.Profile.generic(replace(layout, dtype="bfloat16")), quality)
+    assert other.profile.id == codec.profile.id
+
+
+# A cache on a device ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Both:
+    """Codecs of one profile for the CPU and for a device; they read each other's blobs."""
+
+    cpu: Codec
+    device: Codec
+
+
+@pytest.fixture
+def both(layout: KVLayout) -> Callable[..., Both]:
+    """both(quality) -> Both."""
+
+    def make(quality: str, **changes: Any) -> Both:
+        profile = codec_profile.Profile.generic(layout)
+        return Both(Codec(profile, quality, **changes), Codec(profile, quality, backend="triton", **changes))
+
+    return make
+
+
+@pytest.fixture
+def whole_batches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of the calls that the device's codec gets, and of waits for it; blob by blob is an error."""
+    calls: list[str] = []
+
+    def watch(name: str) -> None:
+        right = getattr(Codec, name)
+
+        def call(self: Codec, *args: Any, **kwargs: Any) -> Any:
+            if self._backend_name == "triton":
+                assert name.endswith("_paged"), "one by one"
+                calls.append(name)
+            return right(self, *args, **kwargs)
+
+        monkeypatch.setattr(Codec, name, call)
+
+    for name in ("encode", "decode", "encode_paged", "decode_paged"):
+        watch(name)
+    waits = PendingDecode.check
+
+    def check(self: PendingDecode) -> None:
+        calls.append("check")
+        waits(self)
+
+    monkeypatch.setattr(PendingDecode, "check", check)
+    return calls
+
+
+def filled(
+    layout: KVLayout, rows: int, tokens: int, dtype: torch.dtype, device: torch.device, mask: torch.Tensor | None = None
+) -> Any:
+    """A cache of noise; padded columns are zero."""
+    cache, noise = DynamicCache(), torch.Generator().manual_seed(0)
+    for index, layer in enumerate(layout.layers):
+        pair = [torch.randn(rows, layer.kv_heads, tokens, size, generator=noise) for size in (layer.head_dim,) * 2]
+        kept = [tensor if mask is None else tensor * mask[:, None, :, None] for tensor in pair]
+        keys, values = (tensor.to(device, dtype) for tensor in kept)
+        cache.update(keys, values, index)
+    return cache
+
+
+@pytest.mark.parametrize(("dtype", "quality"), [(torch.float32, "lossless"), (torch.bfloat16, "high")])
+def test_a_cache_on_a_device_is_coded_there_in_one_batch(
+    dtype: torch.dtype,
+    quality: str,
+    device: torch.device,
+    model: Any,
+    layout: KVLayout,
+    both: Callable[..., Both],
+    whole_batches: list[str],
+) -> None:
+    codecs = both(quality)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 1, 1, 1, 1]])
+    cache, cpu_cache = (filled(layout, 2, 7, dtype, at, mask) for at in (device, torch.device("cpu")))
+    blobs = encode_cache(codecs.device, cache, 3, attention_mask=mask.to(device))
+    assert whole_batches == ["encode_paged"]
+    theirs = encode_cache(codecs.cpu, cpu_cache, 3, attention_mask=mask)
+    headers = [read_header(blob) for blob in blobs]
+    assert [(h.start, h.tokens) for h in headers] == [(0, 3), (3, 3), (6, 1), (0, 3), (3, 2)]
+    if quality == "lossless":
+        assert blobs == theirs
+    got: Any = decode_cache(codecs.device, theirs, model.config, device, attention_mask=mask.to(device))
+    assert whole_batches == ["encode_paged", "decode_paged", "check"]
+    want: Any = decode_cache(codecs.cpu, theirs, model.config, attention_mask=mask)
+    mine: Any = decode_cache(codecs.cpu, blobs, model.config, attention_mask=mask)
+    for ours, others, again, raw in zip(got.layers, want.layers, mine.layers, cpu_cache.layers, strict=True):
+        for name in ("keys", "values"):
+            a, b, c, exact = (getattr(layer, name) for layer in (ours, others, again, raw))
+            assert a.shape == b.shape == (2, 2, 7, 12) and a.dtype == dtype and a.device.type == device.type
+            assert bool((a[1, :, :2] == 0).all())
+            if quality == "lossless":
+                assert torch.equal(a.cpu(), exact)
+            else:  # the rounding of float32 sums, seen through that of the dtype
+                torch.testing.assert_close(a.cpu(), b, rtol=2**-7, atol=1e-5)
+                assert float((c.float() - exact.float()).norm()) < 0.1 * float(exact.float().norm())
+
+
+def test_a_static_cache_is_read_where_it_is(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    static = StaticCache(config=model.config, max_cache_len=16)
+    cache = filled(layout, 2, 5, torch.bfloat16, device)
+    for index, layer in enumerate(cache.layers):
+        static.update(layer.keys, layer.values, index)
+    blobs = encode_cache(both("lossless").device, static, 4)
+    assert whole_batches == ["encode_paged"] and len(blobs) == 4
+    same(decode_cache(both("lossless").cpu, blobs, model.config, device), cache)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_family_continues_identically_from_a_device(
+    name: str, device: torch.device, tiny_model: Callable[..., Any], whole_batches: list[str]
+) -> None:
+    model = tiny_model(name)
+    profile = codec_profile.Profile.generic(KVLayout.from_config(model.config, dtype="float32"))
+    ids = prompt(1, 9)
+    full = prefill(model, ids)
+    blobs = encode_cache(Codec(profile, "lossless"), full, 5)
+    decoded: Any = decode_cache(Codec(profile, "lossless", backend="triton"), blobs, model.config, device)
+    assert whole_batches == ["decode_paged", "check"]
+    expected: Any = prefill(model, ids, DynamicCache(config=model.config))
+    for got, want in zip(decoded.layers, expected.layers, strict=True):
+        assert torch.equal(got.keys.cpu(), want.keys) and torch.equal(got.values.cpu(), want.values)
+        assert got.get_seq_length() == want.get_seq_length() == 9
+
+
+def test_lists_that_are_not_whole_rows_never_reach_a_device(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    codecs = both("lossless")
+    blobs = encode_cache(codecs.cpu, filled(layout, 2, 5, torch.float32, torch.device("cpu")), 2)
+
+    def decode(order: Sequence[int], mask: torch.Tensor | None = None) -> None:
+        chosen = [blobs[index] for index in order]
+        decode_cache(codecs.device, chosen, model.config, device, attention_mask=mask)
+
+    for order, message in (
+        ([1, 2], r"blobs\[0\] holds tokens 2 to 4 where token 0 of row 0 comes next"),
+        ([0, 2, 3, 4, 5], r"blobs\[1\] holds tokens 4 to 5 where token 2 of row 0"),
+        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\] holds tokens 2 to 4 where token 4 of row 0"),
+        ([0, 1, 3, 4, 5], r"blobs\[2\] holds tokens 0 to 2 where token 4 of row 0"),
+        ([0, 1, 2, 4, 5], r"blobs\[3\] holds tokens 2 to 4 where token 5 of row 0"),
+        ([0, 1, 2, 3, 4], r"blobs\[2\] holds tokens 4 to 5 where token 4 of row 0"),
+    ):
+        with pytest.raises(InputError, match=message):
+            decode(order)
+    for count, rows, message in (
+        (2, 1, "row 0 lacks its last 1 tokens"),
+        (3, 2, "blobs hold 1 rows, attention_mask has 2"),
+        (6, 1, r"blobs\[3\] starts row 1, but attention_mask has 1 rows"),
+    ):
+        with pytest.raises(InputError, match=message):
+            decode(range(count), torch.ones(rows, 5, dtype=torch.int64))
+    other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), 2)
+    with pytest.raises(ProfileMismatch, match=r"blobs\[0\] has another layout .* or another dtype"):
+        decode_cache(codecs.device, [*other, *blobs[1:3]], model.config, device)
+    assert whole_batches == []
+
+
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_blobs_that_claim_a_huge_cache_are_refused(
+    device: torch.device,
+    model: Any,
+    layout: KVLayout,
+    both: Callable[..., Both],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """B * T counts: of a row that a far last blob makes long, and of rows that small blobs begin by the thousand."""
+    codecs = both("lossless")
+    codec, to = (codecs.cpu, "cpu") if where == "cpu" else (codecs.device, device)
+    blobs = encode_cache(codecs.cpu, filled(layout, 3, 5, torch.float32, torch.device("cpu")), 5)
+    for limit in (15, None):
+        assert decode_cache(codec, blobs, model.config, to, max_tokens=limit).get_seq_length() == 5
+    with pytest.raises(InputError, match="15 tokens would be restored, more than max_tokens=14"):
+        decode_cache(codec, blobs, model.config, to, max_tokens=14)
+    long = replace(layout, max_positions=None)
+    free = Codec(codec_profile.Profile.generic(long), "lossless", backend=codec._backend_name)
+    zeros = [torch.zeros(1, layer.kv_heads, layer.head_dim) for layer in long.layers]
+    far = free.encode(KVChunk(zeros, zeros, long, 1 << 31))
+    monkeypatch.setattr("cuvee.integrations.transformers._check_config", lambda *_: None)
+    with pytest.raises(InputError, match="2147483649 tokens would be restored"):
+        decode_cache(free, [free.encode(KVChunk(zeros, zeros, long)), far], model.config, to)
+
+
+def test_a_cache_that_does_not_fit_is_our_error(
+    model: Any, layout: KVLayout, both: Callable[..., Both], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = both("lossless").cpu
+    blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 5)
+    monkeypatch.setattr("cuvee.integrations.transformers._Row", lambda *_: torch.empty(1 << 52, dtype=torch.uint8))
+    with pytest.raises(OutOfMemory, match="rebuilding a cache: not enough memory: "):
+        decode_cache(codec, blobs, model.config)
+
+
+def test_damaged_blobs_on_the_way_to_a_device(
+    device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    codecs = both("lossless", key=bytes(range(32)))
+    blobs = encode_cache(codecs.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 3)
+    forged = [blobs[0], blobs[1][:-1] + bytes([blobs[1][-1] ^ 1])]
+    with pytest.raises(CorruptError, match="tag"):
+        decode_cache(codecs.device, forged, model.config, device)
+    with pytest.raises(FormatError, match="truncated"):
+        decode_cache(codecs.device, [blobs[0], blobs[1][:-1]], model.config, device)
+    plain = both("lossless")
+    huge = write_blob(
+        Scheme.LOSSLESS, "float32", 1 << 20, 0, 0, layout.values_per_token, layout.fingerprint, bytes(ID_BYTES),
+        [bytes(16)] * 2, None,
+    )  # fmt: skip
+    with pytest.raises(FormatError, match="cannot hold 1048576 tokens"):
+        decode_cache(plain.device, [huge], model.config, device)
+    assert whole_batches == []  # nor was anything allocated
+    unsigned = encode_cache(plain.cpu, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 3)
+    damaged = [unsigned[0][:-1] + bytes([unsigned[0][-1] ^ 1]), unsigned[1]]
+    with pytest.raises(CorruptError, match="section 1"):
+        decode_cache(plain.device, damaged, model.config, device)
+
+
+def test_bad_caches_on_a_device(
+    device: torch.device, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
+) -> None:
+    codec = both("high").device
+    with pytest.raises(InputError, match="chunk_tokens must be"):
+        encode_cache(codec, filled(layout, 1, 3, torch.float32, device), 0)
+    with pytest.raises(InputError, match=r"torch\.float64, the layout says float32"):
+        encode_cache(codec, filled(layout, 1, 3, torch.float64, device))
+    with pytest.raises(InputError, match="beyond the 4096 positions"):
+        encode_cache(codec, filled(layout, 1, 4097, torch.float32, device))
+    assert whole_batches == []
+    cache = filled(layout, 1, 3, torch.float32, device)
+    cache.layers[1].values[0, 1, 2, 3] = float("nan")
+    with pytest.raises(InputError, match="NaN or infinite values in layers 1"):
+        encode_cache(codec, cache)
+
+
+def test_a_device_that_the_codec_does_not_serve_gets_a_copy(model: Any, layout: KVLayout) -> None:
+    codec = Codec(codec_profile.Profile.generic(layout), "lossless", backend="numba")
+    assert not codec.on_device("cpu") and not codec.on_device("cuda")
+    blobs = encode_cache(codec, prefill(model, prompt(1, 4)))
+    decoded: Any = decode_cache(codec, blobs, model.config, device="meta")
+    assert decoded.layers[0].keys.device.type == "meta"

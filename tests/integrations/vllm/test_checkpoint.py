@@ -1,0 +1,608 @@
+"""Names of checkpoints, tokenizers and adapters on disk, and whether a profile belongs to a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.fingerprint import model_fingerprint, sampled_positions
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
+from cuvee.integrations.vllm import checkpoint
+from cuvee.integrations.vllm.checkpoint import (
+    adapter_identity,
+    check_profile,
+    checkpoint_identity,
+    tokenizer_identity,
+)
+
+PAGE = 4096
+
+
+@pytest.fixture
+def folder(tmp_path: Path, tiny_model: Callable[..., Any]) -> Path:
+    """A tiny Llama with a tokenizer."""
+    path = tmp_path / "model"
+    tiny_model("llama").save_pretrained(path)
+    (path / "tokenizer.json").write_text('{"model": {}}')
+    (path / "tokenizer_config.json").write_text('{"chat_template": "a"}')
+    return path
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A hub cache of the test's own; whoever goes online fails."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("socket.getaddrinfo", refuse)
+    monkeypatch.setattr("socket.socket.connect", refuse)
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    """No adapter was asked for yet."""
+    yield
+    checkpoint._adapters.clear()
+    checkpoint._reported.clear()
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    data = json.loads(file.read_text())
+    for key, value in changes.items():
+        if value is None:
+            data.pop(key, None)
+        else:
+            data[key] = value
+    file.write_text(json.dumps(data))
+
+
+def change_tensor(file: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    tensors = load_file(file)
+    tensors[name] = change(tensors[name])
+    save_file(tensors, file, {"format": "pt"})
+
+
+def write_safetensors(file: Path, tensors: list[tuple[str, int]]) -> int:
+    """A file of zeros, tensors of so many bytes; returns where the first begins."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, size in tensors:
+        header[name] = {"dtype": "U8", "shape": [size], "data_offsets": [at, at + size]}
+        at += size
+    raw = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(raw)) + raw)
+        stream.truncate(8 + len(raw) + at)
+    return 8 + len(raw)
+
+
+def overwrite(file: Path, at: int, data: bytes) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(at)
+        stream.write(data)
+
+
+def watch_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the reads from now on."""
+    read: list[int] = []
+    pread = os.pread
+
+    def counted(descriptor: int, size: int, at: int) -> bytes:
+        read.append(size)
+        return pread(descriptor, size, at)
+
+    monkeypatch.setattr(os, "pread", counted)
+    return read
+
+
+# Identity of a checkpoint ----------------------------------------------------------------------------------------
+
+
+def test_copies_agree_whatever_their_place_and_time(folder: Path, tmp_path: Path) -> None:
+    name = checkpoint_identity(folder)
+    assert len(name) == 32 and int(name, 16) >= 0
+    other = tmp_path / "elsewhere" / "renamed"
+    shutil.copytree(folder, other)
+    for file in other.iterdir():
+        os.utime(file, (1, 1))
+    assert checkpoint_identity(other) == checkpoint_identity(str(other)) == name
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in folder.iterdir():
+        (linked / file.name).symlink_to(file)
+    assert checkpoint_identity(linked) == name
+    (other / "README.md").write_text("hello")
+    (other / "generation_config.json").write_text("{}")
+    assert checkpoint_identity(other) == name
+
+
+def test_the_name_is_pinned(tmp_path: Path) -> None:
+    """It enters the keys of stored entries: another value orphans them all."""
+    (tmp_path / "config.json").write_text('{"b": 1, "torch_dtype": "bfloat16", "transformers_version": "5"}')
+    write_safetensors(tmp_path / "model.safetensors", [("a", 100), ("b", 5000)])
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert checkpoint_identity(tmp_path) == "5a4586a051ef1180f4567c3cc39d76f6"
+    assert tokenizer_identity(tmp_path) == "a0f454161fbae78d2662e4a3783dfc86"
+
+
+def test_every_weight_of_a_small_file_counts(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    names = {checkpoint_identity(folder)}
+    tensors = load_file(file)
+    for name in tensors:
+        original = file.read_bytes()
+        change_tensor(file, name, lambda t: torch.cat([t.flatten()[:-1], t.flatten()[-1:] + 1]).view_as(t))
+        names.add(checkpoint_identity(folder))
+        file.write_bytes(original)
+    assert len(names) == len(tensors) + 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}},
+        {"rms_norm_eps": 1e-5},
+        {"dtype": "bfloat16"},
+        {"quantization_config": {"bits": 4}},
+        {"hidden_act": None},
+    ],
+    ids=str,
+)
+def test_configuration_counts(folder: Path, change: dict[str, Any]) -> None:
+    before = checkpoint_identity(folder)
+    edit_json(folder / "config.json", **change)
+    assert checkpoint_identity(folder) != before
+
+
+def test_volatile_entries_and_spelling_of_the_configuration_do_not_count(folder: Path) -> None:
+    before = checkpoint_identity(folder)
+    file = folder / "config.json"
+    edit_json(file, transformers_version="1.0", _name_or_path="/elsewhere", _commit_hash="abc")
+    data = json.loads(file.read_text())
+    data["torch_dtype"] = data.pop("dtype")
+    file.write_text(json.dumps(dict(reversed(data.items())), indent=7))
+    assert checkpoint_identity(folder) == before
+    edit_json(file, text_config={"a": 1, "torch_dtype": "float16"})
+    nested = checkpoint_identity(folder)
+    edit_json(file, text_config={"dtype": "float16", "_name_or_path": "x", "a": 1})
+    assert checkpoint_identity(folder) == nested != before
+    edit_json(file, dtype="float16", torch_dtype="float32")  # where both are, transformers reads dtype
+    assert checkpoint_identity(folder) != nested
+
+
+@pytest.mark.parametrize("name", ["params.json", "quantize_config.json", "hf_quant_config.json", "modeling_x.py"])
+def test_other_files_that_decide_the_cache_count(folder: Path, name: str) -> None:
+    names = {checkpoint_identity(folder)}
+    for content in ('{"a": 1}', '{"a": 2}'):
+        (folder / name).write_text(content)
+        names.add(checkpoint_identity(folder))
+    assert len(names) == 3
+
+
+def test_sharded_checkpoints(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 2
+    names = {checkpoint_identity(tmp_path)}
+    for file in shards:
+        original = file.read_bytes()
+        overwrite(file, len(original) - 1, bytes([original[-1] ^ 1]))
+        names.add(checkpoint_identity(tmp_path))
+        file.write_bytes(original)
+    shards[0].rename(tmp_path / "swap")
+    shards[1].rename(shards[0])
+    (tmp_path / "swap").rename(shards[1])
+    names.add(checkpoint_identity(tmp_path))
+    shards[1].unlink()
+    names.add(checkpoint_identity(tmp_path))
+    assert len(names) == len(shards) + 3
+
+
+def test_every_tensor_of_a_large_file_is_sampled(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    sizes = [("tiny", 24), *((f"t{index}", 60_001 + index) for index in range(80)), ("last", 7)]
+    at = write_safetensors(file, sizes)
+    assert file.stat().st_size > checkpoint._PAGES * PAGE
+    before = checkpoint_identity(tmp_path)
+    for name, size in sizes:
+        overwrite(file, at, b"\x01" * size)
+        assert checkpoint_identity(tmp_path) != before, name
+        overwrite(file, at, bytes(size))
+        at += size
+    assert checkpoint_identity(tmp_path) == before
+
+
+def test_a_file_of_many_tensors_is_sampled_all_over(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    at = write_safetensors(file, [(f"t{index}", PAGE) for index in range(2000)])
+    before = checkpoint_identity(tmp_path)
+    for part in range(0, 2000, 100):
+        overwrite(file, at + part * PAGE, b"\x01" * 8 * PAGE)
+        assert checkpoint_identity(tmp_path) != before, part
+        overwrite(file, at + part * PAGE, bytes(8 * PAGE))
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".gguf"])
+def test_a_huge_file_costs_a_bounded_number_of_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    file = tmp_path / f"model{suffix}"
+    write_safetensors(file, [(f"t{index}", 1 << 28) for index in range(16)])  # 4 GiB, sparse
+    read = watch_reads(monkeypatch)
+    before = checkpoint_identity(tmp_path)
+    assert 0.9 * checkpoint._PAGES < len(read) <= checkpoint._PAGES + 2
+    assert sum(read) < 3 << 20
+    overwrite(file, 2 << 30, b"\x01" * (1 << 24))
+    assert checkpoint_identity(tmp_path) != before
+
+
+def test_weights_of_other_formats_count_where_there_are_no_safetensors(tmp_path: Path) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(b"abc")
+    names = {checkpoint_identity(tmp_path)}
+    (tmp_path / "pytorch_model.bin").write_bytes(b"abd")
+    names.add(checkpoint_identity(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"abd\0")
+    names.add(checkpoint_identity(tmp_path))
+    write_safetensors(tmp_path / "model.safetensors", [("a", 3)])
+    only = checkpoint_identity(tmp_path)
+    names.add(only)
+    assert len(names) == 4
+    (tmp_path / "pytorch_model.bin").unlink()
+    assert checkpoint_identity(tmp_path) == only
+
+
+def test_a_single_file_is_a_checkpoint(tmp_path: Path) -> None:
+    one, other = tmp_path / "a.gguf", tmp_path / "b.gguf"
+    one.write_bytes(b"GGUF weights")
+    shutil.copy(one, other)
+    assert checkpoint_identity(one) == checkpoint_identity(other)
+    other.write_bytes(b"GGUF weightz")
+    assert checkpoint_identity(one) != checkpoint_identity(other)
+    assert tokenizer_identity(one) == ""
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"^model: .* holds no weights .*: set option 'model_id'"):
+        checkpoint_identity(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"",
+        lambda data: data[:7],
+        lambda data: data[:40],
+        lambda data: data[:-1],
+        lambda data: struct.pack("<Q", 2**63) + data[8:],
+        lambda data: data[:8] + b"[" + data[9:],
+        lambda data: struct.pack("<Q", 2) + b"[]",
+        lambda data: struct.pack("<Q", 8) + b'{"a": 1}',
+        lambda data: struct.pack("<Q", 9) + b'{"a": {}}',
+        lambda data: data.replace(b'"data_offsets":[', b'"data_offsets":[99999999', 1),
+        lambda data: data.replace(b'"data_offsets":[0,', b'"data_offsets":["",', 1)[:-1],
+    ],
+)
+def test_a_damaged_file_is_named(folder: Path, damage: Callable[[bytes], bytes]) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(damage(file.read_bytes()))
+    profile = profile_of(None, folder)
+    profile.model = "00"
+    calls: list[Callable[[], str]] = [lambda: checkpoint_identity(folder), lambda: check_profile(profile, folder)]
+    for call in calls:
+        with pytest.raises(InputError, match=r"^model: .*model\.safetensors is cut off or no safetensors file .*again"):
+            call()
+
+
+def test_a_damaged_configuration_is_named(folder: Path) -> None:
+    (folder / "config.json").write_bytes(b'{"a": ')
+    with pytest.raises(InputError, match=r"^model: .*config\.json is not JSON"):
+        checkpoint_identity(folder)
+
+
+# Hub ids ---------------------------------------------------------------------------------------------------------
+
+
+def cached(tmp_path: Path, folder: Path, revision: str = "main") -> str:
+    """Put a folder into the local cache as `org/name`."""
+    base = tmp_path / "hub" / "models--org--name"
+    commit = revision.ljust(40, "0")
+    (base / "refs").mkdir(parents=True, exist_ok=True)
+    (base / "refs" / revision).write_text(commit)
+    shutil.copytree(folder, base / "snapshots" / commit)
+    return "org/name"
+
+
+def test_a_hub_id_is_looked_up_in_the_local_cache(folder: Path, tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+    hub_id = cached(tmp_path, folder)
+    assert checkpoint_identity(hub_id) == checkpoint_identity(folder)
+    assert tokenizer_identity(hub_id) == tokenizer_identity(folder)
+    assert check_profile(profile_of(tiny_model("llama"), folder), hub_id) == "match"
+    before = checkpoint_identity(folder)
+    edit_json(folder / "config.json", rms_norm_eps=0.5)
+    (folder / "tokenizer.json").write_text("{}")
+    cached(tmp_path, folder, "v2")
+    assert checkpoint_identity(hub_id) == before
+    assert checkpoint_identity(hub_id, revision="v2") == checkpoint_identity(folder) != before
+    assert tokenizer_identity(hub_id, revision="v2") == tokenizer_identity(folder) != tokenizer_identity(hub_id)
+
+
+@pytest.mark.parametrize("name", ["org/other", "/no/such/folder", "s3://bucket/model", "org/name:Q4"])
+def test_what_is_not_there_is_refused(name: str) -> None:
+    for call in (checkpoint_identity, tokenizer_identity):
+        with pytest.raises(InputError, match=r"^model: .*neither a local folder nor .*: give a folder"):
+            call(name)
+
+
+def test_hub_ids_need_huggingface_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "huggingface_hub", None)
+    with pytest.raises(ImportError, match="hub ids need huggingface_hub"):
+        checkpoint_identity("org/other")
+
+
+# Tokenizers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json"])
+def test_vocabulary_files_count_and_nothing_else(tmp_path: Path, name: str) -> None:
+    assert tokenizer_identity(tmp_path) == ""
+    names = set()
+    for content in ("{}", '{"a": 1}'):
+        (tmp_path / name).write_text(content)
+        names.add(tokenizer_identity(tmp_path))
+        (tmp_path / "tokenizer_config.json").write_text(content)  # a chat template
+        names.add(tokenizer_identity(tmp_path))
+    assert len(names) == 2 and "" not in names
+
+
+# Adapters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    path = tmp_path / "adapter"
+    path.mkdir()
+    (path / "adapter_config.json").write_text('{"r": 8, "base_model_name_or_path": "/models/a"}')
+    write_safetensors(path / "adapter_model.safetensors", [("lora_A", 100), ("lora_B", 100)])
+    return path
+
+
+def test_an_adapter_is_its_name_and_content(adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    name = adapter_identity("sql", str(adapter))
+    copy = tmp_path / "replica"
+    shutil.copytree(adapter, copy)
+    edit_json(copy / "adapter_config.json", base_model_name_or_path="/elsewhere")
+    assert adapter_identity("sql", str(copy)) == adapter_identity("sql", str(adapter)) == name
+    assert adapter_identity("sqm", str(adapter)) != name
+    assert adapter_identity("\ud800", str(adapter)) != name
+    changes: list[Callable[[Path], None]] = [
+        lambda path: overwrite(path / "adapter_model.safetensors", 250, b"\x01"),
+        lambda path: edit_json(path / "adapter_config.json", r=16),
+    ]
+    for index, change in enumerate(changes):
+        other = tmp_path / f"other{index}"
+        shutil.copytree(adapter, other)
+        change(other)
+        assert adapter_identity("sql", str(other)) != name
+    assert not caplog.records
+
+
+def test_an_adapter_is_read_once(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    real = checkpoint_identity
+
+    def counted(path: Path) -> str:
+        calls.append(path)
+        return real(path)
+
+    monkeypatch.setattr(checkpoint, "checkpoint_identity", counted)
+    assert len({adapter_identity("sql", str(adapter)) for _ in range(3)}) == len(calls) == 1
+    (adapter / "README.md").write_text("hello")
+    adapter_identity("sql", str(adapter))
+    assert len(calls) == 1
+
+
+def test_an_adapter_that_cannot_be_read_shares_nothing(
+    adapter: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    missing = tmp_path / "late"
+    names = [adapter_identity("sql", str(missing)) for _ in range(3)]
+    assert len(set(names)) == 3
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+    assert "'sql'" in caplog.text and str(missing) in caplog.text and "neither shared" in caplog.text
+    shutil.copytree(adapter, missing)  # the engine has fetched it
+    assert adapter_identity("sql", str(missing)) == adapter_identity("sql", str(adapter)) not in names
+
+
+def test_an_adapter_without_or_with_damaged_weights_shares_nothing(adapter: Path) -> None:
+    for data in (b"damaged", None):
+        file = adapter / "adapter_model.safetensors"
+        file.unlink()
+        if data is not None:
+            file.write_bytes(data)
+        assert len({adapter_identity("sql", str(adapter)) for _ in range(2)}) == 2
+    assert adapter_identity("sql", str(file)) != adapter_identity("sql", str(file))
+
+
+def test_an_adapter_that_changes_on_disk_shares_nothing_from_then_on(
+    adapter: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = adapter / "adapter_model.safetensors"
+    first = adapter_identity("sql", str(adapter))
+    # The engine may run the old weights or the new ones.
+    overwrite(file, 250, b"\x01")
+    os.utime(file, ns=(1, 1))
+    names = [adapter_identity("sql", str(adapter)) for _ in range(3)]
+    assert len({first, *names}) == 4
+    assert len(caplog.records) == 1 and "restart the engine" in caplog.text
+
+
+# Profiles ----------------------------------------------------------------------------------------------------------
+
+
+def profile_of(model: Any, folder: Path) -> Profile:
+    """A profile that names `model`."""
+    profile = Profile.generic(KVLayout.from_config(transformers.AutoConfig.from_pretrained(folder), "float32"))
+    profile.model = None if model is None else model_fingerprint(model)
+    return profile
+
+
+def test_a_profile_is_of_every_family_of_checkpoints(
+    family: str, tmp_path: Path, tiny_model: Callable[..., Any]
+) -> None:
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path)
+    verdict = check_profile(profile_of(model, tmp_path), tmp_path)
+    # transformers renames and fuses these while it loads them.
+    converted = family in ("gpt_neox", "mixtral", "qwen2_moe", "qwen3_moe")
+    assert verdict.startswith("unknown: the checkpoint holds no ") if converted else verdict == "match"
+    with torch.no_grad():
+        next(p for n, p in model.named_parameters() if "layers.1" in n or "h.1" in n).add_(1e-2)
+    assert check_profile(profile_of(model, tmp_path), tmp_path) == (verdict if converted else "mismatch")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_whatever_dtype_was_stored_and_calibrated(
+    family: str, stored: torch.dtype, tied: bool, tmp_path: Path, tiny_model: Callable[..., Any]
+) -> None:
+    tiny_model(family, stored, tie_word_embeddings=tied).save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    for used in (torch.float32, torch.bfloat16, torch.float16):
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=used)
+        profile = profile_of(model, tmp_path)
+        assert check_profile(profile, tmp_path) == "match"
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-2)
+        assert check_profile(profile_of(model, tmp_path), tmp_path) == "mismatch"
+
+
+def test_the_bundled_model_and_a_profile_learned_on_it(books: Any, tmp_path: Path) -> None:
+    from cuvee.eval.data import bundled_model_path
+
+    assert check_profile(books.profile, bundled_model_path()) == "match"
+    shutil.copytree(bundled_model_path(), tmp_path / "tuned")
+    change_tensor(tmp_path / "tuned" / "model.safetensors", "model.layers.3.mlp.up_proj.weight", lambda t: t + 0.01)
+    assert check_profile(books.profile, tmp_path / "tuned") == "mismatch"
+
+
+def test_a_checkpoint_of_the_bare_model(tmp_path: Path, tiny_model: Callable[..., Any]) -> None:
+    model = tiny_model("gpt2")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file(bare, file, {"format": "pt"})
+    assert "wte.weight" in bare and check_profile(profile_of(model, tmp_path), tmp_path) == "match"
+
+
+def test_profiles_that_name_no_model(folder: Path) -> None:
+    assert check_profile(profile_of(None, folder), folder) == "unknown: a generic profile names no model"
+
+
+def rename_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    tensors["other"] = tensors.pop("model.norm.weight")
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"), "holds no safetensors files"),
+        (lambda f: (f / "config.json").unlink(), "transformers does not build the model"),
+        (lambda f: edit_json(f / "config.json", model_type="unheard-of"), "transformers does not build the model"),
+        (
+            lambda f: edit_json(f / "config.json", model_type="x", auto_map={"AutoConfig": "evil.X"}),
+            "transformers does not build the model",
+        ),
+        (lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
+        (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'), "multimodal"),
+        (rename_tensor, r"holds no model\.norm\.weight"),
+        (lambda f: shutil.copy(f / "model.safetensors", f / "copy.safetensors"), "is in copy.safetensors and in model"),
+        (
+            lambda f: edit_json(f / "config.json", vocab_size=64),
+            r"model\.embed_tokens\.weight is stored as F32 \[61, 32",
+        ),
+        (
+            lambda f: change_tensor(f / "model.safetensors", "model.norm.weight", lambda t: t.to(torch.float8_e4m3fn)),
+            r"model\.norm\.weight is stored as F8_E4M3 \[32\]",
+        ),
+    ],
+)
+def test_what_cannot_be_said_is_not_said(
+    folder: Path, change: Callable[[Path], Any], reason: str, tiny_model: Callable[..., Any]
+) -> None:
+    profile = profile_of(tiny_model("llama"), folder)
+    assert check_profile(profile, folder) == "match"
+    (folder / "evil.py").write_text("raise SystemExit('the code of a checkpoint was run')")
+    change(folder)
+    verdict = check_profile(profile, folder)
+    assert verdict.startswith("unknown: ")
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(verdict)
+
+
+def test_a_tensor_shorter_than_its_shape_is_damage(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header["model.norm.weight"]["data_offsets"][1] -= 4
+    raw = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(raw)) + raw + data[8 + length :])
+    profile = profile_of(None, folder)
+    profile.model = "00"
+    with pytest.raises(InputError, match=r"model\.norm\.weight has another size than its shape says"):
+        check_profile(profile, folder)
+
+
+def test_memory_for_the_check_is_bounded(
+    tmp_path: Path, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    read = watch_reads(monkeypatch)
+    profile = profile_of(tiny_model("llama"), tmp_path)
+    assert check_profile(profile, tmp_path) == "match"
+    assert max(sorted(read)[:-1]) <= 8  # the header apart, single values
+
+
+# The fingerprint -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [0, 1, 2, 255, 256, 257, 4096, 36864, 2**24 + 4, 4096 * 11008, 128256 * 16384])
+def test_sampled_positions_are_spread_over_any_tensor(values: int) -> None:
+    positions = sampled_positions(values)
+    assert positions.dtype == torch.int64 and len(positions) == min(values, 256)
+    assert positions.tolist() == [i * (values - 1) // max(len(positions) - 1, 1) for i in range(len(positions))]
+    if values:
+        assert positions[-1] == values - 1 or values == 1
+        assert len(set(positions.tolist())) == len(positions)
+
+
+def test_the_fingerprint_of_a_large_tensor() -> None:
+    """4096 x 11008 values, as in a model of 7 billion: float32 does not hold the last position."""
+    one = torch.nn.Linear(11008, 4096, bias=False, device="meta").to_empty(device="cpu").to(torch.bfloat16)
+    with torch.no_grad():
+        one.weight.zero_()
+        before = model_fingerprint(one)  # type: ignore[arg-type]
+        one.weight[-1, -1] = 1
+    assert model_fingerprint(one) != before  # type: ignore[arg-type]

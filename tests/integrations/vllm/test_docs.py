@@ -1,0 +1,120 @@
+"""The connector's and the stores' READMEs say what the code does, and the example runs on the real engine."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.conftest import ENGINE_SITE
+
+from cuvee.eval.data import bundled_model_path
+from cuvee.integrations.stores import open_store
+from cuvee.integrations.stores.urls import redacted
+from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.metrics import METRICS
+
+ROOT = Path(__file__).parents[3] / "integrations"
+CONNECTOR = (ROOT / "vllm" / "README.md").read_text()
+STORES = (ROOT / "stores" / "README.md").read_text()
+
+
+def _rows(text: str, heading: str) -> list[list[str]]:
+    """Cells of the table below a heading."""
+    part = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    rows = [line.strip("|").split("|") for line in part.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in row] for row in rows[2:]]
+
+
+def test_every_option_is_documented_with_its_default() -> None:
+    rows = {row[0].strip("`"): row[1] for row in _rows(CONNECTOR, "Options")}
+    assert list(rows) == [field.name for field in fields(Options)]
+    shown: dict[str, Any] = {
+        "store": "memory://?max_gb=4", "quality": "balanced", "min_tokens": "one chunk", "model_id": "computed",
+    }  # fmt: skip
+    for field in fields(Options):
+        default = shown.get(field.name, field.default)
+        text = rows[field.name].strip("`").strip('"')
+        if default is None:
+            assert text in ("none", ""), field.name
+        else:
+            assert text == (str(default).lower() if isinstance(default, bool) else str(default)), field.name
+
+
+def test_every_metric_is_documented() -> None:
+    rows = _rows(CONNECTOR, "Metrics")
+    assert [[row[0].strip("`"), row[1], row[2].strip("`"), row[3]] for row in rows] == [
+        [metric.name, metric.kind, metric.label, metric.help] for metric in METRICS.values()
+    ]
+
+
+def test_every_metric_of_the_text_exists() -> None:
+    named = re.findall(r"cuvee_([a-z_]+?)_total\[", CONNECTOR)
+    assert len(named) == 4
+    assert set(named) <= set(METRICS)
+    failures = " ".join(row[2] for row in _rows(CONNECTOR, "When something fails"))
+    for name, label, value in re.findall(r"`([a-z_]+)(?:\{([a-z]+)=\"([a-z]+)\"\})?`", failures):
+        assert METRICS[name].label == (label or METRICS[name].label)
+        assert not value or value in METRICS[name].values
+
+
+def test_every_configuration_of_the_text_is_accepted() -> None:
+    found = [json.loads(text) for text in re.findall(r"--kv-transfer-config '(.+?)'", CONNECTOR, re.DOTALL)]
+    assert len(found) == 2
+    for transfer in found:
+        assert transfer["kv_connector"] == "CuveeConnector"
+        options = Options.from_dict(transfer["kv_connector_extra_config"])
+        open_store(options.store).close()
+    for text in re.findall(r"\[\"memory.+?\]", CONNECTOR):
+        assert all(redacted(url) for url in json.loads(text.replace("redis://…", "redis://h:1/0")))
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "memory://?max_mb=5", "redis://user:password@host:6379/0?max_gb=1&ttl=1h&timeout=0.5", "rediss://host:6379/0",
+        "valkey://host:6379/0", "valkeys://host:6379/0", "redis+cluster://host:6379?max_gb=8",
+        "unix:///run/redis.sock?db=0", "fsspec+memory://bucket/prefix?ttl=30d",
+    ],
+)  # fmt: skip
+def test_urls_of_the_table_open(url: str) -> None:
+    open_store(url).close()
+
+
+def test_the_stores_example_runs(tmp_path: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", STORES, re.DOTALL)
+    exec(compile(code.replace("/var/cache/kv", str(tmp_path)), "README", "exec"), {})
+    assert [path for path in tmp_path.rglob("12ab") if path.is_file()]
+
+
+def test_counters_of_the_text_exist() -> None:
+    (names,) = re.findall(r"gives (.*?) by tier", STORES)
+    counters = open_store("memory://?max_mb=1")
+    known = counters.counters()["memory"]
+    counters.close()
+    for name in re.split(r", | and ", names):
+        assert hasattr(known, name)
+
+
+@pytest.mark.slow
+def test_the_offline_example_runs_on_the_real_engine(tmp_path: Path) -> None:
+    if find_spec("vllm") is None:
+        if os.environ.get("CUVEE_REQUIRE_VLLM"):
+            pytest.fail("vLLM is not installed")
+        pytest.skip("vLLM is not installed")
+    environment = {
+        **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "PYTHONPATH": os.pathsep.join([ENGINE_SITE, *filter(None, sys.path)]),
+    }  # fmt: skip
+    script = str(ROOT / "vllm" / "examples" / "offline.py")
+    command = [sys.executable, script, str(bundled_model_path()), f"file://{tmp_path}/kv", "400"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "same words: True\ntokens loaded: [384, 384, 384]\n" in done.stdout

@@ -1,0 +1,251 @@
+"""What the connector refuses when the engine starts, by name; and what names its blobs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
+from cuvee.integrations.vllm import setup
+from cuvee.integrations.vllm.setup import Setup
+
+CONFIG = LlamaConfig(
+    vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, dtype=torch.bfloat16,
+)  # fmt: skip
+LAYOUT = KVLayout.from_config(CONFIG)
+
+
+class FullAttentionSpec(SimpleNamespace):
+    """By the name of vLLM's class, which is what is asked for."""
+
+
+class MLAAttentionSpec(FullAttentionSpec):
+    """Likewise."""
+
+
+class SlidingWindowSpec(FullAttentionSpec):
+    """Likewise."""
+
+
+def _spec(kind: type[FullAttentionSpec] = FullAttentionSpec, **changes: Any) -> FullAttentionSpec:
+    fields = {"block_size": 32, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    return kind(**{**fields, **changes})
+
+
+def _engine(
+    specs: list[FullAttentionSpec] | None = None, layers: int = 2, extra: dict[str, Any] | None = None, **changes: Any
+) -> tuple[SimpleNamespace, SimpleNamespace]:
+    """vLLM's `VllmConfig` and `KVCacheConfig`, with changes to any part by `part__name`."""
+    parts: dict[str, dict[str, Any]] = {
+        "model": {
+            "model": "folder", "tokenizer": "folder", "skip_tokenizer_init": False, "revision": None,
+            "tokenizer_revision": None,
+            "hf_text_config": CONFIG, "is_encoder_decoder": False, "runner_type": "generate", "dtype": torch.bfloat16,
+            "quantization": None, "hf_overrides": {}, "seed": 0,
+        },
+        "parallel": {
+            "tensor_parallel_size": 1, "pipeline_parallel_size": 1, "decode_context_parallel_size": 1,
+            "prefill_context_parallel_size": 1,
+        },
+        "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "load": {"load_format": "auto"},
+        "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
+    }  # fmt: skip
+    speculative = changes.pop("speculative", None)
+    for name, value in changes.items():
+        part, _, field = name.partition("__")
+        parts[part][field] = value
+    groups = [
+        SimpleNamespace(kv_cache_spec=spec, layer_names=[f"model.layers.{index}" for index in range(layers)])
+        for spec in specs or [_spec()]
+    ]
+    config = SimpleNamespace(
+        **{f"{name}_config": SimpleNamespace(**fields) for name, fields in parts.items()},
+        speculative_config=speculative,
+    )
+    return config, SimpleNamespace(kv_cache_groups=groups)
+
+
+def _profile(group: str, layout: KVLayout = LAYOUT) -> Profile:
+    noise = torch.randn(8, 2, 2, 128, 2, 8).bfloat16()
+    return Profile.fit(layout, [KVChunk(keys, values, layout) for keys, values in noise], group)
+
+
+def test_what_is_supported_starts() -> None:
+    made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False))
+    assert made.layout.fingerprint == LAYOUT.fingerprint
+    assert (made.block_tokens, made.shards, made.loads, made.stores) == (32, 1, True, False)
+    assert made.profile.source == "generic"
+    assert made.codec(0).profile.layout == made.layout
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"specs": [_spec(MLAAttentionSpec)]}, UnsupportedModel, r"multi-head latent attention \(MLA\)"),
+        ({"specs": [_spec(SlidingWindowSpec)]}, UnsupportedModel, "hybrid, sliding-window"),
+        ({"specs": [_spec(), _spec(SlidingWindowSpec)]}, UnsupportedModel, "hybrid, sliding-window"),
+        ({"specs": [_spec(), _spec()]}, UnsupportedModel, "hybrid, sliding-window"),
+        ({"specs": [_spec(sliding_window=8)]}, UnsupportedModel, "sliding-window and chunked attention"),
+        ({"specs": [_spec(attention_chunk_size=8)]}, UnsupportedModel, "sliding-window and chunked attention"),
+        ({"specs": [_spec(non_causal=True)]}, UnsupportedModel, "non-causal attention"),
+        ({"specs": [_spec(dtype=torch.uint8)]}, UnsupportedModel, "a KV cache of uint8"),
+        ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModel, "caches 1 heads of 8.*says 2 of 8"),
+        ({"specs": [_spec(head_size=16)]}, UnsupportedModel, "caches 2 heads of 16"),
+        ({"specs": [_spec(head_size_v=4)]}, UnsupportedModel, "caches 2 heads of 8"),
+        ({"layers": 3}, UnsupportedModel, "caches 3 layers, the model has 2"),
+        ({"cache__cache_dtype": "fp8"}, UnsupportedModel, "a quantised KV cache"),
+        ({"cache__cache_dtype": "fp8_e5m2"}, UnsupportedModel, "fp8_e5m2"),
+        ({"parallel__pipeline_parallel_size": 2}, UnsupportedModel, "pipeline parallelism"),
+        ({"parallel__decode_context_parallel_size": 2}, UnsupportedModel, "context parallelism"),
+        ({"parallel__prefill_context_parallel_size": 2}, UnsupportedModel, "context parallelism"),
+        ({"parallel__tensor_parallel_size": 3}, InputError, "KV heads of layer 0"),
+        ({"speculative": SimpleNamespace()}, UnsupportedModel, "speculative decoding"),
+        ({"model__is_encoder_decoder": True}, UnsupportedModel, "encoder-decoder"),
+        ({"model__runner_type": "pooling"}, UnsupportedModel, "'pooling' model"),
+        ({"extra": {"chunk_tokens": 48}}, InputError, "chunk_tokens: must be a multiple of .* 32, got 48"),
+        (
+            {"extra": {"chunk_tokens": 512}},
+            InputError,
+            "chunk_tokens: must be within the model's 256 positions, got 512",
+        ),
+        ({"extra": {"chunks": 48}}, InputError, "no option 'chunks'"),
+        ({"extra": {"quality": "best"}}, InputError, "best"),
+        ({"extra": {"kl": 0.1}}, ProfileError, "curve"),
+        ({"extra": {"key_env": "CUVEE_NOT_SET"}}, InputError, "CUVEE_NOT_SET is not set"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        Setup.of_engine(*_engine(**changes))
+
+
+def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
+    _profile("head", replace(LAYOUT, max_positions=512)).save(tmp_path / "p")
+    with pytest.raises(ProfileMismatch):
+        Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
+
+
+def test_ranks_code_their_own_heads(tmp_path: Path) -> None:
+    for group in ("head", "layer"):
+        _profile(group).save(tmp_path / group)
+    two: dict[str, Any] = {"parallel__tensor_parallel_size": 2, "specs": [_spec(num_kv_heads=1)]}
+    made = Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "head")}, **two))
+    layouts = [made.codec(rank).profile.layout for rank in range(2)]
+    assert [layer.kv_heads for layout in layouts for layer in layout.layers] == [1] * 4
+    assert made.codec(0).profile.id != made.codec(1).profile.id
+    with pytest.raises(ProfileError, match="group 'layer' crosses tensor-parallel shards"):
+        Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "layer")}, **two))
+
+
+@pytest.fixture
+def checkpoint(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Say what the checkpoint's files are, and whether a profile is of them."""
+
+    def say(verdict: str = "match", weights: str = "weights") -> None:
+        monkeypatch.setattr(setup, "check_profile", lambda profile, path, **_: verdict)
+        monkeypatch.setattr(setup, "checkpoint_identity", lambda path, **_: weights)
+        monkeypatch.setattr(setup, "tokenizer_identity", lambda path, **_: "tokenizer")
+
+    say()
+    return say
+
+
+def test_a_profile_of_other_weights_is_refused(tmp_path: Path, checkpoint: Callable[..., None]) -> None:
+    _profile("head").save(tmp_path / "p")
+    made = Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
+    made.check_profile("folder")
+    checkpoint("mismatch")
+    with pytest.raises(ProfileMismatch, match=r"calibrated on other weights than folder.*check_model to false"):
+        made.check_profile("folder")
+    Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p"), "check_model": False})).check_profile("folder")
+
+
+def test_what_could_not_be_checked_is_said(
+    tmp_path: Path, checkpoint: Callable[..., None], caplog: pytest.LogCaptureFixture
+) -> None:
+    _profile("head").save(tmp_path / "p")
+    checkpoint("unknown: no weights")
+    with caplog.at_level(logging.INFO, "cuvee"):
+        Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")})).check_profile("folder")
+        Setup.of_engine(*_engine()).check_profile("folder")
+    assert "unknown: no weights" in caplog.text
+    assert "the generic one is used" in caplog.text
+
+
+def test_a_tokenizer_that_is_nowhere_is_left_out(
+    checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def nowhere(path: str, **_: Any) -> str:
+        raise InputError("path: no tokenizer")
+
+    monkeypatch.setattr(setup, "tokenizer_identity", nowhere)
+    config, cache = _engine()
+    with caplog.at_level(logging.INFO, "cuvee"):
+        assert Setup.of_engine(config, cache).identity(config).tokenizer == ""
+    assert "path: no tokenizer" in caplog.text
+
+
+def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> None:
+    _profile("head").save(tmp_path / "p")
+
+    def identity(**changes: Any) -> Any:
+        config, cache = _engine(**changes)
+        return Setup.of_engine(config, cache).identity(config)
+
+    base = identity()
+    with_profile = identity(extra={"profile": str(tmp_path / "p")})
+    others = [
+        with_profile,
+        identity(extra={"profile": str(tmp_path / "p"), "quality": "high"}),
+        identity(extra={"quality": "high"}),
+        identity(extra={"quality": "lossless"}),
+        identity(extra={"model_id": "mine"}),
+        identity(model__dtype=torch.float32),
+        identity(specs=[_spec(dtype=torch.float32)]),
+        identity(model__quantization="awq"),
+        identity(model__hf_overrides={"rope_theta": 1}),
+        identity(load__load_format="dummy"),
+        identity(load__load_format="dummy", model__seed=1),
+        identity(model__skip_tokenizer_init=True),
+        identity(parallel__tensor_parallel_size=2, specs=[_spec(num_kv_heads=1)]),
+    ]
+    assert len({base, *others}) == len(others) + 1
+    same = [
+        identity(specs=[_spec(block_size=64)]),
+        identity(model__model="elsewhere", model__tokenizer="elsewhere"),
+        identity(model__seed=1),
+        identity(load__load_format="safetensors"),
+        identity(extra={"threads": 7, "store": "file:///x"}),
+    ]
+    assert set(same) == {base}
+    assert identity(extra={"profile": str(tmp_path / "p"), "quality": "lossless"}).profile == b"", "needs no profile"
+    checkpoint(weights="others")
+    assert identity() != base
+
+
+def test_the_id_of_the_key_is_logged_and_not_the_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv("CUVEE_NEW", "a new secret, 16+")
+    monkeypatch.setenv("CUVEE_OLD", "an old secret, 16+")
+    codec = Setup.of_engine(*_engine(extra={"quality": "lossless", "key_env": ["CUVEE_NEW", "CUVEE_OLD"]})).codec(0)
+    new, old = (key_id.hex() for key_id in codec.key_ids)
+    assert f"signed with the key of id {new}; also accepted: {old}" in caplog.text
+    assert "secret" not in caplog.text
+    caplog.clear()
+    Setup.of_engine(*_engine(extra={"quality": "lossless"})).codec(0)
+    assert "signed" not in caplog.text

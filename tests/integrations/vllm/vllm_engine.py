@@ -1,0 +1,564 @@
+"""Real vLLM engines for tests: each lives in a process of its own, which is told what to do by JSON.
+
+    Process(engines) -> run() -> {name: Ran}        this file, run as a script: several engines, one after the other
+    Server(model, ...)                              the OpenAI server, on a free port
+
+pytest itself never imports vLLM: it starts threads, pins cores and keeps global state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Self, cast
+
+import pytest
+
+SOURCES = Path(__file__).parents[3] / "src"
+MAX_MODEL_LEN = 512
+_KV_BYTES = 64 << 20
+_START_SECONDS = 400.0
+
+_TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"head_dim": 32}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {"head_dim": 64}),
+}
+
+
+def need_vllm() -> None:
+    """Skip where vLLM is not installed; fail instead if CUVEE_REQUIRE_VLLM=1."""
+    if find_spec("vllm") is not None:
+        return
+    if os.environ.get("CUVEE_REQUIRE_VLLM") == "1":
+        pytest.fail("CUVEE_REQUIRE_VLLM=1, but vLLM is not installed")
+    pytest.skip("needs vLLM")
+
+
+def save_tiny_model(family: str, path: Path, seed: int = 0) -> Path:
+    """A checkpoint of three random layers with two KV heads, without a tokenizer.
+
+    The weights are large enough that attention looks far back and predictions are sharp: a wrong cache shows.
+    """
+    import torch
+    import transformers
+
+    name, extra = _TINY[family]
+    config = getattr(transformers, name)(
+        vocab_size=256,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+        tie_word_embeddings=False,
+        initializer_range=0.2,
+        **extra,
+    )
+    torch.manual_seed(seed)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(path)
+    return path
+
+
+def cuvee(store: str | Sequence[str], **options: Any) -> dict[str, Any]:
+    """`kv_transfer_config` of our connector; lossless, and loads whatever it finds, unless told otherwise."""
+    extra: dict[str, Any] = {"store": store, "quality": "lossless", "decide": "always", "chunk_tokens": 128, **options}
+    return {
+        "kv_connector": "CuveeConnector",
+        "kv_connector_module_path": "cuvee.integrations.vllm",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {name: value for name, value in extra.items() if value is not None},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Prompts that are answered greedily.
+
+    Attributes:
+        prompts: token ids; [step, prompt, ids] stands for that earlier prompt, its answer, and these ids.
+        together: submit all at once, rather than one after the other.
+        max_tokens: tokens of an answer.
+        logprobs: of so many tokens at every position; -1: of all.
+        salt: `cache_salt` of the requests.
+        forget: empty the engine's own prefix cache before each submission.
+        until: repeat a request of one token until a counter has reached a value: (name, value).
+    """
+
+    prompts: Sequence[Any] = ()
+    together: bool = False
+    max_tokens: int = 8
+    logprobs: int = 5
+    salt: str | None = None
+    forget: bool = False
+    until: tuple[str, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """One engine and what it is to do; `options` are arguments of `vllm.LLM`."""
+
+    name: str
+    model: Path
+    steps: Sequence[Step]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What an engine said to a prompt.
+
+    Attributes:
+        tokens: generated ids.
+        logprobs: at every position, token -> logprob.
+        cached: prompt tokens that were not computed, by the engine's count.
+    """
+
+    tokens: list[int]
+    logprobs: list[dict[int, float]]
+    cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What an engine did: the answers of each step, its Prometheus counters after the last, what it logged."""
+
+    steps: list[list[Answer]]
+    metrics: dict[str, float]
+    log: str
+
+    def metric(self, name: str) -> float:
+        """A counter or gauge, summed over its labels; 0 if there is none."""
+        return sum(value for key, value in self.metrics.items() if key.partition("{")[0] == name)
+
+
+class EngineFailure(AssertionError):
+    """A process with engines failed; the message ends with its output."""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Of a process with an engine: offline, one thread, not pinned to a core, engine and caller in one process."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    path = os.pathsep.join(filter(None, (str(SOURCES), os.environ.get("PYTHONPATH"))))
+    return {
+        **inherited,
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": "1",
+        # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size.
+        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+        **changes,
+    }
+
+
+def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0, **variables: str) -> Results:
+    """Run engines one after the other in a new process; `variables` change its environment.
+
+    Args:
+        folder: for the files of this run; made.
+        engines: with names of their own.
+        timeout: seconds.
+        variables: of the environment.
+
+    Raises:
+        EngineFailure: the process ended badly or took too long. An engine that failed is left to who asks for it.
+    """
+    folder.mkdir(parents=True)
+    order, results, log = folder / "order.json", folder / "results.json", folder / "log.txt"
+    order.write_text(json.dumps([_order(engine) for engine in engines]))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(order), str(results)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(**variables),
+            cwd=folder,
+            start_new_session=True,
+        )
+        with killed_at_the_end(process):
+            try:
+                status: int | str = process.wait(timeout)
+            except subprocess.TimeoutExpired:
+                status = f"not done after {timeout:g} s"
+    text = log.read_text(errors="replace")
+    if status != 0:
+        raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
+    logs = _split_log(text, [engine.name for engine in engines])
+    data = json.loads(results.read_text())
+    failed = {name: f"{ran['error']}\n{_last(logs[name])}" for name, ran in data.items() if "error" in ran}
+    return Results({name: _ran(data[name], logs[name]) for name in data if name not in failed}, failed)
+
+
+class Results(Mapping[str, Ran]):
+    """What the engines of a process did, by name. Asking for one that failed raises EngineFailure, with its log."""
+
+    def __init__(self, ran: Mapping[str, Ran], failed: Mapping[str, str]) -> None:
+        self._ran, self._failed = ran, failed
+
+    def __getitem__(self, name: str) -> Ran:
+        if name in self._failed:
+            raise EngineFailure(f"engine {name}: {self._failed[name]}")
+        return self._ran[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._ran, *self._failed])
+
+    def __len__(self) -> int:
+        return len(self._ran) + len(self._failed)
+
+
+@contextlib.contextmanager
+def killed_at_the_end(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Leave nothing of a process's session behind, workers included."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+# Comparisons -----------------------------------------------------------------------------------------------------
+
+
+def distance(answer: Answer, reference: Answer) -> float:
+    """Largest difference between two answers' logprobs, of tokens that both name; inf if other tokens were generated.
+
+    Where the reference's two best tokens are closer to each other than either is to its counterpart, picking the other
+    one is no difference; positions after that are not compared, as they continue another text.
+    """
+    worst = 0.0
+    for ours, theirs, token, expected in zip(
+        answer.logprobs, reference.logprobs, answer.tokens, reference.tokens, strict=True
+    ):
+        worst = max([worst, *(abs(ours[key] - theirs[key]) for key in ours.keys() & theirs.keys())])
+        if token != expected:
+            gap = theirs[expected] - theirs.get(token, -math.inf)
+            return worst if gap <= 2 * worst else math.inf
+    return worst
+
+
+def spread(runs: Sequence[Sequence[Answer]]) -> float:
+    """Largest distance of any later run of the same prompts from the first: what an engine makes of batching alone."""
+    first, *others = runs
+    return max(distance(answer, reference) for run in others for answer, reference in zip(run, first, strict=True))
+
+
+# A server --------------------------------------------------------------------------------------------------------
+
+
+class Server:
+    """vLLM's OpenAI server on a free port. A context manager; leaving it stops the server as an operator would.
+
+    Args:
+        folder: for its log; made.
+        model: checkpoint.
+        transfer: `kv_transfer_config`, or None.
+        arguments: more of the command line.
+    """
+
+    def __init__(self, folder: Path, model: Path, transfer: dict[str, Any] | None, *arguments: str) -> None:
+        folder.mkdir(parents=True)
+        self.log = folder / "log.txt"
+        self.port = free_port()
+        self._folder = folder
+        self._command = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", "model", "--host", "127.0.0.1", "--port", str(self.port),
+            "--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN), "--max-num-seqs", "8",
+            "--block-size", "32", "--kv-cache-memory-bytes", str(_KV_BYTES), "--enable-prompt-tokens-details",
+            # By default vLLM kills its engine on SIGTERM, and what waits to be stored is lost.
+            "--shutdown-timeout", "60",
+            *(() if transfer is None else ("--kv-transfer-config", json.dumps(transfer))),
+            *arguments,
+        ]  # fmt: skip
+
+    def __enter__(self) -> Self:
+        self.launch()
+        self.wait_until_up()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def launch(self) -> None:
+        """Start it, and do not wait: several may start at a time."""
+        with self.log.open("wb") as output:
+            self._process = subprocess.Popen(
+                self._command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+                cwd=self._folder,
+                start_new_session=True,
+            )
+
+    def wait_until_up(self) -> None:
+        """Wait until it answers; kills it and raises EngineFailure if it does not come up."""
+        deadline = time.monotonic() + _START_SECONDS
+        while self._process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                return
+            time.sleep(0.2)
+        self.kill()
+        raise EngineFailure(f"the server did not start\n{_last(self.text())}")
+
+    def stop(self, timeout: float = 90.0) -> None:
+        """Ask it to end (SIGTERM), as an operator does, and wait; raises EngineFailure if it does not."""
+        self._process.terminate()
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise EngineFailure(f"the server did not stop\n{_last(self.text())}") from None
+        # Its engine is another process of the same session, and may still be closing its store.
+        deadline = time.monotonic() + timeout
+        while self._session_lives() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
+
+    def kill(self) -> None:
+        """End it and its engine at once."""
+        with killed_at_the_end(self._process):
+            pass
+
+    def _session_lives(self) -> bool:
+        try:
+            os.killpg(self._process.pid, 0)
+        except (ProcessLookupError, PermissionError):
+            return False
+        return True
+
+    def text(self) -> str:
+        """What it has logged."""
+        return self.log.read_text(errors="replace")
+
+    def complete(self, prompt: Sequence[int], max_tokens: int = 8, **fields: Any) -> Completion:
+        """POST /v1/completions, greedily, with token ids."""
+        body = {
+            "model": "model", "prompt": list(prompt), "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True, **fields,
+        }  # fmt: skip
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}/v1/completions",
+            json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                data = json.load(response)
+        except urllib.error.HTTPError as error:
+            raise EngineFailure(f"{error}: {error.read()[:2000]!r}\n{_last(self.text())}") from error
+        details = data["usage"].get("prompt_tokens_details") or {}
+        return Completion(data["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
+
+    def metrics(self) -> dict[str, float]:
+        """GET /metrics: every sample by `name{labels}`."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def metric(self, name: str, label: str = "") -> float:
+        """A counter or gauge summed over its labels, or over those samples whose labels hold `label`."""
+        samples = self.metrics().items()
+        return sum(value for key, value in samples if key.partition("{")[0] == name and label in key)
+
+    def wait_for_metric(self, name: str, least: float, timeout: float = 30.0) -> float:
+        """Send requests of one token until a counter has reached a value: counters travel with the engine's steps."""
+        deadline = time.monotonic() + timeout
+        while (value := self.metric(name)) < least:
+            if time.monotonic() > deadline:
+                raise EngineFailure(f"{name}: {value} after {timeout:g} s, not {least}\n{_last(self.text())}")
+            self.complete([1], max_tokens=1)
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """An answer over HTTP: its token ids, and how many of the prompt's tokens the server says were cached."""
+
+    tokens: list[int]
+    cached: int
+
+
+def free_port() -> int:
+    """A port nobody listens on now."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+# What runs in the process ------------------------------------------------------------------------------------------
+
+
+def _order(engine: Engine) -> dict[str, Any]:
+    steps = [{name: getattr(step, name) for name in Step.__slots__} for step in engine.steps]
+    return {"name": engine.name, "model": str(engine.model), "steps": steps, "options": dict(engine.options)}
+
+
+def _ran(data: dict[str, Any], log: str) -> Ran:
+    steps = [
+        [
+            Answer(
+                answer["tokens"],
+                [dict(zip(ids, values, strict=True)) for ids, values in answer["logprobs"]],
+                answer["cached"],
+            )
+            for answer in step
+        ]
+        for step in data["steps"]
+    ]
+    return Ran(steps, data["metrics"], log)
+
+
+def _last(log: str) -> str:
+    """The end of a log, without what vLLM says at every start."""
+    lines = [line for line in log.splitlines() if "is already registered. Overwriting." not in line]
+    return "\n".join(line[:500] for line in lines[-80:])
+
+
+def _mark(name: str) -> str:
+    return f"=== engine {name} ==="
+
+
+def _split_log(text: str, names: Sequence[str]) -> dict[str, str]:
+    """What each engine logged."""
+    logs = {}
+    for name in names:
+        _, _, rest = text.partition(_mark(name))
+        logs[name] = rest.partition("=== end ===")[0]
+    return logs
+
+
+def _snapshot(llm: Any) -> dict[str, float]:
+    """Counters and gauges by name and labels."""
+    values: dict[str, float] = {}
+    for metric in llm.get_metrics():
+        if isinstance(value := getattr(metric, "value", None), int | float):
+            labels = ",".join(f"{name}={text}" for name, text in sorted(metric.labels.items()) if name != "model_name")
+            values[f"{metric.name}{{{labels}}}"] = values.get(f"{metric.name}{{{labels}}}", 0) + value
+    return values
+
+
+def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) -> list[dict[str, Any]]:
+    from vllm import SamplingParams
+
+    parameters = SamplingParams(
+        temperature=0,
+        max_tokens=step["max_tokens"],
+        logprobs=step["logprobs"],
+        ignore_eos=True,
+        detokenize=False,
+    )
+    salt = {} if step["salt"] is None else {"cache_salt": step["salt"]}
+    requests = [{"prompt_token_ids": list(prompt), **salt} for prompt in prompts]
+    answers = []
+    for batch in [requests] if step["together"] else [[request] for request in requests]:
+        if step["forget"] and not llm.reset_prefix_cache():
+            raise RuntimeError("the engine did not empty its prefix cache")
+        for output in llm.generate(batch, parameters, use_tqdm=False):
+            best = output.outputs[0]
+            logprobs = [[list(at), [entry.logprob for entry in at.values()]] for at in best.logprobs]
+            cached = output.num_cached_tokens
+            answers.append({"tokens": list(best.token_ids), "logprobs": logprobs, "cached": cached})
+    return answers
+
+
+def _wait_for(llm: Any, metric: str, least: float) -> None:
+    from vllm import SamplingParams
+
+    deadline = time.monotonic() + 30
+    while (value := sum(v for key, v in _snapshot(llm).items() if key.partition("{")[0] == metric)) < least:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{metric} is {value}, not {least}")
+        llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
+
+
+def _run(order: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM
+
+    defaults = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 8,
+        "block_size": 32,
+        "skip_tokenizer_init": True,
+        "kv_cache_memory_bytes": _KV_BYTES,
+        "disable_log_stats": False,
+        "seed": 0,
+    }
+    llm = LLM(model=order["model"], **{**defaults, **order["options"]})
+    try:
+        done: list[list[dict[str, Any]]] = []
+        asked: list[list[list[int]]] = []
+        for step in order["steps"]:
+            prompts = []
+            for prompt in step["prompts"]:
+                if prompt and isinstance(prompt[-1], list):
+                    earlier, index, ids = prompt
+                    prompts.append([*asked[earlier][index], *done[earlier][index]["tokens"], *ids])
+                else:
+                    prompts.append(prompt)
+            asked.append(prompts)
+            done.append(_answer(llm, prompts, step))
+            if step["until"]:
+                _wait_for(llm, *step["until"])
+        return {"steps": done, "metrics": _snapshot(llm)}
+    finally:
+        cast(Any, llm.llm_engine.engine_core).shutdown()
+
+
+def _let_engines_follow_each_other() -> None:
+    """vLLM's CPU platform searches all modules at every start; of llvmlite's library, `vars` is no mapping."""
+    from vllm.triton_utils import dispatcher
+
+    def mapping(value: object) -> Mapping[str, Any]:
+        found: object = vars(value)
+        return found if isinstance(found, Mapping) else {}
+
+    dispatcher.vars = mapping
+
+
+def _main(order: Path, results: Path) -> None:
+    from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
+
+    _let_engines_follow_each_other()
+    done: dict[str, Any] = {}
+    for engine in json.loads(order.read_text()):
+        begun = time.monotonic()
+        print(_mark(engine["name"]), flush=True)
+        try:
+            done[engine["name"]] = _run(engine)
+        except Exception:
+            done[engine["name"]] = {"error": traceback.format_exc()}
+            ensure_kv_transfer_shutdown()  # or the next engine would be given this one's connector
+        print(f"=== end === of {engine['name']} after {time.monotonic() - begun:.1f} s", flush=True)
+    results.write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,1273 @@
+"""Faults on real vLLM engines: what happens to a store, a load or a process while an engine serves.
+
+    python vllm_faults.py GROUP FOLDER MODEL ...  ->  FOLDER/results.json: scenario -> "" or what went wrong
+
+A scenario drives an engine in this process step by step, breaks something, and checks the connector's counters. Every
+answer that any scenario got is compared, at the end, with that of an engine without a connector. A group is one process
+with one or more engines, since a process takes longer to start than all its scenarios.
+"""
+
+from __future__ import annotations
+
+import errno
+import faulthandler
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, cast
+
+from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.redis_server import RedisServer, redis_server, wait_until
+from tests.integrations.vllm.vllm_engine import _let_engines_follow_each_other, _snapshot, cuvee
+
+from cuvee.integrations.stores import Store, open_store
+
+BLOCK, CHUNK = 32, 64
+CHUNKS = 5  # of a usual prompt
+BLOCKS = 34  # of the engine's cache: one prompt of MAX_LEN, or a few usual ones
+MAX_LEN = 1024
+ANSWER = 12
+HEADER = 100  # bytes: more than an envelope's header, less than a blob
+PATIENCE = 300.0  # seconds for one process
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "enforce_eager": True,
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 256,  # a long prompt takes several steps
+    "block_size": BLOCK,
+    "num_gpu_blocks_override": BLOCKS,
+    "gpu_memory_utilization": 0.2,  # of the RAM, which others use, too
+    "skip_tokenizer_init": True,
+    "seed": 0,
+}
+Totals = dict[tuple[str, str], float]
+
+
+def ids(count: int, seed: int | str) -> list[int]:
+    """Random tokens."""
+    return random.Random(seed).choices(range(1, 256), k=count)
+
+
+def prompt_of(name: str, chunks: int = CHUNKS) -> list[int]:
+    """So many chunks, and some tokens more."""
+    return ids(chunks * CHUNK + 10, name)
+
+
+class FaultStore(DictStore):
+    """A dict that a scenario breaks.
+
+    Attributes:
+        vanishing: keys whose entries go at the next get: after the lookup that saw them.
+        closed: operations by name that wait until it is opened.
+        waiting: how many wait now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vanishing: set[str] = set()
+        self.waiting = 0
+        self._gate = threading.Event()
+        self._gate.set()
+        self._closed = ""
+        self.before = self._wait
+
+    def get(self, key: str) -> bytes | None:
+        if key in self.vanishing:
+            self.vanishing.discard(key)
+            self.entries.pop(key, None)
+        return super().get(key)
+
+    @contextmanager
+    def hanging(self, operation: str) -> Iterator[Callable[[], None]]:
+        """Let an operation hang until the end of the context, or until what it yields is called."""
+        self._closed = operation
+        self._gate.clear()
+        try:
+            yield self._gate.set
+        finally:
+            self._closed = ""
+            self._gate.set()
+
+    def _wait(self, operation: str) -> None:
+        if operation == self._closed:
+            self.waiting += 1
+            self._gate.wait()
+            self.waiting -= 1
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer that is compared with the reference's at the end."""
+
+    scenario: str
+    prompt: tuple[int, ...]
+    tokens: list[int]
+
+
+class Driven:
+    """An engine in this process, driven step by step.
+
+    Args:
+        model: checkpoint.
+        store: what its connector is given, or the URL of a store, or None: no connector.
+        load_async: as the connector's option.
+        options: of `vllm.LLM`.
+    """
+
+    def __init__(self, model: Path, store: Store | str | None, load_async: bool = True, **options: Any) -> None:
+        from vllm import LLM
+
+        from cuvee.integrations.vllm import connector
+
+        self.load_async = load_async
+        self.answered: list[Answered] = []
+        self.scenario = ""
+        self.store = store
+        self._count = 0
+        if isinstance(store, Store):
+            given = store
+            cast(Any, connector).open_store = lambda urls: given
+        else:
+            cast(Any, connector).open_store = open_store
+        if store is not None:
+            url = store if isinstance(store, str) else "memory://"
+            options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, load_async=load_async)
+        self.llm: Any = LLM(model=str(model), **{**OPTIONS, "enable_prefix_caching": store is not None, **options})
+        self.engine = self.llm.llm_engine
+        self.core = self.engine.engine_core.engine_core
+        if store is not None:
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.scheduling: Any = self.core.scheduler.connector._scheduler
+            self.working: Any = get_kv_transfer_group()._worker
+        self.all_blocks = self.free_blocks()
+
+    def close(self) -> None:
+        """Shut the engine down."""
+        self.engine.engine_core.shutdown()
+
+    # Requests ----------------------------------------------------------------------------------------------------
+
+    def submit(self, prompt: Sequence[int], max_tokens: int = ANSWER) -> str:
+        """Add a request; its id."""
+        from vllm import SamplingParams
+
+        self._count += 1
+        parameters = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        name = f"{self.scenario} {self._count}"
+        self.engine.add_request(name, {"prompt_token_ids": list(prompt)}, parameters)
+        return name
+
+    def step(self) -> dict[str, Answered]:
+        """One step; the requests that it ended."""
+        done = {}
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.finished:
+                tokens = list(output.outputs[0].token_ids)
+                done[output.request_id] = Answered(self.scenario, tuple(output.prompt_token_ids), tokens)
+        if not outputs:
+            time.sleep(0.001)
+        self.answered += done.values()
+        return done
+
+    def finish(self) -> dict[str, Answered]:
+        """Step until no request is left."""
+        done: dict[str, Answered] = {}
+        while self.engine.has_unfinished_requests():
+            done |= self.step()
+        return done
+
+    def ask(self, *prompts: Sequence[int], max_tokens: int = ANSWER) -> None:
+        """Answer prompts at the same time. None may be lost."""
+        names = [self.submit(prompt, max_tokens) for prompt in prompts]
+        done = self.finish()
+        for name in names:
+            assert len(done[name].tokens) == max_tokens, f"{name}: {done.get(name)}"
+
+    def store_and_forget(self, *prompts: Sequence[int]) -> None:
+        """Have prompts computed and stored, then forgotten by the engine."""
+        self.ask(*prompts)
+        self.settle()
+        self.forget()
+
+    def abort(self, name: str) -> None:
+        """As if the client went away."""
+        self.engine.abort_request([name])
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache."""
+        assert self.llm.reset_prefix_cache(), "blocks are still in use"
+
+    # What goes on behind -----------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Wait until everything is stored, or failed to be, and counted."""
+        wait_until(lambda: not self.working._saving, "chunks are stored")
+        self.ask([1], max_tokens=1)
+
+    def load_threads_idle(self) -> None:
+        """Wait until every thread that loads has come back."""
+        count = self.working._loaders.threads
+        barrier = threading.Barrier(count + 1)
+        for _ in range(count):
+            self.working._loaders.submit(barrier.wait, 20)
+        barrier.wait(20)
+
+    def free_blocks(self) -> int:
+        """Blocks that no request holds."""
+        return int(self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def key(self, prompt: Sequence[int], chunk: int) -> str:
+        """Of a chunk in the store."""
+        from cuvee.codec.identity import PrefixChain, Scope, store_key
+
+        chain = PrefixChain(self.scheduling._identity, Scope(), CHUNK)
+        return store_key("", chain.digests(prompt, chunk + 1)[chunk])
+
+    def totals(self) -> Totals:
+        """Counters of both sides, without histograms."""
+        totals = self.scheduling._recorder.totals()
+        return {key: value for key, value in totals.items() if not key[0].endswith(("load_seconds", "lookup_seconds"))}
+
+    @contextmanager
+    def counting(self) -> Iterator[Totals]:
+        """What is counted within the context; filled in at its end."""
+        before, change = self.totals(), Totals()
+        yield change
+        self.settle()
+        for key, value in self.totals().items():
+            if value != before.get(key, 0):
+                change[key] = value - before.get(key, 0)
+
+    @contextmanager
+    def load_timeout(self, seconds: float) -> Iterator[None]:
+        """Another `load_timeout` for a while."""
+        usual, self.working._timeout = self.working._timeout, seconds
+        try:
+            yield
+        finally:
+            self.working._timeout = usual
+
+    @contextmanager
+    def lookup_timeout(self, seconds: float) -> Iterator[None]:
+        """Another `lookup_timeout` for a while."""
+        usual = self.scheduling._options
+        self.scheduling._options = replace(usual, lookup_timeout=seconds)
+        try:
+            yield
+        finally:
+            self.scheduling._options = usual
+
+    @contextmanager
+    def logged(self, *texts: str) -> Iterator[list[str]]:
+        """Those of `texts` that the stores log within the context, in order."""
+        messages: list[str] = []
+        handler = logging.Handler()
+
+        def emit(record: logging.LogRecord) -> None:
+            messages.extend(text for text in texts if text in record.getMessage())
+
+        cast(Any, handler).emit = emit
+        logger = logging.getLogger("cuvee.integrations.stores")
+        logger.addHandler(handler)
+        try:
+            yield messages
+        finally:
+            logger.removeHandler(handler)
+
+    @property
+    def guarded(self) -> Any:
+        """The store under the guard."""
+        return self.core.scheduler.connector._store._store
+
+    @property
+    def faults(self) -> FaultStore:
+        """Its store, if that is one to be broken."""
+        assert isinstance(self.store, FaultStore)
+        return self.store
+
+
+def expect(counted: Totals, **figures: float) -> None:
+    """Counters by name, or name_label: exactly so much; those that are not named may be anything."""
+    seen = {f"{name}_{label}" if label else name: value for (name, label), value in counted.items()}
+    wrong = {name: seen.get(name, 0) for name, value in figures.items() if seen.get(name, 0) != value}
+    assert not wrong, f"expected {figures}, counted {seen}"
+
+
+# Scenarios: a store that fails ------------------------------------------------------------------------------------
+
+
+def vanishes(engine: Driven) -> None:
+    """An entry is deleted between lookup and load: what is before it is used, the rest computed, and stored again."""
+    for chunk in (0, CHUNKS // 2, CHUNKS - 1):
+        prompt = prompt_of(f"vanishes {chunk}")
+        engine.store_and_forget(prompt)
+        engine.faults.vanishing.add(engine.key(prompt, chunk))
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        expect(
+            counted,
+            lookups_hit=1,
+            loads=1,
+            failures_load=1,
+            loaded_tokens=chunk * CHUNK,
+            recomputed_tokens=(CHUNKS - chunk) * CHUNK,
+            stored_chunks=1,
+        )
+        _found_again(engine, prompt)
+
+
+def _found_again(engine: Driven, prompt: Sequence[int]) -> None:
+    """Everything of a prompt is in the store, and sound."""
+    engine.forget()
+    with engine.counting() as counted:
+        engine.ask(prompt)
+    expect(counted, loads=1, loaded_tokens=(len(prompt) - 1) // CHUNK * CHUNK, failures_load=0, stored_chunks=0)
+
+
+def vanishes_far(engine: Driven) -> None:
+    """In the second group of chunks that is fetched."""
+    prompt = prompt_of("far", 12)
+    engine.store_and_forget(prompt)
+    engine.faults.vanishing.add(engine.key(prompt, 9))
+    with engine.counting() as counted:
+        engine.ask(prompt)
+    expect(counted, failures_load=1, loaded_tokens=9 * CHUNK, recomputed_tokens=3 * CHUNK, stored_chunks=1)
+    _found_again(engine, prompt)
+
+
+def vanishes_behind_local_hit(engine: Driven) -> None:
+    """The engine itself has the first one and a half chunks."""
+    for chunk in (1, 2, CHUNKS - 1):
+        prompt = prompt_of(f"local {chunk}")
+        engine.store_and_forget(prompt)
+        local = CHUNK + BLOCK
+        engine.ask(prompt[: local + 1])
+        engine.faults.vanishing.add(engine.key(prompt, chunk))
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        loaded = max(chunk * CHUNK - local, 0)
+        expect(
+            counted, failures_load=1, loaded_tokens=loaded, recomputed_tokens=CHUNKS * CHUNK - local - loaded,
+            stored_chunks=1,
+        )  # fmt: skip
+        _found_again(engine, prompt)
+
+
+def vanishes_under_two(engine: Driven) -> None:
+    """Two requests of one batch begin with the same chunks, of which one goes."""
+    for chunk in (0, 2, 3):
+        prompt = prompt_of(f"two {chunk}", 4)
+        others = [[*prompt[: 4 * CHUNK], *ids(90, f"two {chunk} {index}")] for index in range(2)]
+        engine.store_and_forget(prompt)
+        engine.faults.vanishing.add(engine.key(prompt, chunk))
+        with engine.counting() as counted:
+            engine.ask(*others)
+        assert counted["failures", "load"] >= 1
+        assert engine.free_blocks() == engine.all_blocks
+        _found_again(engine, prompt)
+
+
+def abort_after_failure(engine: Driven) -> None:
+    """A request's load failed, and it is gone before its blocks are computed: nobody may take them for good."""
+    prompt = prompt_of("abort after failure")
+    engine.store_and_forget(prompt)
+    engine.faults.vanishing |= {engine.key(prompt, chunk) for chunk in range(CHUNKS)}
+    failed = engine.totals().get(("failures", "load"), 0)
+    name = engine.submit(prompt)
+    while engine.totals().get(("failures", "load"), 0) == failed:
+        assert not engine.step()
+    engine.abort(name)
+    engine.ask(prompt)
+    engine.ask([*prompt, 1, 2, 3])
+    engine.settle()
+    _found_again(engine, prompt)
+
+
+def damaged(engine: Driven) -> None:
+    """Garbage instead of a blob: not used, deleted, computed, stored again."""
+    prompt = prompt_of("damaged")
+    engine.store_and_forget(prompt)
+    key, entries = engine.key(prompt, 2), engine.faults.entries
+    good = entries[key]
+    noise = random.Random("noise")
+    flipped = [bytearray(good) for _ in range(8)]
+    for index, copy in enumerate(flipped):
+        copy[len(copy) * (2 * index + 1) // 16] ^= 1 << noise.randrange(8)
+    bad = {
+        "noise": noise.randbytes(len(good)),
+        "one byte": b"\0",
+        "half": good[: len(good) // 2],
+        "all but one byte": good[:-1],
+        "longer": good + b"\0",
+        "another chunk": entries[engine.key(prompt, 3)],
+        **{f"bit of the {index}th eighth": bytes(copy) for index, copy in enumerate(flipped)},
+    }
+    for what, blob in bad.items():
+        engine.forget()
+        entries[key] = blob
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        assert counted["failures", "load"] == counted["stored_chunks", ""] == 1, (what, counted)
+        assert counted["loaded_tokens", ""] == 2 * CHUNK, (what, counted)
+        assert entries[key] == good, what
+    _found_again(engine, prompt)
+
+
+def raises(engine: Driven) -> None:
+    """A store that raises what no store should."""
+
+    def fail(*operations: str) -> Callable[[str], None]:
+        def before(operation: str) -> None:
+            if operation in operations:
+                raise RuntimeError(f"no {operation} today")
+
+        return before
+
+    prompt, usual = prompt_of("raises"), engine.faults.before
+    try:
+        engine.faults.before = fail("put")
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        expect(counted, failures_store=CHUNKS, stored_chunks=0, lookups_miss=1)
+        engine.faults.before = usual
+        engine.forget()
+        engine.store_and_forget(prompt)
+        engine.faults.before = fail("get")
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        expect(counted, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunks=0)
+        engine.forget()
+        engine.faults.before = fail("contains")
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        expect(counted, failures_lookup=1, lookups_miss=1, loads=0)
+    finally:
+        engine.faults.before = usual
+    _found_again(engine, prompt)
+
+
+def lookup_hangs(engine: Driven) -> None:
+    """No answer whether anything is cached: the request waits for `lookup_timeout` and is computed."""
+    prompt, other = prompt_of("lookup hangs"), prompt_of("lookup hangs, another")
+    engine.store_and_forget(prompt)
+    with engine.counting() as counted, engine.lookup_timeout(0.2), engine.faults.hanging("contains"):
+        engine.ask(prompt, other)
+    expect(counted, lookups_timeout=2, loads=0, stored_chunks=CHUNKS)
+    _found_again(engine, prompt)
+
+
+def load_hangs(engine: Driven) -> None:
+    """A load is given up; what comes late is written nowhere, although others have the blocks by then."""
+    prompt, other = prompt_of("load hangs", 12), prompt_of("load hangs, another", 14)
+    engine.store_and_forget(prompt)
+    with engine.counting() as counted:
+        with engine.faults.hanging("get"):
+            with engine.load_timeout(0.2):
+                engine.ask(prompt)
+            assert engine.faults.waiting
+            engine.forget()
+            # Another request takes nearly all blocks, most of which the load was to fill.
+            name = engine.submit(other, 40)
+            while engine.free_blocks() > BLOCKS - len(other) // BLOCK:
+                assert not engine.step()
+            for _ in range(3):
+                assert not engine.step()
+        engine.load_threads_idle()
+        assert len(engine.finish()[name].tokens) == 40
+    expect(
+        counted, loads=1, failures_timeout=1, failures_load=0, loaded_tokens=0, recomputed_tokens=12 * CHUNK,
+        stored_chunks=14,
+    )  # fmt: skip
+    _found_again(engine, prompt)
+
+
+def load_hangs_half_way(engine: Driven) -> None:
+    """The first chunks came in time: they are used."""
+    prompt = prompt_of("half way", 12)
+    engine.store_and_forget(prompt)
+    last = engine.key(prompt, 9)
+    gate, usual = threading.Event(), engine.faults.get
+
+    def get(key: str) -> bytes | None:
+        if key == last:
+            gate.wait()
+        return usual(key)
+
+    cast(Any, engine.faults).get = get
+    try:
+        with engine.counting() as counted, engine.load_timeout(1.0):
+            engine.ask(prompt)
+    finally:
+        gate.set()
+        cast(Any, engine.faults).get = usual
+    engine.load_threads_idle()
+    expect(counted, failures_timeout=1, loaded_tokens=8 * CHUNK, recomputed_tokens=4 * CHUNK)
+    _found_again(engine, prompt)
+
+
+def loads_queue_behind_hanging_ones(engine: Driven) -> None:
+    """More loads hang than there are threads."""
+    prompts = [prompt_of(f"queue {index}", 3) for index in range(4)]
+    engine.store_and_forget(*prompts)
+    with engine.counting() as counted:
+        with engine.faults.hanging("get"), engine.load_timeout(0.2):
+            engine.ask(*prompts)
+        engine.load_threads_idle()
+    expect(counted, failures_timeout=4, loaded_tokens=0, recomputed_tokens=4 * 3 * CHUNK)
+    for prompt in prompts:
+        _found_again(engine, prompt)
+
+
+def delete_hangs(engine: Driven) -> None:
+    """A load cannot get rid of a bad entry: it is given up like one that hangs elsewhere."""
+    prompt = prompt_of("delete hangs")
+    engine.store_and_forget(prompt)
+    key = engine.key(prompt, 2)
+    good = engine.faults.entries[key]
+    engine.faults.entries[key] = good[:-1]
+    with engine.counting() as counted, engine.load_timeout(0.2), engine.faults.hanging("delete") as release:
+        late = threading.Timer(10, release)
+        late.start()
+        engine.ask(prompt)
+        assert engine.faults.waiting == 1, "the engine waited for the store"
+        late.cancel()
+    engine.load_threads_idle()
+    expect(counted, failures_timeout=1, loaded_tokens=2 * CHUNK, recomputed_tokens=3 * CHUNK)
+
+
+def encode_fails(engine: Driven) -> None:
+    """One chunk does not encode: the others are stored, it is counted, and tried again with the next request."""
+    from cuvee.codec.codec import Codec
+    from cuvee.codec.errors import InputError
+
+    prompt, usual = prompt_of("encode fails"), Codec.encode
+
+    for error in (InputError("value: not a finite number"), RuntimeError("anything")):
+
+        def encode(self: Codec, chunk: Any, error: Exception = error, **more: Any) -> bytes:
+            if chunk.start == 2 * CHUNK:
+                raise error
+            return usual(self, chunk, **more)
+
+        cast(Any, Codec).encode = encode
+        try:
+            with engine.counting() as counted:
+                engine.ask(prompt)
+            stored = CHUNKS - 1 if isinstance(error, InputError) else 0
+            expect(counted, failures_encode=1, stored_chunks=stored)
+            assert engine.key(prompt, 2) not in engine.faults.entries
+            engine.forget()
+        finally:
+            cast(Any, Codec).encode = usual
+    engine.ask(prompt)
+    engine.settle()
+    _found_again(engine, prompt)
+
+
+# Scenarios: requests that go, and resets --------------------------------------------------------------------------
+
+
+def abort_during_load(engine: Driven) -> None:
+    """The client goes while its load is under way: its blocks are freed once the load is over."""
+    prompt = prompt_of("abort")
+    engine.store_and_forget(prompt)
+    with engine.faults.hanging("get"):
+        name = engine.submit(prompt)
+        while not engine.faults.waiting:
+            engine.step()
+        engine.abort(name)
+        engine.ask(prompt_of("abort, another"))
+        assert engine.free_blocks() < engine.all_blocks, "freed while it may be written"
+    engine.load_threads_idle()
+    engine.settle()
+    assert engine.free_blocks() == engine.all_blocks
+    engine.ask(prompt)
+    _found_again(engine, prompt)
+
+
+def abort_during_hanging_load(engine: Driven) -> None:
+    """… and the load does not end: the blocks are freed after `load_timeout`, and nothing is written late."""
+    prompt, other = prompt_of("abort hanging", 12), prompt_of("abort hanging, another", 14)
+    engine.store_and_forget(prompt)
+    with engine.load_timeout(0.2), engine.faults.hanging("get"):
+        name = engine.submit(prompt)
+        while not engine.faults.waiting:
+            engine.step()
+        engine.abort(name)
+        name = engine.submit(other, 40)
+        while engine.free_blocks() > BLOCKS - len(other) // BLOCK:
+            assert not engine.step()
+        for _ in range(3):
+            assert not engine.step()
+    engine.load_threads_idle()
+    assert len(engine.finish()[name].tokens) == 40
+    assert engine.free_blocks() == engine.all_blocks
+    _found_again(engine, prompt)
+
+
+def reset(engine: Driven) -> None:
+    """Nothing that was stored before is found, not by requests that were waiting either."""
+    prompt = prompt_of("reset")
+    engine.store_and_forget(prompt)
+    entries = dict(engine.faults.entries)
+    name = engine.submit(prompt)
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    with engine.counting() as counted:
+        assert name in engine.finish()
+    expect(counted, loads=0, lookups_miss=1, stored_chunks=CHUNKS)
+    assert entries.items() <= engine.faults.entries.items()
+    _found_again(engine, prompt)
+
+
+def reset_while_running(engine: Driven) -> None:
+    """What a running request computed before the reset is not stored as if it were of afterwards."""
+    prompt = prompt_of("reset while running")
+    engine.submit(prompt, 2 * CHUNK)
+    while engine.free_blocks() > engine.all_blocks - len(prompt) // BLOCK:
+        engine.step()
+    for _ in range(5):
+        engine.step()
+    engine.llm.reset_prefix_cache(reset_connector=True)
+    done = engine.finish().popitem()[1]
+    engine.settle()
+    whole = [*prompt, *done.tokens]
+    later = [chunk for chunk in range(len(whole) // CHUNK) if engine.key(whole, chunk) in engine.faults.entries]
+    assert not later, f"chunks {later} were stored"
+
+
+# Scenarios: everything at once ------------------------------------------------------------------------------------
+
+
+def chaos(engine: Driven) -> None:
+    """Everything fails at random, requests come, share prefixes, are aborted and preempted: each answer is right."""
+    rng, store_rng = random.Random("chaos"), random.Random("store")
+    store, lock = engine.faults, threading.Lock()
+    roots = [prompt_of(f"chaos {index}", 6) for index in range(8)]
+    names = ("get", "put", "contains")
+    usual = {name: getattr(store, name) for name in names}
+
+    def chance() -> float:
+        with lock:
+            return store_rng.random()
+
+    def get(key: str) -> bytes | None:
+        luck = chance()
+        if luck < 0.05:
+            raise RuntimeError("get")
+        if luck < 0.1:
+            store.entries.pop(key, None)
+        blob = usual["get"](key)
+        if luck > 0.95 and blob is not None:
+            return cast(bytes, blob[: len(blob) // 2] + bytes(len(blob) - len(blob) // 2))
+        time.sleep(0.03 * chance() ** 4)
+        return cast("bytes | None", blob)
+
+    def put(key: str, blob: bytes) -> bool:
+        luck = chance()
+        if luck < 0.1:
+            raise RuntimeError("put")
+        time.sleep(0.03 * chance() ** 4)
+        return luck < 0.9 and bool(usual["put"](key, blob))
+
+    def contains(keys: Sequence[str]) -> list[bool]:
+        luck = chance()
+        if luck < 0.05:
+            raise RuntimeError("contains")
+        time.sleep(0.03 * chance() ** 4)
+        return [True] * len(keys) if luck > 0.95 else cast("list[bool]", usual["contains"](keys))
+
+    for name, broken in zip(names, (get, put, contains), strict=True):
+        setattr(store, name, broken)
+    running: set[str] = set()
+    asked = finished = 0
+    logging.getLogger("cuvee").setLevel(logging.CRITICAL)
+    try:
+        with engine.load_timeout(0.04), engine.counting() as counted:
+            while asked < 120 or running:
+                if asked < 120 and len(running) < 6 and rng.random() < 0.5:
+                    root = rng.choice(roots)
+                    end = rng.randrange(CHUNK, len(root))
+                    asked += 1
+                    running.add(engine.submit([*root[:end], *ids(rng.randrange(1, 80), asked)], rng.choice((1, 4, 30))))
+                elif running and rng.random() < 0.03:
+                    name = rng.choice(sorted(running))
+                    engine.abort(name)
+                    running.discard(name)
+                elif not running and rng.random() < 0.3:
+                    engine.llm.reset_prefix_cache()
+                else:
+                    done = engine.step()
+                    finished += len(done)
+                    running -= done.keys()
+        engine.load_threads_idle()
+        engine.settle()
+    finally:
+        for name in names:
+            delattr(store, name)
+        logging.getLogger("cuvee").setLevel(logging.INFO)
+    assert finished > 60
+    assert engine.free_blocks() == engine.all_blocks
+    assert counted["loaded_chunks", ""] > 50, counted
+    assert min(counted["failures", kind] for kind in ("load", "store", "lookup")) > 0, counted
+
+
+Scenarios = dict[str, Callable[[Driven], None]]
+INJECTED: Scenarios = {
+    scenario.__name__: scenario
+    for scenario in (
+        vanishes,
+        vanishes_far,
+        vanishes_behind_local_hit,
+        vanishes_under_two,
+        abort_after_failure,
+        damaged,
+        raises,
+        lookup_hangs,
+        load_hangs,
+        load_hangs_half_way,
+        loads_queue_behind_hanging_ones,
+        delete_hangs,
+        encode_fails,
+        reset,
+        reset_while_running,
+        chaos,
+    )
+}
+ASYNC_ONLY: Scenarios = {scenario.__name__: scenario for scenario in (abort_during_load, abort_during_hanging_load)}
+
+
+# Scenarios: files -------------------------------------------------------------------------------------------------
+
+
+def entry_path(engine: Driven, key: str) -> Path:
+    """Where a store on disk keeps an entry."""
+    tenant, name = key.split("/")
+    return Path(engine.guarded.root) / tenant / name[:2] / name
+
+
+def entry_paths(engine: Driven) -> list[str]:
+    """Where its entries are."""
+    return [str(path) for path in Path(engine.guarded.root).glob("[0-9a-f]*/[0-9a-f]*/*")]
+
+
+def files_damaged(engine: Driven) -> None:
+    """Every entry of a prompt is garbage: each is counted, deleted, computed, stored again."""
+    prompt = prompt_of("files")
+    engine.store_and_forget(prompt)
+    paths = [entry_path(engine, engine.key(prompt, chunk)) for chunk in range(CHUNKS)]
+    good = [path.read_bytes() for path in paths]
+    header = len(good[0]) - len(engine.guarded.get(engine.key(prompt, 0)))
+    noise = random.Random("noise")
+    bad: dict[str, Callable[[int], bytes]] = {
+        "noise": lambda chunk: noise.randbytes(len(good[chunk])),
+        "half": lambda chunk: good[chunk][: len(good[chunk]) // 2],
+        "no payload": lambda chunk: good[chunk][:header],
+        "another key's": lambda chunk: good[(chunk + 1) % CHUNKS],
+        "a bit": lambda chunk: good[chunk][:-99] + bytes([good[chunk][-99] ^ 1]) + good[chunk][-98:],
+    }
+    for what, damage in bad.items():
+        engine.forget()
+        for chunk, path in enumerate(paths):
+            path.write_bytes(damage(chunk))
+        with engine.counting() as counted:
+            engine.ask(prompt)
+        assert counted["corrupt", "disk"] == counted["stored_chunks", ""] == CHUNKS, (what, counted)
+        assert counted["failures", "load"] == 1 and ("loaded_tokens", "") not in counted, (what, counted)
+        _found_again(engine, prompt)
+    engine.forget()
+    for path in paths:
+        path.write_bytes(b"short")
+    with engine.counting() as counted:
+        engine.ask(prompt)
+    expect(counted, lookups_miss=1, loads=0, stored_chunks=CHUNKS)
+    _found_again(engine, prompt)
+
+
+def blob_damaged_in_sound_envelope(engine: Driven) -> None:
+    """The store's checksum is right, the codec's is not: whoever wrote the entry had it wrong already."""
+    from cuvee.integrations.stores.envelope import seal
+
+    prompt = prompt_of("envelope")
+    engine.store_and_forget(prompt)
+    key = engine.key(prompt, 2)
+    blob = bytearray(engine.guarded.get(key))
+    blob[len(blob) * 3 // 4] ^= 1
+    entry_path(engine, key).write_bytes(seal(key, bytes(blob), time.time()))
+    with engine.counting() as counted:
+        engine.ask(prompt)
+    expect(counted, failures_load=1, loaded_tokens=2 * CHUNK, stored_chunks=1, corrupt_disk=0)
+    _found_again(engine, prompt)
+
+
+def folder_removed(engine: Driven) -> None:
+    """Somebody tidied up."""
+    prompt = prompt_of("folder")
+    engine.store_and_forget(prompt)
+    shutil.rmtree(engine.guarded.root)
+    with engine.counting() as counted:
+        engine.ask(prompt)
+        engine.settle()
+    expect(counted, lookups_miss=1, loads=0)
+    _until(engine, "stored_chunks", prompt_of("folder, another"))
+    _until(engine, "loaded_tokens", prompt_of("folder, another"))
+
+
+def _until(engine: Driven, counter: str, prompt: Sequence[int]) -> None:
+    """Ask until something is counted."""
+    end = time.monotonic() + 20
+    before = engine.totals().get((counter, ""), 0)
+    while engine.totals().get((counter, ""), 0) == before:
+        assert time.monotonic() < end, f"no {counter}"
+        engine.forget()
+        engine.ask(prompt)
+        engine.settle()
+        time.sleep(0.05)
+
+
+def disk_full(engine: Driven) -> None:
+    """What is there is loaded, nothing more is stored, it is said once; then there is room again."""
+    first, *more = (prompt_of(f"full {index}") for index in range(4))
+    engine.store_and_forget(first)
+    with engine.logged("writing of the disk store failed", "answers again") as said:
+        with engine.counting() as counted:
+            for prompt in more:
+                engine.store_and_forget(prompt)
+        assert counted["store_errors", "disk"] >= 1, counted
+        assert counted["stored_chunks", ""] < 3 * CHUNKS, counted
+        _until(engine, "loaded_tokens", first)
+        engine.forget()
+        with engine.counting() as counted:
+            engine.ask(first)
+        expect(counted, loaded_tokens=CHUNKS * CHUNK, failures_load=0)
+        last = prompt_of("room")
+        kept = {str(entry_path(engine, engine.key(first, chunk))) for chunk in range(CHUNKS)}
+        for path in set(entry_paths(engine)) - kept:
+            os.unlink(path)
+        _until(engine, "stored_chunks", last)
+    # Two chunks are written at a time, and where one gives up there may be room for the other.
+    assert said[0].startswith("writing") and said[-1] == "answers again", said
+    assert all(one != following for one, following in pairwise(said)), said
+    _until(engine, "loaded_tokens", last)
+
+
+CRASH = [prompt_of(f"crash {index}") for index in range(3)]
+CRASH_PUT = 8
+
+
+def after_crash(engine: Driven) -> None:
+    """The engine before this one was killed while it wrote entry number CRASH_PUT."""
+    kept = entry_paths(engine)
+    assert len(kept) >= CRASH_PUT - 2
+    assert [name for name in os.listdir(engine.guarded.root) if name.startswith(".tmp-")], "not killed while writing"
+    with engine.counting() as counted:
+        for prompt in CRASH:
+            engine.ask(prompt)
+    expect(counted, corrupt_disk=0, failures_load=0, store_errors_disk=0, stored_chunks=len(CRASH) * CHUNKS - len(kept))
+    assert counted["loaded_tokens", ""] >= CHUNK
+    for prompt in CRASH:
+        _found_again(engine, prompt)
+
+
+# Scenarios: Redis -------------------------------------------------------------------------------------------------
+
+
+def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
+    """The engine starts and serves, counts, says it once; when the server comes, it is used."""
+    prompt = prompt_of("down")
+    with engine.logged(
+        "reading of the redis store failed", "writing of the redis store failed", "answers again"
+    ) as said:
+        with engine.counting() as counted:
+            for index in range(3):
+                engine.ask(prompt_of(f"down {index}"))
+        assert counted["store_errors", "redis"] >= 1, counted
+        assert counted["store_skipped", "redis"] > counted["store_errors", "redis"], counted
+        expect(counted, stored_chunks=0, loads=0, lookups_miss=3)
+        server.start()
+        _until(engine, "stored_chunks", prompt)
+        _until(engine, "loaded_tokens", prompt)
+    assert len(set(said)) == len(said) > 1 and said[-1] == "answers again", said
+
+
+def _looked_up(engine: Driven, prompt: Sequence[int]) -> str:
+    """Submit a request and wait for the answer that everything is there."""
+    name = engine.submit(prompt)
+    (tracked,) = engine.scheduling._requests.values()
+    assert tracked.lookup.answer.result(20) == (len(prompt) - 1) // CHUNK
+    return name
+
+
+def redis_killed(engine: Driven, server: RedisServer) -> None:
+    """Between lookup and load. It comes back empty."""
+    prompt = prompt_of("killed")
+    engine.store_and_forget(prompt)
+    name = _looked_up(engine, prompt)
+    server.kill()
+    with engine.counting() as counted:
+        assert name in engine.finish()
+    expect(counted, loads=1, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK, stored_chunks=0)
+    assert counted["store_errors", "redis"] >= 1
+    server.start()
+    _until(engine, "stored_chunks", prompt)
+    _until(engine, "loaded_tokens", prompt)
+
+
+def redis_emptied(engine: Driven, server: RedisServer) -> None:
+    """Its entries are gone while the engine thinks it has just stored them: they are stored again."""
+    prompt = prompt_of("emptied")
+    engine.store_and_forget(prompt)
+    with server.client() as client:
+        client.flushall()
+    with engine.counting() as counted:
+        engine.ask(prompt)
+    expect(counted, lookups_miss=1, loads=0, stored_chunks=CHUNKS)
+    _found_again(engine, prompt)
+
+
+def redis_hangs(engine: Driven, server: RedisServer) -> None:
+    """It stops in front of the load, and answers late; then it stops in front of a lookup."""
+    prompt = prompt_of("hangs")
+    engine.store_and_forget(prompt)
+    name = _looked_up(engine, prompt)
+    server.pause()
+    with engine.counting() as counted:
+        assert name in engine.finish()
+        for index in range(3):
+            engine.ask(prompt_of(f"hangs {index}"))
+    expect(counted, failures_load=1, loaded_tokens=0, recomputed_tokens=CHUNKS * CHUNK)
+    assert counted["store_errors", "redis"] >= 1 and counted["store_skipped", "redis"] >= 1, counted
+    server.resume()
+    _until(engine, "loaded_tokens", prompt)
+    engine.forget()
+    server.pause()
+    with engine.counting() as counted:
+        engine.ask(prompt)
+    expect(counted, lookups_miss=1, loads=0)
+    server.resume()
+    _until(engine, "loaded_tokens", prompt)
+
+
+def redis_garbage(engine: Driven, server: RedisServer) -> None:
+    """Every entry is overwritten by something else."""
+    prompt = prompt_of("redis garbage")
+    with server.client() as client:
+        names = [f"cuvee:{{0}}:{engine.key(prompt, chunk)}" for chunk in range(CHUNKS)]
+        values: list[bytes] = []
+
+        def stored() -> bool:
+            # Not at once, where the scenario before left the store known to be down.
+            engine.forget()
+            engine.store_and_forget(prompt)
+            values[:] = [client.get(name) for name in names]
+            return all(values)
+
+        wait_until(stored, "all chunks are stored")
+        noise = random.Random("noise")
+        for what in ("noise", "half", "rotated", "a list"):
+            engine.forget()
+            for index, name in enumerate(names):
+                if what == "a list":
+                    client.delete(name)
+                    client.rpush(name, "x")
+                else:
+                    half, rotated = values[index][: len(values[index]) // 2], values[index - 1]
+                    client.set(name, {"noise": noise.randbytes(9999), "half": half, "rotated": rotated}[what])
+            with engine.counting() as counted:
+                engine.ask(prompt)
+            assert counted["corrupt", "redis"] == counted["stored_chunks", ""] == CHUNKS, (what, counted)
+            assert counted["failures", "load"] == 1 and ("loaded_tokens", "") not in counted, (what, counted)
+            _found_again(engine, prompt)
+
+
+# A process each ---------------------------------------------------------------------------------------------------
+
+
+# Running them -----------------------------------------------------------------------------------------------------
+
+
+class Record:
+    """What became of each scenario, written after each: a process that dies leaves what it did."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "results.json"
+        self.results: dict[str, str] = {}
+
+    def run(self, engine: Driven, name: str, scenario: Callable[[Driven], None]) -> None:
+        """Run a scenario; a failure is noted."""
+        engine.scenario = name
+        print(f"--- {name}", flush=True)
+        begun = time.monotonic()
+        try:
+            if isinstance(engine.store, FaultStore):
+                engine.faults.entries.clear()
+            engine.scheduling._known.clear()
+            engine.forget()
+            scenario(engine)
+            self.note(name, "")
+        except Exception:
+            self.note(name, traceback.format_exc())
+            _clear_up(engine)
+        print(f"--- {name}: {time.monotonic() - begun:.1f} s {self.results[name]}", flush=True)
+
+    def note(self, name: str, problem: str) -> None:
+        """Add to what is known of a scenario."""
+        self.results[name] = self.results.get(name, "") + problem
+        self._path.write_text(json.dumps(self.results))
+
+
+def _clear_up(engine: Driven) -> None:
+    """Leave nothing of a failed scenario for the next one."""
+    engine.engine.abort_request([request.request_id for request in engine.core.scheduler.requests.values()], True)
+    engine.load_threads_idle()
+    engine.settle()
+
+
+def compare(model: Path, record: Record, answered: Sequence[Answered]) -> None:
+    """Ask an engine without a connector all that was asked."""
+    reference = Driven(model, None, num_gpu_blocks_override=8 * MAX_LEN // BLOCK + 1)
+    longest: dict[tuple[int, ...], int] = {}
+    for one in answered:
+        longest[one.prompt] = max(longest.get(one.prompt, 0), len(one.tokens))
+    for prompt, count in longest.items():
+        reference.submit(prompt, count)
+    reference.finish()
+    expected = {one.prompt: one.tokens for one in reference.answered}
+    for one in answered:
+        right = expected[one.prompt][: len(one.tokens)]
+        if one.tokens != right:
+            record.note(one.scenario, f"\n{len(one.prompt)} tokens: answered {one.tokens}, right is {right}")
+    reference.close()
+
+
+def drive_injected(model: Path, record: Record) -> list[Answered]:
+    """Engines whose store is broken from within, loading asynchronously and synchronously."""
+    answered = []
+    for mode in MODES:
+        engine = Driven(model, FaultStore(), load_async=mode == "async")
+        for name, scenario in {**INJECTED, **(ASYNC_ONLY if mode == "async" else {})}.items():
+            record.run(engine, f"{name}-{mode}", scenario)
+        answered += engine.answered
+        engine.close()
+    return answered
+
+
+def run_crash(model: Path, folder: Path, store: str) -> None:
+    """An engine that is killed in the middle of an entry, half of which is on the disk by then."""
+    from cuvee.integrations.stores import disk
+
+    writes, lock, usual = [0], threading.Lock(), disk._write_all
+
+    def write_all(file: int, data: bytes) -> None:
+        if len(data) > HEADER:
+            with lock:
+                writes[0] += 1
+                if writes[0] == CRASH_PUT:
+                    usual(file, data[: len(data) // 2])
+                    os.kill(os.getpid(), signal.SIGKILL)
+        usual(file, data)
+
+    cast(Any, disk)._write_all = write_all
+    engine = Driven(model, f"file://{store}")
+    for prompt in CRASH:
+        engine.ask(prompt)
+    engine.settle()
+
+
+def drive_disk(model: Path, record: Record, crashed: str, small: str, pretend: bool) -> list[Answered]:
+    """A store in a folder where an engine crashed, and one on a disk that is full."""
+    from cuvee.integrations.stores import disk
+
+    engine = Driven(model, f"file://{crashed}")
+    for name, scenario in DISK.items():
+        record.run(engine, name, scenario)
+    answered = engine.answered
+    engine.close()
+
+    engine = Driven(model, f"file://{small}/store", load_async=False)
+    engine.core.scheduler.connector._store._max = 0.5  # of the backoff: nobody wants to wait longer
+    usual = disk._write_all
+
+    def write_all(file: int, data: bytes) -> None:
+        if len(data) > HEADER and len(entry_paths(engine)) >= 2 * CHUNKS:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        usual(file, data)
+
+    if pretend:
+        cast(Any, disk)._write_all = write_all
+    record.run(engine, disk_full.__name__, disk_full)
+    cast(Any, disk)._write_all = usual
+    answered += engine.answered
+    engine.close()
+    return answered
+
+
+def drive_redis(model: Path, record: Record) -> list[Answered]:
+    """A Redis server that is not there, goes, hangs or holds garbage."""
+    answered = []
+    with redis_server() as server:
+        for mode in ("async", "sync"):
+            server.kill()
+            url = f"redis://127.0.0.1:{server.port}/0?timeout=0.3"
+            engine = Driven(model, url, load_async=mode == "async")
+            engine.core.scheduler.connector._store._max = 0.5
+            for name, scenario in REDIS.items():
+                record.run(engine, f"{name}-{mode}", partial(scenario, server=server))
+            answered += engine.answered
+            engine.close()
+    return answered
+
+
+def run_served(model: Path, folder: Path, crashed: str, small: str, redis: str) -> None:
+    """All engines that survive, one after the other.
+
+    Args:
+        model: checkpoint.
+        folder: for results.
+        crashed: folder of the store that `run_crash` left.
+        small: mount point of a disk of 1 MB; empty: it is only played that a disk is full.
+        redis: "no": without.
+    """
+    record = Record(folder)
+    answered = drive_injected(model, record)
+    answered += drive_disk(model, record, crashed, small or str(folder), pretend=not small)
+    if redis != "no":
+        answered += drive_redis(model, record)
+    compare(model, record, answered)
+
+
+def run_ranks(model: Path, folder: Path, store: str) -> None:
+    """Two tensor-parallel ranks, processes of their own: what one of them misses, both compute; one is killed."""
+    from vllm import LLM, SamplingParams
+
+    psutil = import_module("psutil")  # vLLM needs it; its types are a package of their own
+
+    record, prompt = Record(folder), prompt_of("ranks")
+    llm: Any = LLM(
+        model=str(model),
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+        kv_transfer_config=cuvee(f"file://{store}", chunk_tokens=CHUNK),
+        **{**OPTIONS, "disable_log_stats": False},
+    )
+
+    def ask(*prompts: Sequence[int]) -> list[Any]:
+        parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
+        return list(llm.generate([{"prompt_token_ids": list(one)} for one in prompts], parameters, use_tqdm=False))
+
+    def tokens(output: Any) -> list[int]:
+        return list(output.outputs[0].token_ids)
+
+    def count(name: str) -> float:
+        ask([1])
+        figures = _snapshot(llm).items()
+        return sum(value for key, value in figures if key.partition("{")[0] == f"vllm:cuvee_{name}")
+
+    def wait_for(stored: int) -> None:
+        wait_until(lambda: count("stored_chunks") == stored, f"{stored} chunks are stored")
+
+    def again() -> Any:
+        assert llm.reset_prefix_cache()
+        return ask(prompt)[0]
+
+    (first,) = ask(prompt)
+    expected = tokens(first)
+    wait_for(2 * CHUNKS)
+    paths = sorted(path for path in Path(store).rglob("*") if path.is_file() and len(path.name) > 20)
+    assert len(paths) == 2 * CHUNKS
+    stored = 2 * CHUNKS
+    for damage in ("deleted", "truncated", "garbage"):
+        name = f"rank_{damage}"
+        try:
+            path = random.Random(damage).choice(paths)
+            loads, failures = count("loads"), count("failures")
+            good = path.read_bytes()
+            if damage == "deleted":
+                path.unlink()
+            else:
+                path.write_bytes(good[:-1] if damage == "truncated" else random.Random(0).randbytes(len(good)))
+            output = again()
+            assert tokens(output) == expected
+            if damage != "deleted":  # a lookup finds a file only to be there
+                assert count("failures") == failures + 1 and count("loads") == loads + 1
+            stored += 1
+            wait_for(stored)
+            assert path.stat().st_size == len(good)
+            failures = count("failures")
+            output = again()
+            assert tokens(output) == expected
+            assert output.num_cached_tokens == CHUNKS * CHUNK and count("failures") == failures
+            record.note(name, "")
+        except Exception:
+            record.note(name, traceback.format_exc())
+
+    workers = [child for child in psutil.Process().children(recursive=True) if "Worker" in " ".join(child.cmdline())]
+    before = sum(path.is_file() for path in Path(store).rglob("*"))
+
+    def kill() -> None:
+        while sum(path.is_file() for path in Path(store).rglob("*")) < before + 3:
+            time.sleep(0.001)
+        workers[-1].kill()
+
+    try:
+        killer = threading.Thread(target=kill)
+        killer.start()
+        try:
+            while True:
+                ask(*(prompt_of(f"killed {index}") for index in range(6)))
+                llm.reset_prefix_cache()
+        except Exception as error:
+            print(f"--- the engine without a worker: {type(error).__name__}: {error}", flush=True)
+        killer.join(20)
+        record.note("rank_killed", "")
+    except BaseException:
+        record.note("rank_killed", traceback.format_exc())
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's own exit waits for the dead
+
+
+DISK: Scenarios = {
+    scenario.__name__: scenario
+    for scenario in (after_crash, files_damaged, blob_damaged_in_sound_envelope, folder_removed)
+}
+REDIS: dict[str, Callable[..., None]] = {
+    scenario.__name__: scenario
+    for scenario in (redis_down_at_start, redis_killed, redis_emptied, redis_hangs, redis_garbage)
+}
+MODES = ("async", "sync")
+WITHOUT_REDIS = [
+    *(f"{name}-{mode}" for name in INJECTED for mode in MODES),
+    *(f"{name}-async" for name in ASYNC_ONLY),
+    *DISK,
+    "disk_full",
+]
+WITH_REDIS = [f"{name}-{mode}" for name in REDIS for mode in MODES]
+RANKS = ("rank_deleted", "rank_truncated", "rank_garbage", "rank_killed")
+GROUPS: dict[str, Callable[..., None]] = {"crash": run_crash, "served": run_served, "ranks": run_ranks}
+
+
+def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:
+    faulthandler.dump_traceback_later(PATIENCE - 5, exit=True)
+    _let_engines_follow_each_other()
+    GROUPS[group](model, folder, *arguments)
+    faulthandler.cancel_dump_traceback_later()
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]), *sys.argv[4:])

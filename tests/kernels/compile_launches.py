@@ -1,0 +1,149 @@
+"""Encode and decode with every launch compiled for a target instead of run: a script for `test_launches.py`.
+
+The interpreter accepts what a compiler refuses: types that do not match, options a target does not have. Here the
+arguments of real launches go through Triton's own specialisation and compiler, and the plain reference of the same
+signature computes what the kernel would have. Prints JSON: what was compiled, by scenario.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+
+
+def take_over(target: str) -> list[str]:
+    """Make Triton compile for `target` and launch nothing; returns the list that the kernels compiled go to."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget(*TARGETS[target])
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+    compiled: list[str] = []
+
+    def getitem(self: Any, grid: Any) -> Any:
+        def compile_only(*args: Any, **kwargs: Any) -> Any:
+            known = sum(len(cache[0]) for cache in self.device_caches.values())
+            kernel = self.run(*args, grid=grid, warmup=True, **kwargs)
+            if sum(len(cache[0]) for cache in self.device_caches.values()) > known:
+                compiled.append(self.fn.__name__)
+            return kernel
+
+        return compile_only
+
+    driver.set_active(Driver())
+    JITFunction.__getitem__ = getitem
+    return compiled
+
+
+def add_references() -> int:
+    """Let every launcher call its reference after it; returns how many there are."""
+    from cuvee.kernels import (
+        coded,
+        generic,
+        generic_scheme,
+        lossless,
+        lossless_scheme,
+        plans,
+        predictor,
+        rans,
+        rans_classes,
+        symbols,
+        symbols_classes,
+        transform,
+        transform_scheme,
+    )
+
+    def both(launcher: Any, reference: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> None:
+            launcher(*args, **kwargs)
+            reference(*args, **kwargs)
+
+        return call
+
+    wrapped: set[str] = set()
+    users: list[ModuleType] = [plans, predictor, coded, transform_scheme, generic_scheme, lossless_scheme]
+    for home in (rans, rans_classes, symbols, symbols_classes, transform, lossless, generic):
+        for name, reference in list(vars(home).items()):
+            launcher: Any = getattr(home, name.removesuffix("_reference"))
+            if name.endswith("_reference") and callable(launcher):
+                for user in users:
+                    own = name.removesuffix("_reference")
+                    if getattr(user, own, None) is launcher:
+                        setattr(user, own, both(launcher, reference))
+                        wrapped.add(own)
+    return len(wrapped)
+
+
+def main(target: str) -> None:
+    """Run the scenarios."""
+    if TARGETS[target][0] == "hip":
+        torch.version.hip = "6.3"  # what a build for AMD says of itself; before any kernel is defined
+    compiled = take_over(target)
+    from cuvee.codec.backends import register_device
+    from cuvee.kernels import backend
+
+    report: dict[str, Any] = {"launchers": add_references(), "compiled": {}, "right": {}, "again": {}}
+    register_device(backend.TritonBackend(interpreted=True))
+
+    from tests import conftest
+
+    from cuvee.codec.codec import Codec
+    from cuvee.codec.profile import Profile
+
+    os.environ.pop("TRITON_INTERPRET", None)
+    for name, scheme in (
+        ("bfloat16", "layer"),
+        ("float16", "head"),
+        ("irregular", "layers:2"),
+        ("bfloat16", "layer classes"),
+        ("float16", "head classes"),
+        ("gqa", "generic"),
+        ("bfloat16", "lossless"),
+        ("interleaved", "lossless"),
+    ):
+        layout = conftest.LAYOUTS[name]
+        learned = scheme not in ("generic", "lossless")
+        group, _, classes = scheme.partition(" ")
+        profile = conftest.fitted_profile(name, group) if learned else Profile.generic(layout)
+        quality: dict[str, Any] = {"quality": "lossless"} if scheme == "lossless" else {"step": 0.25}
+        cpu, gpu = Codec(profile, **quality), Codec(profile, backend="triton", **quality)
+        first = len(compiled)
+        chunks = [conftest.synthetic_chunk(layout, tokens, seed, 5) for seed, tokens in enumerate((37, 50, 41))]
+        weights = [4.0 ** torch.randn(chunk.tokens) if classes else None for chunk in chunks]
+        blob = gpu.encode(chunks[0], importance=weights[0])
+        want, got = cpu.decode(blob, 100), gpu.decode(blob, 100)
+        error = max(
+            float((a.float() - b.float()).abs().max() / a.float().abs().max())
+            for a, b in zip([*want.keys, *want.values], [*got.keys, *got.values], strict=True)
+        )
+        case = f"{name} {scheme}"
+        report["right"][case] = error
+        report["compiled"][case] = compiled[first:]
+        # Other tokens, another number of chunks: nothing is left to compile.
+        before = len(compiled)
+        pages = conftest.dense_pages(layout, chunks)
+        slots = list(torch.arange(128).split([37, 50, 41]))
+        blobs = gpu.encode_paged(pages, slots, [5, 5, 5], importance=weights)
+        gpu.decode_paged(blobs, pages, slots, [90, 200, 300]).check()
+        report["again"][case] = compiled[before:]
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,427 @@
+"""The backend `triton` as a whole: it reads the blobs of the CPU and writes blobs that the CPU reads, in one batch."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import NOWHERE, PagedCache
+
+MakeCodec = Callable[..., Codec]
+CASES = [
+    ("bfloat16", "layer"),
+    ("float16", "unit"),
+    ("gqa", "generic"),
+    ("interleaved", "all"),
+    ("irregular", "generic"),
+    ("irregular", "layers:2"),
+    ("mqa", "head"),
+    ("narrow-values", "layer"),
+    ("no-rope", "head"),
+    ("partial", "unit"),
+    ("yarn", "layer"),
+]
+BLOCK_TOKENS = 16
+
+
+def tensors(chunk: KVChunk) -> list[torch.Tensor]:
+    return [unit.cpu() for pair in zip(chunk.keys, chunk.values, strict=True) for unit in pair]
+
+
+def on(device: torch.device, chunk: KVChunk) -> KVChunk:
+    return KVChunk([k.to(device) for k in chunk.keys], [v.to(device) for v in chunk.values], chunk.layout, chunk.start)
+
+
+def assert_close(got: KVChunk, want: KVChunk, rounding: float) -> None:
+    """Equal but for the rounding of sums and products, relative to the largest value of a unit."""
+    assert got.start == want.start and got.layout == want.layout
+    for a, b in zip(tensors(got), tensors(want), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        limit = rounding * float(b.float().abs().max())
+        assert float((a.float() - b.float()).abs().max()) <= limit
+
+
+# A bfloat16 product rounds both factors (2**-9 each, relative) and the result; a float32 one is far finer.
+ROUNDING = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-16}
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_reads_the_blobs_of_the_cpu(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, name: str, group: str
+) -> None:
+    cpu, triton = make_codec(name, group, step=0.25), make_codec(name, group, step=0.25, backend="triton")
+    blob = cpu.encode(make_chunk(layouts[name], 7, start=5))
+    for start in (None, 1000) if layouts[name].relocatable else (None,):
+        got, want = triton.decode(blob, start, device=device), cpu.decode(blob, start)
+        assert_close(got, want, ROUNDING[layouts[name].dtype])
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_the_cpu_reads_its_blobs(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, name: str, group: str
+) -> None:
+    chunk = make_chunk(layouts[name], 7, start=5)
+    cpu, triton = make_codec(name, group, step=0.25), make_codec(name, group, step=0.25, backend="triton")
+    blob, mine = cpu.encode(chunk), triton.encode(on(device, chunk))
+    assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
+    want, got = cpu.decode(blob), cpu.decode(mine)
+    # The transforms differ in their last bits, so a level here and there is another one: by one step.
+    differ = [float((a != b).double().mean()) for a, b in zip(tensors(got), tensors(want), strict=True)]
+    error = [float((a.float() - b.float()).norm()) for a, b in zip(tensors(want), tensors(chunk), strict=True)]
+    mine_error = [float((a.float() - b.float()).norm()) for a, b in zip(tensors(got), tensors(chunk), strict=True)]
+    assert max(differ) < 0.05
+    np.testing.assert_allclose(mine_error, error, rtol=0.01)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "irregular", "yarn"])
+def test_lossless_is_the_same_bytes(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, name: str
+) -> None:
+    chunk = make_chunk(layouts[name], 5, start=5)
+    cpu, triton = make_codec(name, "lossless"), make_codec(name, "lossless", backend="triton")
+    blob = cpu.encode(chunk)
+    assert triton.encode(on(device, chunk)) == blob
+    for got, want in zip(tensors(triton.decode(blob, device=device)), tensors(chunk), strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    assert_close(triton.decode(blob, 99, device=device), cpu.decode(blob, 99), ROUNDING[layouts[name].dtype])
+
+
+@pytest.mark.parametrize("group", ["layer", "generic", "lossless"])
+def test_a_run_of_tokens(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    group: str,
+) -> None:
+    quality = {} if group == "lossless" else {"step": 0.25}
+    cpu, triton = make_codec("gqa", group, **quality), make_codec("gqa", group, backend="triton", **quality)
+    blob = cpu.encode(make_chunk(layouts["gqa"], 12, start=5))
+    got = triton.decode(blob, tokens=(3, 8), device=device)
+    assert_close(got, cpu.decode(blob, tokens=(3, 8)), 2**-15)
+    assert got.tokens == 5
+    # Moved so far down that the first tokens of the chunk, which are not wanted, would lie before position 0.
+    assert_close(triton.decode(blob, 0, tokens=(9, 12), device=device), cpu.decode(blob, 0, tokens=(9, 12)), 2**-15)
+
+
+@pytest.mark.parametrize("group", ["head", "layers:2", "generic", "lossless"])
+def test_layers_alone(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, group: str
+) -> None:
+    quality = {} if group == "lossless" else {"step": 0.25}
+    cpu, triton = make_codec("gqa", group, **quality), make_codec("gqa", group, backend="triton", **quality)
+    blob = cpu.encode(make_chunk(layouts["gqa"], 4))
+    for first, end in ((0, 1), (1, 3)):
+        want, got = cpu.decode_layers(blob, first, end, 50), triton.decode_layers(blob, first, end, 50, device=device)
+        for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+            torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2**-14 * float(b.abs().max()))
+
+
+class Pages:
+    """A cache of sevens on the device, K and V packed in one tensor a layer, with room for several chunks."""
+
+    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None, blocks: int = 8):
+        layer = layout.layers[0]
+        assert layer.head_dim == layer.value_dim
+        shape = (blocks, layer.kv_heads, BLOCK_TOKENS, 2 * layer.head_dim)
+        self.memory = [torch.full(shape, 7.0).to(dtype or layout.torch_dtype).to(device) for _ in layout.layers]
+        views = [memory.transpose(1, 2) for memory in self.memory]
+        scales = [0.5] * layout.num_layers if dtype else None
+        self.cache = PagedCache(
+            layout,
+            [view[..., : layer.head_dim] for view in views],
+            [view[..., layer.head_dim :] for view in views],
+            scales,
+            scales,
+        )
+
+
+@pytest.fixture
+def slots(device: torch.device) -> list[torch.Tensor]:
+    """Three chunks of different lengths in no order."""
+    mixed = torch.randperm(8 * BLOCK_TOKENS, generator=torch.Generator().manual_seed(0)).to(device)
+    return [mixed[:9], mixed[40:41], mixed[50:54]]
+
+
+@pytest.mark.parametrize(
+    ("group", "workspace", "dtype"),
+    [
+        ("layer", 1, None),  # a chunk a batch
+        ("layer", 1 << 30, None),
+        ("generic", 1 << 30, torch.float8_e5m2),
+        ("lossless", 1, None),
+        ("lossless", 1 << 30, torch.float8_e4m3fn),
+    ],
+)
+def test_many_chunks_from_and_into_pages(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    slots: list[torch.Tensor],
+    group: str,
+    workspace: int,
+    dtype: torch.dtype | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cuvee.codec.backends import get_device_backend
+
+    backend = get_device_backend("triton", device.type)
+    monkeypatch.setattr(backend, "workspace_bytes", workspace)
+    layout, starts = layouts["bfloat16"], [3, 0, 500]
+    quality = {} if group == "lossless" else {"step": 0.25}
+    cpu, triton = make_codec("bfloat16", group, **quality), make_codec("bfloat16", group, backend="triton", **quality)
+    source, reference = Pages(layout, device, dtype), Pages(layout, torch.device("cpu"), dtype)
+    for number, (at, start) in enumerate(zip(slots, starts, strict=True)):
+        chunk = make_chunk(layout, len(at), number, start)
+        for pages in (source, reference):
+            here = on(pages.cache.device, chunk)
+            pages.cache.write(here.keys, here.values, at.to(pages.cache.device))
+    blobs = triton.encode_paged(source.cache, slots, starts)
+    host_slots = [at.cpu() for at in slots]
+    wanted = cpu.encode_paged(reference.cache, host_slots, starts)
+    if group == "lossless":
+        assert blobs == wanted
+    for mine, theirs in zip(blobs, wanted, strict=True):
+        assert abs(len(mine) - len(theirs)) <= 0.01 * len(theirs) + 8
+
+    target, expected = Pages(layout, device, dtype), Pages(layout, torch.device("cpu"), dtype)
+    moved = [100, 0, 2000]
+    triton.decode_paged(wanted, target.cache, slots, moved).check()
+    cpu.decode_paged(wanted, expected.cache, host_slots, moved).check()
+    rounding = 2**-3 if dtype else 2**-6  # fp8: a last bit
+    for got, want in zip(target.memory, expected.memory, strict=True):
+        a, b = got.cpu().float(), want.float()
+        assert bool(((a == 7) == (b == 7)).all()) or dtype is not None
+        assert float((a - b).abs().max()) <= rounding * float(b.abs().max())
+    free = torch.ones(8 * BLOCK_TOKENS, dtype=torch.bool)
+    free[torch.cat(host_slots)] = False
+    for got in target.memory:
+        by_slot = got.cpu().float().transpose(1, 2).flatten(0, 1)
+        assert bool((by_slot[free] == 7).all())
+
+
+def test_blobs_of_several_qualities_in_one_call(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    slots: list[torch.Tensor],
+) -> None:
+    layout = layouts["bfloat16"]
+    codecs = [make_codec("bfloat16", "layer", step=step) for step in (0.1, 0.5)]
+    profile = codecs[0].profile
+    codecs.append(Codec(profile, "lossless"))
+    blobs = [codec.encode(make_chunk(layout, len(at))) for codec, at in zip(codecs, slots, strict=True)]
+    target, expected = Pages(layout, device), Pages(layout, torch.device("cpu"))
+    Codec(profile, step=0.3, backend="triton").decode_paged(blobs, target.cache, slots).check()
+    codecs[0].decode_paged(blobs, expected.cache, [at.cpu() for at in slots]).check()
+    for got, want in zip(target.memory, expected.memory, strict=True):
+        assert float((got.cpu().float() - want.float()).abs().max()) <= 2**-6 * float(want.float().abs().max())
+
+
+def test_a_slot_beyond_the_cache_is_an_error(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec
+) -> None:
+    layout = layouts["bfloat16"]
+    triton = make_codec("bfloat16", "layer", step=0.25, backend="triton")
+    chunk = on(device, make_chunk(layout, 4))
+    pages = Pages(layout, device)
+    beyond = torch.tensor([0, 1, 8 * BLOCK_TOKENS, 3], device=device)
+    pending = triton.decode_paged([triton.encode(chunk)], pages.cache, [beyond])
+    with pytest.raises(InputError, match="beyond the cache"):
+        pending.check()
+    with pytest.raises(InputError, match="beyond the cache"):
+        triton.encode_paged(pages.cache, [beyond], [0])
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with NumPy
+@pytest.mark.parametrize(
+    ("group", "bad", "message"),
+    [
+        ("layer", float("nan"), "NaN"),
+        ("layer", float("inf"), "NaN"),
+        ("layer", 1e30, "steps large"),
+        ("generic", float("nan"), "NaN"),
+        ("generic", float("inf"), "NaN"),
+    ],
+)
+def test_values_that_cannot_be_coded(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    group: str,
+    bad: float,
+    message: str,
+) -> None:
+    chunk = on(device, make_chunk(layouts["gqa"], 5))
+    chunk.values[1][4, 1, 3] = bad
+    with pytest.raises(InputError, match=message):
+        make_codec("gqa", group, step=0.25, backend="triton").encode(chunk)
+
+
+@pytest.mark.parametrize("group", ["layer", "generic", "lossless"])
+def test_damage_is_found(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, group: str
+) -> None:
+    quality = {} if group == "lossless" else {"step": 0.25}
+    triton = make_codec("gqa", group, backend="triton", **quality)
+    blob = make_codec("gqa", group, **quality).encode(make_chunk(layouts["gqa"], 20))
+    for at in range(0, len(blob), max(len(blob) // 60, 1)):
+        with pytest.raises((CorruptError, FormatError)):
+            triton.decode(blob[:at] + bytes([blob[at] ^ 0x10]) + blob[at + 1 :], device=device)
+
+
+def test_nothing_waits_but_what_says_so(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    slots: list[torch.Tensor],
+    waits: list[str],
+) -> None:
+    layout = layouts["bfloat16"]
+    triton = make_codec("bfloat16", "layer", step=0.25, backend="triton")
+    pages = Pages(layout, device)
+    blobs = triton.encode_paged(pages.cache, slots, [0, 0, 0])
+    assert len(waits) == 2, waits  # the sizes, the bytes
+    waits.clear()
+    if device.type == "cuda":
+        torch.cuda.set_sync_debug_mode("error")  # torch's own watch over what waits
+    try:
+        pending = triton.decode_paged(blobs, pages.cache, slots)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    assert waits == []
+    pending.check()
+    assert len(waits) == 1
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls made that wait for a device: copies to the host, decisions on a tensor's value, synchronisation."""
+    found: list[str] = []
+
+    def watch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            found.append(name)
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, watched)
+
+    for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
+        watch(torch.Tensor, name)
+    from cuvee.kernels import coded
+
+    watch(coded, "wait_for")
+    return found
+
+
+def test_unwanted_tokens_stay_out(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    slots: list[torch.Tensor],
+) -> None:
+    layout = layouts["bfloat16"]
+    triton = make_codec("bfloat16", "layer", step=0.25, backend="triton")
+    blob = triton.encode(on(device, make_chunk(layout, 9)))
+    at = slots[0].clone()
+    at[::2] = NOWHERE
+    pages = Pages(layout, device)
+    triton.decode_paged([blob], pages.cache, [at]).check()
+    by_slot = pages.memory[0].cpu().float().transpose(1, 2).flatten(0, 1)
+    assert bool((by_slot[slots[0][::2].cpu()] == 7).all())
+    assert not bool((by_slot[slots[0][1::2].cpu()] == 7).all(dim=(1, 2)).any())
+
+
+def test_a_chunk_that_no_launch_takes_is_refused(
+    device: torch.device,
+    layouts: dict[str, KVLayout],
+    make_chunk: Any,
+    make_codec: MakeCodec,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from cuvee.kernels import backend
+
+    monkeypatch.setattr(backend, "MAX_TOKENS", 4)
+    triton = make_codec("gqa", "layer", step=0.25, backend="triton")
+    chunk = make_chunk(layouts["gqa"], 5)
+    with pytest.raises(InputError, match="5 tokens is beyond the 4"):
+        triton.encode(on(device, chunk))
+    with pytest.raises(InputError, match="5 tokens is beyond the 4"):
+        triton.decode(make_codec("gqa", "layer", step=0.25).encode(chunk), device=device)
+
+
+def test_batches_keep_to_both_limits() -> None:
+    from cuvee.kernels.batch import batches
+
+    runs = list(batches([3, 3, 3, 9, 1, 1, 1], 6, 2))
+    assert [(run.start, run.stop) for run in runs] == [(0, 2), (2, 3), (3, 4), (4, 6), (6, 7)]
+    assert list(batches([], 6, 2)) == []
+
+
+def test_many_bytes_go_through_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuvee.kernels import staging
+
+    def thread(item: int) -> tuple[int, int]:
+        if item == 7:
+            raise CorruptError("the seventh")
+        return item, threading.get_ident()
+
+    own = threading.get_ident()
+    assert staging.for_each(thread, range(5), staging.PARALLEL_BYTES - 1) == [(item, own) for item in range(5)]
+    items, threads = zip(*staging.for_each(thread, range(5), staging.PARALLEL_BYTES), strict=True)
+    assert items == (0, 1, 2, 3, 4) and own not in threads
+    with pytest.raises(CorruptError, match="the seventh"):
+        staging.for_each(thread, range(9), staging.PARALLEL_BYTES)
+    upload = staging.Upload()
+    parts = [np.arange(size, dtype=np.uint8) for size in (5, 16, 1, 33)]
+    offsets = [upload.add(part) for part in parts]
+    monkeypatch.setattr(staging, "PARALLEL_BYTES", 0)
+    raw = upload.pack(torch.device("cpu")).bytes.numpy()
+    assert offsets == [0, 16, 32, 48] and len(raw) == 96
+    expected = np.zeros(96, np.uint8)
+    for offset, part in zip(offsets, parts, strict=True):
+        expected[offset : offset + len(part)] = part
+    np.testing.assert_array_equal(raw, expected)
+
+
+def test_a_forked_process_stages_on_threads_of_its_own() -> None:
+    from cuvee.kernels import staging
+
+    staging.for_each(time.sleep, [0.02] * 32, staging.PARALLEL_BYTES)  # long enough to start all threads there may be
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks of threaded processes
+        child = os.fork()
+    if not child:
+        status = 1
+        with contextlib.suppress(BaseException):
+            status = staging.for_each(abs, [-1, -2], staging.PARALLEL_BYTES) != [1, 2]
+        os._exit(status)
+    deadline = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)

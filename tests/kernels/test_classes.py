@@ -1,0 +1,928 @@
+"""Token classes on the device: every kernel against its reference and the codec's, and the whole backend both ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from cuvee.codec import rans, rans_classes, symbols_classes
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.classes import CLASSES, NEUTRAL, WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import CodedPart, Reader, read_coded
+from cuvee.codec.errors import CorruptError, FormatError, ProfileError
+from cuvee.codec.family import default_family
+from cuvee.codec.importance import Predictor
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profile import Profile, SectionProfile
+from cuvee.codec.rans import Streams
+from cuvee.codec.symbols import F32, MAX_LEVEL, U8, Escapes, Prediction
+from cuvee.codec.transform import SectionBasis, partition
+from cuvee.kernels import rans as coder
+from cuvee.kernels.batch import place_jobs
+from cuvee.kernels.classes import read_classes, sort_columns, write_classes
+from cuvee.kernels.coded import place_streams
+from cuvee.kernels.jobs import Job, Plan, Status
+from cuvee.kernels.plans import ClassTables, TransformPlan
+from cuvee.kernels.predictor import DevicePredictor
+from cuvee.kernels.rans_classes import (
+    rans_decode_classes,
+    rans_decode_classes_reference,
+    rans_encode_classes,
+    rans_encode_classes_reference,
+)
+from cuvee.kernels.symbols_classes import (
+    dequantize_classes,
+    dequantize_classes_reference,
+    list_escapes_classes,
+    list_escapes_classes_reference,
+    quantize_classes,
+    quantize_classes_reference,
+)
+from cuvee.kernels.transform import Columns, analyze, analyze_reference
+
+CPU = torch.device("cpu")
+FAMILY = default_family()
+POISON = 0xAB
+GAP = 16
+STEP = 0
+BOTH = pytest.mark.parametrize("kernel", [True, False], ids=["kernel", "reference"])
+
+LAYOUT = KVLayout("tiny", (LayerLayout(1, 6, 4, Rope((1.0, 0.1))), LayerLayout(2, 5, 3, None)), "float32", 4096)
+
+
+@cache
+def profile_of(group: str = "unit", top: int = 10) -> Profile:
+    """A profile whose components fall from some `top` octaves over the step, with the blocks that the group has.
+
+    The finest classes of its first section are not served: components would be too many steps wide.
+    """
+    rng = np.random.default_rng(0)
+    sections = partition(LAYOUT, group)
+    learned = []
+    for index, section in enumerate(sections):
+        scale, forward, inverse = [], [], []
+        for block, size in enumerate(section.blocks):
+            scale.append(np.sort(64 * (top - index) - rng.integers(0, 64 * 14, size))[::-1] - 32 * block)
+            basis = torch.linalg.qr(torch.from_numpy(rng.normal(size=(size, size))))[0].float()
+            forward.append(basis.contiguous())
+            inverse.append(basis.T.contiguous())
+        scales = np.concatenate(scale).astype(np.int16)
+        n = section.values
+        basis = SectionBasis(torch.zeros(n), torch.ones(2, n), tuple(forward), tuple(inverse))
+        none = np.zeros(len(scales), np.int16)
+        freq = class_frequencies(np.arange(CLASSES)[:: 1 if index else -1] + 1.0)
+        widths = np.linspace(3 - index, -40, CLASSES).round().astype(np.int16)
+        learned.append(SectionProfile(basis, scales, Prediction.NONE, scales, none, None, freq, widths))
+    return Profile(LAYOUT, group, "fitted", FAMILY, tuple(learned), min_step=-10 * 64)
+
+
+@cache
+def plan_of(group: str, device: torch.device) -> TransformPlan:
+    return TransformPlan(profile_of(group), STEP, device, torch.float32)
+
+
+def mix(tokens: int, kind: str, finest: int, seed: int = 0) -> U8:
+    """Classes of tokens: all of one class, as different as can be, or as they come."""
+    rng = np.random.default_rng(seed)
+    if kind == "one":
+        return np.full(tokens, max(NEUTRAL, finest), np.uint8)
+    if kind == "each":
+        return (finest + np.arange(tokens)[::-1] % (CLASSES - finest)).astype(np.uint8)
+    return np.clip(np.round(rng.normal(8, 1.5, tokens)), finest, CLASSES - 1).astype(np.uint8)
+
+
+@dataclass
+class World:
+    """Jobs whose tokens have classes, and some between them whose tokens have none; what jobs own lies apart."""
+
+    plan: TransformPlan
+    device: torch.device
+    sections: list[int]
+    classes: list[U8 | None]  # in the order of tokens; None: a job without classes
+    jobs: npt.NDArray[np.int64]
+    columns: U8
+    order: U8
+    y: list[F32]  # `[extent, T]` of each job, in coding order
+    coded: list[tuple[U8, Escapes]]
+    sizes: tuple[int, int]
+
+    @property
+    def tables(self) -> ClassTables:
+        return self.plan.classes
+
+    def of(self, job: int) -> ClassedPlan:
+        return self.plan.coding[self.sections[job]].classed
+
+    def own(self, job: int) -> U8:
+        """Classes of the columns of a job."""
+        first = self.jobs[job, Job.COLUMNS]
+        return self.columns[first : first + self.jobs[job, Job.TOKENS]]
+
+    def tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        return torch.from_numpy(array.copy()).to(self.device)
+
+    def poison(self, count: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+        return torch.full((count * dtype.itemsize,), POISON, dtype=torch.uint8, device=self.device).view(dtype)
+
+    @property
+    def with_classes(self) -> list[int]:
+        return [job for job, classes in enumerate(self.classes) if classes is not None]
+
+    @property
+    def max_streams(self) -> int:
+        return int(self.jobs[:, Job.STREAMS].max())
+
+    @property
+    def max_tokens(self) -> int:
+        return int(self.jobs[:, Job.TOKENS].max())
+
+    def planes_of(self, job: int) -> slice:
+        row = self.jobs[job]
+        count = self.tables.arrays.plans[row[Job.PLAN], Plan.PLANES] * row[Job.TOKENS]
+        return slice(row[Job.PLANES], row[Job.PLANES] + count)
+
+    def place_planes(self) -> torch.Tensor:
+        """The planes of all jobs; poison between them and below the last plane of a column."""
+        out = self.poison(self.sizes[0])
+        for job in self.with_classes:
+            planes, own = self.coded[job][0].copy(), self.own(job)
+            for k in np.unique(own):
+                planes[self.of(job).planes[k] :, own == k] = POISON
+            out[self.planes_of(job)] = self.tensor(planes.ravel())
+        return out
+
+    def place_y(self) -> torch.Tensor:
+        out = torch.full((self.sizes[1],), float("nan"), device=self.device)
+        for job in self.with_classes:
+            at, stride = self.jobs[job, [Job.LEVELS, Job.STRIDE]]
+            y = self.y[job]
+            out[at : at + len(y) * stride].view(len(y), stride)[:, : y.shape[1]] = self.tensor(y)
+        return out
+
+    def arrays(self) -> dict[str, torch.Tensor]:
+        return {name: self.tensor(array) for name, array in self.tables.arrays.named().items()}
+
+
+def make_world(
+    device: torch.device,
+    jobs: Sequence[tuple[int, int, str, int]],
+    group: str = "unit",
+    seed: int = 0,
+) -> World:
+    """Jobs of (section, tokens, mix of classes or "none", tokens a stream), coded by the reference."""
+    plan = plan_of(group, device)
+    tables = plan.classes
+    rng = np.random.default_rng(seed)
+    rows = np.zeros((len(jobs), len(Job)), np.int64)
+    classes: list[U8 | None] = []
+    first = 0
+    for number, (row, (section, tokens, kind, per_stream)) in enumerate(zip(rows, jobs, strict=True)):
+        row[[Job.TOKENS, Job.PER_STREAM, Job.PLAN]] = tokens, per_stream, section
+        own = None if kind == "none" else mix(tokens, kind, int(tables.finest[section]), seed + number)
+        classes.append(own)
+        if own is not None:
+            row[Job.CLASS_PLAN], row[Job.COLUMNS] = tables.rows(section), first
+            row[Job.PLAN] = tables.rows(section, int(own.min()))
+            first += tokens
+    which = rows[:, Job.CLASS_PLAN] > 0
+    columns, order, _ = sort_columns(np.concatenate([c for c in classes if c is not None]), rows[which])
+    sizes = place_jobs(rows, tables.arrays.plans)
+    rows[:, Job.PLANES] += GAP * np.arange(1, len(rows) + 1)
+    rows[:, Job.LEVELS] += GAP * np.arange(1, len(rows) + 1)
+    sizes = (sizes[0] + GAP * (len(rows) + 2), sizes[1] + GAP * (len(rows) + 2))
+    place_streams(rows, tables.arrays.plans, tables.planes.max(1)[[section for section, *_ in jobs]])
+    world = World(plan, device, [job[0] for job in jobs], classes, rows, columns, order, [], [], sizes)
+    for job, own in enumerate(classes):
+        y = np.zeros((0, 0), np.float32)
+        coded = (np.zeros((0, 0), np.uint8), Escapes(np.zeros(0, np.uint32), np.zeros(0, np.int32)))
+        if own is not None:
+            y, coded = _coefficients(world, job, rng)
+        world.y.append(y)
+        world.coded.append(coded)
+    return world
+
+
+def _coefficients(world: World, job: int, rng: np.random.Generator) -> tuple[F32, tuple[U8, Escapes]]:
+    """Coefficients in the rows of their blocks, as large as expected, and what the reference codes of them."""
+    own, classed = world.own(job), world.of(job)
+    section = world.sections[job]
+    finest = int(world.tables.arrays.plans[world.jobs[job, Job.PLAN], Plan.EXTENT])
+    y = rng.normal(0, 1e6, (finest, len(own))).astype(np.float32)  # what no column has may be anything
+    dense = np.zeros((int(classed.rows[own].max(initial=0)), len(own)), np.float32)
+    for k in np.unique(own):
+        at = np.flatnonzero(own == k)
+        rows = rows_of(world, section, int(k))
+        spread = classed.steps[k] * 2.0 ** (
+            classed.level_table[k, : len(rows)] / 4.0 - 2 + classed.shift[k, : len(rows)]
+        )
+        values = rng.laplace(0, 0.7 * spread[:, None], (len(rows), len(at))).astype(np.float32)
+        values[rng.random(values.shape) < 0.05] *= 40  # some escape
+        y[np.ix_(rows, at)] = values
+        dense[: len(rows), at] = values
+    return y, symbols_classes.to_planes(dense, own, classed, FAMILY.quantizer, FAMILY.tables)
+
+
+def rows_of(world: World, section: int, k: int) -> npt.NDArray[np.int64]:
+    """Row of coefficients of each component of a class."""
+    coding = world.plan.coding[section]
+    begin = np.cumsum([0, *coding.class_ranks[coding.classed.finest]])
+    parts = [b + np.arange(r) for b, r in zip(begin, coding.class_ranks[k], strict=False)]
+    rows: npt.NDArray[np.int64] = np.concatenate(parts).astype(np.int64)
+    return rows
+
+
+# Sections, tokens, classes, tokens a stream; streams of a window fewer and more than lanes, and windows cut short.
+WORLDS = {
+    "small": [(0, 1, "one", 1), (1, 63, "each", 8), (0, 5, "none", 2), (0, 40, "mixed", 4)],
+    "windows": [(1, 257, "each", 16), (0, 300, "mixed", 128), (1, 9, "one", 128)],
+    "single": [(1, 40, "mixed", 1)],
+}
+
+
+@pytest.fixture(params=sorted(WORLDS))
+def world(request: pytest.FixtureRequest, device: torch.device) -> World:
+    return make_world(device, WORLDS[request.param])
+
+
+def test_the_tables_of_classes(device: torch.device) -> None:
+    for group in ("head", "unit", "layer"):
+        plan = plan_of(group, device)
+        tables = plan.classes
+        assert tables.finest[0] > 0 and (tables.planes[0, : tables.finest[0]] == 0).all()
+        maps = tables.row_maps.cpu().numpy()
+        for section, own in enumerate(plan.coding):
+            for k in range(CLASSES):
+                row = tables.arrays.plans[tables.rows(section, k)]
+                expected = own.classed.plans[k]
+                count = 0 if expected is None else len(expected.shift)
+                assert row[Plan.ROWS] == count == own.classed.rows[k]
+                assert row[Plan.PLANES] == own.classed.planes[k]
+                if expected is not None:
+                    table = tables.arrays.tables[row[Plan.FIRST] :][: row[Plan.PLANES]]
+                    assert np.array_equal(table, own.classed.tables[k, : row[Plan.PLANES]])
+                assert tables.arrays.steps[tables.rows(section, k)] == own.classed.steps[k]
+                extent = row[Plan.EXTENT]
+                places = maps[row[Plan.ROW_MAP] :][: sum(own.class_ranks[own.classed.finest])]
+                assert (places[extent:] == -1).all() and sorted(places[places >= 0]) == list(range(count))
+                assert extent == 0 or places[extent - 1] == count - 1
+                ints = tables.arrays.row_ints[row[Plan.ROW] :][:count]
+                assert np.array_equal(places[ints[:, 3]], np.arange(count))
+    if len(plan_of("head", device).coding[0].ranks) > 1:
+        assert (plan_of("head", device).classes.row_maps < 0).any()
+
+
+def test_components_must_fall_with_the_class() -> None:
+    scale = (-100 + 40 * np.arange(CLASSES)).astype(np.int16)
+    rising = [replace(section, class_scale=scale) for section in profile_of("layer", top=6).learned]
+    plan = TransformPlan(
+        Profile(LAYOUT, "layer", "fitted", FAMILY, tuple(rising), min_step=-640), STEP, CPU, torch.float32
+    )
+    with pytest.raises(ProfileError, match="coarser"):
+        _ = plan.classes
+
+
+# --- classes on the host
+
+
+@pytest.mark.parametrize("kind", ["one", "each", "mixed"])
+def test_class_streams_are_those_of_the_codec(kind: str, device: torch.device) -> None:
+    tables = plan_of("unit", device).classes
+    sizes = [1, 63, 256, 257, 700]
+    sections = np.arange(len(sizes)) % 2
+    classes = [mix(size, kind, int(tables.finest[s]), size) for size, s in zip(sizes, sections, strict=True)]
+    jobs = np.zeros((len(sizes), len(Job)), np.int64)
+    jobs[:, Job.TOKENS] = sizes
+    jobs[:, Job.COLUMNS] = np.cumsum([0, *sizes[:-1]])
+    words = write_classes(np.concatenate(classes), jobs, tables.freq, sections)
+    for job, section, own in zip(jobs, sections, classes, strict=True):
+        which = np.zeros(len(own), np.uint16)
+        table = class_table(profile_of("unit").learned[section].class_freq)
+        want = rans.rans_encode(own[:, None], which, which, table, 1)
+        first = job[Job.CLASS_WORDS]
+        assert np.array_equal(words[first : first + job[Job.CLASS_WORD_COUNT]], want.words)
+        assert job[Job.CLASS_STATE] == want.states[0]
+    names = [f"job {i}" for i in range(len(sizes))]
+    back = read_classes(words, jobs, tables.slots, sections, tables.finest[sections], names)
+    assert np.array_equal(back, np.concatenate(classes))
+    columns, order, counts = sort_columns(back, jobs)
+    for job, own, count in zip(jobs, classes, counts, strict=True):
+        at = slice(job[Job.COLUMNS], job[Job.COLUMNS] + len(own))
+        want_order = coding_order(own)
+        assert np.array_equal(order[at] + np.arange(len(own)) // WINDOW * WINDOW, want_order)
+        assert np.array_equal(columns[at], own[want_order])
+        assert np.array_equal(count, np.bincount(own, minlength=CLASSES))
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        (lambda jobs, words: jobs.__setitem__((1, Job.CLASS_STATE), 0xFFFF), FormatError),
+        (lambda jobs, words: jobs.__setitem__((1, Job.CLASS_STATE), jobs[1, Job.CLASS_STATE] ^ 1), CorruptError),
+        (lambda jobs, words: jobs.__setitem__((1, Job.CLASS_WORD_COUNT), 0), CorruptError),
+        (
+            lambda jobs, words: jobs.__setitem__((1, Job.CLASS_WORD_COUNT), jobs[1, Job.CLASS_WORD_COUNT] + 1),
+            CorruptError,
+        ),
+        (lambda jobs, words: words.__setitem__(slice(None), 0xFFFF), CorruptError),
+    ],
+)
+def test_class_streams_that_lie(change: Callable[..., None], error: type[Exception], device: torch.device) -> None:
+    tables = plan_of("unit", device).classes
+    sections, jobs = np.zeros(3, np.int64), np.zeros((3, len(Job)), np.int64)
+    jobs[:, Job.TOKENS], jobs[:, Job.COLUMNS] = 80, [0, 80, 160]
+    classes = np.concatenate([mix(80, "mixed", int(tables.finest[0]), seed) for seed in range(3)])
+    words = np.append(write_classes(classes, jobs, tables.freq, sections), np.zeros(4, np.uint16))
+    change(jobs, words)
+    with pytest.raises(error, match="job"):
+        read_classes(words, jobs, tables.slots, sections, tables.finest[sections], ["job 0", "job 1", "job 2"])
+
+
+def test_a_class_that_is_not_served(device: torch.device) -> None:
+    tables = plan_of("unit", device).classes
+    sections, jobs = np.zeros(1, np.int64), np.zeros((1, len(Job)), np.int64)
+    jobs[:, Job.TOKENS] = 9
+    finest = int(tables.finest[0])
+    words = write_classes(np.full(9, finest - 1, np.uint8), jobs, tables.freq, sections)
+    with pytest.raises(FormatError, match=f"token classes outside {finest} … 15"):
+        read_classes(words, jobs, tables.slots, sections, tables.finest[sections], ["section 0"])
+
+
+# --- the entropy coder
+
+
+def encoded(world: World, kernel: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """words, states and lengths; everything that is not written stays poison."""
+    jobs = world.jobs
+    plans = world.tables.arrays.plans
+    words = int((jobs[:, Job.STREAMS] * jobs[:, Job.PER_STREAM] * plans[jobs[:, Job.PLAN], Plan.PLANES]).sum())
+    streams = int(jobs[:, Job.STREAMS].sum())
+    arrays = world.arrays()
+    out = (
+        world.poison(words, torch.uint16), world.poison(streams, torch.uint32), world.poison(streams, torch.uint32)
+    )  # fmt: skip
+    coding = world.tensor(coder.coding_table(FAMILY.tables))
+    (rans_encode_classes if kernel else rans_encode_classes_reference)(
+        world.place_planes(), world.tensor(jobs), arrays["plans"], arrays["tables"], coding,
+        world.tensor(world.columns), *out, world.max_streams,
+    )  # fmt: skip
+    return out
+
+
+def streams_of(world: World, job: int) -> Streams:
+    """By the reference."""
+    planes, _ = world.coded[job]
+    row = world.jobs[job]
+    return rans_classes.rans_encode_classes(
+        planes, world.own(job), world.of(job), FAMILY.tables, int(row[Job.PER_STREAM])
+    )  # fmt: skip
+
+
+@BOTH
+def test_encodes_the_words_of_the_codec(world: World, kernel: bool) -> None:
+    words, states, lengths = (tensor.cpu().numpy() for tensor in encoded(world, kernel))
+    touched = np.zeros(len(words), bool)
+    for job in world.with_classes:
+        row, want = world.jobs[job], streams_of(world, job)
+        at = slice(row[Job.STATES], row[Job.STATES] + row[Job.STREAMS])
+        assert np.array_equal(states[at], want.states) and np.array_equal(lengths[at], want.lengths)
+        region = int(world.tables.arrays.plans[row[Job.PLAN], Plan.PLANES]) * row[Job.PER_STREAM]
+        ends = np.cumsum(want.lengths, dtype=np.int64)
+        for s, (end, length) in enumerate(zip(ends, want.lengths, strict=True)):
+            top = row[Job.WORDS] + (s + 1) * region
+            assert np.array_equal(words[top - length : top], want.words[end - length : end])
+            touched[top - length : top] = True
+    assert (words[~touched].view(np.uint8) == POISON).all()
+    for job in set(range(len(world.jobs))) - set(world.with_classes):
+        row = world.jobs[job]
+        assert (states[row[Job.STATES] :][: row[Job.STREAMS]].view(np.uint8) == POISON).all()
+
+
+def data_of(world: World, streams: Sequence[Streams | None]) -> npt.NDArray[np.uint8]:
+    """States, lengths, words and escapes of all jobs with poison between them; sets the jobs' fields."""
+    data = np.full(4 * GAP, POISON, np.uint8)
+    for job, own in enumerate(streams):
+        if own is None:
+            continue
+        row, escapes = world.jobs[job], world.coded[job][1]
+        row[Job.LONG_LENGTHS], row[Job.WORD_COUNT] = 0, len(own.words)
+        row[Job.ESCAPE_COUNT] = len(escapes.index)
+        parts = []
+        at = len(data)
+        for field, part, unit in (
+            (Job.STATES, own.states, 4),
+            (Job.LENGTHS, own.lengths.astype(np.uint16), 2),
+            (Job.WORDS, own.words, 2),
+            (Job.ESCAPES, np.concatenate([escapes.index, escapes.value.view(np.uint32)]), 4),
+        ):
+            padding = -at % 4
+            parts.append(np.full(padding, POISON, np.uint8))
+            row[field] = (at + padding) // unit
+            parts.append(part.view(np.uint8))
+            at += padding + part.nbytes
+        data = np.concatenate([data, *parts, np.full(-at % 4 + 4 * GAP, POISON, np.uint8)])
+    return data
+
+
+def decoded(world: World, data: npt.NDArray[np.uint8], kernel: bool) -> tuple[torch.Tensor, list[int]]:
+    arrays, planes = world.arrays(), world.poison(world.sizes[0])
+    status = torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device)
+    (rans_decode_classes if kernel else rans_decode_classes_reference)(
+        world.tensor(data), world.tensor(world.jobs), arrays["plans"], arrays["tables"],
+        world.tensor(FAMILY.tables.slots), world.tensor(world.columns), planes, status, world.max_streams,
+    )  # fmt: skip
+    return planes, status.tolist()
+
+
+@BOTH
+def test_decodes_what_the_codec_wrote(world: World, kernel: bool) -> None:
+    streams = [streams_of(world, job) if c is not None else None for job, c in enumerate(world.classes)]
+    planes, status = decoded(world, data_of(world, streams), kernel)
+    assert torch.equal(planes, world.place_planes())
+    assert status == [0] * len(world.jobs)
+
+
+def _changed(streams: Streams, kind: str) -> Streams:
+    rng = np.random.default_rng(5)
+    states, lengths, words = streams.states.copy(), streams.lengths.copy(), streams.words.copy()
+    if kind == "words":
+        words = ~words
+    elif kind == "noise":
+        states = rng.integers(0, 1 << 32, len(states)).astype(np.uint32)
+        lengths = rng.integers(0, 1 << 16, len(lengths)).astype(np.uint32)
+    elif kind == "none":
+        words = words[:0]
+    elif kind == "longest":
+        lengths[:] = 0xFFFF
+    elif kind == "moved":
+        lengths[0] += 1
+        lengths[-1] -= 1
+    elif kind == "state":
+        states[-1] = 0xFFFF
+    elif kind == "left":
+        lengths[-1] += 1
+        words = np.append(words, np.uint16(0))
+    return Streams(states, lengths, words)
+
+
+@pytest.mark.parametrize("kind", ["words", "noise", "none", "longest", "moved", "state", "left"])
+def test_damage_is_found_and_stays_in_its_job(kind: str, device: torch.device) -> None:
+    world = make_world(device, [(0, 20, "mixed", 4), (1, 70, "each", 2), (0, 33, "mixed", 8)])
+    streams: list[Streams | None] = [streams_of(world, job) for job in range(3)]
+    assert streams[1] is not None
+    streams[1] = _changed(streams[1], kind)
+    data = data_of(world, streams)
+    planes, status = decoded(world, data, True)
+    expected, expected_status = decoded(world, data, False)
+    assert status == expected_status == [0, int(Status.STREAMS), 0]
+    assert torch.equal(planes, expected)
+    good, own = world.place_planes(), world.planes_of(1)
+    good[own] = planes[own]
+    assert torch.equal(planes, good)
+
+
+# --- the quantiser
+
+
+def dequantized(
+    world: World, kernel: bool, dtype: torch.dtype, depth: int, data: npt.NDArray[np.uint8] | None = None
+) -> tuple[torch.Tensor, list[int]]:
+    if data is None:
+        data = data_of(world, [streams_of(world, j) if c is not None else None for j, c in enumerate(world.classes)])
+    arrays = world.arrays()
+    y = torch.full((world.sizes[1],), float("nan"), dtype=dtype, device=world.device)
+    status, found = (torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device) for _ in range(2))
+    (dequantize_classes if kernel else dequantize_classes_reference)(
+        world.tensor(data), world.tensor(world.jobs), arrays["plans"], world.tables.row_maps, arrays["row_floats"],
+        arrays["row_ints"], arrays["steps"], world.tensor(world.columns), world.place_planes(), y, status, found,
+        int(world.tables.arrays.plans[:, Plan.EXTENT].max()), world.max_tokens, depth,
+    )  # fmt: skip
+    return y, status.tolist()
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"), [("head", torch.float32), ("unit", torch.bfloat16), ("layer", torch.float32)]
+)
+def test_dequantize_gives_the_bytes_of_the_reference(device: torch.device, group: str, dtype: torch.dtype) -> None:
+    for jobs in (
+        [(0, 64, "mixed", 4), (1, 63, "each", 8), (0, 7, "none", 1)],
+        [(1, 257, "each", 16), (1, 272, "mixed", 8)],
+    ):
+        world = make_world(device, jobs, group)
+        got, want = dequantized(world, True, dtype, 64), dequantized(world, False, dtype, 64)
+        assert sum(len(e.index) for _, e in world.coded) > 0
+        assert got[1] == want[1] == [0] * len(jobs)
+        assert raw(got[0]) == raw(want[0])
+        if dtype == torch.float32:
+            for job in world.with_classes:
+                assert_coefficients(world, job, want[0])
+
+
+def assert_coefficients(world: World, job: int, y: torch.Tensor) -> None:
+    """Every column holds in its rows what the codec says, and zero in the others of the first column of its 64."""
+    own, classed, row = world.own(job), world.of(job), world.jobs[job]
+    planes, escapes = world.coded[job]
+    back = symbols_classes.from_planes(planes, own, escapes, classed, FAMILY.quantizer, int(classed.rows[own].max()))
+    extent = int(world.tables.arrays.plans[row[Job.PLAN], Plan.EXTENT])
+    found = y[row[Job.LEVELS] :][: extent * row[Job.STRIDE]].view(extent, -1).cpu().numpy()
+    for column, k in enumerate(own):
+        rows = rows_of(world, world.sections[job], int(k))
+        assert np.array_equal(found[rows, column], back[: len(rows), column])
+        deepest = int(world.tables.arrays.plans[row[Job.CLASS_PLAN] + own[column // 64 * 64], Plan.EXTENT])
+        others = np.setdiff1d(np.arange(deepest), rows)
+        assert (found[others, column] == 0).all() and np.isnan(found[deepest:, column]).all()
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("depth", [128, 256])
+def test_zeros_reach_as_deep_as_the_columns_that_are_taken_together(device: torch.device, depth: int) -> None:
+    world = make_world(device, [(1, 200, "mixed", 8)], "head")
+    assert raw(dequantized(world, True, torch.float32, depth)[0]) == raw(
+        dequantized(world, False, torch.float32, depth)[0]
+    )
+
+
+def _listed(escapes: Escapes, kind: str, world: World) -> Escapes:
+    index, value = escapes.index.copy(), escapes.value.copy()
+    tokens = int(world.jobs[0, Job.TOKENS])
+    own, classed = world.own(0), world.of(0)
+    if kind == "missing":
+        return Escapes(index[1:], value[1:])
+    if kind == "elsewhere":
+        index[0] += 1
+    elif kind == "swapped":
+        index[:2] = index[1::-1]
+    elif kind == "twice":
+        return Escapes(np.append(index, index[-1]), np.append(value, value[-1]))
+    elif kind == "beyond":
+        return Escapes(np.append(index, np.uint32(0xFFFFFFFF)), np.append(value, np.int32(1)))
+    elif kind == "row the column lacks":
+        # In place of the last one, of the coarsest column, which has fewer components than the finest.
+        column = len(own) - 1
+        index[-1] = int(classed.rows[own[column]]) * tokens + column
+        order = np.argsort(index, kind="stable")
+        index, value = index[order], value[order]
+    return Escapes(index, value)
+
+
+@pytest.mark.parametrize("kind", ["missing", "elsewhere", "swapped", "twice", "beyond", "row the column lacks"])
+def test_escapes_that_lie_are_found(kind: str, device: torch.device) -> None:
+    world = make_world(device, [(0, 40, "mixed", 4), (1, 33, "mixed", 8)])
+    streams = [streams_of(world, job) for job in range(2)]
+    planes, escapes = world.coded[0]
+    assert len(escapes.index) > 2
+    world.coded[0] = (planes, _listed(escapes, kind, world))
+    data = data_of(world, streams)
+    got, want = dequantized(world, True, torch.float32, 64, data), dequantized(world, False, torch.float32, 64, data)
+    assert got[1] == want[1] == [int(Status.ESCAPES), 0]
+    at = int(world.jobs[1, Job.LEVELS])
+    assert raw(got[0][at:]) == raw(want[0][at:]) and raw(got[0][:GAP]) == raw(want[0][:GAP])
+
+
+def quantized(
+    world: World, kernel: bool, y: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    arrays = world.arrays()
+    max_rows = int(world.tables.arrays.plans[:, Plan.ROWS].max())
+    planes = world.poison(world.sizes[0])
+    counts = torch.full((len(world.jobs), max_rows), -1, dtype=torch.int32, device=world.device)
+    status = torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device)
+    (quantize_classes if kernel else quantize_classes_reference)(
+        world.place_y() if y is None else y, world.tensor(world.jobs), arrays["plans"], arrays["row_floats"],
+        arrays["row_ints"], arrays["inverses"], arrays["limits"], arrays["tables"], world.tensor(FAMILY.tables.freq),
+        world.tensor(world.columns), planes, counts, status, max_rows,
+    )  # fmt: skip
+    return planes, counts, status.tolist()
+
+
+@BOTH
+@pytest.mark.parametrize("group", ["head", "layer"])
+def test_quantizes_to_the_bytes_of_the_codec(device: torch.device, group: str, kernel: bool) -> None:
+    world = make_world(
+        device, [(0, 40, "mixed", 4), (1, 63, "each", 8), (0, 5, "none", 2), (1, 260, "mixed", 8)], group
+    )
+    planes, counts, status = quantized(world, kernel)
+    assert status == [0] * 4
+    assert torch.equal(planes, world.place_planes())
+    for job, (_, escapes) in enumerate(world.coded):
+        expected = np.full(counts.shape[1], -1)
+        if world.classes[job] is not None:
+            rows = escapes.index // np.uint32(world.jobs[job, Job.TOKENS])
+            expected = np.bincount(rows, minlength=counts.shape[1])
+        assert np.array_equal(counts[job].cpu().numpy(), expected)
+    counts[2] = 0
+    flat = counts.flatten().to(torch.int64)
+    total = int(flat.sum())
+    starts = (flat.cumsum(0) - flat).view(counts.shape)
+    index, value = world.poison(total + 5, torch.uint32), world.poison(total + 5, torch.int32)
+    arrays = world.arrays()
+    (list_escapes_classes if kernel else list_escapes_classes_reference)(
+        world.place_y(), world.tensor(world.jobs), arrays["plans"], arrays["row_floats"], arrays["row_ints"],
+        arrays["inverses"], world.tensor(world.columns), planes, starts, index[:total], value[:total], counts.shape[1],
+    )  # fmt: skip
+    assert np.array_equal(index.cpu().numpy()[:total], np.concatenate([e.index for _, e in world.coded]))
+    assert np.array_equal(value.cpu().numpy()[:total], np.concatenate([e.value for _, e in world.coded]))
+    assert (index.cpu().numpy()[total:].view(np.uint8) == POISON).all()
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("bad", [1.0, -1.0, float("inf"), float("nan")])
+def test_coefficients_too_large_for_their_class(device: torch.device, bad: float) -> None:
+    world = make_world(device, [(0, 40, "mixed", 4), (1, 20, "mixed", 4)])
+    own = world.own(0)
+    column = len(own) - 1
+    limit = MAX_LEVEL * float(world.of(0).steps[own[column]])
+    y = world.place_y()
+    at = int(world.jobs[0, Job.LEVELS]) + column
+    y[at] = np.nextafter(np.float32(limit), np.float32(0)).item()
+    assert quantized(world, True, y)[2] == quantized(world, False, y)[2] == [0, 0]
+    y[at] = limit * bad
+    want = [int(Status.TOO_LARGE), 0]
+    assert quantized(world, True, y)[2] == quantized(world, False, y)[2] == want
+
+
+# --- the linear maps
+
+
+@pytest.mark.parametrize("group", ["head", "layers:2"])
+def test_analyze_in_the_order_of_columns(device: torch.device, group: str) -> None:
+    plan = plan_of(group, device)
+    sections = len(plan.coding)
+    world = make_world(device, [(s, 70, "none" if s else "mixed", 4) for s in range(sections)], group)
+    x = torch.randn(70, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(0)).to(device)
+    chunks = torch.tensor([[70, 0, 0, 0]], device=device)
+    columns = Columns(world.tensor(world.columns), world.tensor(world.order), plan.classes.block_ranks)
+    maps = plan.classes.maps
+    out = []
+    for run in (analyze, analyze_reference):
+        y = torch.full((world.sizes[1],), float("nan"), device=device)
+        run(
+            x, world.tensor(world.jobs), maps.device_blocks, maps.forward, chunks, y, sections=sections,
+            max_rank=int(maps.blocks[:, 2].max()), max_tokens=70, columns=columns,
+        )  # fmt: skip
+        out.append(y)
+    assert torch.equal(out[0].isnan(), out[1].isnan())
+    torch.testing.assert_close(out[0].nan_to_num(), out[1].nan_to_num(), rtol=1e-5, atol=1e-5)
+    own = world.own(0)
+    at = int(world.jobs[0, Job.LEVELS])
+    stride = int(world.jobs[0, Job.STRIDE])
+    order = torch.from_numpy(world.order[:70].astype(np.int64)).to(device)
+    coefficients = _section_coefficients(plan, x, 0)
+    for k in np.unique(own):
+        columns_of = torch.from_numpy(np.flatnonzero(own == k)).to(device)
+        wanted = plan.coding[0].class_ranks[int(k)]
+        first = 0
+        for row, (rank, block) in enumerate(zip(wanted, coefficients, strict=True)):
+            deepest = plan.coding[0].class_ranks[plan.coding[0].classed.finest][row]
+            got = out[0][at + first * stride :][: rank * stride].view(rank, stride)[:, columns_of]
+            torch.testing.assert_close(got, block[:rank, order[columns_of]], rtol=1e-4, atol=1e-4)
+            first += deepest
+
+
+def _section_coefficients(plan: TransformPlan, x: torch.Tensor, section: int) -> list[torch.Tensor]:
+    """All coefficients of each block, by the profile's own bases."""
+    tiles = plan.geometry.tiles
+    first, end = tiles.bounds[section], tiles.bounds[section + 1]
+    order = torch.from_numpy(tiles.order[first:end]).long().to(x.device)
+    basis = plan.profile.learned[section].basis
+    values = torch.zeros(len(x), len(basis.mean), device=x.device)
+    values[:, order[order >= 0]] = x[:, first:end][:, order >= 0]
+    parts, column = [], 0
+    for matrix in basis.forward:
+        size = matrix.shape[1]
+        parts.append(matrix.to(x.device) @ values[:, column : column + size].T)
+        column += size
+    return parts
+
+
+# --- all of it
+
+
+BACK = {"bfloat16": 2**-6, "float16": 2**-9, "float32": 2**-15}
+
+
+def importance(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.exp2(2 * torch.randn(tokens, generator=torch.Generator().manual_seed(seed)))
+
+
+def on(device: torch.device, chunk: KVChunk) -> KVChunk:
+    return KVChunk([k.to(device) for k in chunk.keys], [v.to(device) for v in chunk.values], chunk.layout, chunk.start)
+
+
+def assert_close(got: KVChunk, want: KVChunk, rounding: float) -> None:
+    for a, b in zip([*got.keys, *got.values], [*want.keys, *want.values], strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
+
+
+def parts_of(blob: bytes, profile: Profile, codec: Codec) -> list[CodedPart]:
+    """The coded parts of a blob's sections."""
+    from cuvee.codec.container import read_header, read_section
+
+    header = read_header(blob)
+    out = []
+    for index, learned in enumerate(profile.learned):
+        classed = learned.classed_plan(codec.step)
+        _, plan = learned.plan(codec.step)
+        shape = (int(classed.planes.max()), int(classed.rows.max()))
+        reader = Reader(read_section(blob, header, index))
+        out.append(read_coded(reader, plan.planes, len(plan.shift), header.tokens, shape))
+    return out
+
+
+def classes_of(blob: bytes, profile: Profile, codec: Codec) -> list[U8]:
+    """Of each section the classes of the tokens, none where there are none."""
+    from cuvee.codec.container import read_header
+
+    tokens = read_header(blob).tokens
+    which = np.zeros(tokens, np.uint16)
+    out = []
+    for part, learned in zip(parts_of(blob, profile, codec), profile.learned, strict=True):
+        none = np.zeros(0, np.uint8)
+        table = class_table(learned.class_freq)
+        out.append(none if part.classes is None else rans.rans_decode(part.classes, which, which, table, 1, 1)[:, 0])
+    return out
+
+
+CASES = [
+    ("bfloat16", "layer"), ("irregular", "unit"), ("mqa", "head"), ("interleaved", "all"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "group"), CASES)
+def test_both_backends_read_what_the_other_wrote(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, name: str, group: str
+) -> None:
+    profile = fitted(name, group)
+    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+    chunk = make_chunk(layouts[name], 8, start=2)
+    weights = importance(8)
+    blob = cpu.encode(chunk, importance=weights)
+    mine = triton.encode(on(device, chunk), importance=weights)
+    assert all(len(np.unique(own)) > 3 for own in classes_of(blob, profile, cpu))
+    for own, expected in zip(classes_of(mine, profile, cpu), classes_of(blob, profile, cpu), strict=True):
+        assert np.array_equal(own, expected)
+    assert abs(len(mine) - len(blob)) <= 0.01 * len(blob)
+    rounding = BACK[layouts[name].dtype]
+    assert_close(triton.decode(mine, 500, device=device), cpu.decode(mine, 500), rounding)
+    if name != "irregular":
+        assert_close(triton.decode(blob, tokens=(3, 7), device=device), cpu.decode(blob, tokens=(3, 7)), rounding)
+        return
+    want, got = cpu.decode_layers(blob, 1, 2), triton.decode_layers(blob, 1, 2, device=device)
+    for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
+        assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
+
+
+def test_more_than_a_window(device: torch.device) -> None:
+    profile = profile_of("unit")
+    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+    noise = torch.Generator().manual_seed(0)
+    units = [[40 * torch.randn(300, n.kv_heads, d, generator=noise) for n, d in sizes] for sizes in sizes_of(LAYOUT)]
+    chunk = KVChunk(units[0], units[1], LAYOUT, 0)
+    weights = importance(300)
+    blob, mine = cpu.encode(chunk, importance=weights), triton.encode(on(device, chunk), importance=weights)
+    assert abs(len(mine) - len(blob)) <= 0.01 * len(blob)
+    assert_close(triton.decode(mine, device=device), cpu.decode(mine), BACK["float32"])
+
+
+def sizes_of(layout: KVLayout) -> list[list[tuple[LayerLayout, int]]]:
+    return [[(layer, getattr(layer, name)) for layer in layout.layers] for name in ("head_dim", "value_dim")]
+
+
+def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profile:
+    """The profile with predictors in some of its sections."""
+    rng = np.random.default_rng(0)
+    learned = []
+    for index, section in enumerate(profile.learned):
+        if sections is not None and index not in sections:
+            learned.append(section)
+            continue
+        count = min(7 + index, len(section.scale))
+        chosen = np.sort(rng.permutation(len(section.scale))[:count]).astype(np.int32)
+        scale = np.exp2(section.scale[chosen] / 64).astype(np.float32)
+        weights = rng.normal(0, 0.4, (2, count)).astype(np.float32)
+        predictor = Predictor(
+            chosen, scale, weights[0], weights[1], 0.05, 0.3, np.array([-1.5, -0.5, 0.1][: 2 + index % 2], np.float32)
+        )
+        freq = class_frequencies(np.exp2(-np.abs(np.arange(CLASSES) - 7.0)))
+        learned.append(replace(section, predictor=predictor, class_freq=freq))
+    return Profile(
+        profile.layout, profile.group, profile.source, profile.family, tuple(learned), min_step=profile.min_step
+    )
+
+
+@pytest.mark.parametrize("group", ["head", "layer"])
+def test_the_predictor_of_the_profile(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, group: str
+) -> None:
+    """Sections that predict, one that does not, and a chunk whose caller knows better, in one batch."""
+    layout = layouts["gqa"]
+    profile = predicting(fitted("gqa", group), (0, 2))
+    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+    chunks = [make_chunk(layout, tokens, seed, start) for seed, (tokens, start) in enumerate(((5, 1), (8, 0), (4, 7)))]
+    weights = [None, importance(8), None]
+    device_chunks = [on(device, chunk) for chunk in chunks]
+    pages = Pages(layout, device)
+    mixed = torch.randperm(64, generator=torch.Generator().manual_seed(0)).to(device)
+    slots = [mixed[:5], mixed[20:28], mixed[40:44]]
+    for chunk, at in zip(device_chunks, slots, strict=True):
+        pages.cache.write(chunk.keys, chunk.values, at)
+    blobs = triton.encode_paged(pages.cache, slots, [1, 0, 7], importance=weights)
+    wanted = [cpu.encode(chunk, importance=own) for chunk, own in zip(chunks, weights, strict=True)]
+    for number, (mine, theirs) in enumerate(zip(blobs, wanted, strict=True)):
+        own, expected = classes_of(mine, profile, cpu), classes_of(theirs, profile, cpu)
+        assert [len(c) > 0 for c in own] == [True, number == 1, True]
+        for a, b in zip(own, expected, strict=True):
+            assert np.abs(a.astype(int) - b.astype(int)).sum() <= 1  # an offset between two classes
+        assert abs(len(mine) - len(theirs)) <= 0.01 * len(theirs) + 8
+        assert_close(cpu.decode(mine), cpu.decode(theirs), 0.1)
+    target, expected_pages = Pages(layout, device), Pages(layout, CPU)
+    starts = [100, 0, 2000]
+    triton.decode_paged(wanted, target.cache, slots, starts).check()
+    cpu.decode_paged(wanted, expected_pages.cache, [at.cpu() for at in slots], starts).check()
+    for x, y in zip(target.memory, expected_pages.memory, strict=True):
+        assert float((x.cpu() - y).abs().max()) <= BACK["float32"] * float(y.abs().max())
+        assert bool(((x.cpu() == 7) == (y == 7)).all())
+
+
+class Pages:
+    """A cache of sevens, blocks of 16 tokens."""
+
+    def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None) -> None:
+        layer = layout.layers[0]
+        shape = (4, 16, layer.kv_heads, 2 * layer.head_dim)
+        self.memory = [torch.full(shape, 7.0).to(dtype or layout.torch_dtype).to(device) for _ in layout.layers]
+        scales = [0.5] * layout.num_layers if dtype else None
+        halves = [memory.chunk(2, 3) for memory in self.memory]
+        self.cache = PagedCache(layout, [k for k, _ in halves], [v for _, v in halves], scales, scales)
+
+
+def test_offsets_are_those_of_the_predictor(device: torch.device, fitted: Any, layouts: dict[str, KVLayout]) -> None:
+    profile = predicting(fitted("gqa", "head"), (0, 2))
+    plan = TransformPlan(profile, STEP, device, torch.float32)
+    predictor = DevicePredictor(profile.learned, plan.geometry.tiles, device)
+    x = 3 * torch.randn(12, plan.geometry.tiles.columns, generator=torch.Generator().manual_seed(1)).to(device)
+    chunks = np.array([[7, 0, 0, 0], [5, 7, 1, 1]], np.int64)
+    jobs, positions = predictor.place(chunks)
+    table = torch.from_numpy(chunks).to(device)
+    found = predictor.offsets(x, torch.from_numpy(jobs).to(device), table, torch.from_numpy(positions).to(device), 7)
+    for row, section in enumerate(predictor.sections):
+        own = profile.learned[section].predictor
+        assert own is not None
+        y = torch.cat(_section_coefficients(plan, x, int(section)))[torch.from_numpy(own.components).long()].cpu()
+        want = torch.cat([own.offsets(y[:, :7], 0, 0), own.offsets(y[:, 7:], 1, 0)])
+        torch.testing.assert_close(found[row].cpu(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, None])
+def test_caches_of_other_dtypes(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any, dtype: torch.dtype | None
+) -> None:
+    layout = layouts["bfloat16"]
+    profile = fitted("bfloat16", "layer")
+    cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
+    blob = cpu.encode(make_chunk(layout, 11), importance=importance(11))
+    got, want = Pages(layout, device, dtype), Pages(layout, CPU, dtype)
+    at = torch.randperm(64, generator=torch.Generator().manual_seed(3))[:11]
+    triton.decode_paged([blob], got.cache, [at.to(device)]).check()
+    cpu.decode_paged([blob], want.cache, [at]).check()
+    for a, b in zip(got.memory, want.memory, strict=True):
+        limit = (2**-3 if dtype else 2**-6) * float(b.float().abs().max())
+        assert float((a.cpu().float() - b.float()).abs().max()) <= limit
+
+
+def test_a_shard_codes_classes(
+    device: torch.device, layouts: dict[str, KVLayout], make_chunk: Any, fitted: Any
+) -> None:
+    profile = fitted("gqa", "head").shard(1, 2)
+    cpu, triton = Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
+    whole = make_chunk(layouts["gqa"], 10)
+    chunk = KVChunk([k[:, 1:] for k in whole.keys], [v[:, 1:] for v in whole.values], profile.layout, 0)
+    weights = importance(10)
+    mine = triton.encode(on(device, chunk), importance=weights)
+    assert abs(len(mine) - len(cpu.encode(chunk, importance=weights))) <= 8
+    assert_close(triton.decode(mine, device=device), cpu.decode(mine), BACK["float32"])
+
+
+def test_coarsest_and_finest_of_all(device: torch.device) -> None:
+    """Weights of zero make a token as coarse as there is, where nothing may be coded of it."""
+    profile = profile_of("head", top=3)
+    cpu, triton = Codec(profile, step=1.0), Codec(profile, step=1.0, backend="triton")
+    noise = torch.Generator().manual_seed(0)
+    units = [[torch.randn(20, n.kv_heads, d, generator=noise) for n, d in sizes] for sizes in sizes_of(LAYOUT)]
+    chunk = KVChunk(units[0], units[1], LAYOUT, 5)
+    for weights in (torch.tensor([1.0] + [0.0] * 19), torch.tensor([1.0, 1e9] * 10)):
+        blob, mine = cpu.encode(chunk, importance=weights), triton.encode(on(device, chunk), importance=weights)
+        assert mine == blob
+        assert_close(triton.decode(blob, device=device), cpu.decode(blob), BACK["float32"])

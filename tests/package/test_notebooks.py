@@ -1,0 +1,204 @@
+"""The notebooks run from top to bottom without a word on standard error, and are committed with their outputs.
+
+    python tests/package/test_notebooks.py NOTEBOOK...
+
+executes notebooks and writes them back with their outputs, as they are to be committed: no times, no versions.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ("quickstart", "quality_vs_size", "blend")
+METADATA = {
+    "kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"},
+    "language_info": {"name": "python"},
+}
+MOST_BYTES = 150_000
+CELL_SECONDS = 600  # before a cell that hangs is ended
+
+Notebook = Any  # nbformat's nodes have no attributes that a type checker knows
+
+
+def main(paths: list[Path]) -> None:
+    """Execute notebooks and write them back. A folder of their own holds what they leave and what tools would keep."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(
+            PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
+            OMP_NUM_THREADS="1",  # sums come out the same on any number of cores
+            MPLBACKEND="module://matplotlib_inline.backend_inline",
+            PYTHONWARNINGS="ignore:IProgress not found",  # tqdm, imported by transformers, wants a widget for its bars
+            # A person's own settings might interfere.
+            **dict.fromkeys(("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"), folder),
+            **dict.fromkeys(("IPYTHONDIR", "MPLCONFIGDIR"), folder),
+        )
+        # Whoever imports it first lists the fonts for all that follow, and on a slow machine says so aloud.
+        importlib.import_module("matplotlib.font_manager")
+        for path in paths:
+            execute(path, folder)
+
+
+def execute(path: Path, folder: str) -> None:
+    """Execute a notebook in a kernel of its own and write it back with its outputs; on any failure it stays as it was.
+
+    Raises:
+        CellExecutionError: a cell raised.
+        ValueError: a cell wrote to standard error.
+    """
+    from nbclient import NotebookClient
+
+    notebook = read(path)
+    NotebookClient(
+        notebook,
+        timeout=CELL_SECONDS,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,  # how often a stream was flushed is a matter of time
+        resources={"metadata": {"path": folder}},
+        # Its only warning is that what goes between processes of this machine is not encrypted.
+        extra_arguments=["--IPKernelApp.log_level=ERROR"],
+    ).execute()
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            if output.get("name") == "stderr":
+                raise ValueError(f"cell {cell.id} wrote to standard error:\n{output.text}")
+    notebook.metadata = nbformat.from_dict(METADATA)
+    for cell in notebook.cells:
+        cell.metadata = nbformat.from_dict({})
+    partial = path.with_suffix(".partial")
+    partial.write_text(nbformat.writes(notebook, version=4) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read(path: Path) -> Notebook:
+    return nbformat.read(path, as_version=4)
+
+
+def code_cells(notebook: Notebook) -> list[Notebook]:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def printed(cell: Notebook) -> str:
+    """All text of a cell's outputs."""
+    return "\n".join(o.text if o.output_type == "stream" else str(o.data.get("text/plain", "")) for o in cell.outputs)
+
+
+def shape(cell: Notebook) -> list[list[str]]:
+    """What kinds of output a cell has, whatever they say."""
+    return [[o.name] if o.output_type == "stream" else sorted(o.data) for o in cell.outputs]
+
+
+def run(path: Path) -> subprocess.CompletedProcess[str]:
+    """`main` in a process of its own: neither pytest's filters nor its threads reach the kernel."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
+    command = [sys.executable, str(Path(__file__).resolve()), str(path)]
+    return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(params=NOTEBOOKS)
+def committed(request: pytest.FixtureRequest) -> Path:
+    return ROOT / "notebooks" / f"{request.param}.ipynb"
+
+
+@pytest.mark.parametrize(
+    "name", [NOTEBOOKS[0], *(pytest.param(name, marks=pytest.mark.slow) for name in NOTEBOOKS[1:])]
+)
+def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
+    original = ROOT / "notebooks" / f"{name}.ipynb"
+    copy = tmp_path / original.name
+    copy.write_bytes(original.read_bytes())
+    done = run(copy)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == [original.name]  # a notebook leaves nothing behind
+    before, after = read(original), read(copy)
+    assert [cell.source for cell in after.cells] == [cell.source for cell in before.cells]
+    # What is committed came out of this very source. Figures may differ in their last digits between machines.
+    assert [shape(cell) for cell in code_cells(after)] == [shape(cell) for cell in code_cells(before)]
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("assert 1 + 1 == 3", "AssertionError"),
+        ("import warnings\nwarnings.warn('old news')", "wrote to standard error"),
+        ("import sys\nprint('oh', file=sys.stderr)", "wrote to standard error"),
+    ],
+)
+def test_a_cell_that_fails_or_warns_fails_the_notebook(source: str, complaint: str, tmp_path: Path) -> None:
+    path = tmp_path / "bad.ipynb"
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    path.write_text(nbformat.writes(notebook), encoding="utf-8")
+    before = path.read_bytes()
+    done = run(path)
+    assert done.returncode != 0
+    assert complaint in done.stderr
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_notebooks_are_committed_as_execution_leaves_them(committed: Path) -> None:
+    text = committed.read_text(encoding="utf-8")
+    notebook = read(committed)
+    nbformat.validate(notebook)
+    assert (notebook.nbformat, notebook.nbformat_minor) == (4, 5)
+    assert json.loads(text)["metadata"] == METADATA
+    assert text == nbformat.writes(notebook, version=4) + "\n"
+    assert len(text.encode()) < MOST_BYTES
+    identifiers = [cell.id for cell in notebook.cells]
+    assert len(set(identifiers)) == len(identifiers)
+    assert all(re.fullmatch(r"[a-z][a-z-]+", name) for name in identifiers), "give cells names, not random ids"
+    assert all(cell.metadata == {} for cell in notebook.cells)
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+
+
+def test_outputs_are_there_and_none_is_an_error(committed: Path) -> None:
+    outputs = [output for cell in code_cells(read(committed)) for output in cell.outputs]
+    assert outputs
+    assert not [output for output in outputs if output.output_type == "error" or output.get("name") == "stderr"]
+    images = [output.data["image/png"] for output in outputs if "image/png" in output.get("data", {})]
+    assert images
+    assert not [cell.id for cell in code_cells(read(committed)) if not cell.outputs]
+
+
+def test_nothing_tells_where_a_notebook_was_run(committed: Path) -> None:
+    notebook = read(committed)
+    for cell in notebook.cells:
+        text = cell.source + ("\n" + printed(cell) if cell.cell_type == "code" else "")
+        assert not re.search(r"(?<![\w./:])(?:/[\w.-]+){2,}|\b[A-Za-z]:\\|(?<!\w)~/", text), f"a path in {cell.id}"
+        assert not re.search(r"\w@\w", text), f"user@host in {cell.id}"
+        assert not re.search(rf"\b{re.escape(socket.gethostname())}\b", text), f"this machine's name in {cell.id}"
+        assert not re.search(r"\b\d+(\.\d+)? ?(ms|s|seconds|[GM]B/s)\b", text), f"a speed in {cell.id}"
+
+
+def test_code_cells_compile_and_are_clean(committed: Path) -> None:
+    for cell in code_cells(read(committed)):
+        ast.parse(cell.source, filename=cell.id)
+    for check in (["check"], ["format", "--check"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "ruff", *check, "--no-cache", str(committed)],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    main([Path(argument) for argument in sys.argv[1:]])

@@ -1,0 +1,218 @@
+"""The package as a user meets it: lazy names, importable modules, a wheel with everything in it."""
+
+import ast
+import importlib
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import cuvee
+from cuvee.eval.data import TEXTS
+
+ROOT = Path(__file__).parents[2]
+SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
+# What an extra brings that `dev` does not: a module may need one of these, and nothing else, to be imported.
+OPTIONAL = {"fsspec", "lmcache", "redis", "vllm"}
+# vLLM warns while it is imported; its own tests import these, in processes of their own.
+NEED_VLLM = ("cuvee.integrations.vllm.connector", "cuvee.integrations.vllm.prometheus")
+DATA_FILES = (
+    "cuvee/py.typed",
+    "cuvee/eval/models/books-3m/config.json",
+    "cuvee/eval/models/books-3m/model.safetensors",
+    "cuvee/eval/models/books-3m/tokenizer.json",
+    "cuvee/eval/models/books-3m/README.md",
+    *(f"cuvee/eval/texts/{name}.txt" for name in TEXTS),
+    "cuvee/eval/texts/README.md",
+    *(f"cuvee/eval/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
+    "cuvee/eval/texts/mixture/dialogue.json",
+    "cuvee/eval/REPORT.md",
+    "cuvee/eval/report/report.html.j2",
+    "cuvee/eval/tasks/cuvee_kv_8.yaml",
+    "cuvee/eval/tasks/cuvee_kv_8.jsonl",
+)
+
+
+def module_names() -> list[str]:
+    """Every module below src/cuvee, through the symlinks, which `rglob` does not follow."""
+    names = []
+    for folder, _, files in os.walk(ROOT / "src" / "cuvee", followlinks=True):
+        parts = Path(folder).relative_to(ROOT / "src").parts
+        for file in files:
+            if file.endswith(".py") and file != "__main__.py":
+                names.append(".".join(parts if file == "__init__.py" else (*parts, file[:-3])))
+    return sorted(names)
+
+
+def run_python(code: str, *arguments: str, cwd: Path) -> str:
+    """Run `code` in a fresh interpreter that fails on the first warning; return what it printed."""
+    command = [sys.executable, "-W", "error", "-c", code, *arguments]
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONWARNINGS")}
+    result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+# --- import cuvee
+
+
+def test_import_is_lazy(tmp_path: Path) -> None:
+    code = "import sys, cuvee; print(*sorted({'torch', 'numpy', 'numba', 'transformers'} & set(sys.modules)))"
+    assert run_python(code, cwd=tmp_path).split() == []
+
+
+@pytest.mark.parametrize("name", cuvee.__all__)
+def test_public_name(name: str) -> None:
+    assert getattr(cuvee, name) is getattr(cuvee, name)
+    assert name in dir(cuvee)
+
+
+def test_public_names_agree_with_the_typed_ones() -> None:
+    """A type checker sees the TYPE_CHECKING block, the interpreter sees __getattr__: both list __all__."""
+    tree = ast.parse((ROOT / "src" / "cuvee" / "__init__.py").read_text(encoding="utf-8"))
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("cuvee.")
+        for alias in node.names
+    }
+    assert typed == cuvee._HOME
+    assert sorted(cuvee.__all__) == sorted({*typed, "__version__"})
+
+
+def test_unknown_name() -> None:
+    """The ignore is a test too: mypy reports it as unused once it no longer knows the names."""
+    with pytest.raises(AttributeError, match="module 'cuvee' has no attribute 'Codek'"):
+        _ = cuvee.Codek  # type: ignore[attr-defined]
+
+
+def test_star_import(tmp_path: Path) -> None:
+    assert run_python("from cuvee import *; print(Codec.__name__)", cwd=tmp_path).strip() == "Codec"
+
+
+# --- modules
+
+
+@pytest.mark.parametrize("name", SUBPACKAGES)
+def test_subpackage_imports(name: str) -> None:
+    module = importlib.import_module(f"cuvee.{name}")
+    assert module.__name__ == f"cuvee.{name}"
+
+
+@pytest.mark.parametrize("name", [name for name in module_names() if name not in NEED_VLLM and "examples" not in name])
+def test_module_imports(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in OPTIONAL:
+            raise
+        pytest.skip(f"needs {missing}")
+
+
+def test_nothing_that_is_shipped_asserts() -> None:
+    """`python -O` leaves asserts out: what must hold is checked by an error, what cannot fail is a test."""
+    found = []
+    for name in module_names():
+        path = ROOT / "src" / name.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        found += [f"{name}:{node.lineno}" for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+    assert found == []
+
+
+def test_kernels_is_a_namespace_package() -> None:
+    """With an __init__.py, a program started in the root makes transformers take the folder for its own."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+# --- the distributions
+
+
+@pytest.fixture(scope="module")
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the sdist, and the wheel from it, out of a copy: the build writes into the tree it runs in."""
+    source = tmp_path_factory.mktemp("source") / "cuvee"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, source / name)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    for name in ("src", *SUBPACKAGES):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=unwanted)
+    result = subprocess.run(
+        [sys.executable, "-m", "build", "--no-isolation", "--outdir", "dist"],
+        cwd=source,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return source / "dist"
+
+
+@pytest.fixture(scope="module")
+def wheel(distributions: Path) -> Path:
+    (path,) = distributions.glob("*.whl")
+    return path
+
+
+def test_wheel_contains_all_modules_and_data(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    modules = {name for name in names if name.endswith(".py")}
+    expected = set()
+    for name in module_names():
+        path = name.replace(".", "/")
+        is_package = (ROOT / "src" / path).is_dir()
+        expected.add(f"{path}/__init__.py" if is_package else f"{path}.py")
+    if "cuvee/__main__.py" in modules:
+        expected.add("cuvee/__main__.py")
+    assert modules == expected
+    assert not set(DATA_FILES) - names
+    assert {name.partition("/")[0] for name in names} == {"cuvee", f"cuvee-{cuvee.__version__}.dist-info"}
+    assert not [name for name in names if "__pycache__" in name]
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        folder = f"cuvee-{cuvee.__version__}.dist-info"
+        metadata = archive.read(f"{folder}/METADATA").decode()
+        scripts = archive.read(f"{folder}/entry_points.txt").decode()
+        licence = archive.read(f"{folder}/licenses/LICENSE").decode()
+    assert "License-Expression: Apache-2.0\n" in metadata
+    assert "cuvee = cuvee.cli:main" in scripts
+    assert "[lm_eval.models]\ncuvee = cuvee.eval.lm:CuveeLM" in scripts
+    assert "the cuvee authors" in licence
+
+
+def test_sdist_contains_the_licence_and_the_model(distributions: Path) -> None:
+    (path,) = distributions.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"LICENSE", "NOTICE", "pyproject.toml"} <= names
+    assert not {f"src/{name}" for name in DATA_FILES} - names
+
+
+def test_wheel_works_once_installed(wheel: Path, tmp_path: Path) -> None:
+    target = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(target), str(wheel)], check=True, capture_output=True)
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import cuvee, cuvee.codec, cuvee.kernels, cuvee.blend, cuvee.integrations, cuvee.eval
+from cuvee.codec.errors import CuveeError
+from cuvee.eval.data import bundled_text, load_bundled_model
+assert cuvee.CuveeError is CuveeError
+model, tokenizer = load_bundled_model()
+assert tokenizer.decode(tokenizer(bundled_text("orchard")[:200]).input_ids) == bundled_text("orchard")[:200]
+print(cuvee.__file__, cuvee.__version__)
+"""
+    where, version = run_python(code, str(target), cwd=tmp_path).split()
+    assert Path(where).is_relative_to(target)
+    assert version == cuvee.__version__

@@ -1,0 +1,171 @@
+"""The README's Python runs as it stands, and says what is true."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cuvee
+from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
+from cuvee.codec.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
+from cuvee.integrations.stores import urls
+from cuvee.integrations.vllm.config import Options
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
+REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
+ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
+BLENDED = ROOT / "eval" / "results" / "2026-11-21-blend" / "blend.json"
+FAMILIES = ("cuvee/layer", "cuvee/all")
+ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
+
+
+def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
+    library, paged, blended = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(compile(library, "README.md", "exec"), names)
+    assert names["cache"].get_seq_length() == 300
+    assert len(names["blobs"]) == 2
+    assert 5 < cuvee.inspect(names["blobs"][0]).ratio < 50
+    exec(compile(paged, "README.md", "exec"), names)
+    restored = names["paged"].read(names["slots"], 0)
+    for layer, keys in enumerate(restored.keys):
+        assert torch.equal(keys.transpose(0, 1), names["cache"].layers[layer].keys[0])
+    (blob,) = names["blobs"]
+    assert cuvee.inspect(blob).tokens == 300
+    exec(compile(blended, "README.md", "exec"), names)
+    assert names["result"].cache.get_seq_length() == 128 + 128 + 30
+    assert 0.1 < names["result"].record.cost < 0.25 and names["library"].counters.misses == 2
+    (of_blend,) = re.findall(r"```python\n(.*?)```", BLEND, re.DOTALL)
+    names["documents"] = names["text"][:384].split(128)
+    of_blend = of_blend.replace("/var/cache/chunks", str(tmp_path / "chunks"))
+    exec(compile(of_blend, "blend/README.md", "exec"), names)
+    assert names["result"].record.tokens == 384 + 30 and any((tmp_path / "chunks").iterdir())
+
+
+def test_files_and_commands_that_the_readme_names_exist() -> None:
+    for name in re.findall(r"`([\w/.]+\.(?:md|py))`", README):
+        assert any((ROOT / folder / name).is_file() for folder in (".", "codec")), name
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"^make (\w+)", README, re.MULTILINE):
+        assert f"\n{target}:" in makefile
+    for preset in ("lossless", "high", "balanced", "small"):
+        assert f'"{preset}"' in README
+
+
+def test_security_names_what_exists() -> None:
+    text = (ROOT / "SECURITY.md").read_text(encoding="utf-8")
+    for name in re.findall(r"`([\w/.]+\.(?:md|py))`", text):
+        assert (ROOT / name).is_file(), name
+    names = {field.name for field in fields(Options)}
+    assert {"key_env", "key_file"} <= names and all(f"`{name}`" in text for name in ("key_env", "key_file"))
+    assert {"password_env", "password_file"} == set(urls._PASSWORD) and all(f"`{n}=`" in text for n in urls._PASSWORD)
+    parameters = {**inspect.signature(Codec).parameters, **inspect.signature(Codec.decode).parameters}
+    for name in re.findall(r"`(?:Codec\()?(\w+)=\)?`", text):
+        assert name in parameters or name in urls._PASSWORD, name
+    assert f"default {MAX_DECODED_TOKENS}" in text and f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES} secret bytes" in text
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table of the README whose first cell is `heading`."""
+    table = README[README.index(f"| {heading} |") :].split("\n\n")[0]
+    return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+
+
+def ratio(report: dict[str, Any], anchor: str, of: str, against: str) -> dict[str, float]:
+    (entry,) = (entry for entry in report["comparison"] if entry["anchor"] == anchor)
+    (found,) = (r for r in entry["ratios"] if (r["of"], r["against"]) == (of, against))
+    return dict(found)
+
+
+def test_the_ratios_are_those_of_the_committed_report() -> None:
+    report = json.loads(REPORT.read_text(encoding="utf-8"))
+    table = rows("smaller than …")
+    for cells, anchor in zip(table, (*ANCHORS, "cachegen-tables-free", "int8"), strict=False):
+        for cell, family in zip(cells[1:], FAMILIES, strict=True):
+            r = ratio(report, anchor, family, anchor)
+            assert cell == f"{r['ratio']:.1f}x** ({r['low']:.1f} to {r['high']:.1f})", cells[0]
+    against = (("pca/layer", "pca/all"), ("pca/kv", "pca/kv"), ("kvtc/kv", "kvtc/kv"))
+    for cells, others in zip(table[5:], against, strict=True):
+        for cell, family, other in zip(cells[1:], FAMILIES, others, strict=True):
+            ratios = [ratio(report, anchor, family, other)["ratio"] for anchor in ANCHORS]
+            assert cell == " / ".join(f"{r:.1f}" for r in ratios) + "x", cells[0]
+
+
+def test_the_sizes_and_losses_are_those_of_the_committed_report() -> None:
+    report = json.loads(REPORT.read_text(encoding="utf-8"))
+    quality = {entry["key"]: entry for entry in report["quality"]}
+    presets = [[f"{family}@{preset}" for preset in ("high", "balanced", "small")] for family in FAMILIES]
+    keys = [["bf16"], ["fp8-e4m3"], ["int8"], ["kivi4"], ["cachegen"], ["cuvee/lossless"], *presets]
+    for cells, row in zip(rows("cache of books-3m"), [*keys, ["cuvee/generic@balanced"]], strict=True):
+        entries = [quality[key] for key in row]
+        assert cells[1] == " / ".join(f"{e['bits_per_value']:.2f}" for e in entries), cells[0]
+        digits = 1 if len(row) == 1 else 0
+        assert cells[2] == " / ".join(f"{e['ratio']:.{digits}f}" for e in entries) + "x", cells[0]
+        if cells[3] != "exact":
+            assert cells[3].split(" ± ")[0] == " / ".join(
+                f"{e['kl']:.4f}" if e["kl"] >= 1e-4 else f"{e['kl']:.5f}" for e in entries
+            ), cells[0]
+            assert cells[4] == " / ".join(f"{100 * e['top1']:.1f}" for e in entries) + " %", cells[0]
+
+
+def test_what_is_said_about_tasks_is_true_of_the_committed_report() -> None:
+    report = json.loads(REPORT.read_text(encoding="utf-8"))
+    better = {task["name"]: 1 if task["higher_is_better"] else -1 for task in report["tasks"]}
+    scores = {(score["key"], score["task"]): score for score in report["scores"]}
+    assert len(better) == 9
+    for task, sign in better.items():
+        for family in FAMILIES:
+            for preset in ("high", "balanced"):
+                lost = -sign * scores[f"{family}@{preset}", task]["difference"]
+                assert lost <= scores["bf16", task]["stderr"] and lost <= (0.0151 if sign > 0 else 0.0055), task
+    assert max(-scores["kivi2", task]["difference"] for task, sign in better.items() if sign > 0) >= 0.105
+
+
+def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
+    report = json.loads(ENGINE.read_text(encoding="utf-8"))
+    lengths = report["first_token"]["lengths"]
+    table = rows("time to first token, of the time it takes to compute")
+    for cells, variant in zip(table, ("lossless, file", "lossless, redis", "balanced, file", None), strict=True):
+        for cell, length in zip(cells[1:], lengths, strict=True):
+            ratio = length["variants"][variant]["hit_over_recompute"] if variant else length["own_cache_over_recompute"]
+            assert cell == f"{ratio['median']:.3f}", cells[0]
+    for preset, group in (("balanced", "layer"), ("balanced", "generic"), ("lossless", None)):
+        (entry,) = (
+            entry
+            for entry in report["footprint"]["entries"]
+            if entry["chunk_tokens"] == 256 and entry["quality"] == preset and entry["profile"] == group
+        )
+        assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in README.split("### In vLLM")[1]
+    storing = [ratio["median"] for ratio in report["storing"]["throughput_over_no_connector"].values()]
+    assert round(min(storing), 2) >= 0.84 and round(max(storing), 2) <= 0.95
+
+
+def test_the_shares_of_blending_are_those_of_the_committed_run() -> None:
+    report = json.loads(BLENDED.read_text(encoding="utf-8"))
+    made = {construction["name"]: construction for construction in report["constructions"]}
+    kinds = (
+        ("exact", "alone", "hkvd"), ("exact", "alone", "boundary"), ("exact", "alone", "default"),
+        ("exact", "averaged", "nothing"), ("exact", "averaged", "boundary"), ("exact", "averaged", "overlap*boundary"),
+        ("exact", "averaged", "default"), ("high", "averaged", "default"), ("balanced", "averaged", "default"),
+    )  # fmt: skip
+    table = rows("% recovered at cost 15 / 30 / 45 %")
+    for cells, kind in zip(table, kinds, strict=True):
+        for cell, construction in zip(cells[1:], made.values(), strict=True):
+            found = [e for e in construction["entries"] if (e["kv"], e["chunks"], e["selector"]) == kind]
+            shown = [e for e in found if e["cost"] in (None, 0.15, 0.3, 0.45)]
+            assert cell == " / ".join("-" if e["reason"] else f"{100 * e['share']:.0f}" for e in shown), cells[0]
+    ratios = {
+        (length["tokens"], blend["selector"], blend["cost"]): blend["ratio"]["median"]
+        for length in report["wall_time"]["lengths"]
+        for blend in length["blends"]
+    }
+    for tokens, said in re.findall(r"(\d\.\d\d) at ([\d,]+) tokens", README):
+        assert f"{ratios[int(said.replace(',', '')), 'default', 0.15]:.2f}" == tokens
