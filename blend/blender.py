@@ -1,6 +1,6 @@
 """`Blender`: a prompt of cached chunks and text -> a cache that generation continues on.
 
-    segments --place--> keys, values [H, T, D] a layer      chunks decoded or turned to their new positions
+    segments --place--> keys, values [H, T, D] per layer      chunks decoded or turned to their new positions
              --select-> positions                            what is recomputed (selectors.py)
              --compute> layer by layer, text and selected    each token looks at all KV before it, cached or new,
                         tokens only                          and what it computes replaces what was cached there
@@ -66,7 +66,7 @@ class BlendRecord:
         layers: of the model.
         computed: cached tokens that went through each layer.
         query_token_layers: spent by the selector on passes of the query.
-        depth: int64 `[T]`: through how many layers a token went; all of them for text.
+        depth: int64 `[T]`: through how many layers per token went; all of them for text.
         text: bool `[T]`: computed because nothing was cached. What else has a depth was chosen by the selector.
         segments: what became of each.
         selector: which one decided, as Python writes it.
@@ -100,7 +100,7 @@ class BlendResult:
 
     Attributes:
         tokens: int64 `[T]`, of all segments.
-        cache: keys and values `[1, H, T, D]` a layer in the model's dtype.
+        cache: keys and values `[1, H, T, D]` per layer in the model's dtype.
         logits: float32 `[n, V]` after the last n tokens.
         record: what was recomputed.
     """

@@ -4,7 +4,7 @@
                                  └───── miss ─> model, codec ─> blob, which is stored
 
 A chunk that was computed alone never saw what a prompt puts before it. Computed behind several typical contexts, all at
-the same positions, its keys and values can be averaged: the mean over contexts minimises the expected squared error to
+the same positions, its keys and values can be averaged: the mean over contexts minimizes the expected squared error to
 the keys and values that the next context would give.
 
            context 0 ─┐

@@ -53,7 +53,7 @@ class Selection(Protocol):
 
         Args:
             layer: it was measured in.
-            keys: float32, one number a token.
+            keys: float32, one number per token.
             values: likewise.
         """
         ...

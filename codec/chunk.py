@@ -153,7 +153,7 @@ def _per_layer(name: str, tensors: torch.Tensor | Sequence[torch.Tensor], layout
 def _wrong_dtype(what: str, got: torch.dtype, expected: str) -> str:
     if got in (torch.uint8, torch.int8) or str(got).startswith("torch.float8"):
         return (
-            f"{what} are {got}: an fp8 or int8 cache must be dequantised by value with its scales "
+            f"{what} are {got}: an fp8 or int8 cache must be dequantized by value with its scales "
             f"to {expected} first, never reinterpreted"
         )
     return f"{what} are {got}, the layout says {expected}: convert them, or build the layout with that dtype"

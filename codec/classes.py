@@ -1,7 +1,7 @@
-"""Token classes: a quantiser step of its own for every token, and the order in which tokens are coded.
+"""Token classes: a quantizer step of its own for every token, and the order in which tokens are coded.
 
 Tokens differ by orders of magnitude in what an error on them costs. The encoder gives each token of a section a
-*class* k, and quantises it with the step index `step + 32 (k - 8)`: half an octave a class, from four octaves finer
+*class* k, and quantizes it with the step index `step + 32 (k - 8)`: half an octave a class, from four octaves finer
 than the blob's step to three and a half coarser. The decoder only reads the classes; how they were chosen
 (`importance.py`, attention, a caller's own weights) is the encoder's business.
 
@@ -29,7 +29,7 @@ from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
 
 CLASSES = 16
 NEUTRAL = 8  # the class whose step is the blob's
-CLASS_UNITS = 32  # step units (1/64 octave) between neighbouring classes
+CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
 WINDOW = 256  # tokens sorted together; a multiple of every number of tokens per stream
 CLASS_BITS = 12  # probability bits of a class table
 
@@ -90,11 +90,11 @@ class ClassedPlan:
     Attributes:
         plans: as given.
         finest: the finest class that is served.
-        steps: `[16]` float32 quantiser steps.
+        steps: `[16]` float32 quantizer steps.
         rows: `[16]` int32 components; 0 for classes that are not served, here and below.
         planes: `[16]` int32 byte planes.
         tables: `[16, P]` uint16 entropy table of each plane.
-        level_table: `[16, R]` uint16 index into the quantiser's arrays.
+        level_table: `[16, R]` uint16 index into the quantizer's arrays.
         shift: `[16, R]` uint8 low bits coded apart.
         low_plane: `[16, R]` int32 plane of those low bits, 0 where there are none.
 
@@ -106,7 +106,7 @@ class ClassedPlan:
         served = [k for k, plan in enumerate(plans) if plan is not None]
         if not served:
             raise ProfileError(
-                "the quantiser step is too small for this profile: use a larger step or quality='lossless'"
+                "the quantizer step is too small for this profile: use a larger step or quality='lossless'"
             )
         self.plans = tuple(plans)
         self.step = step

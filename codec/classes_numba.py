@@ -111,7 +111,7 @@ def rans_encode_classes(
     """See `cuvee.codec.rans_classes.rans_encode_classes`: the same arguments, the same bytes."""
     count = stream_count(len(classes), tokens_per_stream)
     states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    words = np.empty(int(plan.planes[classes].sum(dtype=np.int64)), np.uint16)  # the bound: at most one word a symbol
+    words = np.empty(int(plan.planes[classes].sum(dtype=np.int64)), np.uint16)  # the bound: at most one word per symbol
     filled = _encode(
         planes, classes, plan.planes, plan.tables, tables.freq, tables.cumulative, tables.prob_bits,
         tokens_per_stream, WINDOW, states, lengths, words,

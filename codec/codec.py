@@ -56,9 +56,9 @@ class Codec:
         quality: `"lossless"`, `"high"`, `"balanced"` (the default) or `"small"`; or instead exactly one of
         kl: nats per token that the model's predictions may move, read off the profile's curve: what it promises for
             the worst kind of text it was measured on. Below the least it reaches, the codec is lossless;
-        bits: bits a value, all bytes counted;
+        bits: bits per value, all bytes counted;
         ratio: uncompressed over compressed size;
-        step: the quantiser step itself, in the profile's units.
+        step: the quantizer step itself, in the profile's units.
         kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides, instead of the worst.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
@@ -149,7 +149,7 @@ class Codec:
             return None
         offsets = importance_offsets(importance, tokens)
         if self._own is Scheme.GENERIC:
-            raise InputError("importance needs a learned profile: a generic one quantises all tokens alike")
+            raise InputError("importance needs a learned profile: a generic one quantizes all tokens alike")
         return offsets
 
     def _blob(self, layout: KVLayout, tokens: int, start: int, sections: Sequence[bytes], associated: bytes) -> bytes:
@@ -231,7 +231,7 @@ class Codec:
         """Restore only the layers `first_layer <= l < end_layer`, reading only their sections: layer-wise restoring.
 
         Returns:
-            keys and values, one `[T, H, D]` tensor a layer.
+            keys and values, one `[T, H, D]` tensor per layer.
 
         Raises:
             as `decode`; InputError for layers the model does not have.
@@ -305,7 +305,7 @@ class Codec:
             associated: of each chunk, as in `encode`.
 
         Returns:
-            one blob a chunk. They hold values of `cache.layout.dtype`, whatever the cache stores.
+            one blob per chunk. They hold values of `cache.layout.dtype`, whatever the cache stores.
 
         Raises:
             as `encode`; InputError for slots that the cache does not have.
@@ -595,7 +595,7 @@ def _told(tokens: int, start: int, dtype: str, scheme: Scheme, step: int) -> str
 def _outputs(
     layout: KVLayout, layers: range, tokens: int, device: torch.device
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Uninitialised `[tokens, H, D]` keys and values of each layer; `[0, H, D]` for those not in `layers`."""
+    """Uninitialized `[tokens, H, D]` keys and values of each layer; `[0, H, D]` for those not in `layers`."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     for index, layer in enumerate(layout.layers):

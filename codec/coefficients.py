@@ -1,4 +1,4 @@
-"""Coefficients to the coded part of a section and back: quantise, predict, pack, entropy-code.
+"""Coefficients to the coded part of a section and back: quantize, predict, pack, entropy-code.
 
     y [R, T] float32 --quantize--> levels --predict--> differences --pack--> planes --rANS--> streams
 
@@ -28,7 +28,7 @@ MAX_TOKENS_PER_STREAM = 128
 BATCH_STREAMS = 64  # decoded together: enough lanes to hide the latency of a table look-up
 STREAM_BITS = 2048  # a stream's state and length cost about 5 bytes: at this size 2 %
 STREAM_SYMBOLS = 512
-PREDICTED_TOKENS = 16  # tokens a stream under prediction, which restarts with each
+PREDICTED_TOKENS = 16  # tokens per stream under prediction, which restarts with each
 
 
 def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
@@ -72,7 +72,7 @@ def _merge(parts: list[Escapes]) -> Escapes:
 
 
 def _too_large(steps: float) -> str:
-    return f"the KV cache holds values that are {steps:.3g} quantiser steps large: encode it with quality='lossless'"
+    return f"the KV cache holds values that are {steps:.3g} quantizer steps large: encode it with quality='lossless'"
 
 
 def _side_by_side(parts: list[U8], tokens: int) -> U8:
@@ -129,7 +129,7 @@ class CoefficientCoder:
         """
         if len(plan.shift) * tokens >= 1 << 32:
             raise InputError(
-                f"{len(plan.shift)} components cannot hold {tokens} tokens a chunk: encode fewer at a time"
+                f"{len(plan.shift)} components cannot hold {tokens} tokens per chunk: encode fewer at a time"
             )
         entropy = self.family.tables.entropy
         per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)

@@ -102,7 +102,7 @@ class BlobInfo:
         scheme: "lossless", "transform" or "generic".
         version: format version.
         dtype, tokens, start, values_per_token: of the chunk.
-        step: quantiser step in the profile's units, or None for lossless.
+        step: quantizer step in the profile's units, or None for lossless.
         layout_fingerprint, profile_id: hex; profile_id is None for lossless.
         section_bytes: bytes of every section, in order.
         header_bytes, total_bytes: of the blob.

@@ -12,7 +12,7 @@ import torch
 def compare(
     exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
 ) -> tuple[list[float], list[float], list[float]]:
-    """What another cache does to predictions, one number a sequence.
+    """What another cache does to predictions, one number per sequence.
 
     Args:
         exact: log-probabilities `[B, T, V]` after the exact cache.
@@ -20,7 +20,7 @@ def compare(
         targets: `[B, T]` int64, the tokens that really came next.
 
     Returns:
-        KL(exact || other) in nats a token, nats a token lost on the targets, share of tokens whose most likely
+        KL(exact || other) in nats per token, nats per token lost on the targets, share of tokens whose most likely
         successor stays the same.
     """
     chosen = targets[..., None].to(exact.device)

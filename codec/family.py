@@ -1,4 +1,4 @@
-"""The shared family of entropy tables, indexed by scale, and the quantiser that belongs to it.
+"""The shared family of entropy tables, indexed by scale, and the quantizer that belongs to it.
 
 A component's table is chosen by the ratio of its deviation to the step: quarter octaves from 2**-2 up to 2**4.
 Below, a component is not coded at all; above, low bits are split off (`symbols.py`) until the rest fits. Scales and
@@ -28,14 +28,14 @@ TABLES = 25  # up to 2**4 steps of deviation
 PROB_BITS = 12
 _TABLE = OCTAVE // TABLES_PER_OCTAVE
 
-# Trade-off of rate-distortion optimised quantisation: squared steps a bit. The tangent of the rate-distortion curve
+# Trade-off of rate-distortion optimized quantization: squared steps per bit. The tangent of the rate-distortion curve
 # at high rate is 2 ln 2 / 12 = 0.116; 0.06, 0.10 and 0.14 measured alike on books-3m, 0.10 best at KL 0.0065.
 RD_LAMBDA = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Tables of the scales 0 … TABLES - 1, followed by the eight raw-bit tables, and the quantiser by table."""
+    """Tables of the scales 0 … TABLES - 1, followed by the eight raw-bit tables, and the quantizer by table."""
 
     tables: EntropyTables
     quantizer: Quantizer
@@ -76,7 +76,7 @@ def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
     over = np.maximum(codes - (TABLES - 1), 0)
     shift = -(-over // TABLES_PER_OCTAVE)
     if shift.size and shift.max() > MAX_SHIFT:
-        raise ProfileError("the quantiser step is too small for this profile: use a larger step or quality='lossless'")
+        raise ProfileError("the quantizer step is too small for this profile: use a larger step or quality='lossless'")
     return (codes - shift * TABLES_PER_OCTAVE).astype(np.uint16), shift.astype(np.uint8)
 
 
@@ -108,7 +108,7 @@ def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
         FormatError: the frequencies are not tables, or one cannot code an escape: then nor what lies outside it.
     """
     if freq.ndim != 2 or freq.shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
-        raise FormatError(f"a family has {TABLES} tables, and its quantiser as many rows")
+        raise FormatError(f"a family has {TABLES} tables, and its quantizer as many rows")
     tables = _with_raw_bits(freq)
     if not tables.freq[:TABLES, ESCAPE].all():
         raise FormatError("a table of the family has no frequency for escapes")
@@ -155,9 +155,9 @@ def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
 
 
 def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
-    """Where rate-distortion optimised quantisation changes its mind: (dead_zone, rounding) of each table.
+    """Where rate-distortion optimized quantization changes its mind: (dead_zone, rounding) of each table.
 
-    Between neighbouring levels with reconstructions r < r' and code lengths c, c' the tie is at
+    Between neighboring levels with reconstructions r < r' and code lengths c, c' the tie is at
     (r + r') / 2 + lambda (c' - c) / (2 (r' - r)).
     """
     bits = tables.bits[:TABLES, :128].astype(np.float64)
@@ -171,12 +171,12 @@ def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
 
 
 def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds: int = 4) -> Family:
-    """Learn the tables and the quantiser from coefficients.
+    """Learn the tables and the quantizer from coefficients.
 
     Args:
         samples: pairs of coefficients `[R, T]` float32 and the scales `[R]` of their components.
         steps: the step indices whose symbols are pooled; a table serves every component and step of its ratio.
-        rounds: quantise and refit this often (tables and thresholds depend on each other).
+        rounds: quantize and refit this often (tables and thresholds depend on each other).
     """
     pool = [(y, scale) for y, scale in samples]
     family = default_family()

@@ -180,6 +180,6 @@ def _dtype_name(dtype: Any) -> str:
     name = str(dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES:
         raise InputError(
-            f"dtype must be one of {', '.join(TORCH_DTYPES)}, got {dtype!r}: dequantise other caches by value first"
+            f"dtype must be one of {', '.join(TORCH_DTYPES)}, got {dtype!r}: dequantize other caches by value first"
         )
     return name

@@ -14,7 +14,7 @@ the bytes hashed here orphans every entry ever stored. A change on purpose raise
 and is a line in the changelog; `tests/codec/test_identity.py` holds the values.
 
 The bytes are canonical: every field is preceded by its length, numbers are little-endian int64, strings are UTF-8 (lone
-surrogates included, as JSON requests may hold them; never normalised), so no two inputs give the same bytes. Each kind
+surrogates included, as JSON requests may hold them; never normalized), so no two inputs give the same bytes. Each kind
 of digest has its own `person` tag, so that one can never be taken for another.
 """
 
@@ -129,7 +129,7 @@ class PrefixChain:
     Args:
         identity: of the model and its codec.
         scope: of the request; its media items stand at positions of this sequence.
-        chunk_tokens: tokens a chunk.
+        chunk_tokens: tokens per chunk.
     """
 
     __slots__ = ("_digests", "_media", "_root", "chunk_tokens")

@@ -67,7 +67,7 @@ def empty_cache() -> Any:
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout, device: torch.device | str = "cpu"
 ) -> list[KVChunk]:
-    """The cache of `tokens [B, T]`, one chunk a sequence, on `device` and in the layout's dtype."""
+    """The cache of `tokens [B, T]`, one chunk per sequence, on `device` and in the layout's dtype."""
     cache = empty_cache()
     model(input_ids=tokens, past_key_values=cache, use_cache=True)
     return [

@@ -78,7 +78,7 @@ class PagedCache:
 
     @classmethod
     def dense(cls, layout: KVLayout, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> PagedCache:
-        """Tensors `[T, H, D]` a layer, as one block each: slot t is token t."""
+        """Tensors `[T, H, D]` per layer, as one block each: slot t is token t."""
         return cls(layout, [tensor[None] for tensor in keys], [tensor[None] for tensor in values])
 
     @property
@@ -122,7 +122,7 @@ class PagedCache:
         slots: torch.Tensor,
         layers: range | None = None,
     ) -> None:
-        """Write tokens `[T, H, D]` a layer to `slots`, int64 `[T]`; NOWHERE leaves a token out.
+        """Write tokens `[T, H, D]` per layer to `slots`, int64 `[T]`; NOWHERE leaves a token out.
 
         Args:
             keys: one tensor for each of `layers`.

@@ -61,7 +61,7 @@ MAX_VALUES = 1 << 24
 _CURVE_LIMIT = 1e30  # beyond it, and below its inverse, a measurement is none, and interpolation would overflow
 
 LOSSLESS = "lossless"
-# What the presets promise where a profile's curve knows the KL (nats a token against the uncompressed cache), and
+# What the presets promise where a profile's curve knows the KL (nats per token against the uncompressed cache), and
 # where it only knows the squared error (a share of the variance, in the profile's metric).
 PRESET_KL = {"high": 1e-3, "balanced": 5e-3, "small": 2e-2}
 PRESET_ERROR = {"high": 2e-3, "balanced": 1e-2, "small": 4e-2}
@@ -81,9 +81,9 @@ class CurvePoint:
         step: step index, 1/64 octave.
         bits_per_value: all bytes of the blobs, chunks of 256 tokens.
         error: squared error over variance, in the profile's metric.
-        kl: nats a token against the uncompressed cache, or None where it was not measured (as all below).
+        kl: nats per token against the uncompressed cache, or None where it was not measured (as all below).
         kl_stderr: its standard error over sequences.
-        delta_nll: nats a token lost on the real next tokens (paired), with `delta_nll_stderr`.
+        delta_nll: nats per token lost on the real next tokens (paired), with `delta_nll_stderr`.
         top1: share of tokens whose most likely successor stays the same.
         kl_worst: KL of the worst sequence.
         kind: of the text it was measured on; None: all kinds together.
@@ -228,7 +228,7 @@ class Profile:
         model: fingerprint of the weights it was calibrated on (hex), or None.
         curve: measured points, by rising step, of all kinds of text together.
         curves: by kind of text, the points measured on that kind alone; empty where there was one kind.
-        family: entropy tables and quantiser.
+        family: entropy tables and quantizer.
         learned: one `SectionProfile` a section; empty for a generic profile.
         min_step: the smallest step index the stored components serve.
     """
@@ -290,7 +290,7 @@ class Profile:
                 metric measures. Default: three quarters of T.
             flops: with `"auto"`, floating-point operations per decoded value that the inverse transform may take;
                 default 1536 where the model is on a CPU, 4096 elsewhere.
-            batch_size: sequences a forward pass.
+            batch_size: sequences per forward pass.
             seed: of the sampled targets; the same arguments give the same profile on the same machine.
             progress: show a progress bar on standard error.
             distributed: all processes of PyTorch's default group (`torchrun`) call this, each with the whole model and
@@ -330,7 +330,7 @@ class Profile:
 
     @classmethod
     def generic(cls, layout: KVLayout) -> Profile:
-        """A profile that knows nothing: per-chunk means and scales, three bytes a channel. Works on any model."""
+        """A profile that knows nothing: per-chunk means and scales, three bytes per channel. Works on any model."""
         return cls(layout, "unit", "generic", default_family())
 
     def measure(
@@ -379,7 +379,7 @@ class Profile:
         A generic profile has nothing to cut: its steps are relative to the deviation of the rank's own heads.
 
         The curve is kept, so that a quality means the same step on every rank. Its KL is that of all ranks together;
-        its bits a value are the mean over them, without the headers that each rank's blobs have of their own.
+        its bits per value are the mean over them, without the headers that each rank's blobs have of their own.
 
         The id is the shard's own: ranks that hold the same heads share one, as do all ranks of a generic profile.
 

@@ -88,7 +88,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
     steps, tokens = symbols.shape
     count = stream_count(tokens, tokens_per_stream)
     states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    words = np.empty(steps * tokens, np.uint16)  # the bound: at most one word a symbol
+    words = np.empty(steps * tokens, np.uint16)  # the bound: at most one word per symbol
     filled = _encode(
         symbols,
         first,

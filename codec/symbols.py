@@ -1,10 +1,10 @@
-"""From real coefficients to bytes and back: quantiser, prediction and symbol planes, in plain NumPy (the reference).
+"""From real coefficients to bytes and back: quantizer, prediction and symbol planes, in plain NumPy (the reference).
 
     y [R, T] float32 --quantize--> q [R, T] int32 --predict--> d [R, T] int32 --pack--> planes [R + W, T] uint8
     y^ <------------dequantize---- q <-------------unpredict-- d <------------unpack--- planes, escapes
 
 R components (rows), T tokens (columns). Prediction works on the integers, so it is exactly invertible on every
-machine and a quantiser can be swapped without touching it.
+machine and a quantizer can be swapped without touching it.
 
 **Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `d = (high << k) + low - half` with
 `half = 2**(k - 1)` and `0 <= low < 2**k`; its high part is a plane among the first R, its low bits a further one.
@@ -36,10 +36,10 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Quantizer:
-    """A dead-zone quantiser whose thresholds and reconstruction points depend on the component's table.
+    """A dead-zone quantizer whose thresholds and reconstruction points depend on the component's table.
 
     A magnitude `a` (in steps) becomes 0 below `dead_zone`, else `floor(a + rounding)`; a level m > 0 comes back as
-    `m - shrink[:, min(m, 2) - 1]`. Thresholds are where rate-distortion optimised quantisation changes its mind, and
+    `m - shrink[:, min(m, 2) - 1]`. Thresholds are where rate-distortion optimized quantization changes its mind, and
     the shrinkage is the measured centroid (see `fit_tables`). All arrays are indexed by table.
     """
 
@@ -56,9 +56,9 @@ class Quantizer:
             ("shrink", self.shrink, (tables, 2), -2.0),
         ):
             if array.shape != shape or array.dtype != np.float32:
-                raise FormatError(f"{name} of the quantiser has the wrong shape or dtype")
+                raise FormatError(f"{name} of the quantizer has the wrong shape or dtype")
             if not np.all((array >= least) & (array <= 2.0)):  # NaN is not
-                raise FormatError(f"{name} of the quantiser must lie within {least:g} … 2")
+                raise FormatError(f"{name} of the quantizer must lie within {least:g} … 2")
 
 
 class Prediction(IntEnum):
@@ -77,7 +77,7 @@ class CodingPlan:
     """How the components of one section are coded at one step: everything that the integer stages need.
 
     Attributes:
-        level_table: `[R]` uint16 index into the quantiser's arrays.
+        level_table: `[R]` uint16 index into the quantizer's arrays.
         shift: `[R]` uint8 low bits coded apart, 0 … 8.
         first, rest: `[R + W]` uint16 entropy table of each plane, for the first token of a stream and the others.
         prediction: what levels are predicted from.

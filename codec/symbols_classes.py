@@ -3,7 +3,7 @@
     y [R, T] float32, columns sorted by class --to_planes--> planes [P, T] uint8, escapes --from_planes--> y^ [R, T]
 
 Every run of columns of one class is what `symbols.quantize` and `symbols.pack` make of it with the class's plan and
-step. There is no prediction: neighbours in this order are no neighbours in the text.
+step. There is no prediction: neighbors in this order are no neighbors in the text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def class_runs(classes: U8) -> Iterator[tuple[slice, int]]:
 def to_planes(
     y: F32, classes: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
 ) -> tuple[U8, Escapes]:
-    """Quantise and pack.
+    """Quantize and pack.
 
     Args:
         y: `[R, T]` float32 in columns sorted by class; R at least the components of the finest class that occurs.

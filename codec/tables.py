@@ -75,7 +75,7 @@ class EntropyTables:
 
     @cached_property
     def entropy(self) -> npt.NDArray[np.float64]:
-        """`[tables]` expected bits a symbol when the data follow the table."""
+        """`[tables]` expected bits per symbol when the data follow the table."""
         p = self.freq / float(1 << self.prob_bits)
         expected: npt.NDArray[np.float64] = (p * np.where(p > 0, self.bits, 0.0)).sum(1)
         return expected
@@ -101,7 +101,7 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
         prob_bits: probability resolution.
 
     Returns:
-        `[256]` uint16. Where one byte has all the counts, a neighbour gets frequency 1 (see `EntropyTables`).
+        `[256]` uint16. Where one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
         The result depends on the counts alone, on every machine.
     """
     total = 1 << prob_bits

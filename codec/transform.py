@@ -1,10 +1,10 @@
 """Sections, blocks and linear maps: from a chunk's tensors to decorrelated coefficients and back.
 
     keys, values of a section's layers --un-rotate keys, concatenate--> x [T, N]
-    y = forward (x - mean)  per block   ->   y [R, T]  component-major, one row a component
+    y = forward (x - mean)  per block   ->   y [R, T]  component-major, one row per component
     x = inverse y + mean
 
-A *section* is a run of layers: what is coded, found and decoded alone. Its N values a token lie in the order layer,
+A *section* is a run of layers: what is coded, found and decoded alone. Its N values per token lie in the order layer,
 K before V, head, dimension. A *block* is a contiguous part of them that shares one basis; the blocks partition N.
 """
 
@@ -39,7 +39,7 @@ class Section:
 
     @property
     def values(self) -> int:
-        """N: values a token."""
+        """N: values per token."""
         return sum(self.blocks)
 
     def layers(self, layout: KVLayout) -> tuple[LayerLayout, ...]:
@@ -78,7 +78,7 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
 def tile_tokens(section: Section, layout: KVLayout) -> int:
     """Tokens handled at a time: float32 tiles must stay small beside the chunk even if a section is all of it.
 
-    A multiple of every number of tokens a stream, and of the windows in which tokens are sorted by class.
+    A multiple of every number of tokens per stream, and of the windows in which tokens are sorted by class.
     """
     # By layers, not by values: adding up those of a layout for every section would take longer than all else here.
     layers = max(section.end_layer - section.first_layer, 1)
@@ -212,7 +212,7 @@ class SectionBasis:
             return self.mean[None]
         return torch.cat([sinks, self.mean[None]]) if len(sinks) < at.stop - at.start else sinks
 
-    def analyse(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
+    def analyze(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
         """`x [t, N]` float32 of the tokens `at` of a chunk that begins at position `start` -> `y [sum(ranks), t]`.
 
         `ranks` says how many leading components of each block are wanted.
@@ -220,14 +220,14 @@ class SectionBasis:
         return self.coefficients(x - self.means(start, at), ranks)
 
     def coefficients(
-        self, centred: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None
+        self, centered: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """`analyse` of values `[t, N]` less their means; `out` receives y."""
-        y = centred.new_empty(sum(ranks), len(centred)) if out is None else out
+        """`analyze` of values `[t, N]` less their means; `out` receives y."""
+        y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
         row = column = 0
         for matrix, rank in zip(self.forward, ranks, strict=True):
             size = matrix.shape[1]
-            torch.mm(matrix[:rank], centred[:, column : column + size].T, out=y[row : row + rank])
+            torch.mm(matrix[:rank], centered[:, column : column + size].T, out=y[row : row + rank])
             row, column = row + rank, column + size
         return y
 
@@ -257,21 +257,21 @@ class LeadingComponents:
     count: int
     parts: tuple[tuple[slice, slice, torch.Tensor], ...]
 
-    def __call__(self, centred: torch.Tensor) -> torch.Tensor:
+    def __call__(self, centered: torch.Tensor) -> torch.Tensor:
         """Values less their means, `[t, N]` float32 -> coefficients `[K, t]`."""
-        y = centred.new_empty(self.count, len(centred))
+        y = centered.new_empty(self.count, len(centered))
         for rows, values, matrix in self.parts:
-            torch.mm(matrix, centred[:, values].T, out=y[rows])
+            torch.mm(matrix, centered[:, values].T, out=y[rows])
         return y
 
 
-def synthesise(
+def synthesize(
     y: torch.Tensor,
     inverse: tuple[torch.Tensor, ...],
     ranks: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The inverse of `SectionBasis.analyse`; `y` and the matrices share a dtype, and so does x.
+    """The inverse of `SectionBasis.analyze`; `y` and the matrices share a dtype, and so does x.
 
     Args:
         y: `[sum(ranks), t]` coefficients, block after block.

@@ -23,7 +23,7 @@ def _place(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-de
     for row in range(tokens):
         t = order[row] if len(order) else row
         source = x[row, column : column + width]
-        centre = mean[min(t, means - 1), column : column + width]
+        center = mean[min(t, means - 1), column : column + width]
         target = out[t].reshape(width)
         if x.itemsize == 2:  # the bits of bfloat16
             for i in range(width):
@@ -32,7 +32,7 @@ def _place(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-de
             for i in range(width):
                 value[i] = source[i]
         for i in range(width):
-            value[i] += centre[i]
+            value[i] += center[i]
         for h in range(heads if half else 0):
             first, second = value[h * size : h * size + half], value[h * size + half : h * size + 2 * half]
             for i in range(half):

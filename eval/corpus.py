@@ -41,7 +41,7 @@ _MOST_OVERLAP = 4  # of windows: a token is in at most so many of them
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """One text, tokenised.
+    """One text, tokenized.
 
     Attributes:
         name: as it was given.
@@ -141,9 +141,9 @@ def as_input_error(what: str) -> Iterator[None]:
 
 
 def read_corpus(name: str, model_name: str) -> Corpus:
-    """Read a text (see the top of this file) and tokenise it with the tokenizer of a model.
+    """Read a text (see the top of this file) and tokenize it with the tokenizer of a model.
 
-    The tokenizer is loaded only where there is something to tokenise.
+    The tokenizer is loaded only where there is something to tokenize.
 
     Raises:
         FileNotFoundError: no such file.

@@ -62,7 +62,7 @@ def load_bundled_model(
 def load_smollm2(
     dtype: torch.dtype = torch.float32,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load SmolLM2-135M-Instruct, dequantised from Q4_1, and its tokenizer, in evaluation mode, on the CPU.
+    """Load SmolLM2-135M-Instruct, dequantized from Q4_1, and its tokenizer, in evaluation mode, on the CPU.
 
     A real trained model: a Llama of 134.5 M parameters, 30 layers of 3 KV heads x 64, 8,192 positions, vocabulary
     49,152, a chat template. The first call fetches it (`cuvee.eval.real_model`), the later ones read a cached

@@ -3,7 +3,7 @@
 Any other model can be asked for, such as "smollm2", a real one: less is measured of it then, in a few minutes.
 
 The model runs in float32. The caches that are coded are bfloat16, as a serving engine keeps them, so the sizes are
-compared with 16 bits a value; all predictions are compared with those after the float32 cache.
+compared with 16 bits per value; all predictions are compared with those after the float32 cache.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ LEAST_PROMPT = 10
 CONTINUED_TOKENS = (12, 28)  # at least, at most
 WIDTH = 100
 GROUPS = {"none": "no profile", "layer": "by layer", "all": "all layers"}
-SPANS = {"layer": "one basis a layer", "all": "one basis for all layers"}
+SPANS = {"layer": "one basis per layer", "all": "one basis for all layers"}
 
 BASELINES: dict[str, Method] = {
     "bfloat16": Identity(),
@@ -361,7 +361,7 @@ def _row(name: str, q: Quality) -> tuple[str, ...]:
 def _footnote(bench: QualityBench, model: str, calibrated: int, seconds: float) -> Text:
     name = REAL_MODEL_TITLE if model == REAL_MODEL else model
     return Text(
-        f"KL in nats a token, against the model ({name}, float32) with its own cache; top-1: tokens whose likeliest "
+        f"KL in nats per token, against the model ({name}, float32) with its own cache; top-1: tokens whose likeliest "
         f"successor stays. The caches coded are bfloat16: the first row is the cost of that cast alone. Measured on "
         f"“orchard”, {len(bench.caches)} sequences of {LENGTH} tokens, {PREFIX} cached and the rest scored, which in "
         f"every second sequence repeats part of the cache; profiles learned on “harbour” ({calibrated} overlapping "

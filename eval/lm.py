@@ -564,7 +564,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         predictions = self._forward(tokens, past_key_values=cache, logits_to_keep=0 if logits else 1)
         if any(layer.keys.shape[-2] != tokens.shape[1] for layer in cache.layers):
             raise UnsupportedModel(
-                f"the cache does not hold one entry a token ({self.layout.model_type}): virtual tokens?"
+                f"the cache does not hold one entry per token ({self.layout.model_type}): virtual tokens?"
             )
         decoded = {tokens: self._round_trip(cache, row, len(tokens)) for row, tokens in enumerate(contexts)}
         return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}

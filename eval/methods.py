@@ -35,9 +35,9 @@ BASELINES: dict[str, tuple[str, Callable[[], Method]]] = {
 """Baselines with one setting: key -> (label, how to make it)."""
 
 _GROUPS = {
-    "head": "a basis a head",
+    "head": "a basis per head",
     "unit": "a basis for K, one for V",
-    "layer": "a basis a layer",
+    "layer": "a basis per layer",
     "all": "one basis for all layers",
     "kv": "one basis for all K, one for all V",
 }

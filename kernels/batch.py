@@ -313,7 +313,7 @@ def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], num
             )
         if flags & Status.TOO_LARGE:
             raise InputError(
-                f"the KV cache holds values that are too many quantiser steps large in {layers}: "
+                f"the KV cache holds values that are too many quantizer steps large in {layers}: "
                 "encode it with quality='lossless'"
             )
         what = "its streams do not end where they must" if flags & Status.STREAMS else "its escapes do not match"

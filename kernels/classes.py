@@ -3,7 +3,7 @@
     decode   class streams --read_classes--> classes --sort_columns--> columns
     encode   offsets --choose_classes--> classes --sort_columns--> columns,   classes --write_classes--> class streams
 
-All jobs of a batch go through one compiled loop each. The coder is that of `codec/rans.py` with one symbol a token.
+All jobs of a batch go through one compiled loop each. The coder is that of `codec/rans.py` with one symbol per token.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def check_size(jobs: I64, plans: I64) -> None:
     rows = plans[jobs[:, Job.PLAN], Plan.ROWS]
     if np.any(rows * jobs[:, Job.TOKENS] >= 1 << 32):
         tokens = jobs[:, Job.TOKENS].max()
-        raise InputError(f"{rows.max()} components cannot hold {tokens} tokens a chunk: encode fewer at a time")
+        raise InputError(f"{rows.max()} components cannot hold {tokens} tokens per chunk: encode fewer at a time")
 
 
 def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> None:
@@ -59,7 +59,7 @@ def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> Non
 
 
 def _word_bound(jobs: I64, plans: I64) -> I64:
-    """Words that the streams of each job may need: one a symbol."""
+    """Words that the streams of each job may need: one per symbol."""
     words: I64 = jobs[:, Job.STREAMS] * jobs[:, Job.PER_STREAM] * plans[jobs[:, Job.PLAN], Plan.PLANES]
     return words
 

@@ -104,11 +104,11 @@ def _channel_statistics(  # type: ignore[no-untyped-def]
     # Rounded twice, to float32 and to bfloat16, as PyTorch does.
     bits = (tl.sum(total, 0) / tokens.to(tl.float64)).to(tl.float32).to(tl.uint32, bitcast=True)
     mean = (bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    centre = mean[None, :]
+    center = mean[None, :]
     total = tl.zeros([TOKENS, COLUMNS], tl.float64)
     for done in range(0, tokens, TOKENS):
         mask = (done + token < tokens)[:, None] & has[None, :]
-        value = tl.load(start + done * columns + at, mask=mask, other=0.0) - centre
+        value = tl.load(start + done * columns + at, mask=mask, other=0.0) - center
         value = tl.where(mask, value, 0.0).to(tl.float64)
         total += value * value
     out = tl.program_id(1).to(tl.int64) * columns + column
@@ -262,10 +262,10 @@ def channel_statistics(x: torch.Tensor, chunks: torch.Tensor, means: torch.Tenso
     """Means of all channels and the sums of squares around them, in float64, always added in the same order.
 
     The order is not PyTorch's, so that a sum may differ in its last bits: a mean or a scale code can come out as the
-    neighbour of the one on the CPU where the exact number lies within 2**-45 of the middle between both.
+    neighbor of the one on the CPU where the exact number lies within 2**-45 of the middle between both.
 
     Args:
-        x: float32 `[tokens, M]`, gathered values, not centred; chunk c has the rows from its FIRST on.
+        x: float32 `[tokens, M]`, gathered values, not centered; chunk c has the rows from its FIRST on.
         chunks: table of `Chunk`.
         means: float32 `[chunks, M]`, written: rounded to bfloat16.
         squares: float64 `[chunks, M]`, written: sums of squares of x less the rounded mean.
@@ -354,8 +354,8 @@ def normalize_channels_reference(
                 row = int(rows[index, column])
                 if row >= 0:
                     at = job[Job.LEVELS] + row * job[Job.STRIDE]
-                    centred = x[start : start + length, column] - means[index, column]
-                    y[at : at + length] = centred / channel_scale[index, column]
+                    centered = x[start : start + length, column] - means[index, column]
+                    y[at : at + length] = centered / channel_scale[index, column]
 
 
 _TABLES = {"jobs": "*i64", "chunks": "*i64", "tiles": "*i64"}

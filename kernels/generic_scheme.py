@@ -59,7 +59,7 @@ class GenericDevice:
 
     Args:
         coding: whose step.
-        geometry: of the model, one section a layer.
+        geometry: of the model, one section per layer.
         tables: the built-in entropy tables on the device.
         device: where.
     """

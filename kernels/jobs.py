@@ -66,7 +66,7 @@ class Chunk(IntEnum):
 
 
 class Place(IntEnum):
-    """Columns of `places`: one row a unit, 2 * layer for K and 2 * layer + 1 for V. Strides count elements."""
+    """Columns of `places`: one row per unit, 2 * layer for K and 2 * layer + 1 for V. Strides count elements."""
 
     POINTER = 0
     BLOCK = 1  # stride between blocks

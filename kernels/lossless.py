@@ -130,8 +130,8 @@ def _merge_half(data, planes, row, channel, has, token, inside, tokens, WORD: tl
         if reference < 0:
             byte = tl.load(data + plane + at, mask=mask, other=0)
         else:
-            centre = tl.load(data + reference + channel, mask=has, other=0)
-            byte = tl.load(planes + plane + at, mask=mask, other=0) + centre[None, :]
+            center = tl.load(data + reference + channel, mask=has, other=0)
+            byte = tl.load(planes + plane + at, mask=mask, other=0) + center[None, :]
         word = word | byte.to(WORD) << 8 * index
     return word >> 1 | word << WORD.primitive_bitwidth - 1
 
@@ -319,8 +319,8 @@ def _split_half(  # type: ignore[no-untyped-def]
         if reference < 0:
             tl.store(out + plane + at, byte, mask=mask)
         else:
-            centre = tl.load(references + reference + channel, mask=has, other=0)
-            tl.store(planes + plane + at, byte - centre[None, :], mask=mask)
+            center = tl.load(references + reference + channel, mask=has, other=0)
+            tl.store(planes + plane + at, byte - center[None, :], mask=mask)
 
 
 @triton.jit(do_not_specialize=["sections", "first_section"])

@@ -59,7 +59,7 @@ class LosslessDevice:
 
     Args:
         layout: of the model, with the dtype of the blobs.
-        geometry: its tiles, one section a layer.
+        geometry: its tiles, one section per layer.
         device: where.
     """
 

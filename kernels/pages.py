@@ -238,7 +238,7 @@ def place_row(memory: torch.Tensor) -> list[int]:
     """A row of `places`: where a unit lies.
 
     Args:
-        memory: view `[blocks, tokens a block, heads, dimensions]` with whatever strides; for `[T, H, D]` a view
+        memory: view `[blocks, tokens per block, heads, dimensions]` with whatever strides; for `[T, H, D]` a view
             `[1, T, H, D]`. Slot s is token s % tokens of block s // tokens.
 
     Raises:
@@ -294,7 +294,7 @@ class _Memory:
 def half_views(
     place: Sequence[int], tile: Sequence[int], element: torch.dtype, device: torch.device
 ) -> list[torch.Tensor]:
-    """Views `[blocks, tokens a block, count]` of a tile's first and second dimensions."""
+    """Views `[blocks, tokens per block, count]` of a tile's first and second dimensions."""
     views = []
     for first, count in ((tile[Tile.DIM0], tile[Tile.COUNT0]), (tile[Tile.DIM1], tile[Tile.COUNT1])):
         offset = tile[Tile.HEAD] * place[Place.HEAD] + first * place[Place.DIM]

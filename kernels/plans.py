@@ -92,7 +92,7 @@ class PlanArrays:
 
         Args:
             plans: how components are coded.
-            family: whose quantiser.
+            family: whose quantizer.
             steps: of each plan.
             rows_of: of each plan, the row of coefficients that each component takes; None: they follow each other.
         """

@@ -74,7 +74,7 @@ Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
 def long_lengths(planes: Count, per_stream: Count) -> Count:
-    """1 where lengths of streams take four bytes: of so many planes and tokens a stream, one word a symbol."""
+    """1 where lengths of streams take four bytes: of so many planes and tokens per stream, one word per symbol."""
     long: Count = 1 * (planes * per_stream > _SHORT_LENGTH)
     return long
 

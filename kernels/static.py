@@ -336,7 +336,7 @@ def describe_loops(code: Sequence[Instruction], access: str | None, per_access: 
                 **{kind: kinds[kind] for kind in KINDS},
             }
         )
-    # Of an unrolled loop, the rest that follows it handles fewer symbols a pass.
+    # Of an unrolled loop, the rest that follows it handles fewer symbols per pass.
     return sorted(loops, key=lambda loop: (loop["symbols"] or 0, loop["instructions"]), reverse=True)
 
 

@@ -1,4 +1,4 @@
-"""Byte planes to coefficients and back: unpack, unpredict, dequantise; quantise, predict, pack (`codec/symbols.py`).
+"""Byte planes to coefficients and back: unpack, unpredict, dequantize; quantize, predict, pack (`codec/symbols.py`).
 
 `dequantize` first treats every ESCAPE byte as the number -128 and counts them; a second kernel, one lane an entry of
 the escape list, checks the list and redoes what an escaped value changes: its token or, under prediction, its stream
@@ -78,7 +78,7 @@ Y_ROW = tl.constexpr(3)  # row of coefficients; the component's number where tok
 
 _ROWS, _GROUPS, _RUN = 8, 32, 8  # tile of `dequantize`
 _TOKENS = _GROUPS * _RUN
-_BLOCK_ROWS = 4  # rows of `quantize`: its many numbers a row take registers
+_BLOCK_ROWS = 4  # rows of `quantize`: its many numbers per row take registers
 ENTRIES = 128  # of an escape list at a time
 CELLS = 1 << 16  # a program for the escapes of so many values, one in 512; it repeats where there are more
 MAX_GRID = 65535  # programs along the second and third axis
@@ -622,7 +622,7 @@ class _Part:
         return y[at : at + self.rows * stride].view(self.rows, stride)
 
     def differences(self, y: torch.Tensor, inverses: torch.Tensor, plan: CodingPlan) -> symbols.I32:
-        """Quantised and predicted, `[R, T]`."""
+        """Quantized and predicted, `[R, T]`."""
         # Rounded to float32, the inverse of this step is `inverse` again.
         step = 1.0 / float(inverses[self.plan_index])
         levels = symbols.quantize(_host(self.coefficients(y)[:, : self.tokens]), step, plan, self.quantizer)

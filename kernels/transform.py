@@ -1,6 +1,6 @@
 """The linear maps on the device: from a cache to coefficients and back.
 
-    encode  cache --gather: un-rotate, centre--> x [tokens, M] --analyze: y = forward x--> y [R, STRIDE] a job
+    encode  cache --gather: un-rotate, center--> x [tokens, M] --analyze: y = forward x--> y [R, STRIDE] a job
     decode  y --synthesize: inverse y, + mean, rotate, round--> cache
 
 The M *columns* of x, of the means and of the bases are a section's values in another order, that of its tiles, padded:
@@ -540,9 +540,9 @@ def analyze(
     first_column: int = 0,
     columns: Columns | None = None,
 ) -> None:
-    """Coefficients of centred values: `SectionBasis.analyse` for every block of every chunk.
+    """Coefficients of centered values: `SectionBasis.analyze` for every block of every chunk.
 
-    Rounding to bfloat16 would add an error of the order of the quantiser's step; three TF32 products (NVIDIA) or
+    Rounding to bfloat16 would add an error of the order of the quantizer's step; three TF32 products (NVIDIA) or
     float32 arithmetic (AMD) do not.
 
     Args:
@@ -814,7 +814,7 @@ def synthesize(
 ) -> None:
     """Write a cache: inverse transform, mean, rotation, rounding, in one pass.
 
-    A program computes one tile of `block_t` tokens: `codec.transform.synthesise` and `place`. A slot beyond the cache
+    A program computes one tile of `block_t` tokens: `codec.transform.synthesize` and `place`. A slot beyond the cache
     is flagged (Status.SLOT) and not written, like one of -1.
 
     Args:

@@ -57,8 +57,8 @@ SINK_EXCESS = 1.0  # … where the deviation of their mean outweighs an ordinary
 SHRINKAGE = 0.1
 TOKENS_PER_VALUE = 4  # tokens needed for each value in the largest block: below, the covariance is noise
 USUAL_SHARE = 0.99  # of the tokens, whose gradients say how much a section counts
-NORMALISED_POWER = 0.5  # of a token's size, by which its gradient is divided in the metric
-NORMALISED_FLOOR = 1e-3  # tokens far below the mean gradient count less in the metric
+NORMALIZED_POWER = 0.5  # of a token's size, by which its gradient is divided in the metric
+NORMALIZED_FLOOR = 1e-3  # tokens far below the mean gradient count less in the metric
 # Of the components, coded at `balanced`, mean over tokens: SmolLM2-135M 0.58 in group layer, 0.46 in layers:3.
 CODED_SHARE = 0.5
 CPU_FLOPS, GPU_FLOPS = 1536.0, 4096.0  # per decoded value: what `group="auto"` may take where the model runs
@@ -69,8 +69,8 @@ FAMILY_VALUES = 2_000_000  # coefficients a step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
 CURVE_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
 PROGRESS_LINES = 10  # of a log file, for each piece of long work
-CURVE_CHUNK = 256  # tokens a blob on the curve
-MEASURE_BATCH = 8  # sequences a forward pass
+CURVE_CHUNK = 256  # tokens per blob on the curve
+MEASURE_BATCH = 8  # sequences per forward pass
 MIN_STEP = -8 * OCTAVE
 PREDICTION_STEPS = (-2 * OCTAVE, 0)
 PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does without
@@ -97,7 +97,7 @@ class Moments:
         self._stride, self._seen = 1, 0
         self._units = [s for x in section.layers(layout) for s in (x.key_values, x.value_values)]
         # The metric of several layers is gathered layer by layer: block-diagonal measured as good as the full one
-        # (0.74 against 0.73 bits a value on books-3m) and needs far fewer samples.
+        # (0.74 against 0.73 bits per value on books-3m) and needs far fewer samples.
         self._metric_runs = [x.key_values + x.value_values for x in section.layers(layout)]
 
     def add(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None = None) -> None:
@@ -109,7 +109,7 @@ class Moments:
         if not self.count and len(ordinary):
             self.origin = ordinary.mean(0)
         ordinary = ordinary - self.origin
-        weighted = None if gradient is None else normalised(gradient)
+        weighted = None if gradient is None else normalized(gradient)
         self.count += len(ordinary)
         self.total += ordinary.sum(0, dtype=torch.float64)
         column = 0
@@ -206,7 +206,7 @@ class Moments:
         return runs
 
 
-def normalised(gradient: torch.Tensor) -> torch.Tensor:
+def normalized(gradient: torch.Tensor) -> torch.Tensor:
     """Gradients `[t, N]` of one section and sequence, each divided by the root of its token's size.
 
     A few tokens hold nearly all of the squared gradient (the first position of a sequence up to 95 %), and would be
@@ -220,7 +220,7 @@ def normalised(gradient: torch.Tensor) -> torch.Tensor:
     """
     energy = gradient.square().sum(1, keepdim=True)
     usual = energy.clamp_max(torch.quantile(energy, USUAL_SHARE)).mean()
-    return gradient * (energy / usual.clamp_min(1e-30) + NORMALISED_FLOOR).pow(-NORMALISED_POWER / 2)
+    return gradient * (energy / usual.clamp_min(1e-30) + NORMALIZED_FLOOR).pow(-NORMALIZED_POWER / 2)
 
 
 def calibrate(
@@ -609,7 +609,7 @@ def _section(
     everything = slice(0, usable)
     if usable:
         energy = np.square(2.0 ** (scale.astype(np.float64) / OCTAVE)).sum()
-        excess = basis.analyse(sink_means, 1 << 30, everything, basis.block_ranks).square().sum(0).numpy() / energy
+        excess = basis.analyze(sink_means, 1 << 30, everything, basis.block_ranks).square().sum(0).numpy() / energy
         sinks = 1 + int(np.flatnonzero(excess > SINK_EXCESS)[-1]) if (excess > SINK_EXCESS).any() else 0
         basis = SectionBasis(mean, sink_means[:sinks].contiguous(), tuple(forward), tuple(inverse))
     return SectionProfile(basis, scale, Prediction.NONE, scale, none)
@@ -633,7 +633,7 @@ def _with_classes(
         stride = max(len(classes) // wanted, 1)
         y, classes = sample.y[:, ::stride], classes[::stride]
         for k in np.unique(classes):
-            # The family sees what the quantiser does: coefficients over their class's step.
+            # The family sees what the quantizer does: coefficients over their class's step.
             units = class_step(0, int(k))
             scale = (section.scale.astype(np.int32) + int(class_scale[k]) - units).astype(np.int16)
             pairs.append((y[:, classes == k] / np.float32(step_value(units)), scale))
@@ -665,14 +665,14 @@ def _pulled_back(section: SectionProfile, gradient: torch.Tensor | None) -> torc
     parts, column = [], 0
     for inverse in section.basis.inverse:
         size, rank = inverse.shape
-        # What lies below the quantiser's usual steps is never coded, and its errors are no quantiser's.
+        # What lies below the quantizer's usual steps is never coded, and its errors are no quantizer's.
         parts.append(gradient[:, column : column + size].float() @ inverse[:, : max(rank // 4, min(rank, 1))])
         column += size
     return torch.cat(parts, dim=1)
 
 
 def _coefficients(section: SectionProfile, start: int, x: torch.Tensor) -> F32:
-    y: F32 = section.basis.analyse(x, start, slice(0, len(x)), section.basis.block_ranks).numpy()
+    y: F32 = section.basis.analyze(x, start, slice(0, len(x)), section.basis.block_ranks).numpy()
     return y
 
 

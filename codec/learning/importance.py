@@ -79,16 +79,16 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
     features = torch.cat(
         [u.clamp(-CLAMP, CLAMP), (u.square() + SQUARE_FLOOR).log(), (y.square().sum(0, keepdim=True) + 1e-9).log()]
     )
-    centre, spread = features.mean(1, keepdim=True), features.std(1, keepdim=True) + 1e-6
-    # In float64: features of neighbouring components are close to collinear where components are few.
+    center, spread = features.mean(1, keepdim=True), features.std(1, keepdim=True) + 1e-6
+    # In float64: features of neighboring components are close to collinear where components are few.
     energy = torch.from_numpy(sample.energy).double()
     level = energy.mean().clamp_min(1e-30)
-    scaled, relative = ((features - centre) / spread).double(), energy / level
+    scaled, relative = ((features - center) / spread).double(), energy / level
     weights, mean = _ridge(scaled, relative)
     share = _exponent(scaled, relative)
     plain = weights.float() / spread[:, 0]
     # Where the exponent is small the offset keeps the section's level: its tokens are alike, not its weight lost.
-    constant = float(mean + level.log()) - share / EXPONENT * float(plain @ centre[:, 0])
+    constant = float(mean + level.log()) - share / EXPONENT * float(plain @ center[:, 0])
     plain = plain * (share / EXPONENT)
     count = len(components)
     octaves = (-OCTAVES_PER_LOG * plain).numpy().astype(np.float32)
@@ -101,7 +101,7 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
         float(octaves[-1]),
         -OCTAVES_PER_LOG * constant,
         sinks.astype(np.float32),
-        centre[count:, 0].numpy().astype(np.float32),
+        center[count:, 0].numpy().astype(np.float32),
     )
     return predictor, predictor.offsets(y, len(sinks), 0)
 

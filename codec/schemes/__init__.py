@@ -1,9 +1,9 @@
-"""How the sections of a blob are coded: one file a scheme, one protocol for all.
+"""How the sections of a blob are coded: one file per scheme, one protocol for all.
 
 | scheme | needs | loses |
 |---|---|---|
-| `transform` | a learned profile | quantisation |
-| `generic` | nothing: statistics travel in the blob | quantisation |
+| `transform` | a learned profile | quantization |
+| `generic` | nothing: statistics travel in the blob | quantization |
 | `lossless` | nothing | nothing |
 """
 

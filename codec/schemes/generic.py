@@ -131,7 +131,7 @@ class GenericScheme:
         return self._sections
 
     def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
-        """See `SectionScheme.encode`. Tokens have no classes: all are quantised alike."""
+        """See `SectionScheme.encode`. Tokens have no classes: all are quantized alike."""
         section = self._sections[index]
         tile = tile_tokens(section, chunk.layout)
         x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])

@@ -13,7 +13,7 @@ A section is one layer:
     padding to four bytes
     all stored planes, in order: uint8 [C, T]
     padding to four bytes
-    the coded planes, one step a channel: symbol = (byte - reference) mod 256
+    the coded planes, one step per channel: symbol = (byte - reference) mod 256
 """
 
 from __future__ import annotations

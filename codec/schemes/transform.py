@@ -1,6 +1,6 @@
 """The learned scheme: the profile's bases, tables and steps. A section is nothing but its coded coefficients.
 
-tokens x [t, N] --leading coefficients--> classes --sort--> columns --analyse--> y [R, t] --code--> bytes
+tokens x [t, N] --leading coefficients--> classes --sort--> columns --analyze--> y [R, t] --code--> bytes
 bytes --decode--> y [R, t] of columns --product, as deep as their class--> x --unsort, place--> tokens
 """
 
@@ -32,7 +32,7 @@ from cuvee.codec.transform import (
     as_numpy,
     gather,
     require_finite,
-    synthesise,
+    synthesize,
     tile_tokens,
     tiles,
 )
@@ -169,7 +169,7 @@ class TransformScheme:
         part = self._coder.read(Reader(data), coding.plan, target.tokens, coding.classed)
         if part.classes is None:
             for at, y in self._coder.decode(part, coding.plan, target.tokens, target.wanted, tile):
-                x = synthesise(torch.from_numpy(y).to(dtype), inverse, coding.ranks)
+                x = synthesize(torch.from_numpy(y).to(dtype), inverse, coding.ranks)
                 self._place(x, at, section, coding, target, rotation)
             return
         for done in self._coder.decode_classes(
@@ -178,7 +178,7 @@ class TransformScheme:
             columns = torch.empty(len(done.classes), section.values, dtype=dtype)
             for run, k in coding.product_runs(done.classes, dtype):
                 ranks = coding.class_ranks[k]
-                synthesise(done.y[: sum(ranks), run], inverse, ranks, out=columns[run])
+                synthesize(done.y[: sum(ranks), run], inverse, ranks, out=columns[run])
             self._place(columns, done.at, section, coding, target, rotation, done.order)
 
     def _place(

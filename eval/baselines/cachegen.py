@@ -7,7 +7,7 @@ bytes. Per chunk and unit (K or V of a layer):
     uint16 [C, 33]     cumulative frequencies of each channel's 32 symbols; the last, 2**16, is written as 0
     uint32 [C]         bytes of each channel's stream
     bytes              the streams: all tokens of a channel, binary arithmetic coding with 32-bit bounds that are
-                       renormalised bit by bit (Witten, Neal, Cleary, CACM 30(6), 1987)
+                       renormalized bit by bit (Witten, Neal, Cleary, CACM 30(6), 1987)
 
 Decoding takes one lane a channel: a 64-bit division and a binary search in the lane's own table for every symbol, and
 a step for every bit. A second kernel scales the levels and writes them to their slots.
@@ -85,7 +85,7 @@ class Coded:
 
     @property
     def nbytes(self) -> int:
-        """What is stored: streams, a table of 33 x 2 and a length of 4 bytes a channel, 2 bytes a token and unit."""
+        """What is stored: streams; tables of 33 x 2 and lengths of 4 bytes per channel; 2 bytes per token and unit."""
         return int(self.lengths.sum()) + self.streams * (2 * ENTRIES + 4) + 2 * self.peaks.numel()
 
     def to(self, device: torch.device) -> Coded:

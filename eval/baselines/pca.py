@@ -1,12 +1,12 @@
 """PCA transform coding of a cache, as others describe it: the baselines that learn from calibration caches.
 
-    keys, values --un-rotate the keys, unit by unit--> x [T, N] --(x - mean) / rms, one basis a group--> y [T, N]
+    keys, values --un-rotate the keys, unit by unit--> x [T, N] --(x - mean) / rms, one basis per group--> y [T, N]
 
-    PcaTransform   y --one step for all components--> levels --a static table a component--> entropy, no bytes
+    PcaTransform   y --one step for all components--> levels --a static table per component--> entropy, no bytes
     Kvtc           y --min/max levels, bits by dynamic programming--> packed levels --DEFLATE--> real bytes
 
-N counts all values a token, in the order layer, K before V, head, dimension. Both know nothing of the loss that cuvee's
-own profiles measure, and share no code with its coder. Their speed would say nothing, so it is not reported.
+N counts all values per token, in the order layer, K before V, head, dimension. Both know nothing of the loss that
+cuvee's own profiles measure, and share no code with its coder. Their speed would say nothing, so it is not reported.
 
 References: Goyal, Theoretical foundations of transform coding, IEEE Signal Processing Magazine 18(5), 2001; Sullivan,
 Efficient scalar quantization of exponential and Laplacian random variables, IEEE Trans. Inf. Theory 42(5), 1996 (dead
@@ -41,7 +41,7 @@ STEPS = (0.08, 0.12, 0.18, 0.27, 0.4, 0.6, 0.9, 1.3)
 """Steps of `PcaTransform.method` that span KL 0.001 … 0.1 on the bundled model, whatever the grouping."""
 
 BUDGETS = (0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
-"""Budgets of `Kvtc.method`, bits a value before DEFLATE."""
+"""Budgets of `Kvtc.method`, bits per value before DEFLATE."""
 
 MOST_VALUES = 16384  # of one group: its covariance alone takes 2 GiB there, and the eigenvectors take hours
 KEPT_VALUES = 2**26  # calibration coefficients that a transform keeps to count its tables
@@ -143,7 +143,7 @@ class _Basis:
         largest, tokens = max(map(len, groups)), sum(chunk.tokens for chunk in chunks)
         if largest > MOST_VALUES:
             raise InputError(
-                f"grouping: {grouping!r} needs the covariance of {largest:,} values a token, and {MOST_VALUES:,} are "
+                f"grouping: {grouping!r} needs the covariance of {largest:,} values per token, and {MOST_VALUES:,} are "
                 "the most: choose a narrower one (layer, unit or head)"
             )
         if any(chunk.layout.fingerprint != layout.fingerprint for chunk in chunks):
@@ -161,9 +161,9 @@ class _Basis:
         mean = (total / tokens).float()
         covariances = [torch.zeros(len(g), len(g), dtype=torch.float64, device=device) for g in groups]
         for chunk in chunks:
-            centred = (_flatten(chunk) - mean).double()
+            centered = (_flatten(chunk) - mean).double()
             for group, covariance in zip(groups, covariances, strict=True):
-                part = centred[:, group]
+                part = centered[:, group]
                 covariance.addmm_(part.T, part)
         variance = sum(float(covariance.trace()) for covariance in covariances) / tokens
         rms = math.sqrt(variance / layout.values_per_token) or 1.0  # a cache that never varies has no scale
@@ -190,10 +190,10 @@ class _Basis:
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
         """`_flatten`ed values `[T, N]` -> coefficients `[T, N]`, group after group."""
-        centred = (x.to(self.device) - self.mean) / self.rms
-        return torch.cat([centred[:, g] @ m.T for g, m in zip(self.columns, self.matrices, strict=True)], 1)
+        centered = (x.to(self.device) - self.mean) / self.rms
+        return torch.cat([centered[:, g] @ m.T for g, m in zip(self.columns, self.matrices, strict=True)], 1)
 
-    def analyse(self, chunk: KVChunk) -> torch.Tensor:
+    def analyze(self, chunk: KVChunk) -> torch.Tensor:
         """The coefficients of a chunk `[T, N]`.
 
         Raises:
@@ -203,8 +203,8 @@ class _Basis:
             raise InputError("chunk: has another layout than the chunks that the basis was learned from")
         return self.project(_flatten(chunk))
 
-    def synthesise(self, y: torch.Tensor, start: int, device: torch.device) -> KVChunk:
-        """The inverse of `analyse`."""
+    def synthesize(self, y: torch.Tensor, start: int, device: torch.device) -> KVChunk:
+        """The inverse of `analyze`."""
         x = torch.empty_like(y)
         for group, matrix, part in zip(self.columns, self.matrices, y.split(self.sizes, 1), strict=True):
             x[:, group] = part @ matrix
@@ -242,9 +242,9 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PcaTransform:
-    """Principal components of the position-free cache, ready to be quantised at any step.
+    """Principal components of the position-free cache, ready to be quantized at any step.
 
-    Where a choice was open it was made in the baseline's favour, by what it needs at KL 0.005 … 0.05 on the bundled
+    Where a choice was open it was made in the baseline's favor, by what it needs at KL 0.005 … 0.05 on the bundled
     model and on two novels with groupings "layer" and "all": units as they are rather than scaled to equal variance
     (6 % fewer bits on average), a dead zone and centroids rather than the nearest level (5 % fewer).
 
@@ -267,14 +267,14 @@ class PcaTransform:
             grouping: what one basis spans, see `columns`.
 
         Raises:
-            InputError: another grouping; a group of more than 16,384 values a token; fewer than twice as many tokens
+            InputError: another grouping; a group of more than 16,384 values per token; fewer than twice as many tokens
                 as the largest group has values; a chunk of another layout; NaN or infinite values.
         """
         basis = _Basis.learn(layout, chunks, grouping)
         return cls(basis, basis.sample(chunks, 1, KEPT_VALUES // layout.values_per_token).flatten(0, 1))
 
     def method(self, step: float) -> PcaMethod:
-        """Quantise all components with one step.
+        """Quantize all components with one step.
 
         Args:
             step: in units of the root mean variance of the cache's values, so that a step means the same on any model;
@@ -350,9 +350,9 @@ class PcaMethod(_Measured):
         Raises:
             InputError: a chunk of another layout, with NaN or infinities, or with values of 2**31 steps.
         """
-        level = _levels(self.basis.analyse(chunk), self.step)
+        level = _levels(self.basis.analyze(chunk), self.step)
         back = level.sign() * (level.abs() + self.centroid) * self.step
-        return self.basis.synthesise(back, chunk.start, chunk.device), self._cost(level)
+        return self.basis.synthesize(back, chunk.start, chunk.device), self._cost(level)
 
     def _cost(self, level: torch.Tensor) -> float:
         """Bits of levels `[T, N]`."""
@@ -384,14 +384,14 @@ class Kvtc:
 
     1. One basis for all keys, position-free, and one for all values: principal components, units as they are.
     2. Consecutive components form groups of 4, 16, 64 or 256 with 1 to 8 bits a level, or are left out. In every run of
-       16 tokens a group stores its minimum and its scale in 16 bits each. Dynamic programming chooses the groups and
+       16 tokens per group stores its minimum and its scale in 16 bits each. Dynamic programming chooses the groups and
        their bits together: least squared error on calibration caches under a budget, levels and scales counted; keys
        and values get the same budget. On the bundled model a scale for every token needs 9 to 20 % more bits, and one
        budget for both 3 % more; the paper's int2, int4 and FP8 would be fewer choices.
     3. The levels of a component in all tokens stand together, packed; DEFLATE goes over scales and levels.
 
     The paper keeps the first 4 and the last 128 tokens of a cache in 16 bits. Chunks here are pieces of a stored prefix
-    and are coded whole, which favours it in size: 132 of 384 tokens would cost 5.5 bits a value.
+    and are coded whole, which favors it in size: 132 of 384 tokens would cost 5.5 bits per value.
 
     Attributes:
         basis: the map.
@@ -423,13 +423,13 @@ class Kvtc:
         """Allocate bits.
 
         Args:
-            budget: bits a value on average, scales counted, before DEFLATE.
+            budget: bits per value on average, scales counted, before DEFLATE.
 
         Raises:
             InputError: a budget outside 0 … 8.
         """
         if not 0 < budget <= MOST_BITS:
-            raise InputError(f"budget: must lie above 0 and be at most {MOST_BITS} bits a value, got {budget}")
+            raise InputError(f"budget: must lie above 0 and be at most {MOST_BITS} bits per value, got {budget}")
         parts = []
         for errors, size in zip(self.errors, self.basis.sizes, strict=True):
             chosen = allocate(errors, int(budget * size * RUN / 32))
@@ -456,7 +456,7 @@ def _group_errors(y: torch.Tensor) -> Errors:
             if index == 0:
                 errors[first // SIZES[0], 0, 0] = float(group.double().square().sum()) / runs
             for bits in range(1, MOST_BITS + 1):
-                level, scale, low = _quantise(group, bits)
+                level, scale, low = _quantize(group, bits)
                 off = (level * scale + low - group).double()
                 errors[first // SIZES[0], index, bits] = float(off.square().sum()) / runs
     return errors
@@ -467,8 +467,8 @@ def allocate(errors: Errors, budget: int) -> list[tuple[int, int, int]]:
 
     Args:
         errors: `[P, S, B + 1]`: error of the group that begins at component 4 p, holds `SIZES[k]` components and has b
-            bits a component; infinite where there is no such group. `[p, 0, 0]`, its components left out, is finite.
-        budget: in units of 32 bits a run: a group with bits costs one for its scale and minimum, and half a unit a
+            bits per component; infinite where there is no such group. `[p, 0, 0]`, its components left out, is finite.
+        budget: in units of 32 bits per run: a group with bits costs one for its scale and minimum, and half a unit a
             component and bit.
 
     Returns:
@@ -503,7 +503,7 @@ def _units(index: int, bits: int) -> int:
     return 1 + SIZES[index] * bits * RUN // 32
 
 
-def _quantise(group: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _quantize(group: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Rows of values -> levels 0 … 2**bits - 1 (float32), and scale and minimum `[rows, 1]`, rounded to float16."""
     low, high = group.amin(1, keepdim=True), group.amax(1, keepdim=True)
     scale = ((high - low) / (2**bits - 1)).half().float().clamp_min(2.0**-24)
@@ -526,7 +526,7 @@ class KvtcMethod(_Measured):
 
     Attributes:
         basis: the map.
-        budget: bits a value before DEFLATE.
+        budget: bits per value before DEFLATE.
         parts: the groups that have bits, of keys and of values.
     """
 
@@ -537,7 +537,7 @@ class KvtcMethod(_Measured):
     @property
     def counts(self) -> str:
         """See `Method.counts`."""
-        return "all bytes after DEFLATE, 2 x 16 bits a group and 16 tokens among them; NO basis, allocation or headers"
+        return "all bytes after DEFLATE, with 2 x 16 bits per group and 16 tokens; NO basis, allocation or headers"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -550,7 +550,7 @@ class KvtcMethod(_Measured):
         Raises:
             InputError: a chunk of another layout, with NaN or infinities, or values that float16 scales cannot reach.
         """
-        y = self.basis.analyse(chunk)
+        y = self.basis.analyze(chunk)
         tokens = len(y)
         scales, levels = [], []
         for part, groups in zip(y.split(self.basis.sizes, 1), self.parts, strict=True):
@@ -559,7 +559,7 @@ class KvtcMethod(_Measured):
             padded = torch.cat([padded, padded[-1:].expand(-tokens % RUN, -1)])
             for group in groups:
                 rows = padded[:, group.first : group.first + group.size].reshape(-1, RUN * group.size)
-                level, scale, low = _quantise(rows, group.bits)
+                level, scale, low = _quantize(rows, group.bits)
                 if not bool(torch.isfinite(torch.cat([scale, low])).all()):
                     raise InputError("chunk: holds values that lie beyond float16 scales; KVTC cannot store it")
                 scales += [scale, low]
@@ -587,7 +587,7 @@ class KvtcMethod(_Measured):
                 y[:, group.first : group.first + group.size] = level * scale + low
                 at += length
             parts.append(y[:, :size])
-        return self.basis.synthesise(torch.cat(parts, 1).to(self.basis.device), start, device)
+        return self.basis.synthesize(torch.cat(parts, 1).to(self.basis.device), start, device)
 
 
 def _pack(level: torch.Tensor, bits: int) -> bytes:

@@ -1,19 +1,19 @@
 """What others do to a cache, written from their descriptions, so that a report can show them in the same run.
 
-| method | keys | values | bits a value |
+| method | keys | values | bits per value |
 |---|---|---|---|
 | `Identity` | as they are | as they are | 8 x the dtype's bytes |
 | `Destroyed` | zeros | zeros | 0 |
 | `Float8` | e4m3 or e5m2, by value | the same | 8; no scales |
 | `Int8` | absmax by unit and chunk | the same | 8 + a scale |
-| `Kivi` | min/max by channel, 32 tokens a group | min/max by token, 32 channels a group | b + 32 a group |
+| `Kivi` | min/max by channel, 32 tokens per group | min/max by token, 32 channels a group | b + 32 per group |
 | `CacheGen` | absmax by token over all heads, 5 or 4 bits | the same | entropy + tables + scales |
 
 All work on the keys as cached, after RoPE. `Kivi` and `CacheGen` count their bits and do not make the bytes: their
 speed would say nothing, so it is not reported.
 
 References: KIVI, arXiv:2402.02750; CacheGen, arXiv:2310.07240, as shipped in LMCache 0.5.6: no anchor tokens, one
-frequency table a channel stored with every chunk.
+frequency table per channel stored with every chunk.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 class Int8(_Simulated):
     """Levels -127 … 127 under one scale for all of a unit's values in a chunk: its largest magnitude over 127."""
 
-    counts: str = "8 bits a value, 16 bits of scale a unit (K or V of a layer) a chunk"
+    counts: str = "8 bits per value, 16 bits of scale per unit (K or V of a layer) a chunk"
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
@@ -125,7 +125,7 @@ class Int8(_Simulated):
 
 @dataclass(frozen=True)
 class Kivi(_Simulated):
-    """Min/max quantisation in groups: keys by channel over tokens, values by token over channels.
+    """Min/max quantization in groups: keys by channel over tokens, values by token over channels.
 
     Unlike KIVI itself no recent tokens stay at 16 bits: all are coded, and all bits are counted.
 
@@ -136,7 +136,7 @@ class Kivi(_Simulated):
 
     bits: int
     group: int = 32
-    counts: str = "levels, and 2 x 16 bits a group for minimum and scale"
+    counts: str = "levels, and 2 x 16 bits per group for minimum and scale"
 
     def __post_init__(self) -> None:
         if not 1 <= self.bits <= 8 or self.group < 1:
@@ -151,7 +151,7 @@ class Kivi(_Simulated):
         return _map(chunk, code)
 
     def _code(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, float]:
-        """Quantise `[T, C]` in groups along `dim`."""
+        """Quantize `[T, C]` in groups along `dim`."""
         back, size = [], float(self.bits * x.numel())
         for part in x.split(self.group, dim):
             low, high = part.amin(dim, keepdim=True), part.amax(dim, keepdim=True)
@@ -163,9 +163,9 @@ class Kivi(_Simulated):
 
 @dataclass(frozen=True)
 class CacheGen(_Simulated):
-    """CacheGen as LMCache 0.5.6 ships it; the entropy coder is taken as ideal, which favours it.
+    """CacheGen as LMCache 0.5.6 ships it; the entropy coder is taken as ideal, which favors it.
 
-    One scale a token and unit, over all heads and dimensions. Levels `-M … M` with `M = bins / 2 - 1`; 32 bins for
+    One scale per token and unit, over all heads and dimensions. Levels `-M … M` with `M = bins / 2 - 1`; 32 bins for
     the first 10/32 of the key layers and the first 2/32 of the value layers, 16 for the others (what it does with
     models of 32 layers, scaled to the depth). Each channel of each chunk has a frequency table of its own.
 
@@ -178,8 +178,8 @@ class CacheGen(_Simulated):
     @property
     def counts(self) -> str:
         """See `Method.counts`."""
-        tables = "a table of 33 x 16 + 32 bits a channel a chunk" if self.count_tables else "NO tables"
-        return f"ideal entropy, {tables}, 16 bits of scale a token and unit"
+        tables = "a table of 33 x 16 + 32 bits per channel a chunk" if self.count_tables else "NO tables"
+        return f"ideal entropy, {tables}, 16 bits of scale per token and unit"
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""

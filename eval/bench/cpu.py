@@ -1,8 +1,8 @@
 """Speed and memory on this machine: every stage alone, whole encodes and decodes, and how both scale.
 
-    stages      one core, one 256-token chunk: transform, quantise and pack, rANS, container
-    coders      rANS on one core beside constriction's AnsCoder and a vectorised torch decoder: the same symbols, the
-                same quantised model
+    stages      one core, one 256-token chunk: transform, quantize and pack, rANS, container
+    coders      rANS on one core beside constriction's AnsCoder and a vectorized torch decoder: the same symbols, the
+                same quantized model
     whole       Codec.encode and Codec.decode, one thread and all
     scaling     over tokens and over layers
     memory      peak of a fresh process above what it had, over the raw chunk
@@ -50,7 +50,7 @@ from cuvee.codec.rope import rotate
 from cuvee.codec.schemes import Target
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.tables import EntropyTables
-from cuvee.codec.transform import Rotation, gather, synthesise, tile_tokens, tiles
+from cuvee.codec.transform import Rotation, gather, synthesize, tile_tokens, tiles
 from cuvee.eval.bench.machine import hardware, torch_threads
 
 __all__ = ["print_report", "run_bench"]
@@ -286,12 +286,12 @@ class _Stopwatch:
             backend,
             rans_encode=self.wrap("rans", backend.rans_encode),
             rans_decode=self.wrap("rans", backend.rans_decode),
-            quantize=self.wrap("quantise and pack", backend.quantize),
-            dequantize=self.wrap("quantise and pack", backend.dequantize),
-            predict=self.wrap("quantise and pack", backend.predict),
-            unpredict=self.wrap("quantise and pack", backend.unpredict),
-            pack=self.wrap("quantise and pack", backend.pack),
-            unpack=self.wrap("quantise and pack", backend.unpack),
+            quantize=self.wrap("quantize and pack", backend.quantize),
+            dequantize=self.wrap("quantize and pack", backend.dequantize),
+            predict=self.wrap("quantize and pack", backend.predict),
+            unpredict=self.wrap("quantize and pack", backend.unpredict),
+            pack=self.wrap("quantize and pack", backend.pack),
+            unpack=self.wrap("quantize and pack", backend.unpack),
             place=self.wrap("place", backend.place),
         )
 
@@ -323,10 +323,10 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
         for index in sections:
             read_section(blob, header, index)
 
-    def analysed() -> None:
+    def analyzed() -> None:
         for section, learned, (ranks, _) in zip(profile.sections, profile.learned, plans, strict=True):
             for at in tiles(tokens, tile_tokens(section, layout)):
-                learned.basis.analyse(gather(chunk, section, unrotation, at), 0, at, ranks)
+                learned.basis.analyze(gather(chunk, section, unrotation, at), 0, at, ranks)
 
     fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
     maps, coefficients = [], []
@@ -335,10 +335,10 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
         maps.append(tuple(matrix[:, :rank].T.to(fast).contiguous() for matrix, rank in pairs))
         coefficients.append(torch.randn(sum(ranks), tokens).to(fast))
 
-    def synthesised() -> None:
+    def synthesized() -> None:
         for section, y, inverse in zip(profile.sections, coefficients, maps, strict=True):
             for at in tiles(tokens, tile_tokens(section, layout)):
-                synthesise(y[:, at], inverse)
+                synthesize(y[:, at], inverse)
 
     def encoded() -> None:
         for index in sections:
@@ -382,8 +382,8 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
         "raw_bytes": chunk.nbytes,
         "bits_per_value": inspect(blob).bits_per_value,
         "symbols": symbols,
-        "encode": split(encoded, analysed, wrapped),
-        "decode": split(decoded, synthesised, unwrapped),
+        "encode": split(encoded, analyzed, wrapped),
+        "decode": split(decoded, synthesized, unwrapped),
     }
 
 
@@ -400,7 +400,7 @@ class _Symbols:
 
 
 def _draw(steps: int, tokens: int) -> _Symbols:
-    """About 2.3 bits a symbol: components whose deviation falls from four steps to half of one."""
+    """About 2.3 bits per symbol: components whose deviation falls from four steps to half of one."""
     plan = coding_plan(np.linspace(16, 4, steps).round().astype(np.int32))
     tables = default_family().tables
     rng = np.random.default_rng(0)
@@ -422,7 +422,7 @@ def _constriction() -> Any:
 
 
 def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, Any]:
-    """Our rANS beside constriction's AnsCoder and a torch decoder: one core, the same symbols and quantised model."""
+    """Our rANS beside constriction's AnsCoder and a torch decoder: one core, the same symbols and quantized model."""
     constriction = _constriction()
     symbols = _draw(steps, tokens)
     data, which, tables = symbols.data, symbols.which, symbols.tables
@@ -430,7 +430,7 @@ def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, An
     entropy = float(tables.entropy[which].sum())
     n = tokens_per_stream(steps, entropy)
     streams = backend.rans_encode(data, which, which, tables, n)
-    # constriction gets its symbols table by table, in few large calls: one call a step would measure Python.
+    # constriction gets its symbols table by table, in few large calls: one call per step would measure Python.
     models = [constriction.stream.model.Categorical(f / 2.0**tables.prob_bits, perfect=False) for f in tables.freq]
     used = sorted(set(which.tolist()))
     bunches = {table: data[which == table].ravel().astype(np.int32) for table in used}
@@ -602,7 +602,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     table.add_row("cuvee", f"{speed['encode']:.0f}", f"{speed['decode']:.0f}", f"{bits['rans']:.3f}")
     theirs = (speed["constriction_encode"], speed["constriction_decode"])
     table.add_row("constriction AnsCoder", *(f"{s:.0f}" for s in theirs), f"{bits['constriction']:.3f}")
-    table.add_row("vectorised torch", "", f"{speed['torch_decode']:.0f}", "")
+    table.add_row("vectorized torch", "", f"{speed['torch_decode']:.0f}", "")
     console.print(table)
     ratios = coders["ratios"]
     console.print(
@@ -611,7 +611,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         highlight=False,
     )
     for entry in report["stages"]:
-        names = ["transform", "quantise and pack", "rans", "place", "container", "other"]
+        names = ["transform", "quantize and pack", "rans", "place", "container", "other"]
         title = f"Stages, one core: {entry['shape']}, group {entry['group']}, {entry['tokens']} tokens, µs"
         table = _table(title, "", *names)
         for what in ("encode", "decode"):

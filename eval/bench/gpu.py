@@ -75,7 +75,7 @@ SINKS = 4
 DISTINCT = 4  # different chunks; more of them are copies
 L2_TIMES = 3  # the sets that take turns are so many times as large as the L2 cache
 SYNTHESIS = "synthesize"  # the stage whose arithmetic is counted
-LIMIT = 0.2  # relative error of a unit above which its cache was not restored; quantisation costs about 0.07
+LIMIT = 0.2  # relative error of a unit above which its cache was not restored; quantization costs about 0.07
 CLOCK_RATE = 2e9  # cycles a second, about
 HEAD_START = 0.05  # seconds at most that a device sleeps until launches are queued
 TF32X3 = 6  # products of bfloat16 that one costs as three of TF32, each at half the rate
@@ -398,7 +398,7 @@ def prove_codec(shape: Shape, group: str, scope: Scope, device: torch.device) ->
     distances = [np.abs(a - b) for a, b in zip(*levels, strict=True)]
     moved = float(np.mean(np.concatenate([d.ravel() for d in distances]) > 0))
     if max(int(d.max(initial=0)) for d in distances) > 1 or moved > 0.02:
-        raise CuveeError(f"{shape}, group {group}: GPU and CPU quantise {moved:.1%} of the levels differently")
+        raise CuveeError(f"{shape}, group {group}: GPU and CPU quantize {moved:.1%} of the levels differently")
     worst = 0.0
     for coded in (blob, theirs):
         want = stack(reference.decode(coded))
@@ -624,7 +624,7 @@ def measure_case(
         sets = turns(count * each, l2, regions // count)
         parts = [slice(index * count, (index + 1) * count) for index in range(sets)]
         compressed = sum(map(len, blobs[:count]))
-        pages.fill(chunks)  # what was decoded before is quantised, and easier to code
+        pages.fill(chunks)  # what was decoded before is quantized, and easier to code
         if encode(parts[-1]) != blobs[parts[-1]]:
             raise CuveeError(f"{case.shape}, group {case.group}: {count} chunks at once become other bytes")
         encodes = [partial(encode, part) for part in parts]
@@ -686,7 +686,7 @@ class Synthesis:
         case: whose profile.
         pages: where the values go.
         tokens: of a chunk.
-        count: chunks a launch.
+        count: chunks per launch.
         sets: launches that write to regions of their own.
     """
 

@@ -31,7 +31,7 @@ _CHUNKS = {ALONE: "each computed alone", AVERAGED: "averaged over contexts"}
 _SHOWN_COST = 0.3  # where sources of chunks are compared
 _SMALL_MODEL = 500_000_000  # parameters
 _DASHES = ("-", (0, (1.5, 1.5)), (0, (5, 2)), "-", (0, (6, 2, 1.5, 2)))  # of costs, in turn
-_LOOKS: dict[str, tuple[str, Any, str]] = {  # selector -> colour, dashes, marker
+_LOOKS: dict[str, tuple[str, Any, str]] = {  # selector -> color, dashes, marker
     NOTHING: ("#8c8c8c", (0, (1.5, 1.5)), "d"),
     "random": ("#8c8c8c", (0, (5, 2)), "."),
     "boundary": ("#0072b2", "-", "o"),
@@ -69,7 +69,7 @@ def write_blend_report(report: Report, folder: Path) -> None:
 
 
 def blend_markdown(report: Report, figures: Mapping[str, str]) -> str:
-    """The report as GitHub-flavoured Markdown.
+    """The report as GitHub-flavored Markdown.
 
     Args:
         report: the dict of `blend.json`.
@@ -185,7 +185,7 @@ def _shares(report: Report, made: Entry) -> Section:
         blocks.append(
             Block(
                 "text",
-                f"Floor: KL {render.with_error(floor['kl'], floor['kl_stderr'])} nats a token, ΔNLL "
+                f"Floor: KL {render.with_error(floor['kl'], floor['kl_stderr'])} nats per token, ΔNLL "
                 f"{render.with_error(floor['delta_nll'], floor['delta_nll_stderr'], signed=True)}, top-1 kept "
                 f"{render.with_error(floor['top1'], floor['top1_stderr'], percent=True)}.",
             )
@@ -280,7 +280,16 @@ def _codec(report: Report) -> Section:
                 render.with_error(cost["points"], cost["points_stderr"]),
             ]
         )
-    columns = ["prompts ", "quality ", "chunks ", "bits a value", "selector ", "cost", "share recovered", "points lost"]
+    columns = [
+        "prompts ",
+        "quality ",
+        "chunks ",
+        "bits per value",
+        "selector ",
+        "cost",
+        "share recovered",
+        "points lost",
+    ]
     note = (
         "Points lost: the share recovered with exact chunks less that with decoded ones, in hundredths of the floor's "
         "KL, paired by prompt, ± one standard error. The share may lie below zero: the floor is of exact chunks."
@@ -325,7 +334,7 @@ def _protocol(report: Report) -> Section:
     facts = [
         ("model", f"{model['name']} ({model['model_type']}, {model['parameters']:,} parameters, {model['dtype']})"),
         ("model fingerprint", model["fingerprint"]),
-        ("cache", f"{model['layers']} layers, {model['values_per_token']:,} values a token"),
+        ("cache", f"{model['layers']} layers, {model['values_per_token']:,} values per token"),
         ("contexts averaged over", f"{report['text']['contexts']} of {configuration['context_tokens']} tokens"),
         ("profile", None if profile is None else f"group {profile['group']}, {profile['source']}, {profile['id']}"),
         ("seed", configuration["seed"]),
@@ -457,7 +466,7 @@ def share_source(report: Report) -> Figure | None:
                         elinewidth=0.9,
                     )
             _share_axis(axes)
-            names = [kv if kv == EXACT else f"{kv}\n{bits[kv]:.2f} bits a value" for kv in sources]
+            names = [kv if kv == EXACT else f"{kv}\n{bits[kv]:.2f} bits per value" for kv in sources]
             axes.set_xticks(range(len(sources)), names)
             axes.set_title(construction["name"], fontsize=9.5)
             axes.set_ylabel("share recovered, %")

@@ -166,7 +166,7 @@ def quick_blend_config(config: BlendConfig) -> BlendConfig:
 
 @dataclass(slots=True)
 class _Measured:
-    """One selector at one cost on one kind of chunks: a number a prompt."""
+    """One selector at one cost on one kind of chunks: a number per prompt."""
 
     kv: str
     chunks: str
@@ -185,7 +185,7 @@ def share_recovered(kl: Sequence[float] | F64, floor: Sequence[float] | F64) -> 
     """One minus mean KL over the mean KL of the floor, and its standard error over prompts (delta method).
 
     Args:
-        kl: nats a token, one number a prompt.
+        kl: nats per token, one number per prompt.
         floor: the same where nothing is recomputed.
 
     Returns:

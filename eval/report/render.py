@@ -131,7 +131,7 @@ def print_summary(report: Report, console: Console) -> None:
 
 
 def markdown(report: Report, plots: Mapping[str, Sequence[str]]) -> str:
-    """The report as GitHub-flavoured Markdown.
+    """The report as GitHub-flavored Markdown.
 
     Args:
         report: the dict of `report.json`.
@@ -142,7 +142,7 @@ def markdown(report: Report, plots: Mapping[str, Sequence[str]]) -> str:
 
 
 def markdown_document(title: str, preface: Sequence[str], body: Sequence[Section], figures: Mapping[str, str]) -> str:
-    """GitHub-flavoured Markdown.
+    """GitHub-flavored Markdown.
 
     Args:
         title: in plain text, like all that follows.
@@ -269,7 +269,7 @@ def _headline(report: Report) -> Section:
             rows.append([f"{ratio}x", format_bits(bits), label, *costs, _task_changes(report, family, bits)])
             if ratio == 8 and not sentence:
                 sentence = (
-                    f"At {_ratio(16 / bits)} ({label}), the KL to the exact cache is {costs[0]} nats a token, "
+                    f"At {_ratio(16 / bits)} ({label}), the KL to the exact cache is {costs[0]} nats per token, "
                     f"{costs[1]} of the most likely next tokens stay what they were, and the perplexity changes by "
                     f"{costs[2]}."
                 )
@@ -283,7 +283,7 @@ def _headline(report: Report) -> Section:
                 f" For scale: with a destroyed cache the KL is {format_number(entry['kl'])} and the perplexity changes "
                 f"by {change}."
             )
-    columns = ["size", "bits a value", "codec ", "KL", "top-1 kept", "perplexity", "tasks "]
+    columns = ["size", "bits per value", "codec ", "KL", "top-1 kept", "perplexity", "tasks "]
     note = (
         "Interpolated between measured settings, ± one standard error. Where the finest setting measured is already "
         "smaller than the size asked for, the row is of that setting."
@@ -343,7 +343,7 @@ def _equal_kl(report: Report) -> Section:
         "at the KL of ",
         "KL",
         "against ",
-        "its bits a value",
+        "its bits per value",
         *(f"smaller by: {family_label(f)}" for f in families),
     ]
     note = (
@@ -362,8 +362,8 @@ def _methods(report: Report) -> Section:
         return Section("methods", "Every method", [])
     note = (
         "± one standard error over sequences. ΔNLL: what the decoded cache adds to the negative log-likelihood of the "
-        "real next tokens, paired, in nats a token. Top-1: tokens whose most likely successor stays the same. GB/s of "
-        "16-bit cache; none where bits are counted and not made."
+        "real next tokens, paired, in nats per token. Top-1: tokens whose most likely successor stays the same. GB/s "
+        "of 16-bit cache; none where bits are counted and not made."
     )
     blocks: list[Table | Block] = [_quality_table(report, shown, note)]
     if report["skipped"]:
@@ -381,7 +381,7 @@ def _curves(report: Report) -> Section:
 
 def _quality_table(report: Report, entries: Sequence[Entry], note: str) -> Table:
     columns = [
-        "method ", "bits a value", "ratio", "KL", "ΔNLL", "perplexity", "top-1 kept", "encode GB/s", "decode GB/s",
+        "method ", "bits per value", "ratio", "KL", "ΔNLL", "perplexity", "top-1 kept", "encode GB/s", "decode GB/s",
         "what its bits count ",
     ]  # fmt: skip
     rows: list[list[str]] = []
@@ -432,7 +432,7 @@ def _tasks(report: Report) -> Section:
         about = [f"{task['docs']} documents, {better} is better", str(task["description"]).strip().rstrip(".")]
         blocks.append(
             Table(
-                ["method ", "bits a value", str(task["metric"]), "difference to 16 bits", "beyond one s.e. "],
+                ["method ", "bits per value", str(task["metric"]), "difference to 16 bits", "beyond one s.e. "],
                 rows,
                 title=str(task["name"]),
                 note=". ".join(text for text in about if text) + ".",
@@ -491,7 +491,7 @@ def _profiles(report: Report) -> Section:
         ]
         for name, p in report["profiles"].items()
     ]
-    columns = ["profile ", "group ", "source ", "bytes", "bits a value over 1M tokens", "seconds to learn", "id "]
+    columns = ["profile ", "group ", "source ", "bytes", "bits per value over 1M tokens", "seconds to learn", "id "]
     note = "A profile is learned once for a model and kept beside it; its bytes are not part of the sizes above."
     return Section("profiles", "Profiles", [Table(columns, rows, note=note)] if rows else [])
 
@@ -501,7 +501,7 @@ def _protocol(report: Report) -> Section:
     facts: list[tuple[str, Any]] = [
         ("model", f"{model['name']} ({model['model_type']}, {model['parameters']:,} parameters, {model['dtype']})"),
         ("model fingerprint", model["fingerprint"]),
-        ("cache", f"{model['layers']} layers, {model['values_per_token']:,} values a token"),
+        ("cache", f"{model['layers']} layers, {model['values_per_token']:,} values per token"),
         ("cache stored as", configuration.get("cache_dtype")),
         ("sequences", f"{text['sequences']} of {text['length']} tokens, the first {text['prefix']} cached"),
         ("repeats", _repeats(text)),
@@ -531,7 +531,7 @@ def _protocol(report: Report) -> Section:
 def _limits(report: Report) -> Section:
     model, text = report["model"], report["text"]
     says = [
-        f"Standard errors and intervals are over {text['sequences']} sequences of the same few texts. Neighbouring "
+        f"Standard errors and intervals are over {text['sequences']} sequences of the same few texts. Neighboring "
         f"sequences share vocabulary and topic, so what another text would give may lie further away than they say."
         if text["sequences"] > 1
         else "There is a single sequence: nothing here says how far another one would be from it.",

@@ -64,7 +64,7 @@ FURTHER_ANCHORS = ("int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free")
 CURVE_OCTAVES = (  # steps beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
 )  # fmt: skip
-WORST_KL = 0.1  # nats a token: once a step costs more, coarser ones are not measured
+WORST_KL = 0.1  # nats per token: once a step costs more, coarser ones are not measured
 GENERIC_OCTAVES = (-4.0, -3.0, -2.0, -1.0)
 SCORED = (EXACT, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
 WHOLE_CACHE_VALUES = 4096  # a token: up to here one basis for all layers is learned unasked
@@ -93,7 +93,7 @@ class ReportConfig:
         dtype: of the model: "auto" is float32 on a CPU and what the files say elsewhere.
         cache_dtype: of the caches that are coded.
         device: where the model runs and the caches are coded.
-        batch_size: sequences a forward pass.
+        batch_size: sequences per forward pass.
         seed: of the repeats, samples, sampled targets and the bootstrap.
         quick: fewer methods.
     """

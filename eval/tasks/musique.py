@@ -16,7 +16,7 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 
-__all__ = ["load", "normalise", "prompt", "score"]
+__all__ = ["load", "normalize", "prompt", "score"]
 
 _HOW = (
     "give MuSiQue's file, as in --metadata musique=musique_ans_v1.0_dev.jsonl; "
@@ -94,12 +94,12 @@ def score(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
     (given,) = results
     accepted = [doc["answer"], *doc["answer_aliases"]]
     return {
-        "f1": max(_f1(normalise(given), normalise(answer)) for answer in accepted),
-        "exact_match": max(float(normalise(given) == normalise(answer)) for answer in accepted),
+        "f1": max(_f1(normalize(given), normalize(answer)) for answer in accepted),
+        "exact_match": max(float(normalize(given) == normalize(answer)) for answer in accepted),
     }
 
 
-def normalise(answer: str) -> list[str]:
+def normalize(answer: str) -> list[str]:
     """Lower-case words without punctuation and articles (the rule of SQuAD, arXiv:1606.05250)."""
     bare = "".join(c for c in answer.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", bare).split()

@@ -160,7 +160,7 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
 
     Returns:
         `"match"`, `"mismatch"`, or `"unknown: "` and the reason: the profile names no model, or the checkpoint is not
-        stored under the names that transformers gives its parameters (quantised, fused experts, no safetensors).
+        stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
 
     Raises:
         InputError: nothing there, or a damaged file.
@@ -305,7 +305,7 @@ def _skeleton(root: Path) -> PreTrainedModel:
 
         config = AutoConfig.from_pretrained(root, local_files_only=True, trust_remote_code=False)
         if getattr(config, "quantization_config", None) is not None:
-            raise _Unknown("the checkpoint is quantised")
+            raise _Unknown("the checkpoint is quantized")
         if config.get_text_config() is not config:
             raise _Unknown("the checkpoint is of a multimodal model")
         with torch.device("meta"):

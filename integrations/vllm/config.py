@@ -23,7 +23,7 @@ class Options:
         store: where the blobs go: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
         profile: path of the model's profile; None: the generic profile.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"`.
-        chunk_tokens: tokens a blob; a multiple of the engine's block size.
+        chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: one chunk.
         load_async: load while other requests run; False: the engine waits for its loads.
         decide: "measured": load where that is expected to beat recompute; "always": load whatever is found.

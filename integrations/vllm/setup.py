@@ -120,7 +120,7 @@ class Setup:
         if verdict == "mismatch":
             raise ProfileMismatch(
                 f"profile: {self.options.profile} was calibrated on other weights than {model_path}; calibrate one for "
-                "this model, or set check_model to false where they are the same model quantised or converted"
+                "this model, or set check_model to false where they are the same model quantized or converted"
             )
         if verdict != "match":
             logger.info("cuvee: whether %s was calibrated on these weights: %s", self.options.profile, verdict)
@@ -171,11 +171,11 @@ def _refuse_features(vllm_config: Any) -> None:
         "an encoder-decoder model": model.is_encoder_decoder,
         f"a {model.runner_type!r} model (only generation is)": model.runner_type != "generate",
         "speculative decoding": vllm_config.speculative_config is not None,
-        f"a quantised KV cache (kv_cache_dtype={dtype!r}; use 'auto')": dtype not in ("auto", *TORCH_DTYPES),
-        f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
+        f"a quantized KV cache (kv_cache_dtype={dtype!r}; use 'auto')": dtype not in ("auto", *TORCH_DTYPES),
+        f"pipeline parallelizm (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
             parallel.pipeline_parallel_size > 1
         ),
-        "context parallelism": max(
+        "context parallelizm": max(
             getattr(parallel, "decode_context_parallel_size", 1), getattr(parallel, "prefill_context_parallel_size", 1)
         )
         > 1,

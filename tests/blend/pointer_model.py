@@ -26,7 +26,7 @@ GAIN = 8.0
 
 # The vocabulary.
 SINK = 0
-ANSWER = 1  # one a value
+ANSWER = 1  # one per value
 FACT = ANSWER + VALUES  # SLOTS · VALUES of them
 POINTER = FACT + SLOTS * VALUES
 QUESTION = POINTER + SLOTS

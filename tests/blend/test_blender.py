@@ -88,7 +88,7 @@ def build(tiny_model: Callable[..., Any]) -> Build:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a pass of the whole prompt gives: logits `[T, V]`, keys and values `[H, T, D]` a layer."""
+    """What a pass of the whole prompt gives: logits `[T, V]`, keys and values `[H, T, D]` per layer."""
 
     logits: torch.Tensor
     keys: list[torch.Tensor]

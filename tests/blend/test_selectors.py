@@ -231,7 +231,7 @@ def test_query_guided_takes_what_is_looked_at() -> None:
     [
         (None, 6),
         (1.0, 6),
-        (0.5, 4),  # 8 · 6 · 0.5 = 24 token-layers, 5 a token
+        (0.5, 4),  # 8 · 6 · 0.5 = 24 token-layers, 5 per token
         (10 / 48, 2),
         (9.9 / 48, 1),
         (0.0, 1),  # one always asks

@@ -29,7 +29,7 @@ from cuvee.codec.learning.calibrate import (
     _Transposed,
     choose_group,
     held_out_count,
-    normalised,
+    normalized,
 )
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.model import frozen
@@ -220,7 +220,7 @@ def test_other_families(name: str, group: str, tiny_model: Callable[..., Any]) -
 
 
 def test_too_few_tokens(tiny_model: Callable[..., Any], layouts: dict[str, KVLayout], make_chunk: Any) -> None:
-    # 12 values a head, 2 heads: 24 a unit, 48 a layer, 96 in all; four tokens a value.
+    # 12 values per head, 2 heads: 24 per unit, 48 per layer, 96 in all; four tokens per value.
     tiny = tiny_model("llama")
     for group, need in (("unit", 96), ("layer", 192), ("layers:2", 384), ("all", 384)):
         with pytest.raises(ProfileError, match=rf"group='{group}' .* at least {need} cached tokens .*, got 52"):
@@ -425,7 +425,7 @@ def test_one_kind_is_as_good_as_none(tiny_model: Callable[..., Any]) -> None:
 
 
 def test_the_largest_group_within_budget_and_text() -> None:
-    layout = no_rope(24, layers=4)  # 48 values a layer, 48 operations a value
+    layout = no_rope(24, layers=4)  # 48 values per layer, 48 operations per value
     for flops, group in ((1, "layer"), (48, "layer"), (95, "layer"), (96, "layers:2"), (144, "layers:3"), (192, "all")):
         name, why = choose_group(layout, 10_000, flops)
         assert name == group
@@ -707,16 +707,16 @@ def test_a_few_tokens_do_not_decide_the_metric() -> None:
     """A sink holds nearly all of the squared gradient; ordinary tokens' directions must show all the same."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(400, 6, generator=generator) * torch.tensor([1.0, 1, 1, 0.1, 0.1, 0.1])
-    usual = float(normalised(gradient).square().sum())
+    usual = float(normalized(gradient).square().sum())
     gradient[0] = torch.tensor([0.0, 0, 0, 0, 0, 1e3])
-    got = normalised(gradient)
+    got = normalized(gradient)
     torch.testing.assert_close(got.double().numpy(), levelled(gradient), rtol=1e-4, atol=1e-6)
     assert float(gradient.square().sum(0)[5] / gradient.square().sum(0)[0]) > 1000
     assert float(got[1:].square().sum()) == pytest.approx(usual, rel=0.1)
     assert float(got[0].square().sum()) < 3 * usual
     # What a section weighs among others stays: a hundred times the gradient is a hundred times the result.
-    torch.testing.assert_close(normalised(100 * gradient), 100 * got, rtol=1e-4, atol=1e-5)
-    assert bool(torch.isfinite(normalised(torch.zeros(5, 3))).all())
+    torch.testing.assert_close(normalized(100 * gradient), 100 * got, rtol=1e-4, atol=1e-5)
+    assert bool(torch.isfinite(normalized(torch.zeros(5, 3))).all())
 
 
 @pytest.mark.parametrize("lengths", [[10] * 200, [1, 90] * 50, [90, 1] * 50, [70] * 30])

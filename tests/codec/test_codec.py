@@ -94,7 +94,7 @@ def test_round_trip(name: str, scheme: str, layouts: Layouts, make_chunk: MakeCh
         if scheme == "lossless":
             assert same(chunk, back)
         else:
-            # A uniform quantiser's s^2 / 12, and room for the dead zone and for what is not coded.
+            # A uniform quantizer's s^2 / 12, and room for the dead zone and for what is not coded.
             assert relative_error(chunk, back, reference) < 0.2 * STEP**2, tokens
             assert not same(chunk, back)
 

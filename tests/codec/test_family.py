@@ -176,7 +176,7 @@ def test_tables_of_a_family_widen_with_their_number() -> None:
     tables = default_family().tables
     assert len(tables) == TABLES + 8
     assert (np.diff(tables.entropy[:TABLES]) > 0).all()
-    # The entropy of a uniformly quantised density of deviation s is about log2(s) + h, a quarter bit a table.
+    # The entropy of a uniformly quantized density of deviation s is about log2(s) + h, a quarter bit a table.
     np.testing.assert_allclose(np.diff(tables.entropy[12:TABLES]), 0.25, atol=0.03)
 
 
@@ -263,7 +263,7 @@ def test_a_fitted_family_is_well_formed(fitted: tuple[str, Family]) -> None:
 def test_a_fitted_family_codes_its_kind_smaller(fitted: tuple[str, Family]) -> None:
     kind, family = fitted
     y, scale = samples(kind, seed=2)
-    # Same quantiser for both, so that only the tables differ.
+    # Same quantizer for both, so that only the tables differ.
     default = Family(default_family().tables, family.quantizer)
     bits, _ = cost(family, y, scale)
     default_bits, _ = cost(default, y, scale)
@@ -276,7 +276,7 @@ def test_a_fitted_family_is_a_better_bargain(fitted: tuple[str, Family]) -> None
     y, scale = samples(kind, seed=3)
     bits, error = cost(family, y, scale)
     default_bits, default_error = cost(default_family(), y, scale)
-    # In bits at equal error: at high rate a factor in error is half its logarithm in bits a value.
+    # In bits at equal error: at high rate a factor in error is half its logarithm in bits per value.
     values = sum(int((scale_codes(scale, step) >= 0).sum()) for step in STEPS) * y.shape[1]
     assert bits + values * 0.5 * np.log2(error / default_error) < default_bits
 

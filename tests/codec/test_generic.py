@@ -17,7 +17,7 @@ STEP = 0.25
 
 
 def plain(dtype: str, layers: int = 1) -> KVLayout:
-    """No RoPE, so that K and V are just numbers: two units `[T, 4, 16]` a layer."""
+    """No RoPE, so that K and V are just numbers: two units `[T, 4, 16]` per layer."""
     return KVLayout("synthetic", (LayerLayout(4, 16, 16, None),) * layers, dtype, None)
 
 

@@ -1,6 +1,6 @@
 """Blobs written once and kept: every later version must read them, to the same tokens.
 
-What must be equal on every machine is what is integer: the bytes of a lossless chunk, and the quantised levels of a
+What must be equal on every machine is what is integer: the bytes of a lossless chunk, and the quantized levels of a
 lossy one, which are hashed. The tensors of a lossy chunk come out of floating-point products, whose last bits differ
 between machines; they are compared with the stored ones within a tolerance. Encoding again need not give the same
 bytes, for the same reason, except for lossless.

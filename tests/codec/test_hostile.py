@@ -269,7 +269,7 @@ def test_header_fields_changed_with_right_checksums(scheme: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_every_backend_agrees_about_forged_sections(scheme: str, backend: str) -> None:
-    every = 1741 if backend == "triton" else 67  # its interpreter takes a second or two a blob
+    every = 1741 if backend == "triton" else 67  # its interpreter takes a second or two per blob
     for number, forged in enumerate(resealed_flips(blob_of(scheme))):
         if number % every == 0:
             assert attempt(scheme, forged, backend) == attempt(scheme, forged, "numba")
@@ -327,8 +327,8 @@ def test_generic_scale_codes_beyond_the_widest_are_refused(code: int, backend: s
         pytest.param(0, "<I", 2**32 - 1, id="words"),
         pytest.param(4, "<I", 2**32 - 1, id="escapes"),
         pytest.param(0, "<Q", 2**64 - 1, id="words and escapes"),
-        pytest.param(8, "<B", 63, id="tokens a stream"),
-        pytest.param(8, "<B", 8, id="tokens a stream, one too far"),
+        pytest.param(8, "<B", 63, id="tokens per stream"),
+        pytest.param(8, "<B", 8, id="tokens per stream, one too far"),
         pytest.param(9, "<B", 2, id="mode"),
         pytest.param(9, "<B", 255, id="mode, all bits"),
         pytest.param(10, "<H", 1, id="reserved word"),
@@ -438,7 +438,7 @@ def test_classes_finer_than_served_are_refused(backend: str) -> None:
         pytest.param({"class_state": 2**32 - 1}, id="another class state"),
         pytest.param({"stream": b"", "class_words": 0}, id="class stream cut off"),
         pytest.param({"escapes": 0}, id="no escapes"),
-        pytest.param({"log2": 0}, id="a stream a token"),
+        pytest.param({"log2": 0}, id="a stream per token"),
         pytest.param({"log2": 8}, id="streams beyond a window"),
     ],
 )

@@ -15,8 +15,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 
-# 8 layers of 2 heads of 32: 1024 values a token, 32 MB at 16384 tokens. Peaks are read from the kernel in a process of
-# its own, after a warm-up has loaded and compiled everything.
+# 8 layers of 2 heads of 32: 1024 values per token, 32 MB at 16384 tokens. Peaks are read from the kernel in a process
+# of its own, after a warm-up has loaded and compiled everything.
 SCRIPT = """
 import ctypes, gc, json, sys, torch
 from cuvee.codec.codec import Codec

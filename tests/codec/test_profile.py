@@ -314,7 +314,7 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("curve is a number", lambda d: d.update(curve=1)),
     ("curve of numbers", lambda d: d.update(curve=[1])),
     ("curve of lists", lambda d: d.update(curve=[[1, 2]])),
-    ("unknown curve field", lambda d: d["curve"][0].update(colour=1)),
+    ("unknown curve field", lambda d: d["curve"][0].update(color=1)),
     ("missing curve field", lambda d: d["curve"][0].pop("bits_per_value")),
     ("curve step is text", lambda d: d["curve"][0].update(step="1")),
     ("curve value is text", lambda d: d["curve"][0].update(kl="1")),
@@ -425,7 +425,7 @@ FAMILY: list[tuple[str, str, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, An
 
 
 @pytest.mark.parametrize(("what", "name", "change"), FAMILY, ids=[f"{n}: {w}" for w, n, _ in FAMILY])
-def test_tables_and_quantisers_that_break_a_rule(
+def test_tables_and_quantizers_that_break_a_rule(
     what: str,
     name: str,
     change: Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]],
@@ -441,7 +441,7 @@ def test_tables_and_quantisers_that_break_a_rule(
     assert "hash to its id" not in str(caught.value)
 
 
-def test_rules_hold_in_optimised_python(fitted: Fitted, tmp_path: Path) -> None:
+def test_rules_hold_in_optimized_python(fitted: Fitted, tmp_path: Path) -> None:
     """`python -O` leaves out asserts; nothing that a file decides about may depend on one."""
     fitted("gqa", "layer").save(tmp_path / "p")
     rewrite(tmp_path / "p", tmp_path / "q", lambda _, a: a.update({"family.rounding": a["family.rounding"][:3]}))

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the codec of one rank codes its heads as the codec of the whole cache does among all."""
+"""Tensor parallelizm: the codec of one rank codes its heads as the codec of the whole cache does among all."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_ranks_that_do_not_exist(fitted: Fitted, rank: Any, size: Any, message: 
 
 @pytest.mark.parametrize("size", [2, 4, 8, 16])
 def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -> None:
-    """Every number a block has, at every step: exact, on any machine."""
+    """Every number per block has, at every step: exact, on any machine."""
     for rank in range(size):
         shard, heads = rich.shard(rank, size), rich.layout.shard_heads(rank, size)
         assert shard.sections == partition(rich.layout.shard(rank, size), "head")
@@ -408,7 +408,7 @@ def test_ranks_fill_one_paged_cache(fitted: Fitted, make_chunk: MakeChunk, size:
 
 
 def test_shards_cost_little_more(fitted: Fitted, make_chunk: MakeChunk) -> None:
-    """A header a blob and some bytes a section, whatever the chunk holds."""
+    """A header a blob and some bytes per section, whatever the chunk holds."""
     profile = fitted("mha", "head")
     chunk = make_chunk(profile.layout, 256, 3)
     whole = len(Codec(profile, step=0.3).encode(chunk))

@@ -1,4 +1,4 @@
-"""Quantiser, prediction and planes: every backend gives the bytes of the reference, and all of it comes back."""
+"""Quantizer, prediction and planes: every backend gives the bytes of the reference, and all of it comes back."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_degenerate_counts_become_a_valid_table(name: str, prob_bits: int) -> No
     EntropyTables(freq[None], prob_bits)
 
 
-def test_a_lone_symbol_leaves_the_least_to_its_neighbour() -> None:
+def test_a_lone_symbol_leaves_the_least_to_its_neighbor() -> None:
     freq = normalize_counts(counts_of(s255=9), 12)
     assert freq[255] == 4095 and freq[0] == 1
 

@@ -24,7 +24,7 @@ from cuvee.codec.transform import (
     partition,
     place,
     require_finite,
-    synthesise,
+    synthesize,
     tile_tokens,
     tiles,
 )
@@ -211,24 +211,24 @@ def test_analysis_and_synthesis() -> None:
     x = torch.randn(10, 7, generator=torch.Generator().manual_seed(1))
     for start, at in ((0, slice(0, 10)), (0, slice(1, 5)), (1, slice(0, 4)), (2, slice(0, 4)), (0, slice(2, 9))):
         part = x[at]
-        y = basis.analyse(part, start, at, (3, 4))
+        y = basis.analyze(part, start, at, (3, 4))
         assert y.shape == (7, len(part)) and y.is_contiguous()
         # Positions 0 and 1 have means of their own.
         means = torch.stack([basis.sinks[p] if p < 2 else basis.mean for p in range(start + at.start, start + at.stop)])
         torch.testing.assert_close(y[:3], basis.forward[0] @ (part - means)[:, :3].T)
         torch.testing.assert_close(y[3:], basis.forward[1] @ (part - means)[:, 3:].T)
-        back = synthesise(y, tuple(m.T.contiguous() for m in basis.inverse)) + basis.means(start, at)
+        back = synthesize(y, tuple(m.T.contiguous() for m in basis.inverse)) + basis.means(start, at)
         torch.testing.assert_close(back, part, rtol=1e-4, atol=1e-3)
-        few = basis.analyse(part, start, at, (1, 2))
+        few = basis.analyze(part, start, at, (1, 2))
         torch.testing.assert_close(few, torch.cat([y[:1], y[3:5]]))
-        none = basis.analyse(part, start, at, (0, 0))
+        none = basis.analyze(part, start, at, (0, 0))
         assert none.shape == (0, len(part))
     cut = tuple(m[:, :r].T.contiguous() for m, r in zip(basis.inverse, (1, 2), strict=True))
-    torch.testing.assert_close(synthesise(few, cut)[:, :3], few[:1].T @ basis.inverse[0][:, :1].T)
+    torch.testing.assert_close(synthesize(few, cut)[:, :3], few[:1].T @ basis.inverse[0][:, :1].T)
 
 
 def test_synthesis_of_nothing_is_zero() -> None:
-    assert torch.equal(synthesise(torch.empty(0, 5), (torch.empty(0, 3), torch.empty(0, 4))), torch.zeros(5, 7))
+    assert torch.equal(synthesize(torch.empty(0, 5), (torch.empty(0, 3), torch.empty(0, 4))), torch.zeros(5, 7))
 
 
 @pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2", "all"])
@@ -244,7 +244,7 @@ def test_learned_maps_decorrelate_and_invert(
     unrotation = Rotation(layout, 0, 1000, CPU, inverse=True)
     for section, learned in zip(profile.sections, profile.learned, strict=True):
         x = gather(chunk, section, unrotation, slice(0, 1000))
-        y = learned.basis.analyse(x, 0, slice(0, 1000), learned.basis.block_ranks).double()
+        y = learned.basis.analyze(x, 0, slice(0, 1000), learned.basis.block_ranks).double()
         row = 0
         for rank, forward, inverse in zip(
             learned.basis.block_ranks, learned.basis.forward, learned.basis.inverse, strict=True
@@ -291,7 +291,7 @@ def test_leading_components_and_shallow_products(group: str, fitted: Callable[[s
         for rank, own in zip(ranks, shallow, strict=True):
             padded[row : row + own] = some[taken : taken + own]
             row, taken = row + rank, taken + own
-        want = synthesise(padded, inverse)
+        want = synthesize(padded, inverse)
         out = torch.full_like(want, float("nan"))
-        assert synthesise(some, inverse, shallow, out) is out
+        assert synthesize(some, inverse, shallow, out) is out
         torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)

@@ -534,7 +534,7 @@ def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: 
         return forward(input_ids=torch.cat([input_ids[:, :1], input_ids], 1), **arguments)
 
     monkeypatch.setattr(lm.model, "forward", longer)
-    with pytest.raises(UnsupportedModel, match="one entry a token"):
+    with pytest.raises(UnsupportedModel, match="one entry per token"):
         quiet(lm, "loglikelihood", choices([9], [2]))
 
 
@@ -669,7 +669,7 @@ def test_the_command_line_runs_a_local_task(
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", lambda *_, **arguments: asked.append(arguments))
     # The index of all of lm-eval's own tasks takes seconds.
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
-    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")  # which lm-eval sets, and leaves
+    monkeypatch.setenv("TOKENIZERS_PARALLELIZM", "false")  # which lm-eval sets, and leaves
     lively("llama").save_pretrained(tmp_path / "model")
     word_tokenizer().save_pretrained(tmp_path / "model")
     (tmp_path / "tasks").mkdir()

@@ -33,7 +33,7 @@ def test_a_key_is_a_family_and_a_setting() -> None:
     ("family", "label"),
     [
         ("kivi2", "KIVI int2"),
-        ("cuvee/layer", "cuvee, a basis a layer"),
+        ("cuvee/layer", "cuvee, a basis per layer"),
         ("cuvee/layers:2", "cuvee, a basis for 2 layers"),
         ("cuvee/generic", "cuvee, nothing learned"),
         ("cuvee/lossless", "cuvee lossless"),

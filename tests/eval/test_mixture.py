@@ -16,11 +16,11 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.profile import Profile
 from cuvee.eval import mixture as module
 from cuvee.eval.data import CALIBRATION_TEXTS, bundled_text, load_bundled_model
-from cuvee.eval.mixture import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenised
+from cuvee.eval.mixture import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
 
 LENGTH = 64
 SHARES = {
-    "prose": 0.15, "encyclopaedia": 0.15, "tokenised": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
+    "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
     "reread": 0.08, "samples": 0.12,
 }  # fmt: skip
 
@@ -118,7 +118,7 @@ def test_samples_can_be_left_out(bundled: tuple[Any, Any], monkeypatch: pytest.M
 def test_texts_that_are_too_short_are_left_out(bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A profile needs three sequences of a kind; one with fewer would make it refuse them all."""
     tokenizer = bundled[1]
-    lengths = {"prose": 6, "encyclopaedia": 3, "tokenised": 2, "code": 1, "dialogue": 0, "tables": 40}
+    lengths = {"prose": 6, "encyclopaedia": 3, "tokenized": 2, "code": 1, "dialogue": 0, "tables": 40}
     texts = {
         kind: [tokenizer.decode(tokenizer("the quick brown fox " * 2000).input_ids[: n * LENGTH + 5])]
         for kind, n in lengths.items()
@@ -181,7 +181,7 @@ def test_dialogue_with_and_without_a_chat_template() -> None:
         assert [role.capitalize() for role in roles] == re.findall(r"(?:^|\n\n)(User|System|Assistant): ", other)
 
 
-# Tokenised text -------------------------------------------------------------------------------------------------------
+# Tokenized text -------------------------------------------------------------------------------------------------------
 
 
 def test_the_example_is_true() -> None:
@@ -203,20 +203,20 @@ def test_the_example_is_true() -> None:
     ],
 )
 def test_marks_stand_apart(plain: str, want: str) -> None:
-    assert tokenised(plain) == want
+    assert tokenized(plain) == want
 
 
 def test_rare_words_are_gone_in_long_texts_only() -> None:
     short = " ".join(f"unusual{chr(97 + i % 26)}{chr(97 + i // 26)}" for i in range(100))
-    assert "<unk>" not in tokenised(short)
+    assert "<unk>" not in tokenized(short)
     long = "the common words of a text " * 200 + short
-    got = tokenised(long)
+    got = tokenized(long)
     assert 30 <= got.count("<unk>") <= 35, "every third of those that come once"
     assert got.count("common words") == 200
 
 
 def test_as_many_rare_words_as_in_wikitext() -> None:
-    (text,) = mixture_text("tokenised")
+    (text,) = mixture_text("tokenized")
     tokens = text.split()
     assert 0.02 < tokens.count("<unk>") / len(tokens) < 0.05
     assert text.count(" @-@ ") > 20 and text.count(" @,@ ") > 20

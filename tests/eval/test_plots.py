@@ -162,7 +162,10 @@ def test_size_and_kl_are_those_of_the_report(report: dict[str, Any]) -> None:
     assert figure is not None
     axes = figure.axes[0]
     shown = series(axes)
-    for family, label in (("cuvee/layer", "cuvee, a basis a layer"), ("cuvee/all", "cuvee, one basis for all layers")):
+    for family, label in (
+        ("cuvee/layer", "cuvee, a basis per layer"),
+        ("cuvee/all", "cuvee, one basis for all layers"),
+    ):
         members = sorted((e for e in report["quality"] if e["family"] == family), key=lambda e: e["bits_per_value"])
         line, _, bars = shown[label]
         assert xs(line) == [e["bits_per_value"] for e in members]
@@ -224,7 +227,7 @@ def test_every_task_has_a_panel(report: dict[str, Any]) -> None:
         assert [float(high - low) / 2 for low, high in spans] == pytest.approx([0.02] * 3)
         band = axes.patches[0].get_extents().transformed(axes.transData.inverted())
         assert (band.y0, band.y1) == pytest.approx((scores["bf16"]["score"] - 0.02, scores["bf16"]["score"] + 0.02))
-    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["cuvee, a basis a layer", "FP8 e4m3"]
+    assert [t.get_text() for t in figure.legends[0].get_texts()] == ["cuvee, a basis per layer", "FP8 e4m3"]
 
 
 def test_names_of_lines_keep_apart(report: dict[str, Any]) -> None:

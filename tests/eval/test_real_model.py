@@ -122,7 +122,7 @@ def test_the_second_call_needs_nothing(index: Index, capsys: pytest.CaptureFixtu
     assert all((path / name).read_bytes() == name.encode() for name in FILES)
     assert [line.split()[0] for line in lines] == ["downloading", "converting", "kept"]
     origin = json.loads((path / "origin.json").read_text())
-    assert origin["title"] == "SmolLM2-135M-Instruct, dequantised from Q4_1" and origin["licence"] == "Apache-2.0"
+    assert origin["title"] == "SmolLM2-135M-Instruct, dequantized from Q4_1" and origin["license"] == "Apache-2.0"
     assert smollm2_path(lines.append) == path
     assert len(lines) == 3 and len(index.calls) == index.converted == 1
     assert capsys.readouterr().err == ""

@@ -69,7 +69,7 @@ def test_one_point_reaches_its_own_kl_alone() -> None:
     assert bits_at_kl([3], [0.1], 0.11) is None and bits_at_kl([3], [0.1], 0.09) is None
 
 
-def test_neighbours_that_rise_are_pooled_at_their_means() -> None:
+def test_neighbors_that_rise_are_pooled_at_their_means() -> None:
     # 2 and 8 bits have 0.01 and 0.04: their geometric means are 4 bits and 0.02.
     bits, kl = [1, 2, 8, 16], [0.32, 0.01, 0.04, 0.002]
     assert bits_at_kl(bits, kl, 0.02) == pytest.approx(4)

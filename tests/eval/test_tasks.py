@@ -340,8 +340,8 @@ def test_musique_after_a_decoded_cache(tmp_path: Path) -> None:
     ("answer", "words"),
     [("The  Hook, of a Holm!", ["hook", "of", "holm"]), ("Theatre", ["theatre"]), ("an", []), ("U.S.", ["us"])],
 )
-def test_musique_normalises_as_squad_does(answer: str, words: list[str]) -> None:
-    assert musique.normalise(answer) == words
+def test_musique_normalizes_as_squad_does(answer: str, words: list[str]) -> None:
+    assert musique.normalize(answer) == words
 
 
 def test_musique_words_count_as_often_as_they_come() -> None:

@@ -65,7 +65,7 @@ def _profiles() -> Iterator[tuple[str, bytes]]:
     data, arrays = parts()[2]
     changed = dict(arrays)
     changed["family.dead_zone"] = arrays["family.dead_zone"][:1]
-    yield "short-quantiser", file_of(data, changed)
+    yield "short-quantizer", file_of(data, changed)
     changed = dict(arrays)
     changed["section.0.class_freq"] = np.zeros(16, np.uint16)
     yield "classes-that-cannot-be-coded", file_of(data, changed)

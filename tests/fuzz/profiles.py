@@ -161,7 +161,7 @@ class ProfileTarget:
                 raise Finding("a good profile does not load")
 
     def memory(self, data: bytes) -> int:
-        """A layout of 2^16 layers, or of 2^24 values a token, can be named in a few bytes; arrays cost their size."""
+        """A layout of 2^16 layers, or of 2^24 values per token, can be named in a few bytes; arrays cost their size."""
         return (160 << 20) + 64 * len(data)
 
     def make(self, dice: Dice) -> bytes:

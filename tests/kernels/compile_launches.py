@@ -1,7 +1,7 @@
 """Encode and decode with every launch compiled for a target instead of run: a script for `test_launches.py`.
 
 The interpreter accepts what a compiler refuses: types that do not match, options a target does not have. Here the
-arguments of real launches go through Triton's own specialisation and compiler, and the plain reference of the same
+arguments of real launches go through Triton's own specialization and compiler, and the plain reference of the same
 signature computes what the kernel would have. Prints JSON: what was compiled, by scenario.
 """
 

@@ -132,7 +132,7 @@ def test_layers_alone(
 
 
 class Pages:
-    """A cache of sevens on the device, K and V packed in one tensor a layer, with room for several chunks."""
+    """A cache of sevens on the device, K and V packed in one tensor per layer, with room for several chunks."""
 
     def __init__(self, layout: KVLayout, device: torch.device, dtype: torch.dtype | None = None, blocks: int = 8):
         layer = layout.layers[0]
@@ -160,7 +160,7 @@ def slots(device: torch.device) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("group", "workspace", "dtype"),
     [
-        ("layer", 1, None),  # a chunk a batch
+        ("layer", 1, None),  # a chunk per batch
         ("layer", 1 << 30, None),
         ("generic", 1 << 30, torch.float8_e5m2),
         ("lossless", 1, None),
@@ -315,7 +315,7 @@ def test_nothing_waits_but_what_says_so(
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The calls made that wait for a device: copies to the host, decisions on a tensor's value, synchronisation."""
+    """The calls made that wait for a device: copies to the host, decisions on a tensor's value, synchronization."""
     found: list[str] = []
 
     def watch(owner: Any, name: str) -> None:

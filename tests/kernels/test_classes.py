@@ -178,7 +178,7 @@ def make_world(
     group: str = "unit",
     seed: int = 0,
 ) -> World:
-    """Jobs of (section, tokens, mix of classes or "none", tokens a stream), coded by the reference."""
+    """Jobs of (section, tokens, mix of classes or "none", tokens per stream), coded by the reference."""
     plan = plan_of(group, device)
     tables = plan.classes
     rng = np.random.default_rng(seed)
@@ -240,7 +240,7 @@ def rows_of(world: World, section: int, k: int) -> npt.NDArray[np.int64]:
     return rows
 
 
-# Sections, tokens, classes, tokens a stream; streams of a window fewer and more than lanes, and windows cut short.
+# Sections, tokens, classes, tokens per stream; streams of a window fewer and more than lanes, and windows cut short.
 WORLDS = {
     "small": [(0, 1, "one", 1), (1, 63, "each", 8), (0, 5, "none", 2), (0, 40, "mixed", 4)],
     "windows": [(1, 257, "each", 16), (0, 300, "mixed", 128), (1, 9, "one", 128)],
@@ -489,7 +489,7 @@ def test_damage_is_found_and_stays_in_its_job(kind: str, device: torch.device) -
     assert torch.equal(planes, good)
 
 
-# --- the quantiser
+# --- the quantizer
 
 
 def dequantized(

@@ -97,7 +97,7 @@ def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) ->
 
 @cache
 def blob_of(scheme: str) -> bytes:
-    """Two streams a section, and escapes where the scheme has them."""
+    """Two streams per section, and escapes where the scheme has them."""
     chunk = smooth_chunk(LAYOUT, TOKENS[scheme], 50, outlier=0.0 if scheme == "lossless" else 300.0)
     return encoded(scheme, chunk, PER_STREAM[scheme])
 

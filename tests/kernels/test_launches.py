@@ -40,5 +40,5 @@ def test_every_launch_compiles(report: Any) -> None:
 
 
 def test_a_model_compiles_once(report: Any) -> None:
-    """Neither the number of chunks nor their lengths are specialised on: serving must not stop to compile."""
+    """Neither the number of chunks nor their lengths are specialized on: serving must not stop to compile."""
     assert report["again"] == {case: [] for case in report["right"]}

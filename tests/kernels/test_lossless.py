@@ -29,7 +29,7 @@ STEPS = ("sum_bytes", "count_symbols", "split_planes")
 
 @dataclass(frozen=True)
 class Cache:
-    """Units in memory, poisoned: `[blocks, tokens a block, heads, dimensions]` views of `raw`."""
+    """Units in memory, poisoned: `[blocks, tokens per block, heads, dimensions]` views of `raw`."""
 
     raw: list[torch.Tensor]
     units: list[torch.Tensor]
@@ -157,7 +157,7 @@ class Tables:
         }  # fmt: skip
 
     def units(self) -> list[tuple[int, int, int, int]]:
-        """(chunk, layer, unit, values a token) in the order of the rows of `table`."""
+        """(chunk, layer, unit, values per token) in the order of the rows of `table`."""
         layers = range(self.layout.num_layers)
         return [(c, x, u, self.values(x, u)) for c in range(len(self.tokens)) for x in layers for u in (0, 1)]
 

@@ -211,7 +211,7 @@ def test_slots_beyond_the_cache(element: torch.dtype, bad: int, device: torch.de
 
 
 def test_offsets_beyond_32_bits(device: torch.device) -> None:
-    #         pointer, block,    token,     head, dim, tokens a block, slots
+    #         pointer, block,    token,     head, dim, tokens per block, slots
     places = [
         [0, 2**33 + 24, 2**20, 128, 1, 16, 2**20],
         [0, 64, 2**31 + 8, 8, 1, 2**20, 2**20],

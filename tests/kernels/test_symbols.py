@@ -178,7 +178,7 @@ def make_case(
     stride: int = 16,
     gap: int = 16,
 ) -> Case:
-    """Jobs of (plan, tokens, tokens a stream), coded by the reference."""
+    """Jobs of (plan, tokens, tokens per stream), coded by the reference."""
     jobs, escapes, coded, source = [], [], [], []
     for seed, (which, tokens, per_stream) in enumerate(sizes):
         plan = plans[which]

@@ -404,7 +404,7 @@ def test_analyze(name: str, group: str, device: torch.device) -> None:
         inverse = Rotation(world.layout, source, tokens, CPU, inverse=True)
         for i, section in enumerate(world.sections):
             whole = slice(0, tokens)
-            theirs = world.bases[i].analyse(codec.gather(chunk, section, inverse, whole), source, whole, world.ranks[i])
+            theirs = world.bases[i].analyze(codec.gather(chunk, section, inverse, whole), source, whole, world.ranks[i])
             job = jobs[index * len(world.sections) + i].tolist()
             stride = job[Job.STRIDE]
             mine = y[job[Job.LEVELS] :][: len(theirs) * stride].view(len(theirs), stride)[:, :tokens].cpu()
@@ -517,7 +517,7 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
             part = y.as_strided((rank, tokens), (row[Job.STRIDE], 1), row[Job.LEVELS]).float().cpu()
             matrices = zip(world.bases[i].inverse, world.ranks[i], strict=True)
             inverse = tuple(m[:, :r].T.to(dtype).float().contiguous() for m, r in matrices)
-            x = codec.synthesise(part, inverse)
+            x = codec.synthesize(part, inverse)
             whole = slice(0, tokens)
             mean = world.bases[i].means(source, whole)
             codec.place(x, mean, section, world.layout, rotation, whole, keys, values)

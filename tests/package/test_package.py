@@ -183,14 +183,14 @@ def test_wheel_metadata(wheel: Path) -> None:
         folder = f"cuvee-{cuvee.__version__}.dist-info"
         metadata = archive.read(f"{folder}/METADATA").decode()
         scripts = archive.read(f"{folder}/entry_points.txt").decode()
-        licence = archive.read(f"{folder}/licenses/LICENSE").decode()
+        license = archive.read(f"{folder}/licenses/LICENSE").decode()
     assert "License-Expression: Apache-2.0\n" in metadata
     assert "cuvee = cuvee.cli:main" in scripts
     assert "[lm_eval.models]\ncuvee = cuvee.eval.lm:CuveeLM" in scripts
-    assert "the cuvee authors" in licence
+    assert "the cuvee authors" in license
 
 
-def test_sdist_contains_the_licence_and_the_model(distributions: Path) -> None:
+def test_sdist_contains_the_license_and_the_model(distributions: Path) -> None:
     (path,) = distributions.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}

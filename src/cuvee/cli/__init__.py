@@ -409,10 +409,10 @@ def encode(
     quality: Annotated[
         str | None, typer.Option(help="lossless, high, balanced (the default) or small.", show_default=False)
     ] = None,
-    kl: Annotated[float | None, typer.Option(help="Instead: nats a token the predictions may move.")] = None,
-    bits: Annotated[float | None, typer.Option(help="Instead: bits a value.")] = None,
+    kl: Annotated[float | None, typer.Option(help="Instead: nats per token the predictions may move.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Instead: bits per value.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Instead: how many times smaller.")] = None,
-    step: Annotated[float | None, typer.Option(help="Instead: the quantiser step.")] = None,
+    step: Annotated[float | None, typer.Option(help="Instead: the quantizer step.")] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens a blob.")] = _DEFAULT_CHUNK,
     force: _Force = False,
     as_json: _Json = False,
@@ -462,7 +462,7 @@ def encode(
     else:
         print(
             f"{target}: {chunk.tokens} tokens, {chunk.nbytes:,} -> {size:,} bytes, {report['ratio']:.2f}x, "
-            f"{report['bits_per_value']:.3f} bits a value, {_count(len(blobs), 'chunk')}"
+            f"{report['bits_per_value']:.3f} bits per value, {_count(len(blobs), 'chunk')}"
         )
 
 

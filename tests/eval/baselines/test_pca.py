@@ -83,10 +83,10 @@ def test_maps_are_orthonormal_and_invertible(
     for matrix in basis.matrices:
         assert torch.allclose(matrix @ matrix.T, torch.eye(len(matrix)), atol=1e-5)
     chunk = make_chunk(layout, 33, seed=9, start=40)
-    y = basis.analyse(chunk)
-    assert same(basis.synthesise(y, chunk.start, chunk.device), chunk, 1e-4)
+    y = basis.analyze(chunk)
+    assert same(basis.synthesize(y, chunk.start, chunk.device), chunk, 1e-4)
     noise = torch.randn(y.shape, generator=torch.Generator().manual_seed(1))
-    off = free(basis.synthesise(y + noise, chunk.start, chunk.device)) - free(chunk)
+    off = free(basis.synthesize(y + noise, chunk.start, chunk.device)) - free(chunk)
     assert float(off.square().sum()) == pytest.approx(basis.rms**2 * float(noise.square().sum()), rel=1e-3)
 
 
@@ -111,7 +111,7 @@ def test_position_changes_no_coefficient(layouts: dict[str, KVLayout], make_chun
     layout = layouts[name]
     transform = PcaTransform.fit(layout, caches(make_chunk, layout), "all")
     here, there = (make_chunk(layout, 20, seed=5, start=start) for start in (0, 1000))
-    assert torch.allclose(transform.basis.analyse(here), transform.basis.analyse(there), atol=2e-3)
+    assert torch.allclose(transform.basis.analyze(here), transform.basis.analyze(there), atol=2e-3)
     # Float noise of the rotation may push a coefficient over the edge of a level, but only rarely.
     bits = [transform.method(0.3).encode(chunk)[1] for chunk in (here, there)]
     assert bits[0] == pytest.approx(bits[1], rel=1e-2)
@@ -146,8 +146,8 @@ def test_calibration_tokens_are_kept_evenly(
     assert torch.allclose(kept, every[::5], atol=1e-5)
     basis = PcaTransform.fit(layout, chunks, "layer").basis
     runs = basis.sample(chunks, 16, 5)
-    first = basis.analyse(chunks[0])[:192].unflatten(0, (12, 16))[::3]  # 12 runs, none, none and 3: every third
-    last = basis.analyse(chunks[3])[:16]
+    first = basis.analyze(chunks[0])[:192].unflatten(0, (12, 16))[::3]  # 12 runs, none, none and 3: every third
+    last = basis.analyze(chunks[3])[:16]
     assert torch.allclose(runs, torch.cat([first, last[None]]), atol=1e-5)
 
 
@@ -194,7 +194,7 @@ def test_errors_are_bounded_by_the_step(layouts: dict[str, KVLayout], make_chunk
     chunk.keys[0][3] = 1000.0  # far beyond anything that calibration saw
     back = method.decode(method.encode(chunk)[0])
     assert (back.start, back.tokens, back.layout) == (chunk.start, chunk.tokens, chunk.layout)
-    off = (transform.basis.analyse(chunk) - transform.basis.analyse(back))[torch.arange(50) != 3].abs() / step
+    off = (transform.basis.analyze(chunk) - transform.basis.analyze(back))[torch.arange(50) != 3].abs() / step
     assert float(off.max()) <= 1.01
     assert float(off.square().mean().sqrt()) < 1.1 / math.sqrt(12)
     assert float((chunk.keys[0][3] - back.keys[0][3]).abs().max()) < 10 * step * transform.basis.rms
@@ -245,7 +245,7 @@ def cheapest(errors: pca.Errors, budget: int, p: int = 0) -> float:
     found = float(errors[p, 0, 0]) + cheapest(errors, budget, p + 1)
     for k, positions in enumerate((1, 4)):
         for bits in range(1, errors.shape[2]):
-            left = budget - (1 + 2 * positions * bits)  # 32 bits, and 4 components x 16 tokens x bits a position
+            left = budget - (1 + 2 * positions * bits)  # 32 bits, and 4 components x 16 tokens x bits per position
             if left >= 0 and np.isfinite(errors[p, k, bits]):
                 found = min(found, float(errors[p, k, bits]) + cheapest(errors, left, p + positions))
     return found
@@ -275,7 +275,7 @@ def kvtc(layouts: dict[str, KVLayout], make_chunk: Make) -> Kvtc:
     return Kvtc.fit(layouts["irregular"], caches(make_chunk, layouts["irregular"]))
 
 
-def test_group_errors_are_those_of_its_quantiser(kvtc: Kvtc) -> None:
+def test_group_errors_are_those_of_its_quantizer(kvtc: Kvtc) -> None:
     y = torch.randn(5, 16, 20, generator=torch.Generator().manual_seed(3)) * torch.arange(20, 0, -1)
     errors = pca._group_errors(y)
     assert errors.shape == (5, 4, 9)
@@ -294,7 +294,7 @@ def test_group_errors_are_those_of_its_quantiser(kvtc: Kvtc) -> None:
 def test_levels_fit_their_bits_whatever_float16_does_to_the_scale(bits: int) -> None:
     rows = 50 + torch.randn(200, 64, generator=torch.Generator().manual_seed(bits))
     rows[0] = 0.25  # a run that never varies has no scale
-    level, scale, low = pca._quantise(rows, bits)
+    level, scale, low = pca._quantize(rows, bits)
     assert bool((level == level.round()).all()) and level.min() == 0 and level.max() == 2**bits - 1
     assert torch.equal(scale, scale.half().float()) and torch.equal(low, low.half().float())
     bound = scale / 2 + (rows.amax(1, keepdim=True) + rows.amin(1, keepdim=True).abs()) * 2**-11
@@ -327,7 +327,7 @@ def test_a_chunk_decodes_from_the_bytes_that_are_counted(
     assert len(zlib.decompress(stored.data, -15)) == 4 * runs * len(groups) + levels
     back = method.decode(pca._Stored(bytes(bytearray(stored.data)), chunk.start, tokens, chunk.device))
     assert (back.start, back.tokens, back.layout) == (chunk.start, chunk.tokens, chunk.layout)
-    exact, other = kvtc.basis.analyse(chunk), kvtc.basis.analyse(back)
+    exact, other = kvtc.basis.analyze(chunk), kvtc.basis.analyze(back)
     for part, coded, groups_ in zip(
         exact.split(kvtc.basis.sizes, 1), other.split(kvtc.basis.sizes, 1), method.parts, strict=True
     ):
@@ -505,7 +505,7 @@ def test_another_layout_is_refused(layouts: dict[str, KVLayout], make_chunk: Mak
 
 
 def test_too_few_tokens_are_refused(layouts: dict[str, KVLayout], make_chunk: Make) -> None:
-    layout = layouts["gqa"]  # 192 values a token, 96 of them keys, 16 a head
+    layout = layouts["gqa"]  # 192 values per token, 96 of them keys, 16 per head
     chunks = [make_chunk(layout, 100, 0), make_chunk(layout, 91, 1)]
     with pytest.raises(InputError, match=r"^chunks: hold 191 tokens, and a basis of 96 values needs 192"):
         Kvtc.fit(layout, chunks)

@@ -60,7 +60,7 @@ def test_every_figure_is_a_positive_number(report: dict[str, Any]) -> None:
 
 def test_stages_are_apart(report: dict[str, Any]) -> None:
     for entry in report["stages"]:
-        assert entry["encode"]["seconds"].keys() == {"transform", "quantise and pack", "rans", "container", "other"}
+        assert entry["encode"]["seconds"].keys() == {"transform", "quantize and pack", "rans", "container", "other"}
         assert entry["decode"]["seconds"].keys() == entry["encode"]["seconds"].keys() | {"place"}
         assert entry["decode"]["rans_msymbols_per_s"]["median"] > 0
 

@@ -291,7 +291,7 @@ def test_a_real_engine() -> None:
     report = json.loads(json.dumps(run_engine_bench(SMALL), allow_nan=False))
     assert report["hardware"]["vllm"] and report["model"]["raw_bytes_per_token"] == 2 * 2 * 2 * 32 * 2
     lossless, balanced = report["footprint"]["entries"]
-    raw = 2 * 512 * 1536 * 2  # two prompts of 512 tokens; books-3m caches 1536 values a token
+    raw = 2 * 512 * 1536 * 2  # two prompts of 512 tokens; books-3m caches 1536 values per token
     for entry in (lossless, balanced):
         assert entry["chunks"] == 4 and entry["raw_bytes"] == raw
         assert entry["payload_bytes"] < entry["file_bytes"] < raw

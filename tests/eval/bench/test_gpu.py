@@ -216,7 +216,7 @@ def test_an_encoder_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, d
         prove_codec(SHAPE, "layer", TINY, device)
 
 
-def test_an_encoder_that_quantises_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+def test_an_encoder_that_quantizes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     right = Codec.encode_paged
 
     def coarse(self: Codec, cache: PagedCache, slots: Any, starts: Any) -> list[bytes]:

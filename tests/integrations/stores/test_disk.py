@@ -508,7 +508,7 @@ def test_kill_9_loses_no_committed_entry_and_leaves_no_half_one(root: Path, keys
     committed: set[str] = set()
     temporary = 0
     for attempt in range(60):
-        # 4 MB an entry: most of the time goes into writing.
+        # 4 MB per entry: most of the time goes into writing.
         writer = start_writer(root, "aa" if keys == 3 else f"{attempt:02x}a", size=4_000_000, keys=keys)
         time.sleep(0.02 + 0.007 * (attempt % 8))
         said = kill(writer)

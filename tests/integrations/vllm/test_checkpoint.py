@@ -534,7 +534,7 @@ def rename_tensor(folder: Path) -> None:
             lambda f: edit_json(f / "config.json", model_type="x", auto_map={"AutoConfig": "evil.X"}),
             "transformers does not build the model",
         ),
-        (lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}), "quantised"),
+        (lambda f: edit_json(f / "config.json", quantization_config={"quant_method": "gptq", "bits": 4}), "quantized"),
         (lambda f: (f / "config.json").write_text('{"model_type": "gemma3"}'), "multimodal"),
         (rename_tensor, r"holds no model\.norm\.weight"),
         (lambda f: shutil.copy(f / "model.safetensors", f / "copy.safetensors"), "is in copy.safetensors and in model"),

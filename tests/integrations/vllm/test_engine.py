@@ -331,7 +331,7 @@ def test_preempted_requests_end_the_same(mode: str, reference: Results, stored: 
 
 @pytest.fixture(scope="module")
 def two_ranks(folder: Path, models: dict[str, Path], store: Callable[[str], str]) -> Results:
-    """Tensor parallelism: an engine of two workers that computes and stores, then loads. Each start takes a minute."""
+    """Tensor parallelizm: an engine of two workers that computes and stores, then loads. Each start takes a minute."""
     transfer = cuvee(store("ranks"), chunk_tokens=CHUNK, load_async=True)
     filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored_chunks", 2 * chunks(*PROMPTS.values())))
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}

@@ -1,4 +1,4 @@
-"""`CuveeStats` and `CuveePrometheus` in vLLM's own machinery: aggregator, serialisation, loggers, `/metrics` text.
+"""`CuveeStats` and `CuveePrometheus` in vLLM's own machinery: aggregator, serialization, loggers, `/metrics` text.
 
 Importing vLLM warns and patches torch, so it happens in a process of its own: this file as a script
 runs every `check_…` below and prints what became of each; the tests read that.
