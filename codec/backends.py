@@ -1,10 +1,8 @@
-"""The registry of backends: who runs the stages. Every backend produces and reads the same bytes.
+"""The registry of backends: who codes chunks. Every backend writes and reads the same bytes.
 
-There are two kinds. A `Backend` serves the CPU: a set of functions with the signatures of the reference (`rans.py`,
-`symbols.py`, `place`), which `schemes/` calls one after the other. A `DeviceBackend` takes over where the data lie on
-a device and many chunks and layers have to go through one launch: it codes whole chunks, from and into a
-`PagedCache`. Either registers itself under a name and for the device types it serves; nothing else in the codec knows
-of it.
+A `Backend` codes whole chunks where they lie. There is one for the CPU (`cpu.py`, with the stages of `stages.py`),
+and one for GPUs (`cuvee.kernels.backend`). Each registers itself when its module is first asked for; nothing else in
+the codec knows of it.
 """
 
 from __future__ import annotations
@@ -16,73 +14,12 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from cuvee.codec import (
-    classes_numba,
-    rans,
-    rans_classes,
-    rans_numba,
-    symbols,
-    symbols_classes,
-    symbols_numba,
-    transform,
-    transform_numba,
-)
-from cuvee.codec.classes import ClassedPlan
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
-from cuvee.codec.rans import U8, U16, Streams
-from cuvee.codec.symbols import F32, I32, CodingPlan, Escapes, Quantizer
-from cuvee.codec.tables import EntropyTables
-from cuvee.codec.transform import I64, Rotation, Section
 
 if TYPE_CHECKING:
     from cuvee.codec.container import Header, Scheme
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.profile import Profile
-
-
-class Place(Protocol):
-    """`cuvee.codec.transform.place`."""
-
-    def __call__(
-        self,
-        x: torch.Tensor,
-        mean: torch.Tensor,
-        section: Section,
-        layout: KVLayout,
-        rotation: Rotation,
-        at: slice,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
-        order: I64 | None = None,
-    ) -> None:
-        """Write values into the outputs."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Backend:
-    """The stages, each with the signature and the results of its namesake in rans, symbols or transform.
-
-    Those for tokens that have classes are in rans_classes and symbols_classes.
-    """
-
-    name: str
-    devices: tuple[str, ...]
-    rans_encode: Callable[[U8, U16, U16, EntropyTables, int], Streams]
-    rans_decode: Callable[[Streams, U16, U16, EntropyTables, int, int], U8]
-    quantize: Callable[[F32, float, CodingPlan, Quantizer], I32]
-    dequantize: Callable[[I32, float, CodingPlan, Quantizer], F32]
-    predict: Callable[[I32, CodingPlan, int], I32]
-    unpredict: Callable[[I32, CodingPlan, int], I32]
-    pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
-    unpack: Callable[[U8, Escapes, CodingPlan], I32]
-    place: Place
-    rans_encode_classes: Callable[[U8, U8, ClassedPlan, EntropyTables, int], Streams]
-    rans_decode_classes: Callable[[Streams, U8, ClassedPlan, EntropyTables, int], U8]
-    to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
-    from_planes: Callable[[U8, U8, Escapes, ClassedPlan, Quantizer, int, torch.dtype], torch.Tensor]
-    read_classes: Callable[[Streams, EntropyTables, int], U8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +58,11 @@ class CodedChunk:
     number: int = 0
 
 
-class DeviceBackend(Protocol):
-    """Codes whole chunks where they lie. Works on the device's current stream."""
+class Backend(Protocol):
+    """Codes whole chunks where they lie: from and into a `PagedCache`, of which a dense cache is one.
+
+    One on a device works on the device's current stream.
+    """
 
     @property
     def name(self) -> str:
@@ -132,6 +72,19 @@ class DeviceBackend(Protocol):
     @property
     def devices(self) -> tuple[str, ...]:
         """Device types it serves."""
+        ...
+
+    @property
+    def batched(self) -> bool:
+        """Whether many chunks in one call are faster than one after the other."""
+        ...
+
+    def prepare(self, coding: Coding) -> None:
+        """Make ready what coding takes, so that what the profile or the step cannot do fails here and not later.
+
+        Raises:
+            ProfileError: a step that the profile's plan does not reach.
+        """
         ...
 
     def encode(
@@ -164,113 +117,62 @@ class DeviceBackend(Protocol):
         ...
 
 
-_BACKENDS: dict[str, Backend] = {}
-_DEVICE_BACKENDS: dict[str, DeviceBackend] = {}
+_MAKERS: dict[str, Callable[[int], Backend]] = {}
 
-# Registered by modules that are imported when a device asks for them: the codec does not depend on them.
-_MODULES = {"triton": "cuvee.kernels.backend"}
-_OF_DEVICE = {"cuda": "triton"}
-
-
-def register(backend: Backend) -> None:
-    """Make a backend known; the last one registered for a device type is what `"auto"` takes there."""
-    _BACKENDS[backend.name] = backend
+# Imported when first asked for: the codec depends on none of them.
+_MODULES = {"reference": "cuvee.codec.cpu", "numba": "cuvee.codec.cpu", "triton": "cuvee.kernels.backend"}
+_OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
 
 
-def register_device(backend: DeviceBackend) -> None:
-    """Make a device backend known."""
-    _DEVICE_BACKENDS[backend.name] = backend
+def register(name: str, make: Callable[[int], Backend]) -> None:
+    """Make a backend known under `name`.
 
-
-def backend_names() -> list[str]:
-    """The names that `get_backend` accepts, besides `"auto"`."""
-    return list(_BACKENDS)
+    Args:
+        name: one of those in this registry, or a new one.
+        make: called with the number of threads that it may use.
+    """
+    _MAKERS[name] = make
 
 
 def check_backend(name: str) -> str:
-    """`name`, if it is `"auto"` or a backend of either kind; else raises InputError."""
-    known = ["auto", *_BACKENDS, *_MODULES]
+    """`name`, if it is `"auto"` or a backend; else raises InputError."""
+    known = ["auto", *dict.fromkeys([*_MODULES, *_MAKERS])]
     if name not in known:
         raise InputError(f"backend={name!r} is not known; choose one of {known}")
     return name
 
 
-def get_backend(name: str, device_type: str = "cpu") -> Backend:
+def has_backend(name: str, device_type: str) -> bool:
+    """Whether `get_backend` has one for tensors on `device_type`; if not, a copy of them on the CPU can be coded.
+
+    A backend for a device that was asked for by name counts everywhere: where it cannot run, `get_backend` says why.
+    """
+    if check_backend(name) == "auto":
+        return device_type in _OF_DEVICE
+    return device_type == "cpu" or _MODULES.get(name) != _MODULES["numba"]
+
+
+def get_backend(name: str, device_type: str = "cpu", threads: int = 1) -> Backend:
     """The backend called `name`, or with `"auto"` the one for tensors on `device_type`.
 
+    Args:
+        name: as in `Codec(backend=)`.
+        device_type: where the tensors are: `"cpu"`, `"cuda"`.
+        threads: of the host, that it may use.
+
     Raises:
-        InputError: no such backend, or none for that device.
+        InputError: no such backend; it cannot run here; or it does not serve that device.
     """
-    if name == "auto":
-        for backend in reversed(_BACKENDS.values()):
-            if device_type in backend.devices:
-                return backend
-        raise InputError(f"no backend for tensors on {device_type!r}; move them to the CPU first")
-    if name not in _BACKENDS:
-        raise InputError(f"backend={name!r} is not known; choose 'auto' or one of {backend_names()}")
-    backend = _BACKENDS[name]
+    if check_backend(name) == "auto":
+        if device_type not in _OF_DEVICE:
+            raise InputError(f"no backend for tensors on {device_type!r}; move them to the CPU first")
+        name = _OF_DEVICE[device_type]
+    if name not in _MAKERS:
+        try:
+            import_module(_MODULES[name])
+        except ModuleNotFoundError as error:
+            raise InputError(f"backend {name!r} needs the package {error.name!r}, which is not installed") from error
+    backend = _MAKERS[name](threads)
     if device_type not in backend.devices:
         raise InputError(f"backend {name!r} serves {backend.devices}, not tensors on {device_type!r}")
     return backend
-
-
-def get_device_backend(name: str, device_type: str) -> DeviceBackend | None:
-    """The device backend for tensors on `device_type`; None where a `Backend` is to serve them.
-
-    Raises:
-        InputError: the backend cannot run here, or does not serve that device.
-    """
-    if name == "auto":
-        name = _OF_DEVICE.get(device_type, "")
-    if name not in _MODULES:
-        return None
-    try:
-        import_module(_MODULES[name])
-    except ModuleNotFoundError as error:
-        raise InputError(f"backend {name!r} needs the package {error.name!r}, which is not installed") from error
-    backend = _DEVICE_BACKENDS[name]
-    if device_type not in backend.devices:
-        raise InputError(f"backend {name!r} serves {backend.devices}, not tensors on {device_type!r}")
-    return backend
-
-
-register(
-    Backend(
-        "reference",
-        ("cpu",),
-        rans.rans_encode,
-        rans.rans_decode,
-        symbols.quantize,
-        symbols.dequantize,
-        symbols.predict,
-        symbols.unpredict,
-        symbols.pack,
-        symbols.unpack,
-        transform.place,
-        rans_classes.rans_encode_classes,
-        rans_classes.rans_decode_classes,
-        symbols_classes.to_planes,
-        symbols_classes.from_planes,
-        rans_classes.read_classes,
-    )
-)
-register(
-    Backend(
-        "numba",
-        ("cpu",),
-        rans_numba.rans_encode,
-        rans_numba.rans_decode,
-        symbols_numba.quantize,
-        symbols_numba.dequantize,
-        symbols_numba.predict,
-        symbols_numba.unpredict,
-        symbols_numba.pack,
-        symbols_numba.unpack,
-        transform_numba.place,
-        classes_numba.rans_encode_classes,
-        classes_numba.rans_decode_classes,
-        classes_numba.to_planes,
-        classes_numba.from_planes,
-        classes_numba.read_classes,
-    )
-)

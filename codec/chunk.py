@@ -25,6 +25,13 @@ class KVChunk:
 
     Raises:
         InputError: wrong count, shape, dtype or device, no tokens, or positions the model does not have.
+
+    Example:
+        >>> from cuvee import LayerLayout
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+        >>> chunk = KVChunk(torch.zeros(3, 10, 2, 8), torch.zeros(3, 10, 2, 8), layout, start=100)
+        >>> chunk.slice(4, 10).start
+        104
     """
 
     keys: tuple[torch.Tensor, ...] = field(repr=False)

@@ -1,18 +1,18 @@
-"""Token classes: a quantizer step of its own for every token, and the order in which tokens are coded.
+"""Token classes: each token gets a quantizer step of its own; and the order in which tokens are coded.
 
 Tokens differ by orders of magnitude in what an error on them costs. The encoder gives each token of a section a
-*class* k, and quantizes it with the step index `step + 32 (k - 8)`: half an octave a class, from four octaves finer
-than the blob's step to three and a half coarser. The decoder only reads the classes; how they were chosen
-(`importance.py`, attention, a caller's own weights) is the encoder's business.
+*class* k, and quantizes it with the step index `step + 32 (k - 8)`. That is half an octave per class, from four octaves
+finer than the blob's step to three and a half coarser. The decoder only reads the classes. How the encoder chose them
+(by `importance.py`, attention, or a caller's own weights) does not concern it.
 
     tokens [T] --sort by class within windows of 256--> columns [T] --deal out in rows--> streams
 
-**Order.** Tokens are sorted by class, finest first, within windows of 256 tokens: the planes of a window have columns
-whose number of coded components falls from left to right. A window of t columns has S = ceil(t / n) streams; stream s
-holds its columns s, s + S, s + 2 S, …, so that at any moment all lanes of a decoder are in tokens of nearly one class,
-and all streams of a window cost nearly the same. A run of tokens lies in the streams of its windows.
+**Order.** Tokens are sorted by class, finest first, within windows of 256 tokens. So within a window the number of
+coded components falls from left to right. A window of t columns has S = ceil(t / n) streams, and stream s holds columns
+s, s + S, s + 2 S, …. So at any moment all lanes of a decoder work on tokens of nearly one class, and all streams of a
+window cost nearly the same. A run of tokens lies in the streams of its windows.
 
-The classes themselves are coded in the order of the tokens, as one rANS stream with a table of the section's.
+The classes themselves are coded in the order of the tokens, as one rANS stream with one table per section.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from cuvee.codec.symbols import F32, I32, U8, U16, CodingPlan
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
 
 CLASSES = 16
-NEUTRAL = 8  # the class whose step is the blob's
+NEUTRAL = 8  # the class that uses the blob's own step
 CLASS_UNITS = 32  # step units (1/64 octave) between neighboring classes
 WINDOW = 256  # tokens sorted together; a multiple of every number of tokens per stream
 CLASS_BITS = 12  # probability bits of a class table
 
-# For profiles that learned none: neutral is likely, the extremes are not. Any class can be coded with it.
+# For profiles that learned no frequencies: the neutral class is likely and the extremes are not, but all can be coded.
 _DEFAULT_WEIGHT = 2.0 ** -np.abs(np.arange(CLASSES) - NEUTRAL)
 
 
@@ -50,7 +50,7 @@ def class_frequencies(counts: npt.NDArray[np.generic]) -> U16:
 
 
 def default_class_frequencies() -> U16:
-    """Frequencies for a section that learned none."""
+    """Frequencies for a section that has learned none."""
     return class_frequencies(_DEFAULT_WEIGHT)
 
 
@@ -58,7 +58,7 @@ def class_table(frequencies: U16) -> EntropyTables:
     """The one table that codes classes.
 
     Raises:
-        FormatError: the frequencies are not a table.
+        FormatError: the frequencies do not make a table.
     """
     wide = np.zeros((1, SYMBOLS), np.uint16)
     wide[0, :CLASSES] = frequencies
@@ -72,7 +72,7 @@ def windows(first: int, end: int) -> Iterator[slice]:
 
 
 def coding_order(classes: U8) -> npt.NDArray[np.intp]:
-    """The token of each column: `[T]`, from the classes of T tokens that begin with a window."""
+    """The token of each column, `[T]`, given the classes of T tokens that begin with a window."""
     order = np.empty(len(classes), np.intp)
     for at in windows(0, len(classes)):
         order[at] = at.start + np.argsort(classes[at], kind="stable")
@@ -83,20 +83,20 @@ class ClassedPlan:
     """How the components of one section are coded, class by class, at one step of a blob.
 
     Args:
-        plans: by class, none of them predicted; None: a class whose step is too fine for the profile. Those are the
-            first ones. Coarser classes have no more components and no more planes than finer ones.
+        plans: the plan of each class, without prediction. None stands for a class whose step is too fine for the
+            profile; those come first. Coarser classes have no more components and no more planes than finer ones.
         step: step index of the blob.
 
     Attributes:
         plans: as given.
-        finest: the finest class that is served.
-        steps: `[16]` float32 quantizer steps.
-        rows: `[16]` int32 components; 0 for classes that are not served, here and below.
-        planes: `[16]` int32 byte planes.
-        tables: `[16, P]` uint16 entropy table of each plane.
-        level_table: `[16, R]` uint16 index into the quantizer's arrays.
-        shift: `[16, R]` uint8 low bits coded apart.
-        low_plane: `[16, R]` int32 plane of those low bits, 0 where there are none.
+        finest: the finest class that can be used.
+        steps: `[16]` float32, quantizer steps.
+        rows: `[16]` int32, components; 0 for classes that cannot be used, here and below.
+        planes: `[16]` int32, byte planes.
+        tables: `[16, P]` uint16, the entropy table of each plane.
+        level_table: `[16, R]` uint16, index into the quantizer's arrays.
+        shift: `[16, R]` uint8, how many low bits are coded apart.
+        low_plane: `[16, R]` int32, the plane of those low bits; 0 if there are none.
 
     Raises:
         ProfileError: the step is too fine for all classes.
@@ -130,14 +130,14 @@ class ClassedPlan:
             self.low_plane[k, plan.wide] = count + np.arange(len(plan.wide))
 
     def of(self, token_class: int) -> CodingPlan:
-        """The plan of a class that is served."""
+        """The plan of a class, which must not be finer than `finest`."""
         plan = self.plans[token_class]
         if plan is None:
-            raise ProfileError(f"class {token_class} is finer than the profile serves at this step")
+            raise ProfileError(f"class {token_class} is finer than the profile can code at this step")
         return plan
 
     def entropy(self, tables: EntropyTables) -> npt.NDArray[np.float64]:
-        """`[16]` bits that a token of each class is expected to take."""
+        """How many bits a token of each class is expected to take, `[16]`."""
         known = self._entropy
         if known is None or known[0] is not tables:
             planes = (tables.entropy[self.tables[k, : self.planes[k]]] for k in range(CLASSES))

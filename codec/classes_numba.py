@@ -1,4 +1,4 @@
-"""The stages for tokens of several classes, compiled: the bytes of `rans_classes.py` and `symbols_classes.py`."""
+"""The stages for tokens of several classes, compiled: same bytes as `rans_classes.py` and `symbols_classes.py`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import torch
 from cuvee.codec.classes import WINDOW, ClassedPlan
 from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.rans import U8, Streams, check_streams, stream_count
+from cuvee.codec.rans import LANES, U8, Streams, check_streams, stream_count
 from cuvee.codec.symbols import ESCAPE, F32, Escapes, Quantizer
 from cuvee.codec.tables import EntropyTables
-
-LANES = 64  # decoded together, as in `rans_numba.py`
 
 
 @compiled
@@ -57,9 +55,9 @@ def _decode(states, start, end, words, classes, planes, tables, slots, prob_bits
     shift = np.uint32(prob_bits)
     x = np.empty(LANES, np.uint32)
     at = np.empty(LANES, np.uint32)
-    bounds = np.empty(LANES + 1, np.int64)  # runs of lanes of one class
+    bounds = np.empty(LANES + 1, np.int64)  # of the runs of adjacent lanes that are of one class
     of_run = np.empty(LANES, np.int64)
-    last = np.uint32(len(words) - 1)  # the caller pads with one word, so that there is always one to read
+    last = np.uint32(len(words) - 1)  # the caller pads with one word, so there is always one to read
     first = 0
     for begin in range(0, tokens, window):
         size = min(window, tokens - begin)
@@ -88,7 +86,7 @@ def _decode(states, start, end, words, classes, planes, tables, slots, prob_bits
                         if planes[k] <= c:
                             break
                         table = slots[tables[k, c]]
-                        # Unsigned, or every access would ask whether the index counts from the end.
+                        # Unsigned: otherwise every access would check whether the index counts from the end.
                         for lane in range(np.uint64(bounds[r]), np.uint64(bounds[r + 1])):
                             v = x[lane]
                             slot = table[v & mask]
@@ -111,7 +109,7 @@ def rans_encode_classes(
     """See `cuvee.codec.rans_classes.rans_encode_classes`: the same arguments, the same bytes."""
     count = stream_count(len(classes), tokens_per_stream)
     states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    words = np.empty(int(plan.planes[classes].sum(dtype=np.int64)), np.uint16)  # the bound: at most one word per symbol
+    words = np.empty(int(plan.planes[classes].sum(dtype=np.int64)), np.uint16)  # a bound: at most one word per symbol
     filled = _encode(
         planes, classes, plan.planes, plan.tables, tables.freq, tables.cumulative, tables.prob_bits,
         tokens_per_stream, WINDOW, states, lengths, words,
@@ -122,7 +120,7 @@ def rans_encode_classes(
 def rans_decode_classes(
     streams: Streams, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
 ) -> U8:
-    """See `cuvee.codec.rans_classes.rans_decode_classes`; what is below a column's last plane is not written."""
+    """See `cuvee.codec.rans_classes.rans_decode_classes`. What is below a column's last plane is left unwritten."""
     check_streams(streams, tokens_per_stream, len(classes))
     deepest = int(plan.planes[classes.min(initial=len(plan.planes) - 1)])
     out = np.empty((deepest, len(classes)), np.uint8)
@@ -199,7 +197,7 @@ def _list_escapes(y, planes, classes, rows, inverses, level_table, dead_zone, ro
 def to_planes(
     y: F32, classes: U8, plan: ClassedPlan, quantizer: Quantizer, tables: EntropyTables
 ) -> tuple[U8, Escapes]:
-    """See `cuvee.codec.symbols_classes.to_planes`; what is below a column's last plane is not written."""
+    """See `cuvee.codec.symbols_classes.to_planes`. What is below a column's last plane is left unwritten."""
     deepest = int(plan.planes[classes.min(initial=len(plan.planes) - 1)])
     planes = np.empty((deepest, len(classes)), np.uint8)
     inverses = np.float32(1.0) / plan.steps
@@ -220,10 +218,10 @@ def to_planes(
 def _from_planes(  # type: ignore[no-untyped-def]
     planes, classes, escape_index, escape_value, rows, steps, level_table, shrink, shift, low_plane, window, out, narrow
 ):
-    """Into `out` float32, or into `narrow` as the bits of bfloat16 if it has rows.
+    """Write into `out` as float32, or into `narrow` as the bits of bfloat16 if it has rows.
 
-    A row is one pass over the columns that reach it: what its levels shrink by stands in an array beside them, of which
-    a run of columns is written anew only where its table changes, which is every few rows.
+    Each row is one pass over the columns that reach it. The shrinkage of every column stands in an array. A run of
+    columns is rewritten there only when its table changes, which happens every few rows.
     """
     most, tokens = max(len(out), len(narrow)), len(classes)
     bounds = np.empty(tokens + 1, np.int64)
@@ -254,7 +252,7 @@ def _from_planes(  # type: ignore[no-untyped-def]
             low_bits = False
             while r < runs and bounds[r] < end:
                 k = of_run[r]
-                if c < rows[k]:  # the classes of a window rise, and their rows fall: these runs come first
+                if c < rows[k]:  # in a window classes rise and their rows fall, so these runs come first
                     reached = bounds[r + 1]
                     low_bits |= shift[k, c] != 0
                     table = level_table[k, c]
@@ -263,7 +261,7 @@ def _from_planes(  # type: ignore[no-untyped-def]
                         one[bounds[r] : reached] = shrink[table, 0]
                         more[bounds[r] : reached] = shrink[table, 1]
                 r += 1
-            # Slices, or every access would ask whether the index counts from the end.
+            # Slices: otherwise every access would check whether the index counts from the end.
             piece, level_of = source[begin:reached], levels[begin:reached]
             escapes = 0
             for i in range(len(piece)):
@@ -294,7 +292,7 @@ def _from_planes(  # type: ignore[no-untyped-def]
         if len(narrow):
             row = narrow[c]
             for t in range(tokens):
-                # Round to nearest, ties to even. No NaN: levels and steps are finite.
+                # Round to nearest, ties to even. There is no NaN, since levels and steps are finite.
                 v = bits_of[t]
                 row[t] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
     return at == len(escape_index)

@@ -1,4 +1,11 @@
-"""`Codec`: chunks to blobs and back."""
+"""`Codec`: chunks to blobs and back.
+
+    encode, encode_paged   cache --Backend--> sections --container--> blobs
+    open                   blob --header, tag, profile--> OpenBlob
+    decode, decode_…       OpenBlob --Backend--> cache
+
+A dense chunk is a `PagedCache` of one block, so there is one way through, whatever the device.
+"""
 
 from __future__ import annotations
 
@@ -6,46 +13,60 @@ import logging
 import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TypeVar
 
 import torch
 
-from cuvee.codec.backends import (
-    Backend,
-    CodedChunk,
-    Coding,
-    DeviceBackend,
-    check_backend,
-    get_backend,
-    get_device_backend,
-)
+from cuvee.codec.backends import Backend, CodedChunk, Coding, check_backend, get_backend, has_backend
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.coefficients import MAX_TOKENS_PER_STREAM
-from cuvee.codec.container import Header, Scheme, read_header, read_section, verify_tag, write_blob
+from cuvee.codec.container import Header, Scheme, read_header, verify_tag, write_blob
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, allocations
 from cuvee.codec.importance import importance_offsets
 from cuvee.codec.keys import make_keys
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.profile import ID_BYTES, LOSSLESS, Profile
-from cuvee.codec.schemes import SectionScheme, Target
-from cuvee.codec.schemes.generic import GenericScheme
-from cuvee.codec.schemes.lossless import LosslessScheme
-from cuvee.codec.schemes.transform import TransformScheme
-from cuvee.codec.transform import Rotation, tile_tokens
-
-T = TypeVar("T")
+from cuvee.codec.profile import ID_BYTES, Profile
+from cuvee.codec.quality import LOSSLESS
+from cuvee.codec.rans import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
+from cuvee.codec.stages import stage_names
 
 _log = logging.getLogger(__name__)
 
 # A blob of a hundred kilobytes may claim 2^24 tokens, gigabytes of cache. As long as the contexts of most models.
 MAX_DECODED_TOKENS = 1 << 17
 LAST_POSITION = (1 << 32) - 1  # that a blob can name
-MAX_SCHEMES = 8  # kept: the codec's own, and those of the blobs decoded last
-PARALLEL_VALUES = 1 << 20  # in a smaller chunk the threads take longer to start than to help
+
+
+@dataclass(frozen=True, slots=True)
+class OpenBlob:
+    """A blob whose header and tag were verified by a codec: see `Codec.open`.
+
+    Attributes:
+        blob: its bytes.
+        header: what they say.
+        layout: of the chunk, with the dtype that its values had.
+        opened_by: the codec that verified it, which alone takes it.
+    """
+
+    blob: bytes | memoryview
+    header: Header
+    layout: KVLayout
+    opened_by: object
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in the chunk."""
+        return self.header.tokens
+
+    @property
+    def start(self) -> int:
+        """Position of its first token."""
+        return self.header.start
+
+    @property
+    def dtype(self) -> str:
+        """Name of the dtype that its values had."""
+        return self.header.dtype
 
 
 class Codec:
@@ -69,6 +90,16 @@ class Codec:
     Raises:
         InputError: an argument out of range, or several qualities at once.
         ProfileError: the profile's curve does not reach the quality asked for.
+
+    Example:
+        >>> import torch
+        >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+        >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
+        >>> codec = Codec(Profile.generic(layout), "lossless")
+        >>> back = codec.decode(codec.encode(chunk))
+        >>> torch.equal(back.keys[2], chunk.keys[2])
+        True
     """
 
     def __init__(
@@ -102,12 +133,21 @@ class Codec:
             self.step = profile.resolve(quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind)
         self.threads = threads or os.cpu_count() or 1
         self._backend_name = check_backend(backend)
+        self._identity = object()  # of which `OpenBlob`s tell who verified them
         self._keys = make_keys(key)
-        scheme = Scheme.LOSSLESS if self.lossless else (Scheme.TRANSFORM if profile.learned else Scheme.GENERIC)
-        self._own = scheme
+        lossy = Scheme.TRANSFORM if profile.learned else Scheme.GENERIC
+        self._own = Scheme.LOSSLESS if self.lossless else lossy
         self._layouts: dict[str, KVLayout] = {}
-        self._schemes: dict[tuple[Scheme, int, str], SectionScheme] = {}
-        self._scheme(scheme, self.step, get_backend("auto"))  # a step out of the plan's reach fails here, not later
+        self._backends: dict[str, Backend] = {}
+        on_host = backend if backend in stage_names() else "auto"
+        host = get_backend(on_host, "cpu", self.threads)
+        host.prepare(self._own_coding(profile.layout.dtype))  # a step out of the plan's reach fails here, not later
+        if backend in ("auto", host.name):
+            self._backends["cpu"] = host
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without the backends, which are made again where the codec arrives."""
+        return {**self.__dict__, "_backends": {}}
 
     @property
     def key_ids(self) -> tuple[bytes, ...]:
@@ -131,53 +171,13 @@ class Codec:
                 negative, or not finite, or with a profile that is not learned; `associated` without a key.
         """
         self.profile.check_layout(chunk.layout)
-        self._check_associated(associated)
-        offsets = self._offsets(importance, chunk.tokens)
-        device_backend = get_device_backend(self._backend_name, chunk.device.type)
-        if device_backend is not None:
-            cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
-            slots = torch.arange(chunk.tokens, device=chunk.device)
-            return self._encode_on(device_backend, cache, [slots], [chunk.start], [offsets], [associated])[0]
-        scheme = self._scheme(self._own, self.step, get_backend(self._backend_name, chunk.device.type))
-        unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
-        jobs = [partial(scheme.encode, chunk, index, unrotation, offsets) for index in range(len(scheme.sections))]
-        sections = self._run(jobs, self._workers(chunk.tokens, chunk.layout))
-        return self._blob(chunk.layout, chunk.tokens, chunk.start, sections, associated)
-
-    def _offsets(self, importance: object, tokens: int) -> torch.Tensor | None:
-        if importance is None:
-            return None
-        offsets = importance_offsets(importance, tokens)
-        if self._own is Scheme.GENERIC:
-            raise InputError("importance needs a learned profile: a generic one quantizes all tokens alike")
-        return offsets
-
-    def _blob(self, layout: KVLayout, tokens: int, start: int, sections: Sequence[bytes], associated: bytes) -> bytes:
-        profile = bytes(ID_BYTES) if self.lossless else self.profile.id
-        return write_blob(
-            self._own, layout.dtype, tokens, start, self.step, layout.values_per_token, layout.fingerprint, profile,
-            sections, self._keys[0] if self._keys else None, associated,
-        )  # fmt: skip
-
-    def _encode_on(
-        self,
-        backend: DeviceBackend,
-        cache: PagedCache,
-        slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
-        associated: Sequence[bytes],
-    ) -> list[bytes]:
-        coding = Coding(self.profile, self._own, self.step, cache.layout.dtype)
-        chunks = backend.encode(coding, cache, slots, starts, offsets)
-        return [
-            self._blob(cache.layout, len(at), start, sections, bound)
-            for at, start, sections, bound in zip(slots, starts, chunks, associated, strict=True)
-        ]
+        cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
+        slots = torch.arange(chunk.tokens, device=chunk.device)
+        return self.encode_paged(cache, [slots], [chunk.start], importance=[importance], associated=[associated])[0]
 
     def decode(
         self,
-        blob: bytes,
+        blob: bytes | memoryview | OpenBlob,
         start: int | None = None,
         *,
         tokens: tuple[int, int] | None = None,
@@ -188,11 +188,11 @@ class Codec:
         """Restore a chunk. Any blob of this codec's profile will do, whatever quality it was encoded at.
 
         Args:
-            blob: what `encode` made.
+            blob: what `encode` made, or what `open` made of it.
             start: position of the first restored token; None leaves it where it was.
             tokens: restore only the tokens `first <= t < end` of the chunk.
             device: where the chunk is restored.
-            associated: what the blob was bound to when it was encoded.
+            associated: what the blob was bound to when it was encoded; with an `OpenBlob`, `open` was given it.
             max_tokens: refuse to restore more: a small blob may claim a huge cache. Give what you expect where blobs
                 come from others: the default, 131072, is 17 GB for a model of 8 B parameters. None: whatever it says.
 
@@ -205,21 +205,17 @@ class Codec:
                 `associated` without a key.
             OutOfMemory: the tensors cannot be allocated.
         """
-        header, layout = self._open(blob, associated)
-        first, end = tokens or (0, header.tokens)
-        if not 0 <= first < end <= header.tokens:
-            raise InputError(f"tokens=({first}, {end}) must lie within the {header.tokens} tokens of the blob")
-        check_tokens(end - first, max_tokens)
-        layers, kept = range(layout.num_layers), header.start + first
-        with allocations(f"decoding {end - first} tokens"):
-            keys, values, start = self._restore(
-                blob, header, layout, layers, slice(first, end), kept, start, torch.device(device)
-            )
-        return KVChunk(keys, values, layout, start)
+        opened = self._opened(blob, associated)
+        first, end = tokens or (0, opened.tokens)
+        if not 0 <= first < end <= opened.tokens:
+            raise InputError(f"tokens=({first}, {end}) must lie within the {opened.tokens} tokens of the blob")
+        layers = range(self.profile.layout.num_layers)
+        keys, values, start = self._restore(opened, layers, slice(first, end), start, torch.device(device), max_tokens)
+        return KVChunk(keys, values, opened.layout, start)
 
     def decode_layers(
         self,
-        blob: bytes,
+        blob: bytes | memoryview | OpenBlob,
         first_layer: int,
         end_layer: int,
         start: int | None = None,
@@ -236,47 +232,69 @@ class Codec:
         Raises:
             as `decode`; InputError for layers the model does not have.
         """
-        header, layout = self._open(blob, associated)
+        opened = self._opened(blob, associated)
         layers = self._check_layers(range(first_layer, end_layer))
-        check_tokens(header.tokens, max_tokens)
-        wanted = slice(0, header.tokens)
-        with allocations(f"decoding {header.tokens} tokens"):
-            keys, values, _ = self._restore(
-                blob, header, layout, layers, wanted, header.start, start, torch.device(device)
-            )
+        whole = slice(0, opened.tokens)
+        keys, values, _ = self._restore(opened, layers, whole, start, torch.device(device), max_tokens)
         return keys[first_layer:end_layer], values[first_layer:end_layer]
 
     def on_device(self, device: torch.device | str) -> bool:
         """Whether caches on `device` are coded there, many chunks in one go: `encode_paged` and `decode_paged`.
 
+        If not, code a copy on the CPU.
+
         Raises:
             InputError: the backend asked for cannot run here, or does not serve that device.
         """
-        return get_device_backend(self._backend_name, torch.device(device).type) is not None
+        kind = torch.device(device).type
+        return has_backend(self._backend_name, kind) and self._backend(kind).batched
 
-    def check(self, blob: bytes, *, associated: bytes = b"") -> Header:
-        """The header of a blob that this codec decodes. Its sections are not looked at.
+    def open(self, blob: bytes | memoryview, *, associated: bytes = b"") -> OpenBlob:
+        """Verify a blob once: its header, its tag and whose it is. Sections are looked at when they are decoded.
+
+        Every method that decodes takes the result in place of the bytes, and does not verify them again.
+
+        Args:
+            blob: what `encode` made. Bytes that change after they were opened are not noticed.
+            associated: what the blob was bound to when it was encoded.
 
         Raises:
             FormatError, VersionError, CorruptError, KeyMismatch, ProfileMismatch: as `decode`.
+            InputError: `associated` without a key.
+
+        Example:
+            >>> import torch
+            >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile
+            >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+            >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
+            >>> codec = Codec(Profile.generic(layout), "lossless", key=bytes(range(16)))
+            >>> opened = codec.open(codec.encode(chunk, associated=b"chunk 7"), associated=b"chunk 7")
+            >>> opened.tokens, codec.decode(opened, tokens=(10, 20)).tokens
+            (64, 10)
         """
-        return self._open(blob, associated)[0]
+        self._check_associated(associated)
+        header = read_header(blob)
+        verify_tag(blob, header, self._keys, associated)
+        return OpenBlob(blob, header, self._check_header(header), self._identity)
 
-    def check_own(self, blob: bytes, tokens: int, start: int, dtype: str) -> Header:
-        """The header of a blob, if it says that this very codec wrote it for so many tokens from `start` on.
+    def open_own(
+        self, blob: bytes | memoryview, *, tokens: int, start: int, dtype: str, associated: bytes = b""
+    ) -> OpenBlob:
+        """Open a blob that says that this very codec wrote it for so many tokens from `start` on.
 
-        `decode` takes any quality of its profile. What came from a store by its key must also be of the quality that
-        the key stands for. This looks at the header alone, before the tag is checked: decode afterwards.
+        `open` takes any quality of its profile. What came from a store by its key must also be of the quality that the
+        key stands for.
 
         Args:
             blob: what came from a store.
             tokens: that it must hold.
             start: position that the first of them must have.
             dtype: that the tokens must have had.
+            associated: as in `open`.
 
         Raises:
             CorruptError: it holds other tokens, or was coded by another scheme or at another step.
-            FormatError, VersionError, ProfileMismatch: as `decode`.
+            FormatError, VersionError, KeyMismatch, ProfileMismatch: as `decode`.
         """
         header = read_header(blob)
         self._check_header(header)
@@ -284,7 +302,7 @@ class Codec:
         wanted = (tokens, start, dtype, self._own, self.step)
         if found != wanted:
             raise CorruptError(f"the entry holds {_told(*found)}; expected {_told(*wanted)}")
-        return header
+        return self.open(blob, associated=associated)
 
     def encode_paged(
         self,
@@ -321,18 +339,17 @@ class Codec:
             if not len(cache.check_slots(at)):
                 raise InputError("slots name no tokens: a chunk needs at least one")
             self._check_start(start, len(at))
-        backend = get_device_backend(self._backend_name, cache.device.type)
-        if backend is not None:
-            offsets = [self._offsets(own, len(at)) for own, at in zip(weights, slots, strict=True)]
-            return self._encode_on(backend, cache, slots, starts, offsets, bound) if slots else []
+        offsets = [self._offsets(own, len(at)) for own, at in zip(weights, slots, strict=True)]
+        backend = self._backend(cache.device.type)
+        chunks = backend.encode(self._own_coding(cache.layout.dtype), cache, slots, starts, offsets) if slots else []
         return [
-            self.encode(cache.read(at, start), importance=own, associated=to)
-            for at, start, own, to in zip(slots, starts, weights, bound, strict=True)
+            self._blob(cache.layout, len(at), start, sections, to)
+            for at, start, sections, to in zip(slots, starts, chunks, bound, strict=True)
         ]
 
     def decode_paged(
         self,
-        blobs: Sequence[bytes],
+        blobs: Sequence[bytes | memoryview | OpenBlob],
         cache: PagedCache,
         slots: Sequence[torch.Tensor],
         starts: Sequence[int] | None = None,
@@ -346,7 +363,7 @@ class Codec:
         is believed that was read from those slots. What lies in them after a failure is not defined.
 
         Args:
-            blobs: what `encode` or `encode_paged` made, of any quality of this profile.
+            blobs: what `encode` or `encode_paged` made, of any quality of this profile, or what `open` made of it.
             cache: where the tokens go.
             slots: of each blob, int64 `[T]` on the cache's device; -1 leaves a token out. They are the limit to what
                 blobs may hold.
@@ -362,69 +379,77 @@ class Codec:
         if len(slots) != len(blobs) or (starts is not None and len(starts) != len(blobs)):
             raise InputError(f"blobs, slots and starts must be of one length; there are {len(blobs)} blobs")
         bound = self._each_associated(associated, len(blobs))
-        opened = [self._open(blob, to) for blob, to in zip(blobs, bound, strict=True)]
-        for (header, _), at in zip(opened, slots, strict=True):
-            cache.check_slots(at, header.tokens)
-        backend = get_device_backend(self._backend_name, cache.device.type)
-        if backend is None:
-            get_backend(self._backend_name, cache.device.type)  # which says what is wrong with the device
-        with allocations(f"decoding {sum(header.tokens for header, _ in opened)} tokens"):
-            return self._decode_paged(backend, blobs, opened, cache, slots, starts, layers)
-
-    def _decode_paged(
-        self,
-        backend: DeviceBackend | None,
-        blobs: Sequence[bytes],
-        opened: Sequence[tuple[Header, KVLayout]],
-        cache: PagedCache,
-        slots: Sequence[torch.Tensor],
-        starts: Sequence[int] | None,
-        layers: range,
-    ) -> PendingDecode:
+        opened = [self._opened(blob, to) for blob, to in zip(blobs, bound, strict=True)]
+        for one, at in zip(opened, slots, strict=True):
+            cache.check_slots(at, one.tokens)
+        backend = self._backend(cache.device.type)
         work: dict[Coding, list[CodedChunk]] = defaultdict(list)
-        for i, (blob, (header, layout)) in enumerate(zip(blobs, opened, strict=True)):
-            start = header.start if starts is None else starts[i]
-            if backend is None:
-                whole = slice(0, header.tokens)
-                target = self._decode(blob, header, layout, layers, whole, header.start, start)
-                cache.write(
-                    target.keys[layers.start : layers.stop], target.values[layers.start : layers.stop], slots[i], layers
-                )
-            else:
-                self._check_move(layout, header.start, start, header.tokens)
-                work[self._coding(header)].append(CodedChunk(blob, header, slots[i], start, i))
-        if backend is None:
-            return PendingDecode(())
-        return PendingDecode(tuple(backend.decode(coding, chunks, cache, layers) for coding, chunks in work.items()))
+        for number, (one, at) in enumerate(zip(opened, slots, strict=True)):
+            start = one.start if starts is None else starts[number]
+            self._check_move(one.layout, one.start, start, one.tokens)
+            work[self._coding(one.header)].append(CodedChunk(one.blob, one.header, at, start, number))
+        with allocations(f"decoding {sum(one.tokens for one in opened)} tokens"):
+            return PendingDecode(
+                tuple(backend.decode(coding, chunks, cache, layers) for coding, chunks in work.items())
+            )
 
     def _restore(
         self,
-        blob: bytes,
-        header: Header,
-        layout: KVLayout,
+        opened: OpenBlob,
         layers: range,
         wanted: slice,
-        kept: int,
         start: int | None,
         device: torch.device,
+        max_tokens: int | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
         """Keys, values (per layer; empty outside `layers`) and the position of the first of them."""
-        backend = get_device_backend(self._backend_name, device.type)
-        if backend is None:
-            get_backend(self._backend_name, device.type)  # which says what is wrong with the device
-            target = self._decode(blob, header, layout, layers, wanted, kept, start)
-            return target.keys, target.values, target.start
+        count, kept = wanted.stop - wanted.start, opened.start + wanted.start
+        check_tokens(count, max_tokens)
         start = kept if start is None else start
-        count = wanted.stop - wanted.start
-        self._check_move(layout, kept, start, count)
-        keys, values = _outputs(layout, layers, count, device)
-        slots = torch.full((header.tokens,), NOWHERE, dtype=torch.int64, device=device)
-        slots[wanted] = torch.arange(count, device=device)
-        cache = PagedCache.dense(layout, keys, values)
-        # The whole chunk moves with its wanted tokens: its first one may come to lie before position 0.
-        chunk = CodedChunk(blob, header, slots, start - wanted.start)
-        backend.decode(self._coding(header), [chunk], cache, layers)()
+        self._check_move(opened.layout, kept, start, count)
+        coding, backend = self._coding(opened.header), self._backend(device.type)
+        with allocations(f"decoding {count} tokens"):
+            keys, values = _outputs(opened.layout, layers, count, device)
+            slots = torch.full((opened.tokens,), NOWHERE, dtype=torch.int64, device=device)
+            slots[wanted] = torch.arange(count, device=device)
+            # The whole chunk moves with its wanted tokens: its first one may come to lie before position 0.
+            chunk = CodedChunk(opened.blob, opened.header, slots, start - wanted.start)
+            backend.decode(coding, [chunk], PagedCache.dense(opened.layout, keys, values), layers)()
         return keys, values, start
+
+    def _backend(self, device_type: str) -> Backend:
+        if device_type not in self._backends:
+            self._backends[device_type] = get_backend(self._backend_name, device_type, self.threads)
+        return self._backends[device_type]
+
+    def _own_coding(self, dtype: str) -> Coding:
+        return Coding(self.profile, self._own, self.step, dtype)
+
+    def _opened(self, blob: bytes | memoryview | OpenBlob, associated: bytes) -> OpenBlob:
+        if not isinstance(blob, OpenBlob):
+            return self.open(blob, associated=associated)
+        if blob.opened_by is not self._identity:
+            raise InputError(
+                "blob: this OpenBlob was opened by another codec, with other keys maybe: open it with this one"
+            )
+        if associated:
+            raise InputError("associated= belongs to open(): an OpenBlob was verified there")
+        return blob
+
+    def _offsets(self, importance: object, tokens: int) -> torch.Tensor | None:
+        if importance is None:
+            return None
+        offsets = importance_offsets(importance, tokens)
+        if self._own is Scheme.GENERIC:
+            raise InputError("importance needs a learned profile: a generic one quantizes all tokens alike")
+        return offsets
+
+    def _blob(self, layout: KVLayout, tokens: int, start: int, sections: Sequence[bytes], associated: bytes) -> bytes:
+        profile = bytes(ID_BYTES) if self.lossless else self.profile.id
+        return write_blob(
+            self._own, layout.dtype, tokens, start, self.step, layout.values_per_token, layout.fingerprint, profile,
+            sections, self._keys[0] if self._keys else None, associated,
+        )  # fmt: skip
 
     def _coding(self, header: Header) -> Coding:
         if header.scheme is Scheme.LOSSLESS:
@@ -462,13 +487,9 @@ class Codec:
             return [b""] * count
         if len(associated) != count:
             raise InputError(f"associated is given for {len(associated)} chunks, there are {count}")
+        for own in associated:
+            self._check_associated(own)
         return associated
-
-    def _open(self, blob: bytes, associated: bytes) -> tuple[Header, KVLayout]:
-        self._check_associated(associated)
-        header = read_header(blob)
-        verify_tag(blob, header, self._keys, associated)
-        return header, self._check_header(header)
 
     def _check_header(self, header: Header) -> KVLayout:
         layout = self._layout(header.dtype)
@@ -481,8 +502,8 @@ class Codec:
         sections = len(self.profile.sections) if header.scheme is Scheme.TRANSFORM else layout.num_layers
         if len(header.section_bytes) != sections or header.values_per_token != layout.values_per_token:
             raise FormatError(f"the blob has {len(header.section_bytes)} sections, expected {sections}")
-        # A stream costs at least six bytes and holds at most so many tokens: this bounds what is allocated for it.
-        if min(header.section_bytes) * MAX_TOKENS_PER_STREAM < 6 * header.tokens:
+        # The bytes of a section bound its streams, and so the tokens and the memory that a header may ask for.
+        if min(header.section_bytes) * MAX_TOKENS_PER_STREAM < MIN_STREAM_BYTES * header.tokens:
             raise FormatError(f"{min(header.section_bytes)} bytes cannot hold {header.tokens} tokens")
         return layout
 
@@ -490,68 +511,6 @@ class Codec:
         if dtype not in self._layouts:
             self._layouts[dtype] = replace(self.profile.layout, dtype=dtype)
         return self._layouts[dtype]
-
-    def _decode(
-        self, blob: bytes, header: Header, layout: KVLayout, layers: range, wanted: slice, kept: int, start: int | None
-    ) -> Target:
-        start = kept if start is None else start
-        count = wanted.stop - wanted.start
-        self._check_move(layout, kept, start, count)
-        coding = self._coding(header)
-        scheme = self._scheme(header.scheme, coding.step, get_backend(self._backend_name))
-        chosen = [
-            i for i, s in enumerate(scheme.sections) if s.first_layer < layers.stop and layers.start < s.end_layer
-        ]
-        covered = range(scheme.sections[chosen[0]].first_layer, scheme.sections[chosen[-1]].end_layer)
-        keys, values = _outputs(layout, covered, count, torch.device("cpu"))
-        target = Target(layout, keys, values, wanted, header.tokens, header.start, start)
-        views = {index: read_section(blob, header, index) for index in chosen}
-        # Too few sections for the threads: cut the tokens into runs as well, where tiles end.
-        unit = max(tile_tokens(scheme.sections[index], layout) for index in chosen)
-        workers = self._workers(count, layout)
-        parts = _split(wanted, -(-workers // len(chosen)), unit)
-        jobs = []
-        for part in parts:
-            run = _part_of(target, part)
-            rotation = Rotation(layout, run.start, part.stop - part.start, torch.device("cpu"))
-            jobs += [partial(scheme.decode, views[index], index, run, rotation) for index in chosen]
-        self._run(jobs, workers)
-        return target
-
-    def _scheme(self, scheme: Scheme, step: int, backend: Backend) -> SectionScheme:
-        key = (scheme, step, backend.name)
-        # Looked up once: between a test and an access another thread may have evicted it.
-        known = self._schemes.get(key)
-        if known is not None:
-            return known
-        if scheme is Scheme.LOSSLESS:
-            made: SectionScheme = LosslessScheme(self.profile.layout, backend)
-        elif scheme is Scheme.TRANSFORM:
-            made = TransformScheme(self.profile, step, backend)
-        else:
-            made = GenericScheme(self.profile.layout, self.profile.family, step, backend)
-        # A scheme holds copies of the bases: blobs of ever other steps must not pile them up. A dict is never changed
-        # but replaced: of two threads one may lose what it adds, and makes it again when it is next needed.
-        own, *others = [*self._schemes.items(), (key, made)]
-        self._schemes = dict([own, *others[-(MAX_SCHEMES - 1) :]])
-        return made
-
-    def _workers(self, tokens: int, layout: KVLayout) -> int:
-        """Threads worth starting for so many tokens."""
-        return self.threads if tokens * layout.values_per_token >= PARALLEL_VALUES else 1
-
-    @staticmethod
-    def _run(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-        """Run the jobs on so many threads; the first error ends the rest."""
-        if workers == 1 or len(jobs) == 1:
-            return [_without_gradients(job) for job in jobs]
-        # One thread for each product: torch would start as many more from every worker. Its setting is the worker's
-        # own, but also becomes the default of threads to come; the caller's call puts that back.
-        try:
-            with ThreadPoolExecutor(min(workers, len(jobs)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-                return list(pool.map(_without_gradients, jobs))
-        finally:
-            torch.set_num_threads(torch.get_num_threads())
 
 
 @dataclass(frozen=True, slots=True)
@@ -603,27 +562,3 @@ def _outputs(
         for tensors, size in ((keys, layer.head_dim), (values, layer.value_dim)):
             tensors.append(torch.empty(rows, layer.kv_heads, size, dtype=layout.torch_dtype, device=device))
     return keys, values
-
-
-def _without_gradients(job: Callable[[], T]) -> T:
-    with torch.no_grad():  # a thread's own setting
-        return job()
-
-
-def _split(wanted: slice, parts: int, unit: int) -> list[slice]:
-    """Cut a run of tokens into at most `parts`, at multiples of `unit` tokens."""
-    first, end = wanted.start // unit, -(-wanted.stop // unit)
-    size = -(-(end - first) // parts)
-    return [slice(max(at * unit, wanted.start), min((at + size) * unit, wanted.stop)) for at in range(first, end, size)]
-
-
-def _part_of(target: Target, part: slice) -> Target:
-    """The target of the tokens `part` alone: views of the outputs."""
-    rows = slice(part.start - target.wanted.start, part.stop - target.wanted.start)
-    return replace(
-        target,
-        keys=[tensor[rows] for tensor in target.keys],
-        values=[tensor[rows] for tensor in target.values],
-        wanted=part,
-        start=target.start + rows.start,
-    )

@@ -1,8 +1,8 @@
-"""Coefficients to the coded part of a section and back: quantize, predict, pack, entropy-code.
+"""Coefficients to the coded part of a section and back: quantize, predict, pack, and entropy-code.
 
     y [R, T] float32 --quantize--> levels --predict--> differences --pack--> planes --rANS--> streams
 
-Works on tiles of tokens, so that the float arrays never exceed a tile.
+This works on tiles of tokens, so that float arrays never exceed a tile.
 """
 
 from __future__ import annotations
@@ -14,21 +14,19 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import Backend
 from cuvee.codec.classes import CLASSES, ClassedPlan, coding_order
 from cuvee.codec.container import CodedPart, Reader, read_coded, write_streams
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.family import Family, step_value
-from cuvee.codec.rans import Streams, stream_count
+from cuvee.codec.rans import LANES, MAX_TOKENS_PER_STREAM, Streams, stream_count
+from cuvee.codec.stages import Stages
 from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction
 from cuvee.codec.tables import EntropyTables
 from cuvee.codec.transform import tiles
 
-MAX_TOKENS_PER_STREAM = 128
-BATCH_STREAMS = 64  # decoded together: enough lanes to hide the latency of a table look-up
-STREAM_BITS = 2048  # a stream's state and length cost about 5 bytes: at this size 2 %
+STREAM_BITS = 2048  # the state and the length of a stream take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512
-PREDICTED_TOKENS = 16  # tokens per stream under prediction, which restarts with each
+PREDICTED_TOKENS = 16  # fewest tokens per stream under prediction, which restarts with each stream
 
 
 def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
@@ -59,13 +57,13 @@ def _select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
 
 
 def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
-    """Escapes of a tile of `columns` tokens that begins at `start`, numbered in the matrix of all `tokens`."""
+    """The escapes of a tile of `columns` tokens from `start` on, numbered in the matrix of all `tokens`."""
     row, column = np.divmod(escapes.index, np.uint32(columns))
     return Escapes(row * np.uint32(tokens) + column + np.uint32(start), escapes.value)
 
 
 def _merge(parts: list[Escapes]) -> Escapes:
-    """All escapes in rising order."""
+    """All escapes, in rising order."""
     index = np.concatenate([part.index for part in parts])
     order = np.argsort(index, kind="stable")
     return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
@@ -76,7 +74,7 @@ def _too_large(steps: float) -> str:
 
 
 def _side_by_side(parts: list[U8], tokens: int) -> U8:
-    """Planes of tiles as one matrix, as deep as the deepest."""
+    """The planes of all tiles as one matrix, as deep as the deepest of them."""
     joined = np.zeros((max(map(len, parts)), tokens), np.uint8)
     start = 0
     for part in parts:
@@ -97,8 +95,8 @@ class ClassedTile:
 
     Attributes:
         at: its tokens.
-        order: `[t]` token of each column, counted from `at.start`.
-        classes: `[t]` uint8 of the columns.
+        order: `[t]`, the token of each column, counted from `at.start`.
+        classes: `[t]` uint8, the class of each column.
         y: `[R, t]` coefficients; zero below a column's last component.
     """
 
@@ -112,20 +110,20 @@ class ClassedTile:
 class CoefficientCoder:
     """Codes the coefficients of one section at one step."""
 
-    backend: Backend
+    stages: Stages
     family: Family
     step: int
 
     def encode(self, pieces: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
-        """Code `[R, T]` coefficients.
+        """Encode `[R, T]` coefficients.
 
         Args:
-            pieces: token ranges (in order, a multiple of 128 tokens but for the last) and their `[R, t]` float32.
+            pieces: token ranges in order, each but the last a multiple of 128 tokens, with their `[R, t]` float32.
             plan: how the R components are coded.
             tokens: T.
 
         Raises:
-            InputError: a coefficient that is too many steps large.
+            InputError: a coefficient is too many steps large.
         """
         if len(plan.shift) * tokens >= 1 << 32:
             raise InputError(
@@ -140,27 +138,28 @@ class CoefficientCoder:
             peak = float(np.abs(y).max(initial=0.0))
             if not peak < MAX_LEVEL * step:
                 raise InputError(_too_large(peak / step))
-            levels = self.backend.quantize(y, step, plan, self.family.quantizer)
-            differences = self.backend.predict(levels, plan, per_stream)
-            planes[:, at], escapes = self.backend.pack(differences, plan, self.family.tables, per_stream)
+            levels = self.stages.quantize(y, step, plan, self.family.quantizer)
+            differences = self.stages.predict(levels, plan, per_stream)
+            planes[:, at], escapes = self.stages.pack(differences, plan, self.family.tables, per_stream)
             escaped.append(_renumber(escapes, at.stop - at.start, tokens, at.start))
-        streams = self.backend.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
+        streams = self.stages.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
         return write_streams(streams, _merge(escaped), plan.planes, per_stream)
 
     def encode_classes(
         self, pieces: Iterable[tuple[U8, U8, F32]], tokens: int, plan: ClassedPlan, table: EntropyTables
     ) -> bytes:
-        """Code coefficients of tokens that have classes.
+        """Encode the coefficients of tokens that have classes.
 
         Args:
-            pieces: tiles in order, whole windows but for the last: the classes `[t]` of their tokens, those of their
-                columns, and the columns' `[R, t]` float32, R at least the components of the finest class among them.
+            pieces: tiles in order, all but the last made of whole windows. Each gives the classes `[t]` of its tokens,
+                the classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of
+                components of the finest class among them.
             tokens: T.
             plan: how the components of each class are coded.
-            table: what codes the classes.
+            table: the table that codes the classes.
 
         Raises:
-            InputError: a coefficient that is too many steps large.
+            InputError: a coefficient is too many steps large.
         """
         if int(plan.rows.max()) * tokens >= 1 << 32:
             raise InputError(f"{plan.rows.max()} components cannot hold {tokens} tokens: encode fewer at a time")
@@ -171,24 +170,24 @@ class CoefficientCoder:
         for own, columns, y in pieces:
             at = slice(start, start + len(own))
             classes[at], order[at] = own, columns
-            with np.errstate(over="ignore"):  # infinitely many steps are too many, too
+            with np.errstate(over="ignore"):  # infinitely many steps are refused below
                 peak = float((np.abs(y).max(0, initial=0.0) / plan.steps[columns]).max())
             if not peak < MAX_LEVEL:
                 raise InputError(_too_large(peak))
-            planes, escapes = self.backend.to_planes(y, columns, plan, self.family.quantizer, self.family.tables)
+            planes, escapes = self.stages.to_planes(y, columns, plan, self.family.quantizer, self.family.tables)
             coded.append(planes)
             escaped.append(_renumber(escapes, len(own), tokens, start))
             start = at.stop
         share = np.bincount(classes, minlength=CLASSES) / tokens
         per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
-        streams = self.backend.rans_encode_classes(joined, order, plan, self.family.tables, per_stream)
+        streams = self.stages.rans_encode_classes(joined, order, plan, self.family.tables, per_stream)
         which = np.zeros(tokens, np.uint16)
-        listed = self.backend.rans_encode(classes[:, None], which, which, table, 1)
+        listed = self.stages.rans_encode(classes[:, None], which, which, table, 1)
         return write_streams(streams, _merge(escaped), int(plan.planes.max()), per_stream, listed)
 
     def read(self, reader: Reader, plan: CodingPlan, tokens: int, classed: ClassedPlan | None = None) -> CodedPart:
-        """The coded part of a section, all of `reader` that is left.
+        """The coded part of a section: all that is left of `reader`.
 
         Raises:
             FormatError: the bytes break a rule.
@@ -210,14 +209,14 @@ class CoefficientCoder:
             FormatError, CorruptError: the bytes break a rule.
         """
         streams, escapes, per_stream = part.streams, part.escapes, part.tokens_per_stream
-        # Whole tiles, always cut at the same places: a product's last bits depend on its shape, and a run of tokens
-        # shall come out as it does in the whole.
+        # Whole tiles, always cut at the same places, because the last bits of a matrix product depend on its shape. A
+        # run of tokens must come out exactly as it does in the whole.
         low = wanted.start - wanted.start % tile
         high = min(wanted.stop + -wanted.stop % tile, tokens)
-        batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
+        batch = max(LANES * per_stream // tile, 1) * tile
         for start in range(low, high, batch):
             at = slice(start, min(start + batch, high))
-            planes = self.backend.rans_decode(
+            planes = self.stages.rans_decode(
                 select_streams(streams, at.start // per_stream, stream_count(at.stop, per_stream)),
                 plan.first,
                 plan.rest,
@@ -225,10 +224,10 @@ class CoefficientCoder:
                 per_stream,
                 at.stop - at.start,
             )
-            differences = self.backend.unpack(planes, _select_escapes(escapes, tokens, at), plan)
-            levels = self.backend.unpredict(differences, plan, per_stream)
+            differences = self.stages.unpack(planes, _select_escapes(escapes, tokens, at), plan)
+            levels = self.stages.unpredict(differences, plan, per_stream)
             for piece in tiles(at.stop - at.start, tile):
-                y = self.backend.dequantize(levels[:, piece], step_value(self.step), plan, self.family.quantizer)
+                y = self.stages.dequantize(levels[:, piece], step_value(self.step), plan, self.family.quantizer)
                 yield slice(at.start + piece.start, at.start + piece.stop), y
 
     def decode_classes(
@@ -241,7 +240,7 @@ class CoefficientCoder:
         tile: int,
         dtype: torch.dtype = torch.float32,
     ) -> Iterator[ClassedTile]:
-        """Decode the tokens `wanted` of a section of `tokens` that have classes; coefficients of `dtype`.
+        """Decode the tokens `wanted` of a section of `tokens` that have classes, to coefficients of `dtype`.
 
         Yields:
             the tiles that hold wanted tokens.
@@ -251,7 +250,7 @@ class CoefficientCoder:
         """
         if part.classes is None:
             raise FormatError("a section has no token classes")
-        classes = self.backend.read_classes(part.classes, table, tokens)
+        classes = self.stages.read_classes(part.classes, table, tokens)
         check_classes(classes, plan)
         n = part.tokens_per_stream
         low = wanted.start - wanted.start % tile
@@ -261,8 +260,8 @@ class CoefficientCoder:
             order = coding_order(classes[at])
             columns = classes[at][order]
             streams = select_streams(part.streams, at.start // n, stream_count(at.stop, n))
-            planes = self.backend.rans_decode_classes(streams, columns, plan, self.family.tables, n)
+            planes = self.stages.rans_decode_classes(streams, columns, plan, self.family.tables, n)
             escapes = _select_escapes(part.escapes, tokens, at)
-            rows = int(plan.rows[columns.min()])  # of the finest
-            y = self.backend.from_planes(planes, columns, escapes, plan, self.family.quantizer, rows, dtype)
+            rows = int(plan.rows[columns.min()])  # those of the finest class
+            y = self.stages.from_planes(planes, columns, escapes, plan, self.family.quantizer, rows, dtype)
             yield ClassedTile(at, order, columns, y)

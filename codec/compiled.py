@@ -1,9 +1,9 @@
-"""Compiled loops: Numba's compiler, with a cache on disk where there is a place for one.
+"""Compiled loops: Numba's compiler, with a cache on disk if there is a place for one.
 
-Compiling all loops takes some ten seconds; a cache beside the sources, or in the user's cache folder, spares that every
-later process. Where both are read-only (a container, a service without a home) Numba refuses to define the function at
-all. Here it is compiled anew in each process instead, which the log says once, with the remedy: `NUMBA_CACHE_DIR`. The
-cache is pickled, so nobody else may write there.
+Compiling all loops takes some ten seconds. A cache beside the sources, or in the user's cache folder, saves every later
+process that time. If both are read-only, as in a container or a service without a home, Numba refuses to define the
+function at all. Here it is then compiled anew in each process. That is logged once, with the remedy: `NUMBA_CACHE_DIR`.
+The cache is pickled, so nobody else may be able to write to it.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _told: set[str] = set()
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """The function, compiled at its first call; releases the GIL.
+    """The function, compiled at its first call. It releases the GIL.
 
-    A cache that cannot be used costs time, never the call.
+    If the cache cannot be used, that costs time, but the call works.
     """
     made: Any = nb.njit(nogil=True)(function)
     try:
         made.enable_caching()
     except (RuntimeError, OSError) as error:
-        # Numba has no class of its own for "no locator available"; whatever else is wrong shows when it compiles.
+        # Numba has no class of its own for "no locator available". Any other problem shows up when it compiles.
         _tell("there is no writable folder for compiled code", error)
         return made
-    # A disk that is full, or became read-only since, fails at the call that compiles.
+    # A disk that is full by then, or read-only, fails at the call that compiles.
     cache = made._cache
     cache.load_overload = _forgiving(cache.load_overload, "compiled code cannot be read from its cache")
     cache.save_overload = _forgiving(cache.save_overload, "compiled code cannot be written to its cache")
@@ -43,7 +43,7 @@ def _forgiving(work: Callable[..., Any], what: str) -> Callable[..., Any]:
     def tried(*arguments: Any) -> Any:
         try:
             return work(*arguments)
-        except Exception as error:  # of the file system, or of pickle over a damaged file
+        except Exception as error:  # from the file system, or from pickle because the file is damaged
             _tell(what, error)
             return None
 

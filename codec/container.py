@@ -1,7 +1,7 @@
-"""The blob: header, table of contents, sections, checksums. `FORMAT.md` says it in prose; this file does it.
+"""Reads and writes the blob: header, table of contents, sections, checksums. `FORMAT.md` specifies it in prose.
 
-A decoder treats the bytes as hostile: nothing is read before its length is checked, nothing is believed before the
-checksum over it is checked, and nothing is allocated that the length of the blob does not bound.
+A decoder treats the bytes as hostile. It reads nothing before checking its length, trusts nothing before checking its
+checksum, and allocates nothing that is not bounded by the length of the blob.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import numpy.typing as npt
 import xxhash
 
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatch, VersionError
+from cuvee.codec.family import step_value
 from cuvee.codec.keys import KEY_ID_BYTES, Key
-from cuvee.codec.rans import LOWER_BOUND, Streams, stream_count
+from cuvee.codec.rans import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Streams, stream_count
 from cuvee.codec.symbols import Escapes
 
 MAGIC = b"cuve"
@@ -29,7 +30,6 @@ TAG_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
-MAX_TOKENS_PER_STREAM_LOG2 = 7
 MAX_STEP = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -51,17 +51,17 @@ class Scheme(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the header says.
+    """The header of a blob.
 
     Attributes:
         scheme: how the sections are coded.
         dtype: name of the cache's dtype.
-        tokens: tokens in the chunk.
-        start: position of its first token.
-        step: step index, units of 1/64 octave (0 where the scheme has none).
-        values_per_token: values of all layers, keys and values.
+        tokens: number of tokens in the chunk.
+        start: position of the first one.
+        step: step index in units of 1/64 octave; 0 if the scheme has none.
+        values_per_token: number of values of all layers, keys and values together.
         layout: fingerprint of the `KVLayout`, 16 bytes.
-        profile: id of the profile, 16 bytes (zero for lossless, which needs none).
+        profile: id of the profile, 16 bytes; zero for lossless, which needs none.
         section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
         tagged: whether a key id and a keyed tag end the blob.
@@ -81,7 +81,7 @@ class Header:
 
     @property
     def header_bytes(self) -> int:
-        """Length of the header, table of contents and checksum included."""
+        """Length of the header, including table of contents and checksum."""
         return _FIXED.size + _ENTRY.size * len(self.section_bytes) + _CHECKSUM.size
 
     @property
@@ -101,13 +101,13 @@ class BlobInfo:
     Attributes:
         scheme: "lossless", "transform" or "generic".
         version: format version.
-        dtype, tokens, start, values_per_token: of the chunk.
+        dtype, tokens, start, values_per_token: what the chunk holds; see `Header`.
         step: quantizer step in the profile's units, or None for lossless.
-        layout_fingerprint, profile_id: hex; profile_id is None for lossless.
-        section_bytes: bytes of every section, in order.
-        header_bytes, total_bytes: of the blob.
+        layout_fingerprint, profile_id: in hexadecimal; profile_id is None for lossless.
+        section_bytes: length of every section, in order.
+        header_bytes, total_bytes: length of the header, and of the blob.
         raw_bytes: size of the uncompressed chunk.
-        authenticated: whether the blob carries a keyed tag (which `inspect` cannot check).
+        authenticated: whether the blob carries a keyed tag. `inspect` cannot verify it.
     """
 
     scheme: str
@@ -127,18 +127,18 @@ class BlobInfo:
 
     @property
     def bits_per_value(self) -> float:
-        """All bytes of the blob, in bits, over the values of the chunk."""
+        """Bits of the whole blob per value of the chunk."""
         return 8 * self.total_bytes / (self.tokens * self.values_per_token)
 
     @property
     def ratio(self) -> float:
-        """Uncompressed bytes over the bytes of the blob."""
+        """Uncompressed bytes per byte of the blob."""
         return self.raw_bytes / self.total_bytes
 
 
 def _tag(key: Key, associated: bytes, *parts: bytes | memoryview) -> bytes:
     digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
-    # Its length first: no bytes can move from the one to the other.
+    # The length goes first, so that no bytes can move from the associated data to the blob or back.
     digest.update(_CHECKSUM.pack(len(associated)) + associated)
     for part in parts:
         digest.update(part)
@@ -158,7 +158,7 @@ def write_blob(
     key: Key | None,
     associated: bytes = b"",
 ) -> bytes:
-    """Put the sections into a blob; `key` adds an authentication tag over it and over `associated`."""
+    """Put the sections into a blob. A `key` adds an authentication tag over the blob and over `associated`."""
     if tokens > MAX_TOKENS:
         raise InputError(f"a chunk holds at most {MAX_TOKENS} tokens, not {tokens}: encode it in pieces")
     if start >= 1 << 32:
@@ -180,11 +180,11 @@ def write_blob(
 
 
 def read_header(blob: bytes | memoryview) -> Header:
-    """Parse and verify the header; touches no section.
+    """Parse and verify the header. This touches no section.
 
     Raises:
-        FormatError: not a blob, or lengths that contradict each other.
-        VersionError: a format this build does not know.
+        FormatError: the bytes are not a blob, or their lengths contradict each other.
+        VersionError: this build does not know the format version.
         CorruptError: the header's checksum does not match.
     """
     if len(blob) < _FIXED.size + _CHECKSUM.size:
@@ -195,7 +195,7 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError(f"not a cuvee blob: it begins with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
         raise VersionError(f"blob format version {version}; this build reads version {VERSION}")
-    # The count bounds the table of contents; it is checked against the real length before anything is read.
+    # The count gives the length of the table of contents, which is checked against the real length before it is read.
     header_bytes = _FIXED.size + _ENTRY.size * count + _CHECKSUM.size
     if count > MAX_SECTIONS or len(blob) < header_bytes:
         raise FormatError(f"the blob is truncated: {count} sections need a header of {header_bytes} bytes")
@@ -229,17 +229,17 @@ def read_header(blob: bytes | memoryview) -> Header:
 
 
 def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated: bytes = b"") -> None:
-    """Check the keyed tag.
+    """Verify the keyed tag.
 
     Args:
-        blob: with its tag.
-        header: of the blob.
-        keys: that are accepted; none: the blob must have no tag.
+        blob: the blob with its tag.
+        header: its header.
+        keys: the accepted keys. If there are none, the blob must have no tag.
         associated: what the blob must have been bound to.
 
     Raises:
-        CorruptError: the tag is not that of these bytes bound to `associated`.
-        KeyMismatch: keys were given and the blob has no tag, or that of another key; or the other way round.
+        CorruptError: the tag does not belong to these bytes bound to `associated`.
+        KeyMismatch: the blob has a tag and there are no keys, or it has no tag or another key's although there are.
     """
     if not keys and not header.tagged:
         return
@@ -258,7 +258,7 @@ def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], as
 
 
 def read_section(blob: bytes | memoryview, header: Header, index: int) -> memoryview:
-    """The bytes of one section, verified.
+    """The bytes of one section, its checksum verified.
 
     Raises:
         CorruptError: its checksum does not match.
@@ -267,7 +267,7 @@ def read_section(blob: bytes | memoryview, header: Header, index: int) -> memory
 
 
 def read_sections(blob: bytes | memoryview, header: Header, indices: range) -> list[memoryview]:
-    """The bytes of adjacent sections, verified.
+    """The bytes of adjacent sections, their checksums verified.
 
     Raises:
         CorruptError: a checksum does not match.
@@ -283,10 +283,19 @@ def read_sections(blob: bytes | memoryview, header: Header, indices: range) -> l
 
 
 def inspect(blob: bytes | memoryview) -> BlobInfo:
-    """Look at a blob without a profile: identity, tokens, sizes. Checks the header, not the sections.
+    """Look at a blob without a profile: its identity, tokens and sizes. This verifies the header, not the sections.
 
     Raises:
-        FormatError, VersionError, CorruptError: as `read_header`.
+        FormatError, VersionError, CorruptError: as for `read_header`.
+
+    Example:
+        >>> import torch
+        >>> from cuvee import Codec, KVChunk, KVLayout, LayerLayout, Profile, inspect
+        >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
+        >>> chunk = KVChunk(torch.zeros(3, 64, 2, 8), torch.zeros(3, 64, 2, 8), layout)
+        >>> info = inspect(Codec(Profile.generic(layout), "lossless").encode(chunk))
+        >>> info.scheme, info.tokens, info.raw_bytes
+        ('lossless', 64, 24576)
     """
     header = read_header(blob)
     lossless = header.scheme is Scheme.LOSSLESS
@@ -297,7 +306,7 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         tokens=header.tokens,
         start=header.start,
         values_per_token=header.values_per_token,
-        step=None if lossless else 2.0 ** (header.step / 64),
+        step=None if lossless else step_value(header.step),
         layout_fingerprint=header.layout.hex(),
         profile_id=None if lossless else header.profile.hex(),
         section_bytes=header.section_bytes,
@@ -313,7 +322,7 @@ _WIRE = {name: dtype.newbyteorder("<") for name, dtype in _NATIVE.items()}
 
 
 class Reader:
-    """Takes fields off a section in order; refuses to read past its end or to leave a tail."""
+    """Reads the fields of a section in order. It refuses to read past the end, and to leave a tail."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -321,18 +330,18 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """Bytes taken so far."""
+        """How many bytes were read so far."""
         return self._at
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes. Raises FormatError when fewer are left."""
+        """The next `count` bytes. Raises FormatError if fewer are left."""
         if count > len(self._view) - self._at:
             raise FormatError(f"a section ends {count - (len(self._view) - self._at)} bytes too early")
         self._at += count
         return self._view[self._at - count : self._at]
 
     def unpack(self, fields: struct.Struct) -> tuple[int, ...]:
-        """The next struct."""
+        """The next fields, as the struct describes them."""
         return fields.unpack(self.take(fields.size))
 
     def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
@@ -341,12 +350,12 @@ class Reader:
         return np.frombuffer(self.take(count * wire.itemsize), wire).astype(native)
 
     def skip_padding(self) -> None:
-        """Zero bytes up to a multiple of four."""
+        """Skip zero bytes up to a multiple of four. Raises FormatError if they are not zero."""
         if any(self.take(-self._at % 4)):
             raise FormatError("padding of a section is not zero")
 
     def finish(self) -> None:
-        """Raises FormatError unless all bytes were read."""
+        """Raise FormatError unless all bytes were read."""
         if self._at != len(self._view):
             raise FormatError(f"a section has {len(self._view) - self._at} bytes too many")
 
@@ -361,13 +370,13 @@ def _length_dtype(planes: int, tokens_per_stream: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CodedPart:
-    """What the coded part of a section holds.
+    """The coded part of a section.
 
     Attributes:
-        streams: of the planes.
-        escapes: of the planes.
+        streams: the streams of the planes.
+        escapes: the escapes of the planes.
         tokens_per_stream: n.
-        classes: the stream of the tokens' classes; None: the tokens have none.
+        classes: the stream of the tokens' classes; None if the tokens have none.
     """
 
     streams: Streams
@@ -382,11 +391,11 @@ def write_streams(
     """The coded part of a section: counts, states, lengths, words, padding, escapes.
 
     Args:
-        streams: of the planes.
-        escapes: of the planes.
-        planes: that a token has at most.
+        streams: the streams of the planes.
+        escapes: the escapes of the planes.
+        planes: the largest number of planes of a token.
         tokens_per_stream: n.
-        classes: the one stream of the tokens' classes; None: they have none.
+        classes: the one stream of the tokens' classes; None if the tokens have none.
     """
     log2 = tokens_per_stream.bit_length() - 1
     parts = [_STREAMS.pack(len(streams.words), len(escapes.index), log2, classes is not None, 0)]
@@ -413,15 +422,15 @@ def read_coded(
     """The inverse of `write_streams`.
 
     Args:
-        reader: at the coded part.
-        planes: of every token, if the tokens have no classes.
-        rows: components, likewise.
-        tokens: in the chunk.
-        classed: planes and components of the finest class, where the scheme has classes.
+        reader: positioned at the coded part.
+        planes: planes of every token, if the tokens have no classes.
+        rows: components of every token, if the tokens have no classes.
+        tokens: number of tokens in the chunk.
+        classed: planes and components of the finest class, if the scheme has classes.
 
     Raises:
-        FormatError: counts that contradict the lengths, classes where the scheme has none, or escapes outside the
-            `rows` x `tokens` matrix.
+        FormatError: counts contradict the lengths, there are classes although the scheme has none, or escapes lie
+            outside the `rows` x `tokens` matrix.
     """
     words, escapes, log2, mode, reserved = reader.unpack(_STREAMS)
     if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or reserved:

@@ -1,4 +1,4 @@
-"""The errors cuvee raises on purpose: catch `CuveeError` and you have caught them all."""
+"""The errors that cuvee raises on purpose. `CuveeError` is the base of all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class FormatError(CuveeError):
 
 
 class VersionError(FormatError):
-    """The blob or profile was written by a format version this build does not read."""
+    """The blob or profile was written in a format version that this build does not read."""
 
 
 class CorruptError(FormatError):
@@ -23,11 +23,11 @@ class CorruptError(FormatError):
 
 
 class ProfileMismatch(CuveeError):
-    """The blob names another profile, or the profile belongs to another model, than the one at hand."""
+    """The blob belongs to another profile than the one at hand, or the profile to another model."""
 
 
 class ProfileError(CuveeError):
-    """A profile cannot be built, loaded or asked for what was asked (the message says what it needs)."""
+    """A profile cannot be built or loaded, or cannot do what was asked; the message says what it takes."""
 
 
 class InputError(CuveeError, ValueError):
@@ -35,18 +35,18 @@ class InputError(CuveeError, ValueError):
 
 
 class KeyMismatch(InputError):
-    """The blob's authentication tag and the codec's keys do not go together: another key, or none on one side."""
+    """The blob's authentication tag and the codec's keys do not match: the keys differ, or one side has none."""
 
 
 class UnsupportedModel(CuveeError):
-    """The model's attention or positions are of a kind that cuvee does not handle; refused by name."""
+    """The model's attention or positions are of a kind that cuvee does not handle; the message names it."""
 
 
 class OutOfMemory(CuveeError, MemoryError):
-    """There is not enough memory, on the CPU or the device, for what was asked; the message says what it was."""
+    """There is not enough memory, on the CPU or the device, for what was asked; the message says for what."""
 
 
-# How torch says it: torch.OutOfMemoryError on a device, a RuntimeError of its allocator or of its arithmetic elsewhere.
+# On a device torch raises torch.OutOfMemoryError. Elsewhere it is a RuntimeError, with one of these texts.
 _ALLOCATION = (
     "can't allocate memory",
     "not enough memory",
@@ -57,7 +57,7 @@ _ALLOCATION = (
 
 @contextmanager
 def allocations(what: str) -> Iterator[None]:
-    """Turn failures to allocate into `OutOfMemory`; `what` was asked for. Other errors pass as they are."""
+    """Turn failures to allocate into `OutOfMemory`, whose message begins with `what`. Other errors pass unchanged."""
     try:
         yield
     except CuveeError:

@@ -1,10 +1,10 @@
 """The shared family of entropy tables, indexed by scale, and the quantizer that belongs to it.
 
-A component's table is chosen by the ratio of its deviation to the step: quarter octaves from 2**-2 up to 2**4.
-Below, a component is not coded at all; above, low bits are split off (`symbols.py`) until the rest fits. Scales and
-steps are integers in 1/64 octave, so the choice is exact on every machine.
+The table of a component is chosen by the ratio of its deviation to the step, in quarter octaves from 2**-2 to 2**4.
+Below that a component is not coded at all. Above it, low bits are split off (`symbols.py`) until the rest fits. Scales
+and steps are integers in units of 1/64 octave, so the choice is exact on every machine.
 
-The family is learned with a profile (`fit_family`); `default_family` is the one that needs no data.
+The family is learned with a profile (`fit_family`). `default_family` needs no data.
 """
 
 from __future__ import annotations
@@ -28,34 +28,40 @@ TABLES = 25  # up to 2**4 steps of deviation
 PROB_BITS = 12
 _TABLE = OCTAVE // TABLES_PER_OCTAVE
 
-# Trade-off of rate-distortion optimized quantization: squared steps per bit. The tangent of the rate-distortion curve
-# at high rate is 2 ln 2 / 12 = 0.116; 0.06, 0.10 and 0.14 measured alike on books-3m, 0.10 best at KL 0.0065.
+# Trade-off of rate-distortion optimized quantization, in squared steps per bit. The tangent of the rate-distortion
+# curve at high rate is 2 ln 2 / 12 = 0.116. On books-3m 0.06, 0.10 and 0.14 measured alike, 0.10 best at KL 0.0065.
 RD_LAMBDA = 0.10
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Tables of the scales 0 … TABLES - 1, followed by the eight raw-bit tables, and the quantizer by table."""
+    """The tables of the scales 0 … TABLES - 1, then the eight raw-bit tables; and the quantizer of each table."""
 
     tables: EntropyTables
     quantizer: Quantizer
 
 
 def scale_index(deviation: npt.NDArray[np.floating]) -> I16:
-    """Deviations in units of step 1 -> 1/64 octaves, int16; zero becomes the smallest scale there is."""
+    """Deviations in units of step 1 -> scales in 1/64 octave, int16. Zero becomes the smallest scale."""
     with np.errstate(divide="ignore"):
         octaves = np.log2(np.asarray(deviation, dtype=np.float64))
     index: I16 = np.clip(np.rint(octaves * OCTAVE), -(1 << 14), (1 << 14) - 1).astype(np.int16)
     return index
 
 
+def deviation_of(scale: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
+    """Inverse of `scale_index`, but for rounding: deviations, of scales of any shape."""
+    deviation: npt.NDArray[np.float64] = 2.0 ** (scale.astype(np.float64) / OCTAVE)
+    return deviation
+
+
 def step_value(step: int) -> float:
-    """The step of index `step`."""
+    """The quantizer step that has the index `step`."""
     return float(2.0 ** (step / OCTAVE))
 
 
 def scale_codes(scale: I16, step: int) -> npt.NDArray[np.int32]:
-    """Quarter-octave code of each component at a step: its table; past the last table, wide; negative, not coded."""
+    """The scale code (quarter octaves) of each component at a step: its table; wide past the last; none below 0."""
     codes: npt.NDArray[np.int32] = (scale.astype(np.int32) - step - LOWEST + _TABLE // 2) // _TABLE
     return codes
 
@@ -68,7 +74,7 @@ def finest_step(scale: I16) -> int:
 
 
 def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
-    """Codes >= 0 -> (table, shift).
+    """The table and the shift of each scale code; codes must be >= 0.
 
     Raises:
         ProfileError: a component is too many steps wide.
@@ -86,7 +92,7 @@ def coding_plan(
     prediction: Prediction = Prediction.NONE,
     rho: I16 | None = None,
 ) -> CodingPlan:
-    """The plan of components with these scale codes (all >= 0); `rest_codes` are those of predicted tokens."""
+    """The plan of components with these scale codes (all >= 0). Predicted tokens have `rest_codes`."""
     table, shift = split_wide(codes)
     if rest_codes is None:
         rest = table
@@ -105,7 +111,7 @@ def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
     """A family from `[TABLES, 256]` frequencies.
 
     Raises:
-        FormatError: the frequencies are not tables, or one cannot code an escape: then nor what lies outside it.
+        FormatError: the frequencies are not tables, or one of them cannot code an escape.
     """
     if freq.ndim != 2 or freq.shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
         raise FormatError(f"a family has {TABLES} tables, and its quantizer as many rows")
@@ -117,9 +123,9 @@ def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
 
 @lru_cache(maxsize=1)
 def default_family() -> Family:
-    """The family that needs no data: logistic distributions (between Gaussian and Laplacian).
+    """The family that needs no data: logistic distributions, which lie between Gaussian and Laplacian ones.
 
-    Computed with `decimal`, whose exponential is correctly rounded, so that every machine gets the same tables.
+    It is computed with `decimal`, whose exponential is correctly rounded, so that every machine gets the same tables.
     """
     dead_zone = Decimal("0.6")
     freq = np.zeros((TABLES, SYMBOLS), np.uint16)
@@ -142,9 +148,9 @@ def default_family() -> Family:
 
 
 def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
-    """Weights of the levels 0 … 127 (each sign) -> a table: symmetric but for rounding, tails cut off and escaped."""
+    """Weights of the levels 0 … 127 (of each sign) -> a table: symmetric up to rounding, its tails cut and escaped."""
     weight = weight / (weight[0] + 2 * weight[1:].sum())
-    # A level that comes up less than once in two table resolutions is cheaper as an escape than as a table entry.
+    # A level whose probability is below half the table's resolution is cheaper as an escape than as a table entry.
     reach = int(np.flatnonzero(weight >= 0.5 / (1 << PROB_BITS))[-1]) if weight[0] < 1 else 0
     reach = max(reach, 1)
     counts = np.zeros(SYMBOLS)
@@ -155,9 +161,9 @@ def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
 
 
 def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
-    """Where rate-distortion optimized quantization changes its mind: (dead_zone, rounding) of each table.
+    """Where rate-distortion optimized quantization switches between levels: (dead_zone, rounding) of each table.
 
-    Between neighboring levels with reconstructions r < r' and code lengths c, c' the tie is at
+    For neighboring levels with reconstructions r < r' and code lengths c, c' the tie is at
     (r + r') / 2 + lambda (c' - c) / (2 (r' - r)).
     """
     bits = tables.bits[:TABLES, :128].astype(np.float64)
@@ -175,8 +181,8 @@ def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds:
 
     Args:
         samples: pairs of coefficients `[R, T]` float32 and the scales `[R]` of their components.
-        steps: the step indices whose symbols are pooled; a table serves every component and step of its ratio.
-        rounds: quantize and refit this often (tables and thresholds depend on each other).
+        steps: the step indices whose symbols are pooled. A table serves every component and step of its ratio.
+        rounds: how often to quantize and refit, since tables and thresholds depend on each other.
     """
     pool = [(y, scale) for y, scale in samples]
     family = default_family()
@@ -184,7 +190,7 @@ def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds:
     prior[:, 1:] *= 2
     for _ in range(rounds):
         counts = np.zeros((TABLES, 128))
-        shortfall = np.zeros((TABLES, 2))  # how much a level 1, or one above, exceeds the magnitudes it stands for
+        shortfall = np.zeros((TABLES, 2))  # excess of level 1, and of all above it, over their magnitudes
         number = np.zeros((TABLES, 2))
         for step in steps:
             for y, scale in pool:
@@ -199,7 +205,7 @@ def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds:
                     number[:, kind] += np.bincount(table, chosen.sum(1), TABLES)
                     excess = np.where(chosen, level - magnitude, 0).sum(1)
                     shortfall[:, kind] += np.bincount(table, excess, TABLES)
-        # A little of the parametric family fills the gaps of tables that saw few samples.
+        # A little of the parametric family fills gaps in tables with few samples.
         weight = counts + prior * (64.0 / prior.sum(1, keepdims=True))
         weight[:, 1:] /= 2
         freq = np.stack([_frequencies(row) for row in weight])

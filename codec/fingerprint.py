@@ -11,18 +11,18 @@ import torch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_SAMPLES = 256  # values a parameter tensor gives to the fingerprint
+_SAMPLES = 256  # how many values of each parameter tensor enter the fingerprint
 
 
 def sampled_positions(values: int) -> torch.Tensor:
-    """Which of a parameter tensor's values enter the fingerprint: evenly spread, at most 256, int64."""
+    """Which values of a parameter tensor enter the fingerprint: evenly spread, at most 256, int64."""
     count = min(_SAMPLES, values)
-    # In integers: float32 cannot hold the last index of a large tensor, and CPUs round its steps differently.
+    # Integers, because float32 cannot hold the last index of a large tensor, and CPUs round its steps differently.
     return torch.arange(count) * (values - 1) // max(count - 1, 1)
 
 
 def fingerprint_samples(parameters: Iterable[tuple[str, tuple[int, ...], torch.Tensor]]) -> str:
-    """`model_fingerprint` of parameters given as name, shape and the values at `sampled_positions`, in order."""
+    """`model_fingerprint` of parameters given as name, shape, and the values at `sampled_positions`, in order."""
     digest = hashlib.blake2b(digest_size=16, person=b"cuvee-model")
     for name, shape, values in parameters:
         digest.update(f"{name} {shape}".encode())
@@ -31,9 +31,9 @@ def fingerprint_samples(parameters: Iterable[tuple[str, tuple[int, ...], torch.T
 
 
 def model_fingerprint(model: PreTrainedModel) -> str:
-    """Name the weights: hex BLAKE2b over every parameter's name, shape and 256 of its values.
+    """A name for the weights: hexadecimal BLAKE2b over every parameter's name, shape and 256 of its values.
 
-    Not a hash of every byte (a 70B model has 140 GB); two fine-tunes differ in almost every value.
+    It does not hash every byte, since a 70B model has 140 GB. Two fine-tunes differ in almost every value.
     """
     return fingerprint_samples(
         (name, tuple(p.shape), p.detach().reshape(-1)[sampled_positions(p.numel()).to(p.device)])

@@ -1,21 +1,21 @@
 """Identity: the names under which chunks of KV are stored and found again.
 
-Two digests a chunk, BLAKE2b over canonical bytes:
+A chunk has two digests, BLAKE2b over canonical bytes:
 
     prefix    root ─┬─> digest 0 ─┬─> digest 1 ─┬─> …     this chunk after exactly that prefix: what a cache looks up
                  chunk 0       chunk 1       chunk 2
     content   root ───> digest of one run of tokens       these tokens, wherever they stand: what blending looks up
 
-The root holds all that decides what KV a token gets (`Identity`) and who may have it (`Scope`). A store's key is
-made of tenant, digest and tensor-parallel shard, and of the id of the secret where blobs carry a tag.
+The root holds everything that decides what KV a token gets (`Identity`) and who may have it (`Scope`). The key of an
+entry is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag.
 
-**Keys are a persistent format.** Stores outlive processes and are shared by replicas of several versions: any change of
-the bytes hashed here orphans every entry ever stored. A change on purpose raises `VERSION`, which enters every digest,
-and is a line in the changelog; `tests/codec/test_identity.py` holds the values.
+**Keys are a persistent format.** Stores outlive processes and are shared by replicas of several versions, so any change
+of the bytes hashed here orphans every entry ever stored. A deliberate change raises `VERSION`, which enters every
+digest, and gets a line in the changelog. `tests/codec/test_identity.py` holds the expected values.
 
-The bytes are canonical: every field is preceded by its length, numbers are little-endian int64, strings are UTF-8 (lone
-surrogates included, as JSON requests may hold them; never normalized), so no two inputs give the same bytes. Each kind
-of digest has its own `person` tag, so that one can never be taken for another.
+The bytes are canonical, so that no two inputs give the same bytes: every field is preceded by its length, numbers are
+little-endian int64, and strings are UTF-8, never normalized (lone surrogates included, since JSON requests may hold
+them). Each kind of digest has its own `person` tag, so that one is never taken for another.
 """
 
 from __future__ import annotations
@@ -41,18 +41,19 @@ _STEP = "step:"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """All that decides what a cached chunk holds, its tokens and its `Scope` apart.
+    """Everything that decides what a cached chunk holds, except its tokens and its `Scope`.
 
     Attributes:
         model: names weights and configuration.
-        tokenizer: names the tokenizer; empty where sequences come as token ids alone.
+        tokenizer: names the tokenizer; empty if sequences only come as token ids.
         layout: `KVLayout.fingerprint` of the whole model, not of one shard: heads, RoPE, dtype.
         profile: `Profile.id`; empty for lossless, which needs none.
-        quality: `"lossless"` or `"step:<index>"`. Part of the key: a lossless reader must never find lossy bytes.
+        quality: `"lossless"` or `"step:<index>"`. It is part of the key because a lossless reader must never find lossy
+            bytes.
         shards: tensor-parallel size.
 
     Raises:
-        InputError: a field of another type, an empty model or layout, or a quality and a profile that do not agree.
+        InputError: a field has another type, model or layout is empty, or quality and profile do not agree.
     """
 
     model: str
@@ -81,7 +82,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Media:
-    """A multimodal item: its placeholder tokens stand at `[start, end)` of the sequence, `id` names its content."""
+    """A multimodal item. Its placeholder tokens stand at `[start, end)` of the sequence; `id` names its content."""
 
     start: int
     end: int
@@ -102,9 +103,9 @@ class Scope:
     """What a request brings along besides its tokens.
 
     Attributes:
-        tenant: cache salt; sequences of different tenants never share a key. Empty: everybody who names none.
+        tenant: cache salt. Sequences of different tenants never share a key. Requests without a salt are one tenant.
         adapter: names the LoRA adapter and its weights; empty for none.
-        media: multimodal items, in any order; they may overlap.
+        media: multimodal items, in any order. They may overlap.
     """
 
     tenant: str = ""
@@ -120,15 +121,15 @@ class Scope:
 
 
 class PrefixChain:
-    """Prefix digests of one growing sequence: digest i names the KV of chunk i after exactly chunks 0 … i-1.
+    """Prefix digests of one growing sequence: digest i names the KV of chunk i after exactly the chunks 0 … i-1.
 
-    A chunk is hashed once. **Contract:** a chain serves one sequence that only grows at its end; tokens of chunks
-    hashed already are not looked at again. Whoever changes them (or takes them back and goes on differently) makes a
-    new chain: the old one would give the digests of the old tokens. Not for use by several threads at once.
+    Each chunk is hashed once. **Contract:** a chain serves one sequence that only grows at its end. Tokens that were
+    hashed already are not looked at again. If you change them, or take them back and go on differently, make a new
+    chain: the old one would give the digests of the old tokens. A chain is not for several threads at once.
 
     Args:
-        identity: of the model and its codec.
-        scope: of the request; its media items stand at positions of this sequence.
+        identity: identity of the model and its codec.
+        scope: scope of the request. The positions of its media items count in this sequence.
         chunk_tokens: tokens per chunk.
     """
 
@@ -144,14 +145,14 @@ class PrefixChain:
         self._digests: list[bytes] = []
 
     def digests(self, tokens: Sequence[int], chunks: int) -> list[bytes]:
-        """Digests of the first `chunks` full chunks, 32 bytes each; fewer than before is a prefix of those.
+        """Digests of the first `chunks` full chunks, 32 bytes each. Asking for fewer than before gives their prefix.
 
         Args:
             tokens: the sequence so far (list, NumPy array, CPU tensor, …), any integers within int64.
-            chunks: how many; must be full.
+            chunks: how many chunks; all must be full.
 
         Raises:
-            InputError: `tokens` holds fewer than `chunks` full chunks, or something else than such integers.
+            InputError: `tokens` holds fewer than `chunks` full chunks, or anything but such integers.
         """
         size = self.chunk_tokens
         if not 0 <= chunks <= len(tokens) // size:
@@ -166,7 +167,7 @@ class PrefixChain:
             for index in range(done, chunks):
                 at = (index - done) * width
                 media = _media(self._media, index * size, (index + 1) * size)
-                # The number of tokens is fixed by the root, so they need no length here.
+                # The root fixes the number of tokens, so no length is needed here.
                 previous = _blake2b(b"cuvee-prefix", previous, new[at : at + width], media)
                 self._digests.append(previous)
         return self._digests[:chunks]
@@ -175,18 +176,18 @@ class PrefixChain:
 def content_digest(
     identity: Identity, scope: Scope, tokens: Sequence[int], *, start: int = 0, context: bytes = b""
 ) -> bytes:
-    """Name a run of tokens wherever it stands: 32 bytes.
+    """32 bytes that name a run of tokens, wherever it stands.
 
     Args:
-        identity: of the model and its codec.
-        scope: of the request.
-        tokens: the run, at least one token, any integers within int64.
-        start: position of its first token among those that `scope.media` counts. Matters only where media items
-            overlap the run: they enter with their place relative to it.
-        context: names what the run was computed behind; empty: nothing, it was computed alone.
+        identity: identity of the model and its codec.
+        scope: scope of the request.
+        tokens: the run: at least one token, any integers within int64.
+        start: position of its first token among those that `scope.media` counts. It only matters if media items overlap
+            the run, because their place relative to the run is hashed.
+        context: names what the run was computed behind; empty if it was computed alone.
 
     Raises:
-        InputError: no tokens, something else than such integers, a negative start, or a context that is not bytes.
+        InputError: there are no tokens, they are not such integers, `start` is negative, or `context` is not bytes.
     """
     _check_type("start", start, int)
     _check_type("context", context, bytes)
@@ -196,15 +197,15 @@ def content_digest(
         raise InputError("tokens: must hold at least one token")
     data = _tokens(tokens)
     media = _media(sorted(scope.media), start, start + len(tokens))
-    # All before it has its length: that a context follows cannot be mistaken for something else.
+    # Everything before the context has its length, so the context cannot be mistaken for something else.
     behind = canonical(context) if context else b""
     return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
 
 
 def tenant_id(tenant: str) -> str:
-    """The tenant's part of a store key: 32 hex digits, BLAKE2b of the cache salt. No salt is a tenant, too.
+    """The tenant's part of a store key: 32 hexadecimal digits, BLAKE2b of the cache salt. No salt is a tenant, too.
 
-    It hides a salt that is hard to guess, and only such a one, from those who can list the store.
+    This hides the salt from those who can list the store, but only if it is hard to guess.
     """
     _check_type("tenant", tenant, str)
     data = bytes([VERSION]) + canonical(_text(tenant))
@@ -212,19 +213,20 @@ def tenant_id(tenant: str) -> str:
 
 
 def store_key(tenant: str, digest: bytes, shard: int = 0, key_id: bytes = b"") -> str:
-    """The key of one shard of a chunk: `tenant_id/digest shard`, in hex: 32 digits, a slash, 64 + 4 digits.
+    """The key of one shard of a chunk: tenant id, digest and shard, in 32 + 64 + 4 hexadecimal digits with a slash.
 
-    Where blobs carry a tag, the id of their secret follows, 16 more digits: replicas with other secrets, or with none,
-    neither find nor replace nor delete each other's entries. The tag itself binds a blob to the key without this id.
+    The slash follows the tenant id. If blobs carry a tag, the id of their secret goes last, 16 more digits. Replicas
+    with other secrets, or with none, then neither find nor replace nor delete each other's entries. The tag itself
+    binds a blob to the key without this id.
 
     Args:
         tenant: cache salt, as in the scope that the digest was made with.
-        digest: of `PrefixChain.digests` or `content_digest`.
-        shard: tensor-parallel rank; the digest knows how many there are.
-        key_id: one of `Codec.key_ids`; empty where blobs have no tag.
+        digest: a digest of `PrefixChain.digests` or `content_digest`.
+        shard: tensor-parallel rank. The digest already covers how many there are.
+        key_id: one of `Codec.key_ids`; empty if blobs have no tag.
 
     Raises:
-        InputError: a digest or a key id of another length, or a shard out of range.
+        InputError: the digest or the key id has another length, or the shard is out of range.
     """
     _check_type("digest", digest, bytes)
     if len(digest) != DIGEST_BYTES:
@@ -239,7 +241,7 @@ def store_key(tenant: str, digest: bytes, shard: int = 0, key_id: bytes = b"") -
 
 
 def canonical(*fields: bytes) -> bytes:
-    """The fields in a row, each after its length: other fields, or the same cut elsewhere, give other bytes."""
+    """The fields in a row, each after its length. Other fields, or the same ones cut elsewhere, give other bytes."""
     return b"".join(_int(len(field)) + field for field in fields)
 
 
@@ -262,7 +264,7 @@ def _media(items: Iterable[Media], start: int, end: int) -> bytes:
 
 def _tokens(tokens: Sequence[int]) -> bytes:
     array = np.asarray(tokens)
-    # Only what int64 holds exactly: a float or an unsigned 64-bit number would be cut to another token.
+    # Only what int64 holds exactly: a float or an unsigned 64-bit number could turn into another token.
     if array.ndim != 1 or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
         raise InputError(f"tokens: must be a row of integers within int64, got {array.dtype} {list(array.shape)}")
     return array.astype("<i8", copy=False).tobytes()
@@ -285,7 +287,7 @@ def _text(value: str) -> bytes:
 
 def _is_step(quality: str) -> bool:
     index = quality.removeprefix(_STEP)
-    # One spelling a number: "step:+5" or "step:05" would be other keys for the same bytes.
+    # Each number has one spelling: "step:+5" or "step:05" would be other keys for the same bytes.
     return quality.startswith(_STEP) and index.removeprefix("-").isdecimal() and str(int(index)) == index
 
 

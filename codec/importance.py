@@ -1,13 +1,13 @@
-"""Which class a token gets: how much an error on it is expected to cost, told from its own coefficients.
+"""Chooses the class of a token: predicts from its coefficients what an error on it will cost.
 
-Errors on tokens cost amounts that differ by factors of a thousand, and what they cost shows in the token itself: a
-regression, learned with the profile, reads its leading coefficients. With e the squared gradient on a token in the
-section's coordinates (what a unit of squared error there costs), the step that spends bits best is proportional to
-e^-1/2 (reverse water-filling); the profile's exponent is somewhat flatter, because e is only a prediction.
+The cost of an error differs by factors of a thousand between tokens, and it shows in the token itself. A regression
+that is learned with the profile reads the token's leading coefficients. Let e be the squared gradient on a token in the
+section's coordinates, which is what a unit of squared error there costs. The step that spends bits best is then
+proportional to e^-1/2 (reverse water-filling). The profile's exponent is somewhat flatter, because e is only predicted.
 
     offset [octaves of step]  =  bias - weights . features(leading coefficients),   class = 8 + round(2 offset)
 
-Only the encoder does this. The decoder reads the classes, so a profile can change its predictor, or a caller replace
+Only the encoder does this. The decoder reads the classes. So a profile may change its predictor, or a caller replace
 it, without any effect on blobs that were written before.
 """
 
@@ -26,26 +26,26 @@ from cuvee.codec.family import OCTAVE
 from cuvee.codec.symbols import F32, U8
 
 CLASSES_PER_OCTAVE = OCTAVE // CLASS_UNITS
-CLAMP = 6.0  # deviations: what lies further out says no more
-SQUARE_FLOOR = 1e-2  # squared deviations, below which a coefficient's logarithm says nothing
+CLAMP = 6.0  # in deviations; values further out tell nothing more
+SQUARE_FLOOR = 1e-2  # in squared deviations; below it the logarithm of a coefficient tells nothing
 MAX_SINKS = 1 << 10
-EXPONENT = 0.75  # of the sensitivity in the step's square; 0.5 and 1 measured worse (SmolLM2-135M)
+EXPONENT = 0.75  # the squared step goes with e to this negative power; 0.5 and 1 measured worse (SmolLM2-135M)
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """Octaves by which the step of a token may be coarser than the blob's, from its leading coefficients.
+    """Predicts from a token's leading coefficients by how many octaves its step may be coarser than the blob's.
 
     Attributes:
-        components: `[K]` int32, which of the section's components it reads.
+        components: `[K]` int32, the components of the section that it reads.
         scale: `[K]` float32, their deviations.
-        linear: `[K]` float32, weights of the coefficients in deviations, clamped to ±6.
+        linear: `[K]` float32, weights of the coefficients, which are counted in deviations and clamped to ±6.
         square: `[K]` float32, weights of the logarithms of their squares.
         energy: weight of the logarithm of the sum of the squared coefficients.
-        bias: octaves.
-        sinks: `[P]` float32 octaves: at the first positions of a sequence the offset is at most this.
-        means: `[K + 1]` float32, what the logarithms of the squares and of their sum are on average: what stands for
-            components that a shard does not have. Empty: not known.
+        bias: in octaves.
+        sinks: `[P]` float32, in octaves; at the first P positions of a sequence the offset is at most this.
+        means: `[K + 1]` float32, the average logarithms of the squares and of their sum. They stand in for components
+            that a shard does not have. Empty if unknown.
     """
 
     components: npt.NDArray[np.int32]
@@ -58,7 +58,7 @@ class Predictor:
     means: F32 = field(default_factory=lambda: np.empty(0, np.float32))
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """What a profile's file holds of it; `read_predictor` is the inverse."""
+        """The arrays that the file of a profile holds; `read_predictor` is the inverse."""
         constants = np.array([self.energy, self.bias], np.float32)
         return {
             "components": self.components, "scale": self.scale, "linear": self.linear, "square": self.square,
@@ -66,10 +66,10 @@ class Predictor:
         }  # fmt: skip
 
     def take(self, rows: npt.NDArray[np.intp]) -> Predictor | None:
-        """The predictor of a section cut to the components `rows`, in this order; None if it can tell nothing.
+        """The predictor of a section that is cut to the components `rows`, in this order; None if it cannot predict.
 
-        What it read of other components is replaced by its mean, and so is the sum over all of them: a shard's classes
-        are less sharp than the whole's, and on average as fine.
+        Whatever it read of other components is replaced by its mean, and so is the sum over all of them. The classes of
+        a shard are then less sharp than those of the whole, but equally fine on average.
         """
         where = {int(row): index for index, row in enumerate(rows)}
         kept = np.array([int(c) in where for c in self.components])
@@ -90,12 +90,12 @@ class Predictor:
         )
 
     def offsets(self, y: torch.Tensor, start: int, first: int) -> torch.Tensor:
-        """Octaves `[t]` float32 of a run of tokens.
+        """The offsets of a run of tokens in octaves, `[t]` float32.
 
         Args:
             y: `[K, t]` float32 coefficients of `components`.
             start: position of the chunk's first token.
-            first: of the run's tokens, counted from there.
+            first: the run's first token, counted from there.
         """
         u = y / torch.from_numpy(self.scale)[:, None]
         squares = u.square()
@@ -111,13 +111,13 @@ def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], r
     """A predictor from the arrays `PREFIX.*` of a profile's file.
 
     Args:
-        prefix: of the names.
-        arrays: of the file.
-        rows: components of the section.
+        prefix: what the names of the arrays begin with.
+        arrays: all arrays of the file.
+        rows: number of components of the section.
 
     Raises:
-        FormatError: an array of another shape or dtype, not finite, or that names components there are not.
-        KeyError: one that is missing.
+        FormatError: an array has another shape or dtype, is not finite, or names components that do not exist.
+        KeyError: an array is missing.
     """
     components = arrays[f"{prefix}.components"]
     count = len(components) if components.ndim == 1 else -1
@@ -154,23 +154,23 @@ def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], r
 
 
 def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
-    """Offsets `[t]` in octaves -> classes `[t]` uint8, none finer than `finest`. No number at all: neutral."""
-    # Extreme weights or values give NaN, which as an integer may be any class: compiled loops trust that it is served.
+    """Offsets `[t]` in octaves -> classes `[t]` uint8, none finer than `finest`. NaN gives the neutral class."""
+    # Extreme weights or values give NaN, which as an integer may be anything. Compiled loops rely on valid classes.
     wanted = torch.nan_to_num((offsets * CLASSES_PER_OCTAVE).round() + NEUTRAL, nan=NEUTRAL)
     classes: U8 = wanted.clamp(finest, CLASSES - 1).to(torch.uint8).numpy()
     return classes
 
 
 def importance_offsets(importance: object, tokens: int) -> torch.Tensor:
-    """A caller's weights of the tokens -> octaves `[T]` float32.
+    """Offsets in octaves, `[T]` float32, from a caller's weights of the tokens.
 
     Args:
         importance: `[T]` array, tensor or sequence of non-negative numbers: how much a squared error on each token
-            counts. Only their ratios matter. A weight of zero makes a token as coarse as there is.
+            counts. Only their ratios matter. A weight of zero gives the token the coarsest class.
         tokens: T.
 
     Raises:
-        InputError: another length, NaN, infinite or negative numbers, or nothing but zeros.
+        InputError: there are not T numbers, some are NaN, infinite or negative, or all are zero.
     """
     weight = torch.as_tensor(importance, dtype=torch.float64).detach().cpu()
     if weight.ndim != 1 or len(weight) != tokens:

@@ -1,7 +1,7 @@
 """Secrets that authenticate blobs: where they come from, and the names that tell them apart.
 
-A secret comes from an environment variable or a file, never from an option's own value: options are logged, shown by
-`repr` and echoed by servers.
+A secret comes from an environment variable or a file, never from the value of an option, because options are logged,
+shown by `repr`, and echoed by servers.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cuvee.codec.errors import InputError
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 KEY_ID_BYTES = 8
-MAX_FILE_BYTES = 1 << 16  # of a file with one secret: a device, or a disk image given by mistake, is not read whole
+MAX_FILE_BYTES = 1 << 16  # of a file with one secret, so that no device or disk image is read whole by mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A secret and its name. Neither its repr nor a pickle shows the secret: it refuses to be pickled.
+    """A secret and its name. Its repr does not show the secret, and it refuses to be pickled.
 
     Attributes:
-        id: 8 bytes that name the secret and do not tell it: keyed BLAKE2b of nothing.
+        id: 8 bytes that name the secret without revealing it: keyed BLAKE2b of nothing.
         secret: 16 to 64 bytes.
     """
 
@@ -38,7 +38,7 @@ class Key:
         """The key of a secret.
 
         Raises:
-            InputError: it is not 16 to 64 bytes.
+            InputError: the secret is not 16 to 64 bytes long.
         """
         if not isinstance(secret, bytes) or not MIN_KEY_BYTES <= len(secret) <= MAX_KEY_BYTES:
             got = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
@@ -54,40 +54,40 @@ class Key:
 
 
 def make_keys(key: bytes | Sequence[bytes] | None) -> tuple[Key, ...]:
-    """The keys of an argument `key=`: of one secret, or of several, the first of which writes; none of None.
+    """The keys of an argument `key=`: one secret, or several of which the first one writes; None gives no keys.
 
     Raises:
-        InputError: not bytes, of another length than 16 to 64, or an empty list.
+        InputError: a secret is not bytes, or not 16 to 64 of them; or the list is empty.
     """
     if key is None:
         return ()
     secrets = [key] if isinstance(key, bytes) or not isinstance(key, Sequence) else list(key)
     if not secrets:
         raise InputError("key must hold at least one secret; None for blobs without a tag")
-    # While secrets are replaced, the old and the new one may be the same for a while.
+    # The old and the new secret may be the same for a while when they are rotated.
     return tuple(dict.fromkeys(Key.of(secret) for secret in secrets))
 
 
 def read_secret(option: str, *, env: str | None = None, file: str | None = None) -> bytes:
     """A secret from an environment variable or a file, without the white space around it.
 
-    White space is left out because editors, shells and secret managers add line ends, and one replica's secret must not
-    differ from another's by them.
+    White space is stripped because editors, shells and secret managers add line ends, and the secrets of two replicas
+    must not differ by those.
 
     Args:
-        option: names what asks, for messages.
+        option: name of the option that asks, for messages.
         env: name of the variable.
-        file: or path of the file.
+        file: path of the file, used if `env` is None.
 
     Raises:
-        InputError: the variable is not set, the file cannot be read, or nothing is in it. Messages never hold a value.
+        InputError: the variable is not set, the file cannot be read, or it is empty. Messages never show a value.
     """
     if env is not None:
         try:
             value = os.environ.get(env)
-        except ValueError:  # no variable can be called so: half of a surrogate pair
+        except ValueError:  # a name that no variable can have: half of a surrogate pair
             value = None
-        # Somebody may have given the secret itself instead of a name: what does not look like one is not shown.
+        # What does not look like a name is not shown: somebody may have given the secret itself instead.
         where = f"the environment variable {env}" if re.fullmatch("[A-Z_][A-Z0-9_]*", env) else "the variable it names"
         if value is None:
             raise InputError(f"{option}: {where} is not set")

@@ -7,7 +7,6 @@ JSON.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -21,6 +20,7 @@ import torch
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
 from cuvee.codec.hf import describe_cache
+from cuvee.codec.suggest import suggestion
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,10 @@ class Rope:
 
     Raises:
         InputError: an empty, negative or non-finite table, or a scaling that is not positive and finite.
+
+    Example:
+        >>> Rope(inv_freq=(1.0, 0.1, 0.01)).rotary_dim
+        6
     """
 
     inv_freq: tuple[float, ...]
@@ -80,6 +84,11 @@ class LayerLayout:
 
     Raises:
         InputError: a count that is not a positive int, or a rope wider than the head.
+
+    Example:
+        >>> layer = LayerLayout(kv_heads=2, head_dim=8, value_dim=8, rope=Rope((1.0, 0.1, 0.01, 0.001)))
+        >>> layer.key_values + layer.value_values
+        32
     """
 
     kv_heads: int
@@ -145,6 +154,14 @@ class KVLayout:
 
     Raises:
         InputError: a field of the wrong type or range.
+
+    Example:
+        >>> layer = LayerLayout(kv_heads=2, head_dim=8, value_dim=8, rope=None)
+        >>> layout = KVLayout("mine", (layer,) * 3, dtype="bfloat16", max_positions=4096)
+        >>> layout.bytes_per_token
+        192
+        >>> KVLayout.from_json(layout.to_json()) == layout
+        True
     """
 
     model_type: str
@@ -178,6 +195,11 @@ class KVLayout:
             UnsupportedModel: the attention or the positions are of a kind cuvee does not handle.
             InputError: the config is a multimodal wrapper, or no dtype is known.
             ImportError: transformers is not installed.
+
+        Example:
+            >>> from transformers import LlamaConfig
+            >>> KVLayout.from_config(LlamaConfig(num_key_value_heads=8), "bfloat16").bytes_per_token
+            131072
         """
         return cls.from_dict(describe_cache(hf_config, dtype))
 
@@ -347,9 +369,7 @@ def _check_keys(owner: str, data: Any, required: tuple[str, ...], optional: tupl
         raise InputError(f"{owner} must be an object with named entries, got {type(data).__name__}")
     for key in data:
         if key not in required and key not in optional:
-            close = difflib.get_close_matches(str(key), required + optional, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(required + optional)}"
-            raise InputError(f"{owner} has no entry {key!r}: {hint}")
+            raise InputError(f"{owner} has no entry {key!r}: {suggestion(key, required + optional)}")
     for key in required:
         if key not in data:
             raise InputError(f"{owner} lacks the entry {key!r}")

@@ -1,4 +1,4 @@
-"""A transformers model as cuvee sees it: the cache it makes, and its predictions after one."""
+"""What cuvee does with a model of transformers: fill a cache, and get predictions after one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | None) -> int:
-    """Validate calibration text; returns the prefix length.
+    """Validate calibration text; return the length of the prefix.
 
     Raises:
         InputError: wrong shape, dtype or range.
@@ -42,7 +42,7 @@ def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | 
 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients for the parameters, eval mode; as before on the way out."""
+    """Put the model in eval mode, with no gradients for its parameters; restore both on the way out."""
     training = [(module, module.training) for module in model.modules()]
     required = [p.requires_grad for p in model.parameters()]
     try:
@@ -58,7 +58,7 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 def empty_cache() -> Any:
-    """A transformers cache whose layers keep every token (those of a model with sliding windows would drop some)."""
+    """A cache of transformers whose layers keep every token, where a model's own sliding windows would drop some."""
     from transformers import DynamicCache
 
     return DynamicCache()
@@ -67,7 +67,7 @@ def empty_cache() -> Any:
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout, device: torch.device | str = "cpu"
 ) -> list[KVChunk]:
-    """The cache of `tokens [B, T]`, one chunk per sequence, on `device` and in the layout's dtype."""
+    """The cache of `tokens [B, T]` as one chunk per sequence, on `device` and in the layout's dtype."""
     cache = empty_cache()
     model(input_ids=tokens, past_key_values=cache, use_cache=True)
     return [
@@ -81,7 +81,7 @@ def prefill(
 
 
 def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities `[B, T - 1, V]` float32 of the model reading `tokens [B, T]` after these caches."""
+    """Log-probabilities `[B, T - 1, V]` float32 of the model as it reads `tokens [B, T]` after these caches."""
     cache = empty_cache()
     for index, device in enumerate(cache_devices(model, chunks[0].layout.num_layers)):
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
@@ -92,10 +92,10 @@ def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -
 
 
 def cache_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
-    """Where the model keeps each layer's keys and values: with `device_map=` not all in one place."""
+    """Where the model keeps the keys and values of each layer. With `device_map=` they are not all in one place."""
     if not getattr(model, "hf_device_map", None):
         return [model.device] * layers
-    # A map names modules, and says nothing of where one that is offloaded runs: the model knows.
+    # The map names modules but does not say where offloaded ones run, so the model itself is asked.
     cache = empty_cache()
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)

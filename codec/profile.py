@@ -10,11 +10,9 @@ import hashlib
 import json
 import math
 import os
-import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, replace
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,31 +22,24 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import (
-    CLASS_UNITS,
-    CLASSES,
-    ClassedPlan,
-    class_step,
-    class_table,
-    default_class_frequencies,
-)
 from cuvee.codec.container import MAX_SECTIONS, MAX_STEP
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
 from cuvee.codec.family import (
     OCTAVE,
     TABLES,
     Family,
-    coding_plan,
     default_family,
     make_family,
-    scale_codes,
     step_value,
 )
-from cuvee.codec.importance import Predictor, read_predictor
+from cuvee.codec.files import replacing
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.symbols import I16, U16, CodingPlan, Prediction, Quantizer
-from cuvee.codec.transform import Section, SectionBasis, partition
+from cuvee.codec.quality import Curve, CurvePoint
+from cuvee.codec.section_profile import SectionProfile, read_section_profile
+from cuvee.codec.symbols import Prediction, Quantizer
+from cuvee.codec.transform import Section, partition
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,168 +49,17 @@ VERSION = 2
 ID_BYTES = 16
 # Of a token, in a file: 128 layers of 128 heads of 512 have as many. Bounds what a file of a few bytes can ask for.
 MAX_VALUES = 1 << 24
-_CURVE_LIMIT = 1e30  # beyond it, and below its inverse, a measurement is none, and interpolation would overflow
-
-LOSSLESS = "lossless"
-# What the presets promise where a profile's curve knows the KL (nats per token against the uncompressed cache), and
-# where it only knows the squared error (a share of the variance, in the profile's metric).
-PRESET_KL = {"high": 1e-3, "balanced": 5e-3, "small": 2e-2}
-PRESET_ERROR = {"high": 2e-3, "balanced": 1e-2, "small": 4e-2}
-# The curve comes from sequences kept apart, but of the text the profile was learned on. Calibrated on one novel,
-# measured on another, books-3m lost 1.1 to 1.9 times what the curve says: a request for a KL aims this much lower.
-KL_MARGIN = 1.3
-# Without any curve: steps in units of a unit's deviation, for the generic profile.
-PRESET_STEP = {"high": -160, "balanced": -80, "small": -16}
-PRESETS = (LOSSLESS, *PRESET_KL)
-
-
-@dataclass(frozen=True, slots=True)
-class CurvePoint:
-    """One measured point of a profile.
-
-    Attributes:
-        step: step index, 1/64 octave.
-        bits_per_value: all bytes of the blobs, chunks of 256 tokens.
-        error: squared error over variance, in the profile's metric.
-        kl: nats per token against the uncompressed cache, or None where it was not measured (as all below).
-        kl_stderr: its standard error over sequences.
-        delta_nll: nats per token lost on the real next tokens (paired), with `delta_nll_stderr`.
-        top1: share of tokens whose most likely successor stays the same.
-        kl_worst: KL of the worst sequence.
-        kind: of the text it was measured on; None: all kinds together.
-    """
-
-    step: int
-    bits_per_value: float
-    error: float
-    kl: float | None = None
-    kl_stderr: float | None = None
-    delta_nll: float | None = None
-    delta_nll_stderr: float | None = None
-    top1: float | None = None
-    kl_worst: float | None = None
-    kind: str | None = None
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
-        """Inverse of `dataclasses.asdict`. Raises FormatError for unknown, missing or ill-typed entries."""
-        known = {field.name for field in fields(cls)}
-        if data.keys() - known:
-            raise FormatError(f"unknown fields in the curve: {sorted(data.keys() - known)}")
-        point = cls(**data)
-        required = (point.step, point.bits_per_value, point.error)
-        optional = (
-            point.kl, point.kl_stderr, point.delta_nll, point.delta_nll_stderr, point.top1, point.kl_worst
-        )  # fmt: skip
-        numbers = [*required, *(value for value in optional if value is not None)]
-        if type(point.step) is not int or abs(point.step) > MAX_STEP or not all(map(_is_measured, numbers)):
-            raise FormatError("a point of the curve is not made of finite numbers")
-        if point.kind is not None and type(point.kind) is not str:
-            raise FormatError("the kind of a point of the curve is not a name")
-        return point
-
-
-def _is_measured(value: object) -> bool:
-    """Whether a number of a curve is one that can be calculated with."""
-    # Compared as they are: an integer of a thousand digits cannot be converted.
-    return type(value) in (int, float) and (
-        value == 0 or 1 / _CURVE_LIMIT <= abs(value) <= _CURVE_LIMIT  # type: ignore[arg-type]
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class SectionProfile:
-    """What a profile knows of one section: its maps, and of each component (all blocks in a row, `[R]`) its scale,
-    the scale of its prediction error, and the predictor's gain.
-
-    Attributes:
-        predictor: tells the class of a token; None: the tokens of this section have none unless a caller says so.
-        class_freq: `[16]` uint16 frequencies that code the classes.
-        class_scale: `[16]` int16, 1/64 octaves: how much wider the components of a class's tokens are than `scale`.
-    """
-
-    basis: SectionBasis
-    scale: I16
-    prediction: Prediction
-    rest_scale: I16
-    rho: I16
-    predictor: Predictor | None = None
-    class_freq: U16 = field(default_factory=default_class_frequencies)
-    class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
-
-    def select(self, step: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
-        """The components coded at a step: how many of each block, and their indices."""
-        codes = scale_codes(self.scale, step)
-        ranks, chosen, at = [], [], 0
-        for size in self.basis.block_ranks:
-            rank = int((codes[at : at + size] >= 0).sum())  # scales fall, so these come first
-            ranks.append(rank)
-            chosen.append(np.arange(at, at + rank))
-            at += size
-        return tuple(ranks), np.concatenate(chosen)
-
-    def plan(self, step: int) -> tuple[tuple[int, ...], CodingPlan]:
-        """Ranks of the blocks and the coding plan at a step."""
-        ranks, chosen = self.select(step)
-        codes = scale_codes(self.scale[chosen], step)
-        if self.prediction is Prediction.NONE:
-            return ranks, coding_plan(codes)
-        rest = scale_codes(self.rest_scale[chosen], step)
-        return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
-
-    def class_ranks(self, step: int, token_class: int) -> tuple[int, ...]:
-        """The components of each block that tokens of a class code in a blob of step index `step`."""
-        codes = self._class_codes(step, token_class)
-        ranks, at = [], 0
-        for size in self.basis.block_ranks:
-            ranks.append(int((codes[at : at + size] >= 0).sum()))
-            at += size
-        return tuple(ranks)
-
-    def classed_plan(self, step: int) -> ClassedPlan:
-        """How tokens of each class are coded in a blob of step index `step`.
-
-        Raises:
-            ProfileError: the step is too fine for all classes.
-        """
-        plans: list[CodingPlan | None] = []
-        for k in range(CLASSES):
-            codes = self._class_codes(step, k)
-            try:
-                plans.append(coding_plan(codes[codes >= 0]))
-            except ProfileError:
-                plans.append(None)
-        return ClassedPlan(plans, step)
-
-    def _class_codes(self, step: int, token_class: int) -> npt.NDArray[np.int32]:
-        return scale_codes(self.scale, class_step(step, token_class) - int(self.class_scale[token_class]))
-
-    def take(self, blocks: Sequence[int]) -> SectionProfile:
-        """What is known of some blocks of the section, in this order: each is coded as it is among the others."""
-        basis = self.basis
-        columns = torch.from_numpy(_members([matrix.shape[1] for matrix in basis.forward], blocks))
-        rows = _members(basis.block_ranks, blocks)
-        taken = SectionBasis(
-            basis.mean[columns],
-            basis.sinks.index_select(1, columns),
-            tuple(basis.forward[block] for block in blocks),
-            tuple(basis.inverse[block] for block in blocks),
-        )
-        predictor = None if self.predictor is None else self.predictor.take(rows)
-        return SectionProfile(
-            taken, self.scale[rows], self.prediction, self.rest_scale[rows], self.rho[rows], predictor,
-            self.class_freq, self.class_scale,
-        )  # fmt: skip
-
-
-def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:
-    """The places that some of adjacent blocks of these sizes take up."""
-    ends = np.cumsum(sizes)
-    return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
 
 
 class Profile:
     """Bases, tables and measurements for one model. Make one with `calibrate`, `fit` or `generic`, or `load` it.
+
+    Example:
+        >>> from cuvee.eval.data import load_bundled_model
+        >>> model, tokenizer = load_bundled_model()
+        >>> profile = Profile.generic(KVLayout.from_config(model.config, model.dtype))
+        >>> profile.group, profile.source
+        ('unit', 'generic')
 
     Attributes:
         layout: the model's KV layout. Its dtype is the one seen in training; chunks of another dtype may be coded.
@@ -252,10 +92,9 @@ class Profile:
         self.learned = learned
         self.min_step = min_step
         self.model = model
-        points = sorted(curve, key=lambda point: point.step)
-        kinds = dict.fromkeys(point.kind for point in points if point.kind is not None)
-        self.curve = tuple(point for point in points if point.kind is None)
-        self.curves = {kind: tuple(point for point in points if point.kind == kind) for kind in kinds}
+        self._curve = Curve(curve)
+        self.curve = self._curve.overall
+        self.curves = self._curve.kinds
         self.sections: tuple[Section, ...] = partition(layout, group)
         if learned and len(learned) != len(self.sections):
             raise FormatError(f"the profile has {len(learned)} sections, group {group!r} needs {len(self.sections)}")
@@ -268,65 +107,15 @@ class Profile:
         model: PreTrainedModel,
         token_ids: torch.Tensor | Mapping[str, torch.Tensor],
         group: str = "auto",
-        *,
-        prefix: int | None = None,
-        batch_size: int = 4,
-        seed: int = 0,
-        flops: float | None = None,
-        progress: bool = True,
-        distributed: bool = False,
+        **options: Any,
     ) -> Profile:
-        """Learn a profile in the loss metric: the Fisher information of the cache. Needs a backward pass.
-
-        Args:
-            model: a transformers causal language model, in eval mode, on any device, or spread over several by
-                `device_map=`.
-            token_ids: `[N, T]` int64: N sequences as the model will see them; or several kinds of text by name, each
-                with lengths of its own (`cuvee.eval.mixture.mixture` makes such a dict). An eighth of each (2 to 32)
-                is kept apart to measure the curve, kind by kind.
-            group: what one basis spans: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or `"auto"`: as many
-                layers as `flops` and the number of tokens allow (`choose_group`).
-            prefix: how many leading tokens of a sequence count as cached; the loss of those after it is what the
-                metric measures. Default: three quarters of T.
-            flops: with `"auto"`, floating-point operations per decoded value that the inverse transform may take;
-                default 1536 where the model is on a CPU, 4096 elsewhere.
-            batch_size: sequences per forward pass.
-            seed: of the sampled targets; the same arguments give the same profile on the same machine.
-            progress: show a progress bar on standard error.
-            distributed: all processes of PyTorch's default group (`torchrun`) call this, each with the whole model and
-                the same arguments, and share the work; the sequences are those of rank 0. All get the same profile.
-
-        Raises:
-            InputError: `token_ids` of another shape, dtype or range; `distributed` without a process group, or with
-                processes that were given other models or arguments.
-            ProfileError: too few tokens for the group; the message says how many it needs.
-            UnsupportedModel: see `KVLayout.from_config`.
-        """
-        from cuvee.codec.learning.calibrate import calibrate
-        from cuvee.codec.learning.together import Alone, Processes
-
-        return calibrate(
-            model, token_ids, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, progress=progress,
-            together=Processes() if distributed else Alone(),
-        )  # fmt: skip
+        """`cuvee.calibrate`: learn a profile in the loss metric; arguments and errors are described there."""
+        return cuvee.calibrate(model, token_ids, group, **options)
 
     @classmethod
     def fit(cls, layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
-        """Learn a profile from KV samples alone: principal components, each unit's variance counted alike.
-
-        Args:
-            layout: the layout of all chunks.
-            chunks: samples; read once, in order, so a generator will do. Chunks should begin at different positions
-                of different sequences, as those to be coded will.
-            group: as in `calibrate`.
-
-        Raises:
-            ProfileError: too few tokens for the group; the message says how many it needs.
-            ProfileMismatch: a chunk of another layout.
-        """
-        from cuvee.codec.learning.calibrate import fit
-
-        return fit(layout, chunks, group)
+        """`cuvee.fit`: learn a profile from samples of a cache alone."""
+        return cuvee.fit(layout, chunks, group)
 
     @classmethod
     def generic(cls, layout: KVLayout) -> Profile:
@@ -334,28 +123,10 @@ class Profile:
         return cls(layout, "unit", "generic", default_family())
 
     def measure(
-        self,
-        model: PreTrainedModel,
-        token_ids: torch.Tensor | Mapping[str, torch.Tensor],
-        *,
-        prefix: int | None = None,
-        steps: Iterable[int] | None = None,
-        batch_size: int = 8,
-        progress: bool = True,
+        self, model: PreTrainedModel, token_ids: torch.Tensor | Mapping[str, torch.Tensor], **options: Any
     ) -> Profile:
-        """This profile with a curve measured on `token_ids` `[N, T]` or on several kinds; arguments as in `calibrate`.
-
-        The id stays: blobs written with either decode with both.
-        """
-        from cuvee.codec.learning.calibrate import measure_curve
-        from cuvee.codec.learning.together import Alone
-
-        return self.with_curve(
-            measure_curve(
-                self, model, token_ids, prefix=prefix, steps=steps, batch_size=batch_size, progress=progress,
-                together=Alone(),
-            )
-        )  # fmt: skip
+        """`cuvee.measure`: this profile with a curve measured on other text."""
+        return cuvee.measure(self, model, token_ids, **options)
 
     def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
         """A copy with another curve."""
@@ -454,22 +225,22 @@ class Profile:
         given = [name for name, value in asked.items() if value is not None]
         if len(given) != 1:
             raise InputError(f"give exactly one of quality=, kl=, bits=, ratio=, step=; got {given or 'none'}")
-        self._check_kind(kind)
+        self._curve.check_kind(kind)
         if quality is not None:
-            return self._preset(quality, kind)
+            return self.check_step(self._curve.preset(quality, kind))
         value = next(float(v) for v in (kl, bits, ratio, step) if v is not None)
         if not (math.isfinite(value) and value > 0):
             raise InputError(f"{given[0]}={value} must be a positive number")
         if step is not None:
             return self.check_step(round(math.log2(value) * OCTAVE))
         if kl is not None:
-            return self._interpolate("kl", value, self._expected_kl(kind))
+            return self.check_step(self._curve.step_at("kl", value, self._curve.expected_kl(kind)))
         sizes: list[tuple[int, float | None]] = [(p.step, p.bits_per_value) for p in self.curve]
         if bits is not None:
-            return self._interpolate("bits", value, sizes)
+            return self.check_step(self._curve.step_at("bits", value, sizes))
         width = 8 * self.layout.torch_dtype.itemsize
         try:
-            return self._interpolate("bits", width / value, sizes)
+            return self.check_step(self._curve.step_at("bits", width / value, sizes))
         except ProfileError as error:
             raise ProfileError(
                 f"ratio={value:.4g} is {width / value:.4g} of the {width} bits a value of a "
@@ -482,31 +253,7 @@ class Profile:
         Raises:
             InputError: a kind that was not measured.
         """
-        self._check_kind(kind)
-        return min((kl for _, kl in self._expected_kl(kind) if kl is not None), default=None)
-
-    def _check_kind(self, kind: str | None) -> None:
-        if kind is not None and kind not in self.curves:
-            known = ", ".join(self.curves) or "none: it was measured on one kind of text"
-            raise InputError(f"kind={kind!r} is not on the profile's curve; its kinds are {known}")
-
-    def _preset(self, quality: str, kind: str | None) -> int:
-        if quality not in PRESET_KL:
-            raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
-        if any(p.kl is not None for p in self.curve):
-            return self._interpolate("kl", PRESET_KL[quality], self._expected_kl(kind))
-        if self.curve:
-            return self._interpolate("error", PRESET_ERROR[quality], [(p.step, p.error) for p in self.curve])
-        return self.check_step(PRESET_STEP[quality])
-
-    def _expected_kl(self, kind: str | None = None) -> list[tuple[int, float | None]]:
-        curves = [self.curves[kind]] if kind is not None else list(self.curves.values()) or [self.curve]
-        worst: dict[int, float | None] = {}
-        for point in (point for curve in curves for point in curve):
-            known = worst.get(point.step)
-            own = None if point.kl is None else KL_MARGIN * point.kl
-            worst[point.step] = own if known is None else known if own is None else max(known, own)
-        return sorted(worst.items())
+        return self._curve.least_kl(kind)
 
     def check_step(self, step: int) -> int:
         """`step`, if it is an index this profile serves; else raises ProfileError."""
@@ -516,24 +263,6 @@ class Profile:
                 f"{step_value(self.min_step):.4g} … {step_value(8 * OCTAVE):.4g}"
             )
         return step
-
-    def _interpolate(self, what: str, target: float, points: list[tuple[int, float | None]]) -> int:
-        """The step at which the curve takes the value `target`: linear in the logarithm between measured points."""
-        known = [(step, value) for step, value in points if value is not None and value > 0]
-        if len(known) < 2:
-            remedy = "Profile.calibrate or profile.measure(model, token_ids) measures one"
-            raise ProfileError(f"this profile has no curve for {what}: {remedy}; or ask by step= or quality=")
-        low, high = min(v for _, v in known), max(v for _, v in known)
-        if not low <= target <= high:
-            raise ProfileError(
-                f"{what}={target:.4g} is outside the measured range {low:.4g} … {high:.4g} of this profile"
-                + (": use quality='lossless'" if what == "kl" and target < low else "")
-            )
-        for (step0, value0), (step1, value1) in pairwise(known):
-            if min(value0, value1) <= target <= max(value0, value1) and value0 != value1:
-                share = math.log(target / value0) / math.log(value1 / value0)
-                return self.check_step(round(step0 + share * (step1 - step0)))
-        raise ProfileError(f"the curve of this profile does not pass {what}={target:.4g}")
 
     # Files -----------------------------------------------------------------------------------------------------
 
@@ -559,37 +288,15 @@ class Profile:
             "family.shrink": quantizer.shrink,
         }
         for i, section in enumerate(self.learned):
-            basis = section.basis
-            arrays |= {
-                f"section.{i}.mean": basis.mean.numpy(),
-                f"section.{i}.sinks": basis.sinks.numpy(),
-                f"section.{i}.scale": section.scale,
-                f"section.{i}.rest_scale": section.rest_scale,
-                f"section.{i}.rho": section.rho,
-            }
-            arrays |= {f"section.{i}.class_freq": section.class_freq, f"section.{i}.class_scale": section.class_scale}
-            if section.predictor is not None:
-                arrays |= {f"section.{i}.predictor.{name}": a for name, a in section.predictor.arrays().items()}
-            for b, (forward, inverse) in enumerate(zip(basis.forward, basis.inverse, strict=True)):
-                arrays[f"section.{i}.forward.{b}"] = forward.numpy()
-                arrays[f"section.{i}.inverse.{b}"] = inverse.numpy()
+            arrays |= section.arrays(f"section.{i}")
         return arrays
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile, atomically: a reader never sees half a file."""
-        target = Path(path)
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         metadata = {"cuvee": sealed({**self._metadata(), "id": self.id.hex()})}
-        temporary = target.with_name(f"{target.name}.{secrets.token_hex(8)}.tmp")
-        try:
-            with open(temporary, "xb"):
-                mode = temporary.stat().st_mode
+        with replacing(path) as temporary:
             save_file(arrays, temporary, metadata)
-            temporary.chmod(mode)  # safetensors leaves its files to their owner alone
-            os.replace(temporary, target)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Profile:
@@ -643,7 +350,7 @@ class Profile:
         learned = []
         sections = partition(layout, data["group"]) if data["prediction"] else ()
         for i, (section, prediction) in enumerate(zip(sections, data["prediction"], strict=True)):
-            learned.append(_read_section(i, section, Prediction(prediction), arrays))
+            learned.append(read_section_profile(f"section.{i}", section, Prediction(prediction), arrays))
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
         min_step = data["min_step"]
         if type(min_step) is not int or not -MAX_STEP <= min_step <= 8 * OCTAVE:
@@ -671,54 +378,6 @@ def _check_size(layout: KVLayout, arrays: Mapping[str, npt.NDArray[Any]] | None)
         raise FormatError(f"the profile is for {layout.num_layers} layers and more values of a token than there are")
     if arrays is not None and values > sum(array.size for array in arrays.values()):
         raise FormatError("the profile's arrays are too small for the values of its layout")
-
-
-def _read_section(
-    i: int, section: Section, prediction: Prediction, arrays: dict[str, npt.NDArray[Any]]
-) -> SectionProfile:
-    def tensor(name: str, *shape: int | None) -> torch.Tensor:
-        array = arrays[f"section.{i}.{name}"]
-        expected = tuple(have if want is None else want for have, want in zip(array.shape, shape, strict=True))
-        if array.dtype != np.float32 or array.shape != expected or not np.isfinite(array).all():
-            raise FormatError(f"section.{i}.{name} has the wrong shape or dtype or is not finite")
-        return torch.from_numpy(array)
-
-    forward = tuple(tensor(f"forward.{b}", None, size) for b, size in enumerate(section.blocks))
-    inverse = tuple(
-        tensor(f"inverse.{b}", size, len(f)) for (b, size), f in zip(enumerate(section.blocks), forward, strict=True)
-    )
-    basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), forward, inverse)
-    components = []
-    for name in ("scale", "rest_scale", "rho"):
-        array = arrays[f"section.{i}.{name}"]
-        if array.dtype != np.int16 or array.shape != (sum(basis.block_ranks),):
-            raise FormatError(f"section.{i}.{name} has the wrong shape or dtype")
-        components.append(array)
-    at = 0
-    for rank in basis.block_ranks:
-        if np.any(np.diff(components[0][at : at + rank].astype(np.int32)) > 0):
-            raise FormatError(f"section.{i}.scale does not fall within a block")
-        at += rank
-    class_freq = _class_array(i, "class_freq", np.uint16, arrays)
-    class_scale = _class_array(i, "class_scale", np.int16, arrays)
-    class_table(class_freq)
-    if class_freq.min() < 1:
-        raise FormatError(f"section.{i}.class_freq has a class that cannot be coded")
-    if np.any(np.diff(class_scale.astype(np.int32)) > CLASS_UNITS):
-        raise FormatError(f"section.{i}.class_scale lets a coarser class code more than a finer one")
-    predictor = None
-    if f"section.{i}.predictor.components" in arrays:
-        predictor = read_predictor(f"section.{i}.predictor", arrays, sum(basis.block_ranks))
-    return SectionProfile(
-        basis, components[0], prediction, components[1], components[2], predictor, class_freq, class_scale
-    )
-
-
-def _class_array(i: int, name: str, dtype: type[np.generic], arrays: dict[str, npt.NDArray[Any]]) -> npt.NDArray[Any]:
-    array = arrays[f"section.{i}.{name}"]
-    if array.dtype != dtype or array.shape != (CLASSES,):
-        raise FormatError(f"section.{i}.{name} has the wrong shape or dtype")
-    return array
 
 
 def sealed(data: dict[str, Any]) -> str:

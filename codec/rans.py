@@ -1,4 +1,4 @@
-"""Interleaved rANS, the reference implementation: plain NumPy, every step visible. This file is the specification.
+"""Interleaved rANS, the reference implementation: plain NumPy, with every step visible. It is the specification.
 
     state x in [2**16, 2**32), words of 16 bits, tables of `prob_bits` (8 … 12) bits   (Duda, arXiv 1311.2540)
 
@@ -8,16 +8,16 @@
       x = (x div f) << prob_bits | (x mod f) + c          x = f[s] * (x >> prob_bits) + slot - c[s]
                                                           if x < 2**16:  x = x << 16 | next word
 
-One word at most moves per symbol, in both directions: a state below 2**32 divided by less than 2**16 states per
-frequency needs no second one. The encoder walks the symbols backwards, so the decoder reads words forwards.
+At most one word moves per symbol, in both directions. After one word has moved the state is back in its range, since
+tables have fewer than 16 bits. The encoder walks the symbols backwards, so that the decoder reads words forwards.
 
-**Streams.** The symbols form a matrix `[steps, tokens]`. Stream s holds tokens `s*n … s*n + n - 1` (`n` =
-tokens_per_stream; the last stream may be shorter), token after token, within a token step after step. All streams
-use the same table at the same step, so that the lanes of a GPU gather from one table, and any run of streams can be
-decoded alone. The first token of a stream may use other tables (`first`) than those after it (`rest`): prediction
-(`predict.py`) starts anew with each stream.
+**Streams.** The symbols form a matrix `[steps, tokens]`. Stream s holds the tokens `s*n … s*n + n - 1`, with `n` =
+tokens_per_stream; the last stream may be shorter. A stream goes token after token, and within a token step after step.
+All streams use the same table at the same step, so that the lanes of a GPU gather from one table. Any run of streams
+can be decoded alone. The first token of a stream may use other tables (`first`) than the tokens after it (`rest`),
+because prediction (`symbols.py`) starts anew with each stream.
 
-Every stream ends, for the decoder, in state 2**16 with all of its words read; anything else means damaged bytes.
+For the decoder every stream ends in state 2**16 with all of its words read. Anything else means damaged bytes.
 """
 
 from __future__ import annotations
@@ -32,6 +32,11 @@ from cuvee.codec.tables import EntropyTables
 
 LOWER_BOUND = 1 << 16
 WORD_BITS = 16
+MAX_TOKENS_PER_STREAM_LOG2 = 7
+MAX_TOKENS_PER_STREAM = 1 << MAX_TOKENS_PER_STREAM_LOG2
+MIN_STREAM_BYTES = 6  # what a stream takes in a blob even without words: a state of 4 bytes and a length of 2
+# Streams that a CPU decodes together: enough to hide the latency of a table look-up, few enough for registers and L1.
+LANES = 64
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]
@@ -40,7 +45,7 @@ U32 = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class Streams:
-    """Coded streams: initial decoder states `[S]` uint32, word counts `[S]` uint32, all words in a row `[W]` uint16."""
+    """Coded streams: initial decoder states `[S]` uint32, word counts `[S]` uint32, and all words `[W]` uint16."""
 
     states: U32
     lengths: U32
@@ -62,13 +67,13 @@ def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None
 
 
 def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
-    """Code a matrix of bytes.
+    """Encode a matrix of bytes.
 
     Args:
         symbols: `[steps, tokens]` uint8, each with a frequency above zero in its table.
-        first: `[steps]` uint16 table of each step for the first token of a stream.
-        rest: `[steps]` uint16 table of each step for the other tokens.
-        tables: the family both index.
+        first: `[steps]` uint16, the table of each step for the first token of a stream.
+        rest: `[steps]` uint16, the table of each step for the other tokens.
+        tables: the family that both index.
         tokens_per_stream: `n` above.
     """
     steps, tokens = symbols.shape
@@ -99,7 +104,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
 def rans_decode(
     streams: Streams, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int
 ) -> U8:
-    """Decode what `rans_encode` made; the same arguments, and the number of tokens.
+    """Decode what `rans_encode` made, with the same arguments and the number of tokens.
 
     Returns:
         `[steps, tokens]` uint8.
@@ -124,7 +129,7 @@ def rans_decode(
             out[c, lanes * tokens_per_stream + j] = slot >> np.uint64(24)
             x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
             need = x < LOWER_BOUND
-            # A damaged stream may ask for more words than it has: it gets zeros and is found out below.
+            # A damaged stream may ask for more words than it has. It gets zeros, and is found out below.
             inside = need & (at[lanes] < end[lanes])
             word = np.zeros(len(lanes), dtype=np.uint64)
             word[inside] = streams.words[at[lanes[inside]]]

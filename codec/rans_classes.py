@@ -1,11 +1,11 @@
-"""The entropy coder for tokens of several classes, the reference: plain NumPy over `rans.py`'s coder.
+"""The entropy coder for tokens of several classes, the reference: the coder of `rans.py` in plain NumPy.
 
-The planes of a section whose tokens have classes are a matrix `[P, T]` in the order of `classes.py`: columns sorted by
-class within windows. A column of class k has only its class's first `planes[k]` steps, and step c uses the table
-`tables[k, c]`. Streams are dealt out in rows: with S streams to a window of t columns, stream s holds the columns
-s, s + S, … of the window, one after the other, from its first step to its last.
+If the tokens of a section have classes, its planes are a matrix `[P, T]` in the order of `classes.py`: columns sorted
+by class within windows. A column of class k has only the first `planes[k]` steps, and step c uses the table
+`tables[k, c]`. Columns are dealt out to streams in rows: with S streams for a window of t columns, stream s holds the
+columns s, s + S, … of the window, one after the other, each from its first step to its last.
 
-The coder itself, its bounds and what a stream must end in are those of `rans.py`.
+The coder itself, its bounds and its final state are those of `rans.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuvee.codec.tables import EntropyTables
 
 
 def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, slice]]:
-    """Of each row of each window, in order: its streams and its columns, one column a stream."""
+    """The streams and the columns of each row of each window, in order; one column per stream."""
     for window in windows(0, tokens):
         count = stream_count(window.stop - window.start, tokens_per_stream)
         first = window.start // tokens_per_stream
@@ -33,12 +33,12 @@ def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, sl
 def rans_encode_classes(
     planes: U8, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
 ) -> Streams:
-    """Code planes `[P, T]` uint8 of columns of the given classes.
+    """Encode planes `[P, T]` uint8 whose columns have the given classes.
 
     Args:
         planes: column t holds `plan.planes[classes[t]]` bytes; what is below is not read.
-        classes: `[T]` uint8 of the columns, rising within each window.
-        plan: whose tables.
+        classes: `[T]` uint8, the class of each column, rising within each window.
+        plan: the section's plan.
         tables: the family that `plan.tables` indexes.
         tokens_per_stream: n; a power of two, at most 128.
     """
@@ -67,7 +67,7 @@ def rans_encode_classes(
 
 
 def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
-    """The classes `[T]` uint8 of a section's tokens, from their one stream.
+    """The classes `[T]` uint8 of a section's tokens, decoded from their one stream.
 
     Raises:
         CorruptError: the stream does not end in the initial state with all of its words read.
@@ -82,10 +82,10 @@ def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
 def rans_decode_classes(
     streams: Streams, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
 ) -> U8:
-    """Decode what `rans_encode_classes` made; the same arguments.
+    """Decode what `rans_encode_classes` made, with the same arguments.
 
     Returns:
-        `[P, T]` uint8 with P the planes of the finest class; zero below a column's last plane.
+        `[P, T]` uint8, where P is the number of planes of the finest class; zero below a column's last plane.
 
     Raises:
         CorruptError: a stream did not end in the initial state with all of its words read.
@@ -108,7 +108,7 @@ def rans_decode_classes(
             out[step, active + columns.start] = slot >> np.uint64(24)
             x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
             need = x < LOWER_BOUND
-            # A damaged stream may ask for more words than it has: it gets zeros and is found out below.
+            # A damaged stream may ask for more words than it has. It gets zeros, and is found out below.
             inside = need & (at[stream] < end[stream])
             word = np.zeros(len(stream), dtype=np.uint64)
             word[inside] = streams.words[at[stream[inside]]]

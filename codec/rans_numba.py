@@ -1,4 +1,4 @@
-"""Interleaved rANS for the CPU: the bytes of `rans.py`, compiled. Releases the GIL."""
+"""Interleaved rANS for the CPU: the same bytes as `rans.py`, but compiled. It releases the GIL."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import numpy as np
 
 from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.rans import U8, U16, Streams, check_streams, stream_count
+from cuvee.codec.rans import LANES, U8, U16, Streams, check_streams, stream_count
 from cuvee.codec.tables import EntropyTables
-
-# Lanes decoded together: enough to hide the latency of the table look-up, few enough to stay in registers and L1.
-LANES = 64
 
 
 @compiled
@@ -52,14 +49,14 @@ def _decode(states, start, end, words, first, rest, slots, prob_bits, n, out):  
     shift = np.uint32(prob_bits)
     x = np.empty(LANES, np.uint32)
     at = np.empty(LANES, np.uint32)
-    last = np.uint32(len(words) - 1)  # the caller pads with one word, so that there is always one to read
+    last = np.uint32(len(words) - 1)  # the caller pads with one word, so there is always one to read
     for base in range(0, count, LANES):
         width = min(LANES, count - base)
         for lane in range(width):
             x[lane] = states[base + lane]
             at[lane] = start[base + lane]
         for j in range(n):
-            # Only the last stream of all can be short, so the active lanes are a prefix.
+            # Only the very last stream can be short, so the active lanes come first.
             active = width
             while active and (base + active - 1) * n + j >= tokens:
                 active -= 1
@@ -88,7 +85,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
     steps, tokens = symbols.shape
     count = stream_count(tokens, tokens_per_stream)
     states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    words = np.empty(steps * tokens, np.uint16)  # the bound: at most one word per symbol
+    words = np.empty(steps * tokens, np.uint16)  # a bound: at most one word per symbol
     filled = _encode(
         symbols,
         first,

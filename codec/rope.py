@@ -2,9 +2,8 @@
 
     k --rotate(p)--> cached key --unrotate(p)--> k --rotate(p')--> the key the model would cache at p'
 
-All arithmetic is float32. Frequencies and angles are computed as transformers computes them, so that the
-tables agree bit for bit on one device; a bf16 model rounds its cos and sin to bf16, which these functions
-do not imitate.
+All arithmetic is float32. Frequencies and angles are computed as transformers computes them, so that the tables agree
+bit for bit on one device. A bfloat16 model rounds its cos and sin to bfloat16; these functions do not imitate that.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from cuvee.codec.layout import Rope
 
 
 def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotation tables, `attention_scaling` included.
+    """Rotation tables, including `attention_scaling`.
 
     Args:
         rope: the layer's rotary embedding.
@@ -28,7 +27,7 @@ def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tu
         cos and sin, float32 [T, rotary_dim / 2], on the device of `positions`.
 
     Raises:
-        InputError: positions of another shape or dtype, negative, or not below `limit`.
+        InputError: the positions have another shape or dtype, or are negative or not below `limit`.
     """
     _check_positions(positions, limit)
     inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=positions.device)
@@ -40,8 +39,8 @@ def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit
     """Position-free keys -> keys at `positions`.
 
     Args:
-        keys: bfloat16, float16 or float32 [T, H, D]; dimensions from `rotary_dim` on pass through.
-        rope: the layer's rotary embedding; None only converts to float32.
+        keys: bfloat16, float16 or float32 [T, H, D]. Dimensions from `rotary_dim` on pass through unchanged.
+        rope: the layer's rotary embedding. None only converts to float32.
         positions: int64 [T], on the device of `keys`.
         limit: number of positions the model has, or None.
 
@@ -49,7 +48,7 @@ def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit
         float32 [T, H, D]; `keys` itself if it is float32 and `rope` is None.
 
     Raises:
-        InputError: wrong shape, dtype or device, or a position out of range.
+        InputError: a wrong shape, dtype or device, or a position out of range.
     """
     _check_keys(keys, rope, positions)
     if rope is None:
@@ -60,19 +59,19 @@ def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit
 
 
 def unrotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit: int | None = None) -> torch.Tensor:
-    """Keys at `positions` -> position-free keys: the inverse of `rotate`, same arguments and errors."""
+    """Keys at `positions` -> position-free keys: the inverse of `rotate`, with the same arguments and errors."""
     _check_keys(keys, rope, positions)
     if rope is None:
         _check_positions(positions, limit)
         return keys.float()
     cos, sin = cos_sin(rope, positions, limit)
-    # cos and sin carry the scaling s, so the transpose of the rotation is s^2 times its inverse.
+    # Since cos and sin include the scaling s, the transpose of the rotation is s^2 times its inverse.
     square = rope.attention_scaling**2
     return turn(keys, rope, cos[:, None] / square, sin[:, None] / -square)
 
 
 def turn(keys: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn keys `[T, H, D]` by tables that broadcast to `[T, H, rotary_dim / 2]`; float32 `[T, H, D]`."""
+    """Keys `[T, H, D]` rotated by tables that broadcast to `[T, H, rotary_dim / 2]`; float32 `[T, H, D]`."""
     width = rope.rotary_dim
     rotated = keys[..., :width].float()
     if rope.interleaved:

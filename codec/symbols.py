@@ -3,12 +3,12 @@
     y [R, T] float32 --quantize--> q [R, T] int32 --predict--> d [R, T] int32 --pack--> planes [R + W, T] uint8
     y^ <------------dequantize---- q <-------------unpredict-- d <------------unpack--- planes, escapes
 
-R components (rows), T tokens (columns). Prediction works on the integers, so it is exactly invertible on every
-machine and a quantizer can be swapped without touching it.
+There are R components (rows) and T tokens (columns). Prediction works on integers, so it is exactly invertible on every
+machine, and the quantizer can be swapped without touching it.
 
-**Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `d = (high << k) + low - half` with
-`half = 2**(k - 1)` and `0 <= low < 2**k`; its high part is a plane among the first R, its low bits a further one.
-A high part that its table cannot code is written as ESCAPE and listed apart: (row * T + column, value).
+**Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `d = (high << k) + low - half`, where
+`half = 2**(k - 1)` and `0 <= low < 2**k`. Its high part is one of the first R planes. Its low bits get another plane.
+A high part that its table cannot code is written as ESCAPE and listed apart, as (row * T + column, value).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cuvee.codec.tables import EntropyTables
 
 ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
 MAX_SHIFT = 8
-MAX_LEVEL = 1 << 24  # levels beyond float32's exact integers would not come back
+MAX_LEVEL = 1 << 24  # float32 holds no larger integers exactly
 
 F32 = npt.NDArray[np.float32]
 I32 = npt.NDArray[np.int32]
@@ -38,9 +38,9 @@ U32 = npt.NDArray[np.uint32]
 class Quantizer:
     """A dead-zone quantizer whose thresholds and reconstruction points depend on the component's table.
 
-    A magnitude `a` (in steps) becomes 0 below `dead_zone`, else `floor(a + rounding)`; a level m > 0 comes back as
-    `m - shrink[:, min(m, 2) - 1]`. Thresholds are where rate-distortion optimized quantization changes its mind, and
-    the shrinkage is the measured centroid (see `fit_tables`). All arrays are indexed by table.
+    A magnitude `a` (in steps) becomes 0 below `dead_zone`, else `floor(a + rounding)`. A level m > 0 is reconstructed
+    as `m - shrink[:, min(m, 2) - 1]`. The thresholds are where rate-distortion optimized quantization switches between
+    levels, and the shrinkage gives the measured centroid (see `family.fit_family`). All arrays are indexed by table.
     """
 
     dead_zone: F32
@@ -49,7 +49,7 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         tables = len(self.dead_zone) if self.dead_zone.ndim else -1
-        # A profile's file decides about them, and compiled loops index them without a look at their size.
+        # They come from the file of a profile, and compiled loops index them without checking their size.
         for name, array, shape, least in (
             ("dead_zone", self.dead_zone, (tables,), 0.0),
             ("rounding", self.rounding, (tables,), 0.0),
@@ -57,19 +57,19 @@ class Quantizer:
         ):
             if array.shape != shape or array.dtype != np.float32:
                 raise FormatError(f"{name} of the quantizer has the wrong shape or dtype")
-            if not np.all((array >= least) & (array <= 2.0)):  # NaN is not
+            if not np.all((array >= least) & (array <= 2.0)):  # which NaN fails, too
                 raise FormatError(f"{name} of the quantizer must lie within {least:g} … 2")
 
 
 class Prediction(IntEnum):
-    """What a token's levels are predicted from. Streams are independent, so it restarts with each stream."""
+    """What the levels of a token are predicted from. Streams are independent, so prediction restarts with each."""
 
     NONE = 0
-    LAG1 = 1  # the token before
+    LAG1 = 1  # the previous token
     ANCHOR = 2  # the first token of the stream (CacheGen's anchor tokens, arXiv 2310.07240)
 
 
-RHO_BITS = 8  # predictor gains are fixed-point numbers, units of 1/256
+RHO_BITS = 8  # predictor gains are fixed-point numbers in units of 1/256
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +77,11 @@ class CodingPlan:
     """How the components of one section are coded at one step: everything that the integer stages need.
 
     Attributes:
-        level_table: `[R]` uint16 index into the quantizer's arrays.
-        shift: `[R]` uint8 low bits coded apart, 0 … 8.
-        first, rest: `[R + W]` uint16 entropy table of each plane, for the first token of a stream and the others.
+        level_table: `[R]` uint16, index into the quantizer's arrays.
+        shift: `[R]` uint8, how many low bits are coded apart, 0 … 8.
+        first, rest: `[R + W]` uint16, entropy table of each plane, for the first token of a stream and for the others.
         prediction: what levels are predicted from.
-        rho: `[R]` int16 predictor gain in 1/256.
+        rho: `[R]` int16, predictor gain in units of 1/256.
     """
 
     level_table: U16
@@ -98,7 +98,7 @@ class CodingPlan:
 
     @property
     def planes(self) -> int:
-        """Byte planes: R + W."""
+        """Number of byte planes: R + W."""
         return len(self.first)
 
 
@@ -111,7 +111,7 @@ class Escapes:
 
 
 def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
-    """`[R, T]` float32 -> levels `[R, T]` int32. The caller has made sure that |y| / step < MAX_LEVEL."""
+    """`[R, T]` float32 -> levels `[R, T]` int32. The caller must ensure that |y| / step < MAX_LEVEL."""
     magnitude = np.abs(y) * np.float32(1.0 / step)
     table = plan.level_table
     level = np.floor(magnitude + quantizer.rounding[table, None])
@@ -146,7 +146,7 @@ def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
 
 
 def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """The inverse of `predict`. Sums wrap like the machine's int32, so damaged input cannot do worse than be wrong."""
+    """The inverse of `predict`. Sums wrap around as int32, so damaged input gives wrong numbers and nothing worse."""
     q = d.copy()
     for t in range(d.shape[1]):
         j = t % tokens_per_stream

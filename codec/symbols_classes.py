@@ -1,9 +1,9 @@
-"""Coefficients of tokens of several classes to byte planes and back, the reference: `symbols.py` class by class.
+"""Coefficients of tokens of several classes to byte planes and back; the reference: `symbols.py`, class by class.
 
     y [R, T] float32, columns sorted by class --to_planes--> planes [P, T] uint8, escapes --from_planes--> y^ [R, T]
 
-Every run of columns of one class is what `symbols.quantize` and `symbols.pack` make of it with the class's plan and
-step. There is no prediction: neighbors in this order are no neighbors in the text.
+Each run of columns of one class is coded by `symbols.quantize` and `symbols.pack`, with the plan and step of the class.
+There is no prediction, because neighbors in this order are not neighbors in the text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from cuvee.codec.tables import EntropyTables
 
 
 def class_runs(classes: U8) -> Iterator[tuple[slice, int]]:
-    """Runs of adjacent columns of one class, and the class."""
+    """The runs of adjacent columns of one class, each with its class."""
     edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
     for start, stop in pairwise(edges):
         if start < stop:
@@ -35,15 +35,15 @@ def to_planes(
     """Quantize and pack.
 
     Args:
-        y: `[R, T]` float32 in columns sorted by class; R at least the components of the finest class that occurs.
-        classes: `[T]` uint8 of the columns, all of them served.
+        y: `[R, T]` float32, columns sorted by class. R is at least the number of components of the finest class here.
+        classes: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
         plan: how each class is coded.
-        quantizer: of the profile's family.
-        tables: of the profile's family.
+        quantizer: the quantizer of the profile's family.
+        tables: the tables of the profile's family.
 
     Returns:
-        planes `[P, T]` uint8, zero below a column's last plane, with P the planes of the finest class that occurs;
-        and the escapes, numbered row * T + column.
+        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class
+        here; and the escapes, numbered row * T + column.
     """
     tokens = len(classes)
     planes = np.zeros((int(plan.planes[classes].max(initial=0)), tokens), np.uint8)

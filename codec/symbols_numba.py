@@ -1,4 +1,4 @@
-"""The integer stages for the CPU: the results of `symbols.py`, compiled. Releases the GIL."""
+"""The integer stages for the CPU: the same results as `symbols.py`, but compiled. They release the GIL."""
 
 from __future__ import annotations
 

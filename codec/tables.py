@@ -1,8 +1,8 @@
 """Static probability tables over bytes: the model of the entropy coder.
 
-A table gives every byte value a frequency; the frequencies of a table add up to `2**prob_bits`. A byte whose
-frequency is zero cannot be coded with that table: the caller escapes it. Tables come from a profile (a family
-indexed by scale) or travel in the blob (lossless); the coder does not know which.
+A table gives every byte value a frequency, and the frequencies of a table add up to `2**prob_bits`. A byte whose
+frequency is zero cannot be coded with that table, so the caller escapes it. Tables come from a profile (a family
+indexed by scale) or travel in the blob (lossless). The coder does not know which.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class EntropyTables:
     """A family of frequency tables.
 
     Args:
-        freq: `[tables, 256]` uint16; every row adds up to `2**prob_bits` and no entry equals it
-            (a frequency must fit the 12-bit field of a decode slot, and a certain symbol needs no coder).
+        freq: `[tables, 256]` uint16. Every row adds up to `2**prob_bits`, and no entry equals that: a frequency must
+            fit the 12-bit field of a decode slot, and a symbol that is certain needs no coder.
         prob_bits: probability resolution, 8 to 12 bits.
 
     Raises:
@@ -52,7 +52,7 @@ class EntropyTables:
 
     @cached_property
     def cumulative(self) -> U16:
-        """`[tables, 256]` uint16: the frequencies of all smaller bytes, added up."""
+        """`[tables, 256]` uint16: the sum of the frequencies of all smaller bytes."""
         total = np.cumsum(self.freq, axis=1, dtype=np.uint32)
         return np.ascontiguousarray(total - self.freq, dtype=np.uint16)
 
@@ -69,19 +69,19 @@ class EntropyTables:
 
     @cached_property
     def bits(self) -> npt.NDArray[np.float32]:
-        """`[tables, 256]` float32 ideal code lengths in bits; infinite where a byte cannot be coded."""
+        """`[tables, 256]` float32: ideal code lengths in bits, infinite for bytes that cannot be coded."""
         with np.errstate(divide="ignore"):
             return (self.prob_bits - np.log2(self.freq.astype(np.float64))).astype(np.float32)
 
     @cached_property
     def entropy(self) -> npt.NDArray[np.float64]:
-        """`[tables]` expected bits per symbol when the data follow the table."""
+        """`[tables]`: expected bits per symbol if the data follow the table."""
         p = self.freq / float(1 << self.prob_bits)
         expected: npt.NDArray[np.float64] = (p * np.where(p > 0, self.bits, 0.0)).sum(1)
         return expected
 
     def extended(self, other: EntropyTables) -> EntropyTables:
-        """The tables of both, `other` numbered after ours."""
+        """The tables of both; those of `other` come after ours."""
         return EntropyTables(np.concatenate([self.freq, other.freq]), self.prob_bits)
 
 
@@ -97,12 +97,12 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
     """Turn counts into frequencies that add up to `2**prob_bits`.
 
     Args:
-        counts: `[256]` non-negative numbers; every byte with a count above zero stays codable.
+        counts: `[256]` non-negative numbers. Every byte with a count above zero stays codable.
         prob_bits: probability resolution.
 
     Returns:
-        `[256]` uint16. Where one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
-        The result depends on the counts alone, on every machine.
+        `[256]` uint16. If one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
+        The result depends on nothing but the counts, on every machine.
     """
     total = 1 << prob_bits
     weight = counts.astype(np.float64)
@@ -115,8 +115,8 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
     exact = weight * (total / weight.sum())
     freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
     excess = int(freq.sum()) - total
-    # Hand out or take back one count at a time where it changes the code length least. Basic arithmetic only, no
-    # logarithm: the result must not depend on a mathematics library.
+    # Hand out or take back one count at a time, where it changes the code length least. This uses basic arithmetic and
+    # no logarithm, because the result must not depend on a math library.
     while excess > 0:
         cost = np.where(freq > 1, exact / (freq - 0.5), np.inf)
         freq[int(np.argmin(cost))] -= 1

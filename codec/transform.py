@@ -4,8 +4,8 @@
     y = forward (x - mean)  per block   ->   y [R, T]  component-major, one row per component
     x = inverse y + mean
 
-A *section* is a run of layers: what is coded, found and decoded alone. Its N values per token lie in the order layer,
-K before V, head, dimension. A *block* is a contiguous part of them that shares one basis; the blocks partition N.
+A *section* is a run of layers that is coded, found and decoded on its own. Its N values per token are ordered by layer,
+K before V, head, dimension. A *block* is a contiguous part of them that shares one basis. The blocks partition N.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from cuvee.codec.rope import cos_sin, turn
 
 I64 = npt.NDArray[np.int64]
 
-WEIGHT_RANGE = 1e-7  # least over largest weight of a metric: float32 maps cannot hold a wider range
+WEIGHT_RANGE = 1e-7  # smallest over largest weight of a metric; maps in float32 cannot hold a wider range
 
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Layers `first_layer … end_layer - 1`; `blocks` are the sizes of the blocks, in order."""
+    """The layers `first_layer … end_layer - 1`. `blocks` holds the sizes of their blocks, in order."""
 
     first_layer: int
     end_layer: int
@@ -53,10 +53,10 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
     Args:
         layout: what to cut.
         group: what one basis spans: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (K and V
-            together), `"layers:n"` (n layers together, the last section may be shorter) or `"all"`.
+            together), `"layers:n"` (n layers together; the last section may be shorter) or `"all"`.
 
     Raises:
-        InputError: an unknown group.
+        InputError: the group is not known.
     """
     several = re.fullmatch(r"layers:([1-9]\d*)", group)
     if several is None and group not in {"head", "unit", "layer", "all"}:
@@ -76,17 +76,17 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
 
 
 def tile_tokens(section: Section, layout: KVLayout) -> int:
-    """Tokens handled at a time: float32 tiles must stay small beside the chunk even if a section is all of it.
+    """How many tokens to handle at a time, so that float32 tiles stay small even if a section is the whole chunk.
 
-    A multiple of every number of tokens per stream, and of the windows in which tokens are sorted by class.
+    This is a multiple of every number of tokens per stream, and of the windows in which tokens are sorted by class.
     """
-    # By layers, not by values: adding up those of a layout for every section would take longer than all else here.
+    # Decided by layers, because adding up the values of a layout for every section would take longer than the rest.
     layers = max(section.end_layer - section.first_layer, 1)
     return 512 if layout.num_layers >= 4 * layers else 256
 
 
 def tiles(tokens: int, tile: int) -> Iterator[slice]:
-    """Runs of `tile` tokens; the last may be shorter."""
+    """Runs of `tile` tokens. The last may be shorter."""
     for start in range(0, tokens, tile):
         yield slice(start, min(start + tile, tokens))
 
@@ -112,7 +112,7 @@ class Rotation:
         return cos[at, 0].numpy(), sin[at, 0].numpy()
 
     def apply(self, keys: torch.Tensor, rope: Rope | None, at: slice) -> torch.Tensor:
-        """Turn keys `[t, H, D]` of the tokens `at` of the run; float32."""
+        """Keys `[t, H, D]` of the tokens `at` of the run, rotated; float32."""
         if rope is None:
             return keys.float()
         cos, sin = self._tables[rope]
@@ -120,7 +120,7 @@ class Rotation:
 
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
-    """The section's values of the tokens `at`, keys turned by `rotation` (None: as stored): `[t, N]` float32."""
+    """The section's values of the tokens `at`, `[t, N]` float32, with keys rotated by `rotation` (None: as stored)."""
     columns = []
     for index, layer in enumerate(section.layers(chunk.layout), section.first_layer):
         keys, values = chunk.keys[index][at], chunk.values[index][at]
@@ -131,7 +131,7 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
 
 def require_finite(x: torch.Tensor, section: Section) -> None:
     """Raise InputError if `x`, values of the section, holds NaN or infinities."""
-    # A sum is finite only if all of its terms are; one that overflows is looked at again.
+    # A sum is finite only if all of its terms are. If it overflows, the terms themselves are checked.
     if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
         raise InputError(
             f"the KV cache holds NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
@@ -150,18 +150,18 @@ def place(
     values: list[torch.Tensor],
     order: I64 | None = None,
 ) -> None:
-    """Write `x + mean` into the tokens `at` of per-layer outputs: keys turned, rounded to the outputs' dtype.
+    """Write `x + mean` into the tokens `at` of per-layer outputs, with keys rotated and rounded to the outputs' dtype.
 
     Args:
-        x: `[t, N]`, position-free keys; float32 or bfloat16, arithmetic is float32.
-        mean: `[m, N]` float32, contiguous; its last row serves all further tokens.
-        section: whose values x holds.
-        layout: of the outputs.
-        rotation: turns keys to their positions; `at` indexes it.
+        x: `[t, N]` with position-free keys; float32 or bfloat16. Arithmetic is float32.
+        mean: `[m, N]` float32, contiguous. Its last row serves all further tokens.
+        section: the section whose values x holds.
+        layout: layout of the outputs.
+        rotation: rotates keys to their positions; `at` indexes it.
         at: rows of the outputs.
-        keys: per layer `[T, H, D]`; those of the section's layers are written.
-        values: likewise.
-        order: `[t]` the row of `mean`, of `at` and of the outputs that each row of x belongs to; None: its own.
+        keys: per layer `[T, H, D]`. Those of the section's layers are written.
+        values: the same for values.
+        order: `[t]`, the row of `mean`, of `at` and of the outputs that each row of x belongs to; None: its own.
     """
     if order is not None:
         x = x[torch.from_numpy(np.argsort(order))]
@@ -184,7 +184,7 @@ class SectionBasis:
 
     Attributes:
         mean: `[N]` float32.
-        sinks: `[P, N]` float32: the first P positions of a sequence have means of their own (attention sinks).
+        sinks: `[P, N]` float32, the means of the first P positions of a sequence (attention sinks).
         forward: per block `[r, n]` float32, rows in order of falling scale.
         inverse: per block `[n, r]` float32.
     """
@@ -196,7 +196,7 @@ class SectionBasis:
 
     @property
     def block_ranks(self) -> tuple[int, ...]:
-        """Stored components of each block."""
+        """How many components of each block are stored."""
         return tuple(len(f) for f in self.forward)
 
     def means(self, start: int, at: slice) -> torch.Tensor:
@@ -206,7 +206,7 @@ class SectionBasis:
         return torch.cat([mean, mean[-1:].expand(further, -1)]) if len(mean) > 1 and further else mean
 
     def leading_means(self, start: int, at: slice) -> torch.Tensor:
-        """`means` without repetition: `[m, N]`, of which the last row serves all further tokens."""
+        """`means` without repetition: `[m, N]`. The last row serves all further tokens."""
         sinks = self.sinks[start + at.start : start + at.stop]
         if not len(sinks):
             return self.mean[None]
@@ -250,15 +250,15 @@ class LeadingComponents:
 
     Attributes:
         count: K.
-        parts: of each block that holds some: its rows among the K, its values among the N, and the matrix
-            `[rows, values]` that gives them.
+        parts: one for each block that holds some of them: its rows among the K, its values among the N, and the matrix
+            `[rows, values]` that maps values to rows.
     """
 
     count: int
     parts: tuple[tuple[slice, slice, torch.Tensor], ...]
 
     def __call__(self, centered: torch.Tensor) -> torch.Tensor:
-        """Values less their means, `[t, N]` float32 -> coefficients `[K, t]`."""
+        """Values minus their means, `[t, N]` float32 -> coefficients `[K, t]`."""
         y = centered.new_empty(self.count, len(centered))
         for rows, values, matrix in self.parts:
             torch.mm(matrix, centered[:, values].T, out=y[rows])
@@ -271,12 +271,12 @@ def synthesize(
     ranks: tuple[int, ...] | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The inverse of `SectionBasis.analyze`; `y` and the matrices share a dtype, and so does x.
+    """The inverse of `SectionBasis.analyze`. `y`, the matrices and x share one dtype.
 
     Args:
         y: `[sum(ranks), t]` coefficients, block after block.
-        inverse: per block `[r, n]`, the transposed `SectionBasis.inverse`, r at least the block's rank.
-        ranks: leading components of each block that y holds; None: all r of them.
+        inverse: per block `[r, n]`, the transposed `SectionBasis.inverse`; r is at least the block's rank.
+        ranks: how many leading components of each block y holds; None means all r of them.
         out: receives x.
 
     Returns:
@@ -292,11 +292,11 @@ def synthesize(
 
 
 def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The transform whose squared error is the metric's, with decorrelated components.
+    """The transform with decorrelated components whose squared error is the error in the metric.
 
-    With M the metric and C the covariance, R = M^1/2 and U the eigenvectors of R C R: forward = U^T R, inverse =
-    R^-1 U. In these coordinates the squared error of a component is the loss it costs, so one step size for all is
-    optimal (reverse water-filling; Cover & Thomas, Elements of Information Theory, 10.3).
+    Let M be the metric, C the covariance, R = M^1/2, and U the eigenvectors of R C R. Then forward = U^T R and
+    inverse = R^-1 U. In these coordinates the squared error of a component is the loss that it costs, so one step size
+    for all of them is optimal (reverse water-filling; Cover & Thomas, Elements of Information Theory, 10.3).
 
     Args:
         covariance: `[n, n]` float64.

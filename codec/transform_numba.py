@@ -1,4 +1,4 @@
-"""`place` into bfloat16 on the CPU in one pass: mean, rotation, rounding. The bytes of `transform.place`."""
+"""`place` into bfloat16 on the CPU, with mean, rotation and rounding in one pass: same bytes as `transform.place`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _place(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-de
                 first[i] = a * cos[t, i] - b * sin[t, i]
                 second[i] = b * cos[t, i] + a * sin[t, i]
         for i in range(width):
-            # Round to nearest, ties to even. The sums are finite or infinite: no NaN whose payload could carry over.
+            # Round to nearest, ties to even. Sums are finite or infinite: there is no NaN whose payload could carry.
             v = bits[i]
             target[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
@@ -60,7 +60,7 @@ def place(
     values: list[torch.Tensor],
     order: I64 | None = None,
 ) -> None:
-    """See `cuvee.codec.transform.place`, which does caches that are not bfloat16, or interleaved."""
+    """See `cuvee.codec.transform.place`, which this calls for caches that are interleaved or not bfloat16."""
     layers = section.layers(layout)
     if layout.torch_dtype != torch.bfloat16 or any(map(_interleaved, layers)):
         transform.place(x, mean, section, layout, rotation, at, keys, values, order)
@@ -78,7 +78,7 @@ def place(
 
 
 def _bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
-    """Of bfloat16, which NumPy does not have."""
+    """The bits of a bfloat16 tensor, as NumPy has no such type."""
     return x.view(torch.int16).numpy().view(np.uint16)
 
 

@@ -1,8 +1,8 @@
-"""One profile learned by several processes, which share the sequences out: what they tell each other.
+"""How several processes learn one profile together: they split the sequences, and exchange what they measure.
 
-Second moments are sums, so they add up; samples and measurements are gathered; the profile of rank 0 is everyone's.
-The processes are those of PyTorch's default group, as `torchrun` starts them and `torch.distributed.init_process_group`
-joins them.
+Second moments are sums, so they are added up. Samples and measurements are gathered. All processes take the profile of
+rank 0. They are the processes of PyTorch's default group, as `torchrun` starts them and
+`torch.distributed.init_process_group` joins them.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from torch import distributed
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
-    from cuvee.codec.learning.calibrate import Moments
+    from cuvee.codec.learning.moments import Moments
 
 T = TypeVar("T")
 
 
 class Together(Protocol):
-    """What calibration asks of the processes that take part in it."""
+    """What calibration needs of the processes that take part in it."""
 
     @property
     def rank(self) -> int:
-        """Of this process, 0 … size - 1."""
+        """The rank of this process, 0 … size - 1."""
         ...
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """How many processes there are."""
         ...
 
     def gather(self, own: T) -> list[T]:
-        """What every process gave, by rank. Every process must call it."""
+        """What every process gave, by rank. Every process must call this."""
         ...
 
     def from_first(self, own: T) -> T:
@@ -43,12 +43,12 @@ class Together(Protocol):
         ...
 
     def add_up(self, moments: list[Moments]) -> None:
-        """Make each process' sums those of all, in place, and the sample that of all."""
+        """Replace the sums and the sample of each process by those of all, in place."""
         ...
 
 
 class Alone:
-    """One process."""
+    """A process on its own."""
 
     rank, size = 0, 1
 
@@ -61,7 +61,7 @@ class Alone:
         return own
 
     def add_up(self, moments: list[Moments]) -> None:
-        """Nothing to add."""
+        """Do nothing: there is nothing to add."""
 
 
 class Processes:
@@ -78,7 +78,7 @@ class Processes:
                 "torch.distributed.init_process_group() first"
             )
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        # NCCL adds up what lies on GPUs alone.
+        # NCCL only adds up what lies on GPUs.
         on_gpu = "nccl" in distributed.get_backend()
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
 
@@ -95,7 +95,7 @@ class Processes:
         return held[0]  # type: ignore[no-any-return]
 
     def add_up(self, moments: list[Moments]) -> None:
-        """Add the sums of all processes; sums must have one origin first, which is the mean of theirs."""
+        """Add up the sums of all processes. They first need a common origin, which is the mean of their origins."""
         for section in moments:
             counts = section.total.new_tensor([section.count])
             origin = section.origin.double() * counts
@@ -117,10 +117,10 @@ class Processes:
 
 
 def same_everywhere(together: Together, arguments: Mapping[str, object]) -> None:
-    """Check that all processes were called alike.
+    """Check that all processes were called with the same arguments.
 
     Raises:
-        InputError: one was not, in every process.
+        InputError: one was not. It is raised in every process.
     """
     told = together.gather(arguments)
     for rank, theirs in enumerate(told):

@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import Backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader
@@ -29,6 +28,7 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.family import OCTAVE, Family, coding_plan, scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.schemes import Target, overlap
+from cuvee.codec.stages import Stages
 from cuvee.codec.symbols import F32, CodingPlan
 from cuvee.codec.transform import Rotation, Section, gather, partition, require_finite, tile_tokens, tiles
 
@@ -119,11 +119,11 @@ def read_channels(reader: Reader, blocks: Sequence[int], index: int) -> Channels
 class GenericScheme:
     """Codes sections of any model at one relative step."""
 
-    def __init__(self, layout: KVLayout, family: Family, step: int, backend: Backend) -> None:
+    def __init__(self, layout: KVLayout, family: Family, step: int, stages: Stages) -> None:
         self._sections = partition(layout, "unit")
         self._step = step
-        self._coder = CoefficientCoder(backend, family, step)
-        self._backend = backend
+        self._coder = CoefficientCoder(stages, family, step)
+        self._stages = stages
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -164,6 +164,6 @@ class GenericScheme:
             x = torch.zeros(at.stop - at.start, section.values)
             x[:, where] = torch.from_numpy(y).T * scale
             inside, rows = overlap(at, target.wanted)
-            self._backend.place(
+            self._stages.place(
                 x[inside], mean[None], section, target.layout, rotation, rows, target.keys, target.values
             )

@@ -27,7 +27,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import Backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coefficients import select_streams, tokens_per_stream
 from cuvee.codec.container import Reader, read_streams, write_streams
@@ -35,6 +34,7 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.rope import unrotate
 from cuvee.codec.schemes import Target, overlap
+from cuvee.codec.stages import Stages
 from cuvee.codec.symbols import Escapes
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.transform import Rotation, Section, partition, tile_tokens
@@ -107,9 +107,9 @@ def _model(data: U8) -> _Plane:
 class LosslessScheme:
     """Codes sections of any model bit for bit."""
 
-    def __init__(self, layout: KVLayout, backend: Backend) -> None:
+    def __init__(self, layout: KVLayout, stages: Stages) -> None:
         self._sections = partition(layout, "unit")
-        self._backend = backend
+        self._stages = stages
 
     @property
     def sections(self) -> tuple[Section, ...]:
@@ -137,7 +137,7 @@ class LosslessScheme:
         which = np.repeat(np.arange(len(coded), dtype=np.uint16), [len(plane.data) for plane in coded])
         symbols = np.concatenate([plane.data for plane in coded])
         per_stream = tokens_per_stream(len(which), float(tables.entropy[which].sum()))
-        streams = self._backend.rans_encode(symbols, which, which, tables, per_stream)
+        streams = self._stages.rans_encode(symbols, which, which, tables, per_stream)
         return bytes(head + stored) + write_streams(streams, _NO_ESCAPES, len(which), per_stream)
 
     def decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
@@ -156,7 +156,7 @@ class LosslessScheme:
         ]
         reader.skip_padding()
         coded = [(size, model) for size, model in zip(channels, models, strict=True) if model is not None]
-        tile = _coded_planes(reader, self._backend, coded, target.tokens) if coded else None
+        tile = _coded_planes(reader, self._stages, coded, target.tokens) if coded else None
         reader.finish()
         dtype = target.layout.torch_dtype
         layer = section.layers(target.layout)[0]
@@ -206,7 +206,7 @@ def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16
 
 
 def _coded_planes(
-    reader: Reader, backend: Backend, coded: list[tuple[int, tuple[U8, npt.NDArray[np.uint16]]]], tokens: int
+    reader: Reader, stages: Stages, coded: list[tuple[int, tuple[U8, npt.NDArray[np.uint16]]]], tokens: int
 ) -> Callable[[slice], U8]:
     """Read the streams; returns a function that decodes a tile of tokens (its start a multiple of all streams')."""
     tables = EntropyTables(np.stack([model[1] for _, model in coded]), PROB_BITS)
@@ -217,6 +217,6 @@ def _coded_planes(
 
     def tile(at: slice) -> U8:
         chosen = select_streams(streams, at.start // per_stream, -(-at.stop // per_stream))
-        return backend.rans_decode(chosen, which, which, tables, per_stream, at.stop - at.start)
+        return stages.rans_decode(chosen, which, which, tables, per_stream, at.stop - at.start)
 
     return tile

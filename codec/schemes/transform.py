@@ -12,15 +12,16 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from cuvee.codec.backends import Backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import ClassedPlan, class_table, coding_order
 from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.importance import choose_classes
-from cuvee.codec.profile import Profile, SectionProfile
+from cuvee.codec.profile import Profile
 from cuvee.codec.schemes import Target, overlap
+from cuvee.codec.section_profile import SectionProfile
+from cuvee.codec.stages import Stages
 from cuvee.codec.symbols import F32, U8
 from cuvee.codec.symbols_classes import class_runs
 from cuvee.codec.tables import EntropyTables
@@ -117,11 +118,11 @@ class SectionCoding:
 class TransformScheme:
     """Codes sections with a learned profile at one step."""
 
-    def __init__(self, profile: Profile, step: int, backend: Backend) -> None:
+    def __init__(self, profile: Profile, step: int, stages: Stages) -> None:
         self._sections = profile.sections
         self._codings = [SectionCoding(section, step) for section in profile.learned]
-        self._coder = CoefficientCoder(backend, profile.family, step)
-        self._backend = backend
+        self._coder = CoefficientCoder(stages, profile.family, step)
+        self._stages = stages
         self._inverses: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]
 
@@ -199,7 +200,7 @@ class TransformScheme:
             x, order = x[torch.from_numpy(np.argsort(order)[inside])], None
         elif order is None:
             x = x[inside]
-        self._backend.place(x, mean, section, target.layout, rotation, rows, target.keys, target.values, order)
+        self._stages.place(x, mean, section, target.layout, rotation, rows, target.keys, target.values, order)
 
     def _inverse(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """The inverse maps of a section, transposed; made once."""

@@ -2,12 +2,14 @@
 
 Everything public is imported on first use (PEP 562), so that `import cuvee` does not load torch:
 
-    KVLayout, KVChunk   what a cache looks like, and a run of tokens of one
-    PagedCache          where the pages of a serving engine's cache lie
-    Profile             what was learned offline for one model
-    Codec               encode a chunk to bytes, decode bytes to a chunk
-    inspect             what a blob says about itself, without its profile
-    CuveeError …        the errors raised on purpose
+    KVLayout, LayerLayout, Rope   what a cache looks like
+    KVChunk                       a run of tokens of one
+    PagedCache                    where the pages of a serving engine's cache lie
+    calibrate, fit, measure       learn a profile of a model, measure it on other text
+    Profile                       what was learned
+    Codec, OpenBlob               encode a chunk to bytes, decode bytes to a chunk; bytes that were verified
+    inspect, BlobInfo             what a blob says about itself, without its profile
+    CuveeError …                  the errors raised on purpose
 """
 
 from importlib import import_module
@@ -15,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
-    from cuvee.codec.codec import Codec
-    from cuvee.codec.container import inspect
+    from cuvee.codec.codec import Codec, OpenBlob
+    from cuvee.codec.container import BlobInfo, inspect
     from cuvee.codec.errors import (
         CorruptError,
         CuveeError,
@@ -29,13 +31,16 @@ if TYPE_CHECKING:
         UnsupportedModel,
         VersionError,
     )
-    from cuvee.codec.layout import KVLayout
+    from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+    from cuvee.codec.learning.calibrate import calibrate, fit
+    from cuvee.codec.learning.curve import measure
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.profile import Profile
 
     __version__: str
 
 __all__ = [
+    "BlobInfo",
     "Codec",
     "CorruptError",
     "CuveeError",
@@ -44,18 +49,31 @@ __all__ = [
     "KVChunk",
     "KVLayout",
     "KeyMismatch",
+    "LayerLayout",
+    "OpenBlob",
     "OutOfMemory",
     "PagedCache",
     "Profile",
     "ProfileError",
     "ProfileMismatch",
+    "Rope",
     "UnsupportedModel",
     "VersionError",
     "__version__",
+    "calibrate",
+    "fit",
     "inspect",
+    "measure",
 ]
 
 _HOME = {
+    "measure": "cuvee.codec.learning.curve",
+    "fit": "cuvee.codec.learning.calibrate",
+    "calibrate": "cuvee.codec.learning.calibrate",
+    "Rope": "cuvee.codec.layout",
+    "LayerLayout": "cuvee.codec.layout",
+    "OpenBlob": "cuvee.codec.codec",
+    "BlobInfo": "cuvee.codec.container",
     "Codec": "cuvee.codec.codec",
     "CorruptError": "cuvee.codec.errors",
     "CuveeError": "cuvee.codec.errors",

@@ -1,9 +1,16 @@
-"""What `tests/codec/test_together.py` runs under torchrun: `learn_together.py FOLDER`, in each process."""
+"""What `tests/codec/test_together.py` runs: `learn_together.py FOLDER PROCESSES`.
+
+The processes are forked once everything is imported, which takes longer than all they do. torchrun is tested with the
+command.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import traceback
 from pathlib import Path
 
 import torch
@@ -12,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.calibrate import Moments
+from cuvee.codec.learning.moments import Moments
 from cuvee.codec.learning.together import Processes
 from cuvee.codec.profile import Profile
 from cuvee.codec.transform import partition
@@ -54,9 +61,10 @@ def refusal(**arguments: object) -> str:
     return ""
 
 
-def main(folder: Path) -> None:
+def learn(folder: Path, rank: int, processes: int) -> None:
     """Write what this process got."""
-    distributed.init_process_group("gloo")
+    meeting = f"file://{folder / 'meeting'}"
+    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
     together = Processes()
     model = small_model()
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
@@ -80,5 +88,29 @@ def main(folder: Path) -> None:
     distributed.destroy_process_group()
 
 
+def main(folder: Path, processes: int) -> int:
+    """Exit code 1 if a process failed; the others, which wait for it, are ended."""
+    running = set()
+    for rank in range(processes):
+        if child := os.fork():
+            running.add(child)
+            continue
+        try:
+            learn(folder, rank, processes)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    failed = False
+    while running:
+        child, status = os.wait()
+        running.remove(child)
+        if status and not failed:
+            failed = True
+            for other in running:
+                os.kill(other, signal.SIGKILL)
+    return int(failed)
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2])))

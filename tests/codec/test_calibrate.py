@@ -21,19 +21,15 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMism
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
-from cuvee.codec.learning.calibrate import (
-    CURVE_STEPS,
-    SHRINKAGE,
-    SINKS,
-    Moments,
-    _Transposed,
-    choose_group,
-    held_out_count,
-    normalized,
-)
+from cuvee.codec.learning import moments as moments_module
+from cuvee.codec.learning.calibrate import choose_group, held_out_count
+from cuvee.codec.learning.curve import CURVE_STEPS
 from cuvee.codec.learning.gradients import sample_gradients
+from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, normalized
+from cuvee.codec.learning.sections import build_profile
 from cuvee.codec.model import frozen
-from cuvee.codec.profile import KL_MARGIN, CurvePoint, Profile
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.rope import rotate, unrotate
 from cuvee.codec.symbols import Prediction
 from cuvee.codec.transform import gather, partition
@@ -618,7 +614,7 @@ def test_gradients_go_back_through_rope_transposed(scaling: float, interleaved: 
     values = [torch.zeros(10, x.kv_heads, x.value_dim) for x in layout.layers]
     chunk = KVChunk(gradients, values, layout)
     for section in partition(layout, "layer"):
-        back = gather(chunk, section, _Transposed(layout, 10, torch.device("cpu")), slice(0, 10))
+        back = gather(chunk, section, Transposed(layout, 10, torch.device("cpu")), slice(0, 10))
         expected = free[section.first_layer].grad
         assert expected is not None
         torch.testing.assert_close(back[:, : expected[0].numel()], expected.flatten(1), rtol=1e-5, atol=1e-6)
@@ -740,15 +736,15 @@ def test_the_sample_is_bounded_and_spread(lengths: list[int]) -> None:
 def test_the_sample_limit_reaches_calibration(
     layouts: dict[str, KVLayout], make_chunk: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calibrate, "SAMPLE_TOKENS", 300)
+    monkeypatch.setattr(moments_module, "SAMPLE_TOKENS", 300)
     seen: list[list[Moments]] = []
-    build = calibrate._build
+    build = build_profile
 
     def spy(*args: Any) -> Profile:
         seen.append(args[3])
         return build(*args)
 
-    monkeypatch.setattr(calibrate, "_build", spy)
+    monkeypatch.setattr(calibrate, "build_profile", spy)
     Profile.fit(layouts["gqa"], (make_chunk(layouts["gqa"], 100, seed, 50) for seed in range(20)))
     for moments in seen[0]:
         assert 100 <= sum(len(x) for _, x, _ in moments.sample) <= 300

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.codec.backends import Backend, get_backend
 from cuvee.codec.classes import (
     CLASS_UNITS,
     CLASSES,
@@ -27,6 +26,7 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileErr
 from cuvee.codec.family import coding_plan, default_family, scale_codes, step_value
 from cuvee.codec.rans import Streams, stream_count
 from cuvee.codec.rans_classes import stream_rows
+from cuvee.codec.stages import Stages, get_stages
 from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, U8, CodingPlan, Escapes
 from cuvee.codec.symbols_classes import class_runs
 
@@ -37,8 +37,8 @@ BACKENDS = ("reference", "numba")
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
+def backend(request: pytest.FixtureRequest) -> Stages:
+    return get_stages(request.param)
 
 
 def plan_of(rows: int, step: int = 0, widest: int = 300) -> ClassedPlan:
@@ -140,7 +140,7 @@ def test_class_tables_can_code_every_class(counts: np.ndarray[tuple[int], np.dty
 def test_backends_code_the_same_bytes(tokens: int, n: int) -> None:
     plan = plan_of(24)
     classes = classes_of(tokens, plan, tokens)
-    one, other = (get_backend(name) for name in BACKENDS)
+    one, other = (get_stages(name) for name in BACKENDS)
     planes, _ = one.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
     want = one.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
     got = other.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
@@ -154,7 +154,7 @@ def test_backends_code_the_same_bytes(tokens: int, n: int) -> None:
 
 
 @pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 700), slice(256, 700)])
-def test_windows_decode_alone(backend: Backend, at: slice) -> None:
+def test_windows_decode_alone(backend: Stages, at: slice) -> None:
     plan = plan_of(24)
     classes = classes_of(700, plan)
     planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
@@ -166,7 +166,7 @@ def test_windows_decode_alone(backend: Backend, at: slice) -> None:
 
 
 @pytest.mark.parametrize("change", ["word", "state", "length"])
-def test_damaged_streams_are_found(backend: Backend, change: str) -> None:
+def test_damaged_streams_are_found(backend: Stages, change: str) -> None:
     plan = plan_of(24)
     classes = classes_of(300, plan)
     planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
@@ -184,7 +184,7 @@ def test_damaged_streams_are_found(backend: Backend, change: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["finer", "coarser", "shuffled"])
-def test_classes_that_are_not_those_of_the_streams_are_found(backend: Backend, wrong: str) -> None:
+def test_classes_that_are_not_those_of_the_streams_are_found(backend: Stages, wrong: str) -> None:
     plan = plan_of(24)
     classes = classes_of(256, plan)
     planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
@@ -207,7 +207,7 @@ def test_planes_come_back_within_half_a_step(tokens: int, step: int) -> None:
     plan = plan_of(30, step)
     classes = classes_of(tokens, plan, tokens)
     y = coefficients(30, classes, plan)
-    one, other = (get_backend(name) for name in BACKENDS)
+    one, other = (get_stages(name) for name in BACKENDS)
     planes, escapes = one.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
     again, listed = other.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
     np.testing.assert_array_equal(escapes.index, listed.index)
@@ -235,8 +235,8 @@ def test_each_class_is_coded_as_its_own_step_codes_it() -> None:
         classes = np.full(100, k, np.uint8)
         y = coefficients(20, classes, plan)
         own = plan.of(k)
-        planes, escapes = get_backend("numba").to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
-        usual = get_backend("reference")
+        planes, escapes = get_stages("numba").to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
+        usual = get_stages("reference")
         step = step_value(CLASS_UNITS * (k - NEUTRAL))
         levels = usual.quantize(np.ascontiguousarray(y[: len(own.shift)]), step, own, FAMILY.quantizer)
         want, listed = usual.pack(levels, own, FAMILY.tables, 1)
@@ -246,7 +246,7 @@ def test_each_class_is_coded_as_its_own_step_codes_it() -> None:
 
 
 @pytest.mark.parametrize("change", ["missing", "extra", "elsewhere", "below the column"])
-def test_escapes_that_do_not_match_are_found(backend: Backend, change: str) -> None:
+def test_escapes_that_do_not_match_are_found(backend: Stages, change: str) -> None:
     plan = plan_of(20)
     classes = classes_of(256, plan)
     y = coefficients(20, classes, plan)
@@ -284,7 +284,7 @@ def pieces_of(classes: U8, columns: U8, y: F32) -> list[tuple[U8, U8, F32]]:
     return [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles]
 
 
-def section(backend: Backend, plan: ClassedPlan, tokens: int, seed: int = 0, rows: int = 24) -> tuple[bytes, U8, F32]:
+def section(backend: Stages, plan: ClassedPlan, tokens: int, seed: int = 0, rows: int = 24) -> tuple[bytes, U8, F32]:
     rng = np.random.default_rng(seed)
     classes = rng.integers(plan.finest, CLASSES, tokens).astype(np.uint8)
     columns = classes[coding_order(classes)]
@@ -296,7 +296,7 @@ def section(backend: Backend, plan: ClassedPlan, tokens: int, seed: int = 0, row
 @pytest.mark.parametrize("tokens", SIZES)
 def test_sections_are_the_same_bytes_and_come_back(tokens: int) -> None:
     plan = plan_of(24)
-    one, other = (get_backend(name) for name in BACKENDS)
+    one, other = (get_stages(name) for name in BACKENDS)
     data, classes, _ = section(one, plan, tokens)
     assert section(other, plan, tokens)[0] == data
     backs = []
@@ -317,7 +317,7 @@ def test_any_classes_come_back(tokens: int, seed: int, low: int, width: int) -> 
     classes = np.minimum(low + rng.integers(0, width, tokens), CLASSES - 1).astype(np.uint8)
     columns = classes[coding_order(classes)]
     y = coefficients(6, columns, plan, seed)
-    coder = CoefficientCoder(get_backend("numba"), FAMILY, 0)
+    coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
     data = coder.encode_classes(pieces_of(classes, columns, y), tokens, plan, TABLE)
     part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), tokens, plan)
     for tile in coder.decode_classes(part, plan, TABLE, tokens, slice(0, tokens), 512):
@@ -331,7 +331,7 @@ def test_any_classes_come_back(tokens: int, seed: int, low: int, width: int) -> 
 
 def test_a_run_of_tokens_touches_only_its_windows() -> None:
     plan = plan_of(24)
-    numba = get_backend("numba")
+    numba = get_stages("numba")
     data, _, _ = section(numba, plan, 1000)
     coder = CoefficientCoder(numba, FAMILY, 0)
     part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), 1000, plan)
@@ -365,16 +365,16 @@ def forged(data: bytes, at: int, value: bytes) -> Reader:
 )
 def test_hostile_headers_are_refused(at: int, value: bytes, message: str) -> None:
     plan = plan_of(24)
-    data, _, _ = section(get_backend("numba"), plan, 300)
+    data, _, _ = section(get_stages("numba"), plan, 300)
     with pytest.raises(FormatError, match=message):
-        CoefficientCoder(get_backend("numba"), FAMILY, 0).read(forged(data, at, value), plan.of(NEUTRAL), 300, plan)
+        CoefficientCoder(get_stages("numba"), FAMILY, 0).read(forged(data, at, value), plan.of(NEUTRAL), 300, plan)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_damaged_class_stream_is_found(name: str) -> None:
     plan = plan_of(24)
-    data, _, _ = section(get_backend(name), plan, 300)
-    coder = CoefficientCoder(get_backend(name), FAMILY, 0)
+    data, _, _ = section(get_stages(name), plan, 300)
+    coder = CoefficientCoder(get_stages(name), FAMILY, 0)
     part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), 300, plan)
     assert part.classes is not None
     part.classes.words[0] ^= 0x0101
@@ -384,10 +384,10 @@ def test_a_damaged_class_stream_is_found(name: str) -> None:
 
 def test_classes_where_there_may_be_none_are_refused() -> None:
     plan = plan_of(24)
-    data, _, _ = section(get_backend("numba"), plan, 300)
+    data, _, _ = section(get_stages("numba"), plan, 300)
     with pytest.raises(FormatError, match="has token classes"):
         read_streams(Reader(memoryview(data)), plan.of(NEUTRAL).planes, 24, 300)
-    coder = CoefficientCoder(get_backend("numba"), FAMILY, 0)
+    coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
     nothing = Streams(np.full(1, 1 << 16, np.uint32), np.zeros(1, np.uint32), np.empty(0, np.uint16))
     plain = write_streams(nothing, Escapes(np.empty(0, np.uint32), np.empty(0, np.int32)), 0, 128)
     part = read_coded(Reader(memoryview(plain)), 0, 0, 100, (5, 5))
@@ -402,8 +402,8 @@ def test_classes_that_the_profile_cannot_serve_are_refused() -> None:
         with pytest.raises(FormatError, match="outside 9 … 15"):
             check_classes(np.array([12, bad], np.uint8), plan)
     served = plan_of(24)
-    data, _, _ = section(get_backend("numba"), served, 300)
-    coder = CoefficientCoder(get_backend("numba"), FAMILY, 0)
+    data, _, _ = section(get_stages("numba"), served, 300)
+    coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
     part = coder.read(Reader(memoryview(data)), served.of(NEUTRAL), 300, served)
     with pytest.raises(FormatError, match="outside 9"):
         list(coder.decode_classes(part, plan, TABLE, 300, slice(0, 300), 256))
@@ -416,7 +416,7 @@ def test_values_too_large_for_their_class_are_refused(value: float) -> None:
     y = np.zeros((8, 2), np.float32)
     y[0, 1] = value
     with pytest.raises(InputError, match="lossless"):
-        CoefficientCoder(get_backend("numba"), FAMILY, 0).encode_classes([(classes, classes, y)], 2, plan, TABLE)
+        CoefficientCoder(get_stages("numba"), FAMILY, 0).encode_classes([(classes, classes, y)], 2, plan, TABLE)
 
 
 def test_a_section_costs_little_more_than_its_ideal_code() -> None:
@@ -426,7 +426,7 @@ def test_a_section_costs_little_more_than_its_ideal_code() -> None:
     columns = classes[coding_order(classes)]
     y = coefficients(120, columns, plan, widest=100)
     y[0, 128], y[3, 0] = 0, 0
-    numba = get_backend("numba")
+    numba = get_stages("numba")
     table = class_table(class_frequencies(np.bincount(classes, minlength=16)))
     data = CoefficientCoder(numba, FAMILY, 0).encode_classes([(classes, columns, y)], 256, plan, table)
     planes, escapes = numba.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import MAX_SCHEMES, Codec
+from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
+from cuvee.codec.cpu import MAX_SCHEMES, CpuBackend
 from cuvee.codec.errors import (
     CorruptError,
     CuveeError,
@@ -141,7 +142,7 @@ def test_tensors_that_require_gradients(
 def test_same_bytes_and_values_from_every_backend_and_thread_count(
     scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.codec.codec.PARALLEL_VALUES", 1)
+    monkeypatch.setattr("cuvee.codec.cpu.PARALLEL_VALUES", 1)
     chunk = make_chunk(layouts["irregular"], 200, seed=4)
     settings: list[dict[str, object]] = [
         {"backend": "numba", "threads": 1},
@@ -157,16 +158,24 @@ def test_same_bytes_and_values_from_every_backend_and_thread_count(
     assert all(same(codec.decode(blobs[0]), whole) for codec in codecs[1:])
 
 
+def of_the_host(codec: Codec) -> CpuBackend:
+    """The backend that codes the codec's chunks on the CPU."""
+    backend = codec._backends["cpu"]
+    assert isinstance(backend, CpuBackend)
+    return backend
+
+
 def test_blobs_of_many_steps_do_not_pile_up(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
     chunk = make_chunk(layouts["gqa"], 20)
     codec = make_codec("gqa", "layer", step=0.2)
-    own = next(iter(codec._schemes))
+    backend = of_the_host(codec)
+    own = next(iter(backend._schemes))
     for power in range(-20, 1):
         blob = make_codec("gqa", "layer", step=2 ** (power / 4)).encode(chunk)
         assert codec.decode(blob).tokens == 20
-        assert len(codec._schemes) <= MAX_SCHEMES
-        assert own in codec._schemes
-    assert len(codec._schemes) == MAX_SCHEMES
+        assert len(backend._schemes) <= MAX_SCHEMES
+        assert own in backend._schemes
+    assert len(backend._schemes) == MAX_SCHEMES
 
 
 def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
@@ -189,7 +198,8 @@ def test_a_scheme_that_another_thread_evicts_is_used_all_the_same(
 
     codec, chunk = make_codec("gqa", "layer", threads=1), make_chunk(layouts["gqa"], 9)
     blob = codec.encode(chunk)
-    codec._schemes = Evicting(codec._schemes)
+    backend = of_the_host(codec)
+    backend._schemes = Evicting(backend._schemes)
     assert same(codec.decode(blob), make_codec("gqa", "layer").decode(blob))
 
 
@@ -208,7 +218,7 @@ def test_threads_share_the_schemes(layouts: Layouts, make_chunk: MakeChunk, make
                 assert same(back, alone[index])
     finally:
         sys.setswitchinterval(interval)
-    assert len(codec._schemes) <= MAX_SCHEMES
+    assert len(of_the_host(codec)._schemes) <= MAX_SCHEMES
 
 
 def test_threads_leave_torchs_own_as_they_were(
@@ -222,7 +232,7 @@ def test_threads_leave_torchs_own_as_they_were(
         started.append(workers)
         return real(workers, **arguments)
 
-    monkeypatch.setattr("cuvee.codec.codec.ThreadPoolExecutor", counting)
+    monkeypatch.setattr("cuvee.codec.cpu.ThreadPoolExecutor", counting)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -230,7 +240,7 @@ def test_threads_leave_torchs_own_as_they_were(
         codec = make_codec("gqa", "layer", step=0.2, threads=2)
         codec.decode(codec.encode(chunk))
         assert started == []  # too small to be worth a thread
-        monkeypatch.setattr("cuvee.codec.codec.PARALLEL_VALUES", 1)
+        monkeypatch.setattr("cuvee.codec.cpu.PARALLEL_VALUES", 1)
         codec.decode(codec.encode(chunk))
         assert started == [2, 2]
         with real(1) as pool:

@@ -381,7 +381,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
     codec = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
     blob = codec.encode(chunk(), associated=b"here")
     assert torch.equal(codec.decode(blob, associated=b"here").keys[1], chunk().keys[1])
-    assert codec.check(blob, associated=b"here").tokens == chunk().tokens
+    assert codec.open(blob, associated=b"here").tokens == chunk().tokens
     assert len(codec.decode_layers(blob, 0, 1, associated=b"here")[0]) == 1
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     slots = [torch.arange(chunk().tokens)] * 2
@@ -392,7 +392,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
         for call in (
             lambda wrong=wrong: codec.decode(blob, associated=wrong),
             lambda wrong=wrong: codec.decode_layers(blob, 0, 1, associated=wrong),
-            lambda wrong=wrong: codec.check(blob, associated=wrong),
+            lambda wrong=wrong: codec.open(blob, associated=wrong),
             lambda: codec.decode_paged(blobs[::-1], cache, slots, associated=[b"here", b"there"]),
         ):
             with pytest.raises(CorruptError, match="belong somewhere else"):
@@ -405,7 +405,7 @@ def test_what_cannot_be_bound_is_refused() -> None:
     for call in (
         lambda: plain.encode(chunk(), associated=b"here"),
         lambda: plain.decode(plain.encode(chunk()), associated=b"here"),
-        lambda: plain.check(plain.encode(chunk()), associated=b"here"),
+        lambda: plain.open(plain.encode(chunk()), associated=b"here"),
     ):
         with pytest.raises(InputError, match="key="):
             call()
@@ -422,15 +422,15 @@ def test_what_cannot_be_bound_is_refused() -> None:
 def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
     generic = Profile.generic(LAYOUT)
     codec = Codec(generic, step=0.1)
-    codec.check_own(codec.encode(chunk()), 9, 0, "float32")
+    assert codec.open_own(codec.encode(chunk()), tokens=9, start=0, dtype="float32").tokens == 9
     for other, wrong in ((Codec(generic, "lossless"), "lossless"), (Codec(generic, step=0.2), "step index")):
         blob = other.encode(chunk())
         assert codec.decode(blob).tokens == 9, "any quality decodes"
         with pytest.raises(CorruptError, match=f"holds .*{wrong}.*; expected "):
-            codec.check_own(blob, 9, 0, "float32")
+            codec.open_own(blob, tokens=9, start=0, dtype="float32")
     for tokens, start, dtype in ((8, 0, "float32"), (9, 1, "float32"), (9, 0, "float16")):
         with pytest.raises(CorruptError, match="the entry holds 9 tokens from 0 on in float32"):
-            codec.check_own(codec.encode(chunk()), tokens, start, dtype)
+            codec.open_own(codec.encode(chunk()), tokens=tokens, start=start, dtype=dtype)
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])

@@ -26,7 +26,7 @@ from cuvee.codec.family import (
     split_wide,
     step_value,
 )
-from cuvee.codec.profile import SectionProfile
+from cuvee.codec.section_profile import SectionProfile
 from cuvee.codec.symbols import ESCAPE, F32, I16, MAX_SHIFT, Prediction
 from cuvee.codec.transform import SectionBasis
 

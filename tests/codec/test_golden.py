@@ -16,60 +16,40 @@ import json
 import struct
 from copy import copy
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.codec.vectors import (
+    DTYPES,
+    EXPECTED,
+    FOLDER,
+    LAYOUT,
+    LOSSY,
+    MANIFEST,
+    NAMES,
+    PROFILE,
+    STEP,
+    golden_chunk,
+    golden_codec,
+)
 
-from cuvee.codec.backends import Backend, backend_names, get_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import Reader, Scheme, inspect, read_coded, read_header, read_section
 from cuvee.codec.family import Family, coding_plan
 from cuvee.codec.importance import Predictor
-from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profile import Profile
+from cuvee.codec.stages import Stages, get_stages, stage_names
 from cuvee.codec.symbols import I32, U8, CodingPlan, Prediction
 
-FOLDER = Path(__file__).parent / "golden"
-DTYPES = ("bfloat16", "float16", "float32")
-# "classes": learned, and the caller says what each token is worth.
-SCHEMES = ("lossless", "transform", "generic", "classes")
-NAMES = tuple(f"{scheme}-{dtype}" for scheme in SCHEMES for dtype in DTYPES)
-LOSSY = tuple(name for name in NAMES if not name.startswith("lossless"))
-PROFILE, MANIFEST, EXPECTED = FOLDER / "profile.safetensors", FOLDER / "manifest.json", FOLDER / "expected.safetensors"
-
-ROPE = Rope((1.0, 0.1, 0.01, 0.001))
-LAYOUT = KVLayout("golden", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "float32", 4096)
-TOKENS, STEP = 37, 2.0**-5
+TOKENS = 37
 CLASSED_TOKENS, KEPT = 270, slice(None, None, 7)  # more than a window; which of them `expected` holds
 # Many classes, in no order; one token is worth nothing.
 WEIGHTS = [0.0 if t == 100 else 2.0 ** (7 * t % 12 - 6) for t in range(CLASSED_TOKENS)]
-KEY = b"golden vectors' key"
-
-
-def synthetic_chunk(seed: int, tokens: int, start: int, outlier: float = 0.0) -> KVChunk:
-    """Correlated channels, tokens that resemble the one before, a sink at position 0, and one value that escapes."""
-    noise, fixed = (torch.Generator().manual_seed(s) for s in (seed, 4711))
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for layer in LAYOUT.layers:
-        for out in (keys, values):
-            width = layer.kv_heads * 8
-            mixing = torch.randn(width, width, generator=fixed) * torch.logspace(0.5, -2.5, width)[:, None]
-            x = torch.randn(tokens, width, generator=noise)
-            for t in range(1, tokens):
-                x[t] = 0.95 * x[t - 1] + 0.31 * x[t]
-            x = x @ mixing
-            x[tokens // 2, 1] += outlier
-            if start == 0:
-                x[0] = 40.0
-            out.append(x.unflatten(1, (layer.kv_heads, 8)))
-    return KVChunk(keys, values, LAYOUT, start)
 
 
 def converted(chunk: KVChunk, dtype: str) -> KVChunk:
@@ -96,14 +76,6 @@ def named_tensors(name: str, chunk: KVChunk) -> dict[str, torch.Tensor]:
     return tensors | {f"{name}.values.{i}": v[kept].contiguous() for i, v in enumerate(chunk.values)}
 
 
-def codec_of(name: str, profile: Profile, backend: str = "auto") -> Codec:
-    key = KEY if name.endswith("-float16") else None
-    if name.startswith("lossless"):
-        return Codec(profile, "lossless", backend=backend, threads=1, key=key)
-    profile = Profile.generic(LAYOUT) if name.startswith("generic") else profile
-    return Codec(profile, step=STEP, backend=backend, threads=1, key=key)
-
-
 def generic_plan(reader: Reader, blocks: tuple[int, ...]) -> CodingPlan:
     codes: list[int] = []
     for size in blocks:
@@ -126,7 +98,7 @@ class Coded:
     classes: U8 | None = None  # of the tokens; the levels are in the order of the columns
 
 
-def coded_sections(blob: bytes, codec: Codec, backend: Backend) -> list[Coded]:
+def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
     header = read_header(blob)
     out = []
     for index in range(len(header.section_bytes)):
@@ -190,20 +162,20 @@ def regenerate() -> None:
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.iterdir():
         old.unlink()
-    profile = Profile.fit(LAYOUT, [synthetic_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
+    profile = Profile.fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
     profile = with_predictor(profile)
     profile.save(PROFILE)
     manifest: dict[str, Any] = {"profile": profile.id.hex(), "vectors": {}}
     expected: dict[str, torch.Tensor] = {}
     for number, name in enumerate(NAMES):
-        chunk = converted(synthetic_chunk(100 + number, tokens_of(name), 0, outlier=500.0), name.split("-")[1])
-        codec = codec_of(name, profile)
+        chunk = converted(golden_chunk(100 + number, tokens_of(name), 0, outlier=500.0), name.split("-")[1])
+        codec = golden_codec(name, profile)
         blob = codec.encode(chunk, importance=WEIGHTS if name.startswith("classes") else None)
         (FOLDER / f"{name}.bin").write_bytes(blob)
         vector = {"blob": digest(blob)}
         back = codec.decode(blob)
         if name in LOSSY:
-            vector["levels"] = levels_digest(coded_sections(blob, codec, get_backend("reference")))
+            vector["levels"] = levels_digest(coded_sections(blob, codec, get_stages("reference")))
             expected |= named_tensors(name, back)
         else:
             vector["tensors"] = tensor_digest(chunk)
@@ -236,7 +208,7 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
 
 
-@pytest.fixture(params=[*backend_names(), TRITON])
+@pytest.fixture(params=[*stage_names(), TRITON])
 def backend(request: pytest.FixtureRequest) -> str:
     name: str = request.param
     return name
@@ -245,46 +217,46 @@ def backend(request: pytest.FixtureRequest) -> str:
 def decode(golden: Golden, name: str, backend: str) -> KVChunk:
     """A vector, on the CPU but where `triton` has a GPU."""
     device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
-    chunk = codec_of(name, golden.profile, backend).decode(golden.blob(name), device=device)
+    chunk = golden_codec(name, golden.profile, backend).decode(golden.blob(name), device=device)
     return KVChunk([k.cpu() for k in chunk.keys], [v.cpu() for v in chunk.values], chunk.layout, chunk.start)
 
 
 def device_levels(section: memoryview, at: int, plan: CodingPlan, family: Family, device: torch.device) -> I32:
     """The levels of a coded part that begins at byte `at`, as the kernels read them."""
     # Nothing else here needs Triton.
-    from cuvee.kernels.batch import place_jobs
-    from cuvee.kernels.jobs import Job, Status
+    from cuvee.kernels.incoming import read_coded
+    from cuvee.kernels.jobs import JobField, Status
+    from cuvee.kernels.ops.arguments import StreamJobs
+    from cuvee.kernels.ops.rans import rans_decode
+    from cuvee.kernels.ops.symbols import dequantize
     from cuvee.kernels.plans import FamilyTables, PlanArrays
-    from cuvee.kernels.rans import rans_decode
-    from cuvee.kernels.staging import Upload, read_coded
-    from cuvee.kernels.symbols import dequantize
+    from cuvee.kernels.upload import Upload
+    from cuvee.kernels.workspace import place_jobs
 
     arrays = PlanArrays.of([plan], family, 0)
     arrays.row_floats[:] = 0  # nothing is shrunk and a step is 1: coefficients are levels
-    jobs = np.zeros((1, len(Job)), np.int64)
-    jobs[:, Job.TOKENS] = TOKENS
+    jobs = np.zeros((1, len(JobField)), np.int64)
+    jobs[:, JobField.TOKENS] = TOKENS
     planes, coefficients = place_jobs(jobs, arrays.plans)
     upload = Upload()
     upload.add(section)
     packed = upload.pack(torch.device("cpu"))
     begin, end, count = (np.array([number], np.int64) for number in (at, len(section), plan.planes))
-    read_coded(packed.bytes.numpy(), begin, end, jobs[:, Job.TOKENS], count, jobs, ["the section"])
+    read_coded(packed.bytes.numpy(), begin, end, jobs[:, JobField.TOKENS], count, jobs, ["the section"])
     table = torch.from_numpy(jobs).to(device)
-    part = {key: torch.from_numpy(array).to(device) for key, array in arrays.named().items()}
+    plans = arrays.to(device)
     data = packed.bytes.to(device)
     status, found = torch.zeros(2, 1, dtype=torch.int32, device=device)
     symbols = torch.full((planes,), 0xAB, dtype=torch.uint8, device=device)
     y = torch.full((coefficients,), float("nan"), device=device)
-    rans_decode(
-        data, table, part["plans"], part["tables"], FamilyTables.of(family, device).slots, symbols, status,
-        int(jobs[0, Job.STREAMS]),
-    )  # fmt: skip
+    coding = StreamJobs(table, plans.plans, plans.tables, int(jobs[0, JobField.STREAMS]))
+    rans_decode(data, coding, FamilyTables.of(family, device).slots, symbols, status)
     dequantize(
-        data, table, part["plans"], part["row_floats"], part["row_ints"], part["steps"], symbols, y, status, found,
-        len(plan.shift), TOKENS, predicted=plan.prediction is not Prediction.NONE,
+        data, table, plans, symbols, y, status, found, len(plan.shift), TOKENS,
+        predicted=plan.prediction is not Prediction.NONE,
     )  # fmt: skip
     assert Status(int(status)) == Status(0)
-    stride = int(jobs[0, Job.STRIDE])
+    stride = int(jobs[0, JobField.STRIDE])
     return y[: len(plan.shift) * stride].view(-1, stride)[:, :TOKENS].cpu().numpy().astype(np.int32)
 
 
@@ -321,8 +293,8 @@ def test_lossless_vectors_decode_to_the_same_bits(golden: Golden, dtype: str, ba
 
 @pytest.mark.parametrize("name", LOSSY)
 def test_lossy_vectors_hold_the_same_levels(golden: Golden, name: str, backend: str) -> None:
-    codec, blob = codec_of(name, golden.profile), golden.blob(name)
-    sections = coded_sections(blob, codec, get_backend("numba" if backend == "triton" else backend))
+    codec, blob = golden_codec(name, golden.profile), golden.blob(name)
+    sections = coded_sections(blob, codec, get_stages("numba" if backend == "triton" else backend))
     if backend == "triton":
         device, header = torch.device("cuda" if torch.cuda.is_available() else "cpu"), read_header(blob)
         views = [read_section(blob, header, index) for index in range(len(sections))]
@@ -357,7 +329,7 @@ def test_lossy_vectors_decode_to_the_same_tensors_within_rounding(golden: Golden
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vectors_move_to_other_positions(golden: Golden, name: str) -> None:
-    codec, blob = codec_of(name, golden.profile), golden.blob(name)
+    codec, blob = golden_codec(name, golden.profile), golden.blob(name)
     stay, moved = codec.decode(blob), codec.decode(blob, start=2000)
     assert moved.start == 2000
     for a, b in zip(stay.values, moved.values, strict=True):
@@ -373,7 +345,7 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
     assert any(section.prediction is not Prediction.NONE and section.rho.any() for section in profile.learned)
     assert any(len(section.basis.sinks) for section in profile.learned)
     for name in LOSSY:
-        sections = coded_sections(golden.blob(name), codec_of(name, profile), get_backend("numba"))
+        sections = coded_sections(golden.blob(name), golden_codec(name, profile), get_stages("numba"))
         assert any(section.wide for section in sections), "low bits"
         assert any(section.escapes for section in sections), "escapes"
         assert any(section.streams > 1 for section in sections), "several streams"
@@ -384,7 +356,7 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
             assert own is None or len(set(own.tolist())) > 4, "many classes"
         if name.startswith("classes"):
             assert all(own is not None and own[100] == 15 and len(own) > WINDOW for own in classes)
-    transform = coded_sections(golden.blob(LOSSY[0]), codec_of(LOSSY[0], profile), get_backend("numba"))
+    transform = coded_sections(golden.blob(LOSSY[0]), golden_codec(LOSSY[0], profile), get_stages("numba"))
     ranks = [len(section.plan.shift) for section in transform]
     assert any(rank < len(section.scale) for rank, section in zip(ranks, profile.learned, strict=True)), "left out"
     lossless = read_section(golden.blob("lossless-float32"), read_header(golden.blob("lossless-float32")), 1)
@@ -395,6 +367,6 @@ def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
 def test_lossless_encodes_to_bytes_of_the_same_size(golden: Golden, dtype: str) -> None:
     # The choice of references uses logarithms, so other machines may choose otherwise; it cannot matter much.
     name = f"lossless-{dtype}"
-    codec, blob = codec_of(name, golden.profile), golden.blob(name)
+    codec, blob = golden_codec(name, golden.profile), golden.blob(name)
     again = codec.encode(codec.decode(blob))
     assert abs(len(again) - len(blob)) <= len(blob) // 50

@@ -17,9 +17,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import xxhash
+from tests.codec.forging import (
+    HEADER,
+    LAYOUT,
+    codec_of,
+    correlated_chunk,
+    learned,
+    reseal,
+    reseal_header,
+    sections_of,
+    with_section,
+)
 
-from cuvee.codec.backends import backend_names, get_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import CLASSES, class_table
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
@@ -38,55 +47,16 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
-from cuvee.codec.symbols import U8, Prediction
+from cuvee.codec.stages import get_stages, stage_names
+from cuvee.codec.symbols import U8
 
-ROPE = Rope((1.0, 0.1, 0.01, 0.001))
-LAYOUT = KVLayout("tiny", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "bfloat16", 4096)
 TOKENS, START = 20, 3
 SCHEMES = ("lossless", "generic", "transform", "classes")  # the last: learned, and tokens have classes
 LOSSY = SCHEMES[1:]
 WEIGHTS = [2.0 ** (11 * t % 20 - 10) for t in range(TOKENS - 1)] + [2.0**60]  # the last token is of the finest class
 # The interpreter of the device backend computes with NumPy, which warns where damaged numbers overflow.
 TRITON = pytest.param("triton", marks=[pytest.mark.gpu, pytest.mark.filterwarnings("ignore::RuntimeWarning")])
-BACKENDS = [*backend_names(), TRITON]
-HEADER = 72
-OFFSETS = {"version": 4, "scheme": 5, "dtype": 6, "tokens": 8, "start": 12, "values": 16, "step": 20, "count": 24}
-
-
-def correlated_chunk(seed: int, tokens: int, start: int, layout: KVLayout = LAYOUT, outlier: float = 0.0) -> KVChunk:
-    """Channels that go together and tokens that resemble the one before; the same mixing for every seed."""
-    noise, fixed = (torch.Generator().manual_seed(s) for s in (seed, 999))
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for layer in layout.layers:
-        for out in (keys, values):
-            width = layer.kv_heads * 8
-            mixing = torch.randn(width, width, generator=fixed) * torch.logspace(0.5, -2, width)[:, None]
-            x = torch.randn(tokens, width, generator=noise)
-            for t in range(1, tokens):
-                x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
-            x = x @ mixing
-            x[tokens // 2, 1] += outlier
-            out.append(x.unflatten(1, (layer.kv_heads, 8)).to(layout.torch_dtype))
-    return KVChunk(keys, values, layout, start)
-
-
-@cache
-def learned() -> Profile:
-    """With prediction, so that damage can spread from token to token."""
-    profile = Profile.fit(LAYOUT, [correlated_chunk(seed, 64, 7 * seed) for seed in range(7)], "layer")
-    sections = []
-    for section in profile.learned:
-        rho = section.rho + (200 if section.prediction is Prediction.NONE else 0)
-        sections.append(replace(section, prediction=Prediction.LAG1, rho=rho.astype("int16")))
-    return Profile(LAYOUT, "layer", "fitted", profile.family, tuple(sections))
-
-
-@cache
-def codec_of(scheme: str, backend: str = "auto") -> Codec:
-    if scheme == "lossless":
-        return Codec(Profile.generic(LAYOUT), "lossless", backend=backend, threads=1)
-    return Codec(Profile.generic(LAYOUT) if scheme == "generic" else learned(), step=0.02, backend=backend, threads=1)
+BACKENDS = [*stage_names(), TRITON]
 
 
 @cache
@@ -94,27 +64,6 @@ def blob_of(scheme: str) -> bytes:
     """With escapes where the scheme has them: token 10 is an outlier."""
     chunk = correlated_chunk(50, TOKENS, START, outlier=0.0 if scheme == "lossless" else 300.0)
     return codec_of(scheme).encode(chunk, importance=WEIGHTS if scheme == "classes" else None)
-
-
-def reseal(blob: bytes, sections: list[bytes] | None = None, **fields: int) -> bytes:
-    """The blob with other header fields or sections, and with checksums and lengths made right again."""
-    header = read_header(blob)
-    at = [header.section_offset(i) for i in range(len(header.section_bytes) + 1)]
-    parts = [blob[a:b] for a, b in pairwise(at)] if sections is None else sections
-    head = bytearray(blob[:HEADER])
-    for name, value in fields.items():
-        width = 4 if name in ("tokens", "start", "values", "step", "count") else 1
-        head[OFFSETS[name] : OFFSETS[name] + width] = (value & 0xFFFFFFFF).to_bytes(width, "little")
-    head[64:72] = (HEADER + 12 * len(parts) + 8 + sum(map(len, parts))).to_bytes(8, "little")
-    for part in parts:
-        head += struct.pack("<IQ", len(part), xxhash.xxh3_64_intdigest(part))
-    return bytes(head) + struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(head))) + b"".join(parts)
-
-
-def sections_of(blob: bytes) -> list[bytes]:
-    header = read_header(blob)
-    starts = [header.section_offset(i) for i in range(len(header.section_bytes))]
-    return [blob[a : a + n] for a, n in zip(starts, header.section_bytes, strict=True)]
 
 
 def coded_offset(scheme: str, section: bytes) -> int:
@@ -261,10 +210,8 @@ def test_header_fields_changed_with_right_checksums(scheme: str) -> None:
         for flip in (0x01, 0x40, 0x80, 0xFF):
             changed = bytearray(blob)
             changed[at] ^= flip
-            end = read_header(blob).header_bytes - 8
-            changed[end : end + 8] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(changed[:end])))
             tokens = int.from_bytes(changed[8:12], "little")
-            attempt(scheme, bytes(changed), tokens=tokens)
+            attempt(scheme, reseal_header(bytes(changed), 2), tokens=tokens)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -277,7 +224,7 @@ def test_every_backend_agrees_about_forged_sections(scheme: str, backend: str) -
 
 EXTREMES = (-(2**31), 2**31 - 1)
 # Triton's interpreter takes seconds for each, and 0 and 1 are nothing special to it.
-ESCAPES: list[Any] = [(value, backend) for value in (*EXTREMES, 0, 1) for backend in backend_names()]
+ESCAPES: list[Any] = [(value, backend) for value in (*EXTREMES, 0, 1) for backend in stage_names()]
 ESCAPES += [pytest.param(value, "triton", marks=TRITON.marks) for value in EXTREMES]
 
 
@@ -289,7 +236,7 @@ def test_escapes_of_any_value_decode(lossy: str, value: int, backend: str) -> No
     escapes = struct.unpack_from("<I", section, coded_offset(lossy, bytes(section)) + 4)[0]
     for index in range(escapes):
         struct.pack_into("<i", section, len(section) - 4 * (index + 1), value)
-    assert attempt(lossy, reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
+    assert attempt(lossy, with_section(blob, bytes(section)), backend)
 
 
 @pytest.mark.parametrize("scale", [-(2**15), -16384, 16383, 2**15 - 1])
@@ -298,7 +245,7 @@ def test_generic_scales_of_any_value_are_refused_or_decode(scale: int, backend: 
     blob = blob_of("generic")
     section = bytearray(sections_of(blob)[0])
     struct.pack_into("<h", section, 0, scale)
-    attempt("generic", reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
+    attempt("generic", with_section(blob, bytes(section)), backend)
 
 
 @pytest.mark.parametrize("bits", [0x7F80, 0xFF80, 0x7FFF, 0xFFC1])
@@ -308,7 +255,7 @@ def test_generic_means_that_are_no_numbers_are_refused_or_decode(bits: int, back
     section = bytearray(sections_of(blob)[0])
     for channel in range(8):
         struct.pack_into("<H", section, 2 + 2 * channel, bits)
-    attempt("generic", reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
+    attempt("generic", with_section(blob, bytes(section)), backend)
 
 
 @pytest.mark.parametrize("code", [57, 100, 254])
@@ -318,7 +265,7 @@ def test_generic_scale_codes_beyond_the_widest_are_refused(code: int, backend: s
     section = bytearray(sections_of(blob)[0])
     section[2 + 2 * 8] = code
     with pytest.raises(FormatError, match="scale code"):
-        decode("generic", reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
+        decode("generic", with_section(blob, bytes(section)), backend)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +287,7 @@ def test_counts_that_overflow_are_refused(scheme: str, offset: int, fmt: str, va
     section = bytearray(sections_of(blob)[0])
     struct.pack_into(fmt, section, coded_offset(scheme, bytes(section)) + offset, value)
     with pytest.raises(FormatError):
-        decode(scheme, reseal(blob, [bytes(section), sections_of(blob)[1]]), backend)
+        decode(scheme, with_section(blob, bytes(section)), backend)
 
 
 # --- token classes
@@ -382,7 +329,7 @@ class Classed:
     def with_classes(self, classes: U8) -> Classed:
         """With the classes of the tokens coded anew, and the streams as they are."""
         table, which = class_table(learned().learned[0].class_freq), np.zeros(len(classes), np.uint16)
-        listed = get_backend("reference").rans_encode(classes[:, None], which, which, table, 1)
+        listed = get_stages("reference").rans_encode(classes[:, None], which, which, table, 1)
         return replace(
             self, class_words=len(listed.words), class_state=int(listed.states[0]),
             stream=listed.words.astype("<u2").tobytes(),
@@ -395,7 +342,7 @@ def classes_of_blob() -> U8:
     table, which = class_table(learned().learned[0].class_freq), np.zeros(TOKENS, np.uint16)
     words = np.frombuffer(part.stream, "<u2").astype(np.uint16)
     listed = Streams(np.array([part.class_state], np.uint32), np.array([len(words)], np.uint32), words)
-    return get_backend("reference").rans_decode(listed, which, which, table, 1, 1)[:, 0]
+    return get_stages("reference").rans_decode(listed, which, which, table, 1, 1)[:, 0]
 
 
 def test_the_classes_are_where_they_should_be() -> None:
@@ -781,6 +728,7 @@ def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], m
     chunk = codec.decode(blob)
     pages = PagedCache.dense(LAYOUT, chunk.keys, chunk.values)
     monkeypatch.setattr("cuvee.codec.codec._outputs", lambda *_: allocate())
+    monkeypatch.setattr("cuvee.codec.cpu._target", lambda *_: allocate())
     for call in (
         lambda: codec.decode(blob),
         lambda: codec.decode_layers(blob, 0, 1),

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.codec.test_golden import LAYOUT, synthetic_chunk
+from tests.codec.vectors import LAYOUT, golden_chunk
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import CLASSES, NEUTRAL
@@ -27,7 +27,7 @@ from cuvee.codec.profile import Profile
 
 
 def fitted(group: str = "layer") -> Profile:
-    return Profile.fit(LAYOUT, [synthetic_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], group)
+    return Profile.fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], group)
 
 
 def predictor(**changes: Any) -> Predictor:
@@ -67,7 +67,7 @@ def test_extreme_weights_of_a_profile_do_no_harm() -> None:
         learned.append(replace(section, scale=scale, predictor=predictor(linear=huge, square=huge)))
     profile = Profile(plain.layout, plain.group, plain.source, plain.family, tuple(learned))
     codec = Codec(profile, step=2 ** (step / 64))
-    chunk = synthetic_chunk(3, 300, 0)
+    chunk = golden_chunk(3, 300, 0)
     assert codec.decode(codec.encode(chunk)).tokens == 300
 
 
@@ -157,7 +157,7 @@ def test_bad_importance_is_refused(importance: object, message: str) -> None:
     with pytest.raises(InputError, match=f"importance must be.*{message}"):
         importance_offsets(importance, 3)
     with pytest.raises(InputError, match="importance"):
-        Codec(fitted(), step=0.1).encode(synthetic_chunk(1, 3, 0), importance=importance)
+        Codec(fitted(), step=0.1).encode(golden_chunk(1, 3, 0), importance=importance)
 
 
 def squared_errors(codec: Codec, chunk: KVChunk, blob: bytes) -> torch.Tensor:
@@ -168,7 +168,7 @@ def squared_errors(codec: Codec, chunk: KVChunk, blob: bytes) -> torch.Tensor:
 
 @pytest.mark.parametrize("group", ["head", "unit", "layer", "all"])
 def test_important_tokens_are_coded_finely(group: str) -> None:
-    chunk = synthetic_chunk(5, 300, 50)
+    chunk = golden_chunk(5, 300, 50)
     weights = np.ones(300)
     weights[100:110], weights[200:260] = 256.0, 2.0**-8
     for backend in ("reference", "numba"):
@@ -185,7 +185,7 @@ def test_important_tokens_are_coded_finely(group: str) -> None:
 
 
 def test_importance_needs_a_learned_profile_unless_nothing_is_lost() -> None:
-    chunk = synthetic_chunk(5, 40, 0)
+    chunk = golden_chunk(5, 40, 0)
     with pytest.raises(InputError, match="importance needs a learned profile"):
         Codec(Profile.generic(LAYOUT)).encode(chunk, importance=np.ones(40))
     lossless = Codec(fitted(), "lossless")
@@ -193,7 +193,7 @@ def test_importance_needs_a_learned_profile_unless_nothing_is_lost() -> None:
 
 
 def test_equal_importance_is_one_class_and_costs_next_to_nothing() -> None:
-    chunk = synthetic_chunk(5, 256, 0)
+    chunk = golden_chunk(5, 256, 0)
     profile = fitted()
     plain = profile.with_curve(())
     codec = Codec(plain, step=0.05)
@@ -204,7 +204,7 @@ def test_equal_importance_is_one_class_and_costs_next_to_nothing() -> None:
 
 @pytest.mark.parametrize("tokens", [1, 2, 255, 257])
 def test_chunks_of_any_length_come_back(tokens: int) -> None:
-    chunk = synthetic_chunk(7, tokens, 3)
+    chunk = golden_chunk(7, tokens, 3)
     codec = Codec(fitted(), step=2.0**-5)
     weights = np.exp2(np.random.default_rng(0).normal(size=tokens) * 3)
     back = codec.decode(codec.encode(chunk, importance=weights))

@@ -29,7 +29,8 @@ from cuvee.codec.container import read_header, read_section
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
 from cuvee.codec.importance import Predictor
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import KL_MARGIN, CurvePoint, Profile
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import KL_MARGIN, CurvePoint
 from cuvee.codec.symbols import Prediction
 
 Fitted = Callable[[str, str], Profile]

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.codec import rans
-from cuvee.codec.backends import Backend, backend_names, get_backend
 from cuvee.codec.coefficients import select_streams, tokens_per_stream
 from cuvee.codec.container import write_streams
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.family import coding_plan, default_family, scale_codes, scale_index
 from cuvee.codec.rans import U8, U16, Streams, stream_count
+from cuvee.codec.stages import Stages, get_stages, stage_names
 from cuvee.codec.symbols import ESCAPE
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 
@@ -25,9 +25,9 @@ TOKENS = (1, 15, 63, 64, 65, 257)
 PER_STREAM = (1, 2, 8, 128)
 
 
-@pytest.fixture(params=backend_names())
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
+@pytest.fixture(params=stage_names())
+def backend(request: pytest.FixtureRequest) -> Stages:
+    return get_stages(request.param)
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,10 @@ class Case:
     def reference(self) -> Streams:
         return rans.rans_encode(self.symbols, self.first, self.rest, self.tables, self.per_stream)
 
-    def encode(self, backend: Backend) -> Streams:
+    def encode(self, backend: Stages) -> Streams:
         return backend.rans_encode(self.symbols, self.first, self.rest, self.tables, self.per_stream)
 
-    def decode(self, backend: Backend, streams: Streams) -> U8:
+    def decode(self, backend: Stages, streams: Streams) -> U8:
         return backend.rans_decode(streams, self.first, self.rest, self.tables, self.per_stream, self.tokens)
 
 
@@ -92,7 +92,7 @@ def assert_same(got: Streams, want: Streams) -> None:
 @pytest.mark.parametrize("per_stream", PER_STREAM)
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_bytes_are_those_of_the_reference_and_decode_to_the_input(
-    backend: Backend, tokens: int, per_stream: int, prob_bits: int
+    backend: Stages, tokens: int, per_stream: int, prob_bits: int
 ) -> None:
     case = make_case(9, tokens, per_stream, prob_bits, seed=tokens)
     want = case.reference()
@@ -114,20 +114,20 @@ def test_any_matrix_comes_back_from_every_backend(
 ) -> None:
     case = make_case(steps, tokens, per_stream, prob_bits, seed)
     want = case.reference()
-    for name in backend_names():
-        assert_same(case.encode(get_backend(name)), want)
-        np.testing.assert_array_equal(case.decode(get_backend(name), want), case.symbols)
+    for name in stage_names():
+        assert_same(case.encode(get_stages(name)), want)
+        np.testing.assert_array_equal(case.decode(get_stages(name), want), case.symbols)
 
 
 @pytest.mark.parametrize("tokens", [1, 65])
-def test_no_steps_leave_nothing_but_states(backend: Backend, tokens: int) -> None:
+def test_no_steps_leave_nothing_but_states(backend: Stages, tokens: int) -> None:
     case = make_case(0, tokens, 8, 12)
     streams = case.encode(backend)
     assert (streams.states == 1 << 16).all() and not streams.lengths.any() and not len(streams.words)
     assert case.decode(backend, streams).shape == (0, tokens)
 
 
-def test_the_rarest_symbols_make_at_most_one_word_each(backend: Backend) -> None:
+def test_the_rarest_symbols_make_at_most_one_word_each(backend: Stages) -> None:
     tables = tables_of(12)
     which = np.full(5, 2, np.uint16)  # byte 250 has frequency 1
     case = Case(np.full((5, 70), 250, np.uint8), which, which, tables, 8)
@@ -137,7 +137,7 @@ def test_the_rarest_symbols_make_at_most_one_word_each(backend: Backend) -> None
     np.testing.assert_array_equal(case.decode(backend, streams), case.symbols)
 
 
-def test_results_do_not_depend_on_what_memory_held_before(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_do_not_depend_on_what_memory_held_before(backend: Stages, monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(7, 65, 8, 12, seed=3)
     empty: Callable[..., np.ndarray[tuple[int, ...], np.dtype[np.generic]]] = np.empty
     results = []
@@ -157,7 +157,7 @@ def test_results_do_not_depend_on_what_memory_held_before(backend: Backend, monk
     assert results[0] == results[1] == results[2]
 
 
-def test_arguments_stay_as_they_were(backend: Backend) -> None:
+def test_arguments_stay_as_they_were(backend: Stages) -> None:
     case = make_case(7, 65, 8, 12, seed=4)
     symbols = case.symbols.copy()
     streams = case.encode(backend)
@@ -168,7 +168,7 @@ def test_arguments_stay_as_they_were(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (3, 5), (8, 9), (0, 9)])
-def test_a_run_of_streams_decodes_alone(backend: Backend, first: int, end: int) -> None:
+def test_a_run_of_streams_decodes_alone(backend: Stages, first: int, end: int) -> None:
     case = make_case(6, 70, 8, 12, seed=5)
     part = select_streams(case.reference(), first, end)
     at = slice(first * 8, min(end * 8, 70))
@@ -179,7 +179,7 @@ def test_a_run_of_streams_decodes_alone(backend: Backend, first: int, end: int) 
 # --- the very words: they may not change without a new format version
 
 
-def test_fixed_input_gives_these_words(backend: Backend) -> None:
+def test_fixed_input_gives_these_words(backend: Stages) -> None:
     freq = np.zeros((2, SYMBOLS), np.uint16)
     freq[0, [0, 1, 2, 255]] = 2048, 1024, 512, 512
     freq[1, [7, 9]] = 4095, 1
@@ -202,7 +202,7 @@ def test_fixed_input_gives_these_words(backend: Backend) -> None:
     np.testing.assert_array_equal(case.decode(backend, streams), symbols)
 
 
-def test_a_state_at_the_very_limit_gives_up_a_word(backend: Backend) -> None:
+def test_a_state_at_the_very_limit_gives_up_a_word(backend: Stages) -> None:
     # Byte 0 of one raw bit doubles the state: 2**16 becomes 2**31 in 15 steps, and that is frequency << 20 exactly.
     for steps, state, words in ((15, 1 << 31, []), (16, 1 << 16, [0]), (31, 1 << 31, [0]), (32, 1 << 16, [0, 0])):
         bit = np.full(steps, 4, np.uint16)
@@ -256,13 +256,13 @@ DAMAGED = damaged(make_case(8, 37, 4, 12, seed=6))
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_damaged_streams_are_found_out(backend: Backend, name: str) -> None:
+def test_damaged_streams_are_found_out(backend: Stages, name: str) -> None:
     case = make_case(8, 37, 4, 12, seed=6)
     with pytest.raises(CorruptError):
         case.decode(backend, DAMAGED[name])
 
 
-def test_the_damaged_stream_is_named(backend: Backend) -> None:
+def test_the_damaged_stream_is_named(backend: Stages) -> None:
     case = make_case(8, 37 * 20, 4, 12, seed=7)
     good = case.reference()
     states = good.states.copy()
@@ -271,7 +271,7 @@ def test_the_damaged_stream_is_named(backend: Backend) -> None:
         case.decode(backend, Streams(states, good.lengths, good.words))
 
 
-def test_every_flipped_bit_is_noticed_or_changes_the_symbols(backend: Backend) -> None:
+def test_every_flipped_bit_is_noticed_or_changes_the_symbols(backend: Stages) -> None:
     # rANS is a bijection: a flip among equally likely symbols gives another valid stream (checksums are the
     # container's), but never the same symbols.
     case = make_case(4, 6, 3, 12, seed=8)
@@ -301,9 +301,9 @@ def test_random_streams_decode_to_the_right_shape_or_raise(data: st.DataObject) 
     states = rng.integers(0, 1 << 32, 5, dtype=np.uint32)
     words = rng.integers(0, 1 << 16, int(lengths.sum()), dtype=np.uint16)
     outcomes = set()
-    for name in backend_names():
+    for name in stage_names():
         try:
-            out = case.decode(get_backend(name), Streams(states, lengths, words))
+            out = case.decode(get_stages(name), Streams(states, lengths, words))
             assert out.shape == (4, 19)
             outcomes.add(out.tobytes())
         except CorruptError as error:
@@ -332,7 +332,7 @@ def workload(tokens: int, scale: float, decay: float) -> Workload:
     plan = coding_plan(codes)
     unit = rng.logistic(0, np.sqrt(3) / np.pi, (len(codes), tokens))
     y = (unit * deviation[: len(codes), None]).astype(np.float32)
-    backend = get_backend("numba")
+    backend = get_stages("numba")
     per_stream = tokens_per_stream(plan.planes, float(family.tables.entropy[plan.rest].sum()))
     levels = backend.quantize(y, 1.0, plan, family.quantizer)
     planes, escapes = backend.pack(levels, plan, family.tables, per_stream)
@@ -361,7 +361,7 @@ def test_sizes_agree_with_constriction(per_stream: int) -> None:
 
     case = workload(256, 4.0, 90.0).case
     case = Case(case.symbols, case.first, case.rest, case.tables, per_stream)
-    ours = get_backend("numba").rans_encode(case.symbols, case.first, case.rest, case.tables, per_stream)
+    ours = get_stages("numba").rans_encode(case.symbols, case.first, case.rest, case.tables, per_stream)
     probabilities = case.tables.freq.astype(np.float64) / (1 << case.tables.prob_bits)
     coder = constriction.stream.stack.AnsCoder()
     models = [constriction.stream.model.Categorical(p, perfect=False) for p in probabilities]

@@ -1,4 +1,4 @@
-"""Tensor parallelizm: the codec of one rank codes its heads as the codec of the whole cache does among all."""
+"""Tensor parallelism: the codec of one rank codes its heads as the codec of the whole cache does among all."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from cuvee.codec.errors import InputError, ProfileError, ProfileMismatch
 from cuvee.codec.family import OCTAVE, scale_codes
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import CurvePoint, Profile
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import CurvePoint
 from cuvee.codec.symbols import Prediction
 from cuvee.codec.transform import partition
 

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.codec import symbols
-from cuvee.codec.backends import Backend, backend_names, get_backend
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.family import TABLES, coding_plan, default_family
+from cuvee.codec.stages import Stages, get_stages, stage_names
 from cuvee.codec.symbols import ESCAPE, F32, I32, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.tables import EntropyTables
 
@@ -22,9 +22,9 @@ WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 KINDS = list(Prediction)
 
 
-@pytest.fixture(params=backend_names())
-def backend(request: pytest.FixtureRequest) -> Backend:
-    return get_backend(request.param)
+@pytest.fixture(params=stage_names())
+def backend(request: pytest.FixtureRequest) -> Stages:
+    return get_stages(request.param)
 
 
 def test_levels_leave_room_in_32_bits() -> None:
@@ -81,12 +81,12 @@ def same(got: np.ndarray[tuple[int, ...], np.dtype[np.generic]], want: object) -
 
 @pytest.mark.parametrize("step", [1.0, 0.3, 2.0**-13 / 3, 777.0])
 @pytest.mark.parametrize(("rows", "tokens"), SIZES)
-def test_quantize_is_the_reference(backend: Backend, rows: int, tokens: int, step: float) -> None:
+def test_quantize_is_the_reference(backend: Stages, rows: int, tokens: int, step: float) -> None:
     plan, y = plan_of(rows), coefficients(rows, tokens, step)
     same(backend.quantize(y, step, plan, quantizer()), symbols.quantize(y, step, plan, quantizer()))
 
 
-def test_quantize_agrees_on_the_thresholds_themselves(backend: Backend) -> None:
+def test_quantize_agrees_on_the_thresholds_themselves(backend: Stages) -> None:
     own = quantizer(1)
     plan = plan_of(57)
     edge = np.stack([own.dead_zone, 1 - own.rounding, 2 - own.rounding, 7 - own.rounding], axis=1)[plan.level_table]
@@ -101,7 +101,7 @@ def test_quantize_agrees_on_the_thresholds_themselves(backend: Backend) -> None:
 
 @pytest.mark.parametrize("step", [1.0, 0.3, 2.0**-13 / 3, 777.0])
 @pytest.mark.parametrize(("rows", "tokens"), SIZES)
-def test_dequantize_is_the_reference(backend: Backend, rows: int, tokens: int, step: float) -> None:
+def test_dequantize_is_the_reference(backend: Stages, rows: int, tokens: int, step: float) -> None:
     plan, q = plan_of(rows), levels(rows, tokens)
     q.ravel()[-2:] = np.array([-(2**31), 2**31 - 1], np.int32)[: q.size]
     same(backend.dequantize(q, step, plan, quantizer()), symbols.dequantize(q, step, plan, quantizer()))
@@ -111,7 +111,7 @@ def test_dequantize_is_the_reference(backend: Backend, rows: int, tokens: int, s
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "tokens"), SIZES)
 def test_prediction_is_the_reference_and_comes_back(
-    backend: Backend, rows: int, tokens: int, kind: Prediction, per_stream: int
+    backend: Stages, rows: int, tokens: int, kind: Prediction, per_stream: int
 ) -> None:
     plan, q = plan_of(rows, kind), levels(rows, tokens)
     kept = q.copy()
@@ -123,7 +123,7 @@ def test_prediction_is_the_reference_and_comes_back(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_unpredicting_hostile_differences_wraps_alike(backend: Backend, kind: Prediction) -> None:
+def test_unpredicting_hostile_differences_wraps_alike(backend: Stages, kind: Prediction) -> None:
     rng = np.random.default_rng(0)
     d = rng.integers(-(2**31), 2**31, (9, 33)).astype(np.int32)
     d[:, ::4] = 2**31 - 1
@@ -133,7 +133,7 @@ def test_unpredicting_hostile_differences_wraps_alike(backend: Backend, kind: Pr
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "tokens"), SIZES)
-def test_planes_are_the_reference_and_come_back(backend: Backend, rows: int, tokens: int, kind: Prediction) -> None:
+def test_planes_are_the_reference_and_come_back(backend: Stages, rows: int, tokens: int, kind: Prediction) -> None:
     plan, d = plan_of(rows, kind), levels(rows, tokens)
     planes, escapes = backend.pack(d, plan, FAMILY.tables, 8)
     want, want_escapes = symbols.pack(d, plan, FAMILY.tables, 8)
@@ -156,8 +156,8 @@ def test_any_levels_come_back(values: list[int], code: int, kind: Prediction, rh
     q = np.array([values, values[::-1]], np.int32)
     codes = np.array([code, 0], np.int32)
     plan = coding_plan(codes, codes, kind, np.array([rho, -rho], np.int16))
-    for name in backend_names():
-        one = get_backend(name)
+    for name in stage_names():
+        one = get_stages(name)
         planes, escapes = one.pack(one.predict(q, plan, per_stream), plan, FAMILY.tables, per_stream)
         back = one.unpredict(one.unpack(planes, escapes, plan), plan, per_stream)
         same(back, q)
@@ -167,7 +167,7 @@ def test_any_levels_come_back(values: list[int], code: int, kind: Prediction, rh
 
 
 @pytest.mark.parametrize("shift", range(1, MAX_SHIFT + 1))
-def test_wide_components_split_into_high_and_low(backend: Backend, shift: int) -> None:
+def test_wide_components_split_into_high_and_low(backend: Stages, shift: int) -> None:
     plan = coding_plan(np.array([TABLES - 1 + 4 * shift], np.int32))
     assert plan.shift.tolist() == [shift] and plan.wide.tolist() == [0] and plan.planes == 2
     d = np.array([[0, 1, -1, 50 << shift, -(50 << shift), (1 << shift) // 2, -(1 << shift) // 2 - 1]], np.int32)
@@ -180,7 +180,7 @@ def test_wide_components_split_into_high_and_low(backend: Backend, shift: int) -
 
 
 @pytest.mark.parametrize("value", [128, -128, -129, 255, 256, MAX_LEVEL, -MAX_LEVEL])
-def test_values_beyond_a_byte_escape(backend: Backend, value: int) -> None:
+def test_values_beyond_a_byte_escape(backend: Stages, value: int) -> None:
     plan = coding_plan(np.array([20, 20], np.int32))
     d = np.zeros((2, 9), np.int32)
     d[1, 4] = value
@@ -189,7 +189,7 @@ def test_values_beyond_a_byte_escape(backend: Backend, value: int) -> None:
     assert escapes.index.tolist() == [13] and escapes.value.tolist() == [value]
 
 
-def test_what_a_table_cannot_code_escapes(backend: Backend) -> None:
+def test_what_a_table_cannot_code_escapes(backend: Stages) -> None:
     freq = np.zeros((3, 256), np.uint16)
     freq[:, 0] = 4094
     freq[:, ESCAPE] = 1
@@ -204,7 +204,7 @@ def test_what_a_table_cannot_code_escapes(backend: Backend) -> None:
     same(backend.unpack(planes, escapes, plan), d)
 
 
-def test_every_packed_byte_is_codable(backend: Backend) -> None:
+def test_every_packed_byte_is_codable(backend: Stages) -> None:
     plan, d = plan_of(57, Prediction.LAG1), levels(57, 65)
     planes, _ = backend.pack(d, plan, FAMILY.tables, 16)
     first = np.arange(65) % 16 == 0
@@ -212,7 +212,7 @@ def test_every_packed_byte_is_codable(backend: Backend) -> None:
     assert (FAMILY.tables.freq[plan.rest[:, None], planes[:, ~first]] > 0).all()
 
 
-def test_prediction_restarts_with_each_stream(backend: Backend) -> None:
+def test_prediction_restarts_with_each_stream(backend: Stages) -> None:
     q = np.full((1, 9), 10, np.int32)
     half = np.array([128], np.int16)
     code = np.array([20], np.int32)
@@ -226,7 +226,7 @@ def test_prediction_restarts_with_each_stream(backend: Backend) -> None:
 # --- damaged escapes
 
 
-def escaped(backend: Backend) -> tuple[CodingPlan, symbols.U8, Escapes]:
+def escaped(backend: Stages) -> tuple[CodingPlan, symbols.U8, Escapes]:
     plan = coding_plan(np.array([10, 50, 10], np.int32))
     d = np.zeros((3, 6), np.int32)
     d[[0, 1, 2], [1, 5, 0]] = 1000, 1 << 22, -1000
@@ -239,14 +239,14 @@ def escaped(backend: Backend) -> tuple[CodingPlan, symbols.U8, Escapes]:
     "index",
     [[], [1], [1, 11], [11, 12], [1, 11, 12, 13], [0, 1, 11, 12], [2, 11, 12], [1, 10, 12], [1, 11, 0xFFFFFFFF]],
 )
-def test_escapes_that_do_not_match_are_found_out(backend: Backend, index: list[int]) -> None:
+def test_escapes_that_do_not_match_are_found_out(backend: Stages, index: list[int]) -> None:
     plan, planes, _ = escaped(backend)
     with pytest.raises(CorruptError, match="escape"):
         backend.unpack(planes, Escapes(np.array(index, np.uint32), np.zeros(len(index), np.int32)), plan)
 
 
 @pytest.mark.parametrize("value", [-(2**31), 2**31 - 1, 0, -128])
-def test_hostile_escape_values_come_out_alike(backend: Backend, value: int) -> None:
+def test_hostile_escape_values_come_out_alike(backend: Stages, value: int) -> None:
     plan, planes, escapes = escaped(backend)
     hostile = Escapes(escapes.index, np.full(3, value, np.int32))
     same(backend.unpack(planes, hostile, plan), symbols.unpack(planes, hostile, plan))
@@ -257,7 +257,7 @@ def test_hostile_escape_values_come_out_alike(backend: Backend, value: int) -> N
 
 @pytest.mark.parametrize("step", [1.0, 0.3, 2.0**-9])
 @pytest.mark.parametrize("seed", range(3))
-def test_error_stays_within_the_thresholds(backend: Backend, step: float, seed: int) -> None:
+def test_error_stays_within_the_thresholds(backend: Stages, step: float, seed: int) -> None:
     own = quantizer(seed)
     plan = plan_of(57, seed=seed)
     y = np.random.default_rng(seed).uniform(-40 * step, 40 * step, (57, 200)).astype(np.float32)
@@ -272,7 +272,7 @@ def test_error_stays_within_the_thresholds(backend: Backend, step: float, seed: 
     assert not (back * y < 0).any()
 
 
-def test_a_negative_value_is_the_mirror_of_a_positive_one(backend: Backend) -> None:
+def test_a_negative_value_is_the_mirror_of_a_positive_one(backend: Stages) -> None:
     plan, y = plan_of(57), coefficients(57, 33, 0.3)
     q, mirrored = (backend.quantize(v, 0.3, plan, quantizer()) for v in (y, -y))
     np.testing.assert_array_equal(q, -mirrored)

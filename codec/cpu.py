@@ -1,0 +1,211 @@
+"""The backend of the CPU: threads, tiles and runs of tokens around the schemes, which code one section at a time.
+
+encode   pages --views, or a copy--> chunk --one job per section--> sections
+decode   blobs --one job per section and run of tokens--> rows of the cache, or scratch --> pages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from cuvee.codec.backends import CodedChunk, Coding, register
+from cuvee.codec.container import Scheme, read_section
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.schemes import SectionScheme, Target
+from cuvee.codec.schemes.generic import GenericScheme
+from cuvee.codec.schemes.lossless import LosslessScheme
+from cuvee.codec.schemes.transform import TransformScheme
+from cuvee.codec.stages import Stages, get_stages, stage_names
+from cuvee.codec.transform import Rotation, tile_tokens
+
+T = TypeVar("T")
+
+MAX_SCHEMES = 8  # kept: the first one, which is its codec's own, and those used last
+PARALLEL_VALUES = 1 << 20  # in a smaller chunk the threads take longer to start than to help
+
+_Key = tuple[bytes, Scheme, int]
+
+
+class CpuBackend:
+    """Runs the schemes on the CPU.
+
+    Args:
+        stages: what they are made of.
+        threads: sections, or runs of their tokens, that are coded at the same time in chunks of a million values or
+            more.
+    """
+
+    devices = ("cpu",)
+    batched = False
+
+    def __init__(self, stages: Stages, threads: int) -> None:
+        self.name = stages.name
+        self._stages = stages
+        self._threads = threads
+        self._schemes: dict[_Key, SectionScheme] = {}
+
+    def prepare(self, coding: Coding) -> None:
+        """See `Backend.prepare`."""
+        self._scheme(coding)
+
+    def encode(
+        self,
+        coding: Coding,
+        cache: PagedCache,
+        slots: Sequence[torch.Tensor],
+        starts: Sequence[int],
+        offsets: Sequence[torch.Tensor | None],
+    ) -> list[list[bytes]]:
+        """See `Backend.encode`."""
+        scheme = self._scheme(coding)
+        out: list[list[bytes]] = []
+        for at, start, own in zip(slots, starts, offsets, strict=True):
+            chunk = cache.chunk(at, start)
+            unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+            jobs = [partial(scheme.encode, chunk, index, unrotation, own) for index in range(len(scheme.sections))]
+            out.append(_run(jobs, self._workers(chunk.tokens, chunk.layout)))
+        return out
+
+    def decode(
+        self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
+    ) -> Callable[[], None]:
+        """See `Backend.decode`. All is done, and everything that can be wrong has been raised, when this returns."""
+        scheme = self._scheme(coding)
+        layout = replace(coding.profile.layout, dtype=coding.dtype)
+        chosen = [
+            i for i, s in enumerate(scheme.sections) if s.first_layer < layers.stop and layers.start < s.end_layer
+        ]
+        # Rows that are written as they are decoded: of the dtype that was coded, and adjacent, for compiled code.
+        direct = cache.dtype == layout.torch_dtype and all(
+            tensor.is_contiguous() for index in layers for tensor in (cache.keys[index], cache.values[index])
+        )
+        for chunk in chunks:
+            wanted = _wanted(chunk.slots)
+            if wanted.start == wanted.stop:
+                continue
+            rows = cache.run(chunk.slots[wanted], layers) if direct else None
+            target = _target(scheme, chosen, chunk, layout, wanted, layers, cache if rows is not None else None, rows)
+            self._decode(scheme, chosen, chunk, target)
+            if rows is None:
+                of_layers = slice(layers.start, layers.stop)
+                cache.write(target.keys[of_layers], target.values[of_layers], chunk.slots[wanted], layers)
+        return lambda: None
+
+    def _decode(self, scheme: SectionScheme, chosen: list[int], chunk: CodedChunk, target: Target) -> None:
+        layout, wanted = target.layout, target.wanted
+        views = {index: read_section(chunk.blob, chunk.header, index) for index in chosen}
+        # Too few sections for the threads: cut the tokens into runs as well, where tiles end.
+        unit = max(tile_tokens(scheme.sections[index], layout) for index in chosen)
+        workers = self._workers(wanted.stop - wanted.start, layout)
+        jobs = []
+        for part in _split(wanted, -(-workers // len(chosen)), unit):
+            run = _part_of(target, part)
+            rotation = Rotation(layout, run.start, part.stop - part.start, torch.device("cpu"))
+            jobs += [partial(scheme.decode, views[index], index, run, rotation) for index in chosen]
+        _run(jobs, workers)
+
+    def _scheme(self, coding: Coding) -> SectionScheme:
+        key = (coding.profile.id, coding.scheme, coding.step)
+        # Looked up once: between a test and an access another thread may have evicted it.
+        known = self._schemes.get(key)
+        if known is not None:
+            return known
+        profile = coding.profile
+        if coding.scheme is Scheme.LOSSLESS:
+            made: SectionScheme = LosslessScheme(profile.layout, self._stages)
+        elif coding.scheme is Scheme.TRANSFORM:
+            made = TransformScheme(profile, coding.step, self._stages)
+        else:
+            made = GenericScheme(profile.layout, profile.family, coding.step, self._stages)
+        # A scheme holds copies of the bases: blobs of many different steps must not pile them up. The dict is never
+        # changed but replaced: of two threads one may lose what it adds, and makes it again when it is next needed.
+        own, *others = [*self._schemes.items(), (key, made)]
+        self._schemes = dict([own, *others[-(MAX_SCHEMES - 1) :]])
+        return made
+
+    def _workers(self, tokens: int, layout: KVLayout) -> int:
+        """Threads worth starting for so many tokens."""
+        return self._threads if tokens * layout.values_per_token >= PARALLEL_VALUES else 1
+
+
+def _wanted(slots: torch.Tensor) -> slice:
+    """The tokens from the first to the last that is to be written; those left out between them are decoded, too."""
+    if len(slots) and int(slots.min()) > NOWHERE:  # the usual case, without a list
+        return slice(0, len(slots))
+    somewhere = torch.nonzero(slots != NOWHERE)
+    return slice(int(somewhere[0]), int(somewhere[-1]) + 1) if len(somewhere) else slice(0, 0)
+
+
+def _target(
+    scheme: SectionScheme,
+    chosen: list[int],
+    chunk: CodedChunk,
+    layout: KVLayout,
+    wanted: slice,
+    layers: range,
+    cache: PagedCache | None,
+    rows: slice | None,
+) -> Target:
+    """Rows of the cache itself where there is a run of them; elsewhere, and for layers nobody asked for, scratch."""
+    covered = range(scheme.sections[chosen[0]].first_layer, scheme.sections[chosen[-1]].end_layer)
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for index, layer in enumerate(layout.layers):
+        own = cache.rows(index) if cache is not None and index in layers else None
+        if own is not None:
+            whole = rows == slice(0, len(own[0])) == slice(0, len(own[1]))
+            keys.append(own[0] if whole else own[0][rows])
+            values.append(own[1] if whole else own[1][rows])
+            continue
+        count = wanted.stop - wanted.start if index in covered else 0
+        for tensors, size in ((keys, layer.head_dim), (values, layer.value_dim)):
+            tensors.append(torch.empty(count, layer.kv_heads, size, dtype=layout.torch_dtype))
+    return Target(layout, keys, values, wanted, chunk.header.tokens, chunk.header.start, chunk.start + wanted.start)
+
+
+def _run(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
+    """Run the jobs on so many threads; the first error ends the rest."""
+    if workers == 1 or len(jobs) == 1:
+        return [_without_gradients(job) for job in jobs]
+    # One thread for each product: torch would start as many more from every worker. Its setting is the worker's own,
+    # but also becomes the default of threads to come; the caller's call puts that back.
+    try:
+        with ThreadPoolExecutor(min(workers, len(jobs)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(_without_gradients, jobs))
+    finally:
+        torch.set_num_threads(torch.get_num_threads())
+
+
+def _without_gradients(job: Callable[[], T]) -> T:
+    with torch.no_grad():  # a thread's own setting
+        return job()
+
+
+def _split(wanted: slice, parts: int, unit: int) -> list[slice]:
+    """Cut a run of tokens into at most `parts`, at multiples of `unit` tokens."""
+    first, end = wanted.start // unit, -(-wanted.stop // unit)
+    size = -(-(end - first) // parts)
+    return [slice(max(at * unit, wanted.start), min((at + size) * unit, wanted.stop)) for at in range(first, end, size)]
+
+
+def _part_of(target: Target, part: slice) -> Target:
+    """The target of the tokens `part` alone: views of the outputs."""
+    rows = slice(part.start - target.wanted.start, part.stop - target.wanted.start)
+    return replace(
+        target,
+        keys=[tensor[rows] for tensor in target.keys],
+        values=[tensor[rows] for tensor in target.values],
+        wanted=part,
+        start=target.start + rows.start,
+    )
+
+
+for _name in stage_names():
+    register(_name, partial(CpuBackend, get_stages(_name)))

@@ -1,0 +1,77 @@
+"""Writing files so that nobody ever reads half of one."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+__all__ = ["replacing", "write_atomically", "write_json"]
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[Path]:
+    """Hand out an empty temporary file beside `path`, and put it in the place of `path` if the block succeeds.
+
+    Readers see the old file until the end of the block, and the whole new one after it. If the block fails, the
+    temporary file is deleted and `path` is left as it was.
+
+    Args:
+        path: the file to write. Its folder must exist.
+        fsync: wait until the data and the new name are on the disk, so that not even a power failure loses them.
+
+    Yields:
+        The temporary file, `.NAME.PID-RANDOM.tmp` in the same folder, with the permissions of any new file.
+    """
+    target = Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb"):
+            mode = temporary.stat().st_mode
+        yield temporary
+        temporary.chmod(mode)  # some writers, safetensors for one, leave their files readable to the owner alone
+        if fsync:
+            _sync(temporary)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    if fsync:
+        _sync(target.parent)
+
+
+def write_atomically(path: Path, data: bytes, *, fsync: bool = False) -> None:
+    """Write a file in one step, and make its folder if there is none. See `replacing`.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = Path(folder) / "new" / "hello.txt"
+        ...     write_atomically(path, b"hello")
+        ...     path.read_bytes(), [file.name for file in path.parent.iterdir()]
+        (b'hello', ['hello.txt'])
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path, fsync=fsync) as temporary:
+        temporary.write_bytes(data)
+
+
+def write_json(path: Path, data: Any, *, fsync: bool = False) -> None:
+    """Write indented JSON in one step. See `replacing`.
+
+    Raises:
+        ValueError: `data` holds NaN or infinities.
+    """
+    write_atomically(path, json.dumps(data, indent=1, allow_nan=False).encode() + b"\n", fsync=fsync)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

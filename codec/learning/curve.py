@@ -1,0 +1,196 @@
+"""The curve of a profile: size, error and KL at each step, measured on text that nothing was learned from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.divergence import compare, stderr
+from cuvee.codec.errors import InputError
+from cuvee.codec.family import OCTAVE, finest_step, step_value
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.progress import tracked
+from cuvee.codec.learning.sections import MIN_STEP
+from cuvee.codec.learning.together import Alone, Together
+from cuvee.codec.model import check_tokens, frozen, prefill, score
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import CurvePoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CURVE_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
+CURVE_CHUNK = 256  # tokens per blob on the curve
+MEASURE_BATCH = 8  # sequences per forward pass
+
+
+def by_kind(
+    model: PreTrainedModel, token_ids: torch.Tensor | Mapping[str, torch.Tensor], prefix: int | None
+) -> dict[str | None, tuple[torch.Tensor, int]]:
+    """Calibration text by kind (one without a name: None), checked, with the length of its prefix."""
+    if isinstance(token_ids, torch.Tensor):
+        return {None: (token_ids, check_tokens(model, token_ids, prefix))}
+    if not token_ids:
+        raise InputError("token_ids names no kind of text")
+    return {kind: (tokens, check_tokens(model, tokens, prefix)) for kind, tokens in token_ids.items()}
+
+
+def measure_curve(
+    profile: Profile,
+    model: PreTrainedModel,
+    token_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    *,
+    prefix: int | None,
+    steps: Iterable[int] | None,
+    batch_size: int,
+    progress: bool,
+    together: Together,
+) -> list[CurvePoint]:
+    """The points of `measure`, with the work shared by several processes."""
+    kinds = by_kind(model, token_ids, prefix)
+    layout = KVLayout.from_config(model.config, dtype=model.dtype)
+    profile.check_layout(layout)
+    codecs = {step: Codec(profile, step=step_value(step)) for step in steps or default_steps(profile)}
+    tallies: dict[str | None, dict[int, _Tally]] = {None: {step: _Tally() for step in codecs}}
+    tallies |= {kind: {step: _Tally() for step in codecs} for kind in kinds}
+    work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
+    with frozen(model), torch.no_grad():
+        for kind, batch, cached in tracked(work[together.rank :: together.size], "measuring", progress):
+            tokens = batch.to(model.device)
+            chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
+            exact = score(model, chunks, rest)
+            for step, codec in codecs.items():
+                coded = round_trip(codec, chunks)
+                other = score(model, coded.chunks, rest)
+                for name in dict.fromkeys((None, kind)):
+                    tallies[name][step].add(coded, exact, other, rest[:, 1:])
+    return [
+        _Tally.joined(together.gather(tally)).point(step, kind)
+        for kind, own in tallies.items()
+        for step, tally in own.items()
+    ]
+
+
+def default_steps(profile: Profile) -> Sequence[int]:
+    """The steps of a curve, those left out that the widest components are too many steps large for."""
+    if not profile.learned:
+        return tuple(s for s in CURVE_STEPS if s >= -5 * OCTAVE)
+    finest = max((finest_step(section.scale) for section in profile.learned), default=MIN_STEP)
+    return tuple(s for s in CURVE_STEPS if s >= finest)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """Chunks after a round trip, and what it cost."""
+
+    chunks: list[KVChunk]
+    bits_per_value: float
+    error: float
+
+
+def round_trip(codec: Codec, chunks: list[KVChunk]) -> Coded:
+    """Encode and decode chunks in blobs of `CURVE_CHUNK` tokens."""
+    back, size, values = [], 0, 0
+    for chunk in chunks:
+        pieces = []
+        for start in range(0, chunk.tokens, CURVE_CHUNK):
+            blob = codec.encode(chunk.slice(start, min(start + CURVE_CHUNK, chunk.tokens)))
+            size += len(blob)
+            pieces.append(codec.decode(blob))
+        values += chunk.tokens * chunk.layout.values_per_token
+        back.append(KVChunk.concat(pieces))
+    return Coded(back, 8 * size / values, _relative_error(chunks, back))
+
+
+def _relative_error(chunks: list[KVChunk], back: list[KVChunk]) -> float:
+    """Squared error over variance, mean over the units (K or V of a layer)."""
+    ratios = []
+    for index in range(chunks[0].layout.num_layers):
+        for name in ("keys", "values"):
+            exact = torch.cat([getattr(chunk, name)[index] for chunk in chunks]).float()
+            coded = torch.cat([getattr(chunk, name)[index] for chunk in back]).float()
+            variance = (exact - exact.mean(0)).square().mean()
+            ratios.append(float((exact - coded).square().mean() / variance.clamp_min(1e-30)))
+    return sum(ratios) / len(ratios)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """Figures of one point of the curve: of each sequence, then of each batch."""
+
+    kl: list[float] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
+    same: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    bits: list[float] = field(default_factory=list)
+    error: list[float] = field(default_factory=list)
+
+    def add(self, coded: Coded, exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor) -> None:
+        """Add a batch: log-probabilities `[B, T, V]` without and with the codec, the true tokens `[B, T]`."""
+        self.tokens.append(sum(chunk.tokens for chunk in coded.chunks))
+        self.bits.append(coded.bits_per_value)
+        self.error.append(coded.error)
+        for kept, new in zip((self.kl, self.loss, self.same), compare(exact, other, targets), strict=True):
+            kept.extend(new)
+
+    @classmethod
+    def joined(cls, tallies: Iterable[_Tally]) -> _Tally:
+        """Those of several processes as one."""
+        whole = cls()
+        for tally in tallies:
+            for name in cls.__slots__:
+                getattr(whole, name).extend(getattr(tally, name))
+        return whole
+
+    def point(self, step: int, kind: str | None) -> CurvePoint:
+        return CurvePoint(
+            step,
+            bits_per_value=float(np.average(self.bits, weights=self.tokens)),
+            error=float(np.average(self.error, weights=self.tokens)),
+            kl=float(np.mean(self.kl)),
+            kl_stderr=stderr(self.kl),
+            delta_nll=float(np.mean(self.loss)),
+            delta_nll_stderr=stderr(self.loss),
+            top1=float(np.mean(self.same)),
+            kl_worst=float(np.max(self.kl)),
+            kind=kind,
+        )
+
+
+def measure(
+    profile: Profile,
+    model: PreTrainedModel,
+    token_ids: torch.Tensor | Mapping[str, torch.Tensor],
+    *,
+    prefix: int | None = None,
+    steps: Iterable[int] | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> Profile:
+    """The profile with a curve measured on `token_ids` `[N, T]` or on several kinds; arguments as in `calibrate`.
+
+    The id stays: blobs written with either decode with both.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        ...                      num_attention_heads=4, max_position_embeddings=128)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> from cuvee import KVLayout, Profile
+        >>> generic = Profile.generic(KVLayout.from_config(config, model.dtype))
+        >>> measured = measure(generic, model, torch.randint(64, (4, 64)), steps=(-128, -64), progress=False)
+        >>> [point.step for point in measured.curve]
+        [-128, -64]
+    """
+    points = measure_curve(
+        profile, model, token_ids, prefix=prefix, steps=steps, batch_size=batch_size, progress=progress,
+        together=Alone(),
+    )  # fmt: skip
+    return profile.with_curve(points)

@@ -1,0 +1,34 @@
+"""What to say to somebody who gave a name that is not known."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["suggestion"]
+
+_MOST_LISTED = 40
+
+
+def suggestion(name: object, known: Iterable[str], most: int = 1, form: str = "{!r}") -> str:
+    """The end of an error message: the known names closest to `name`, or all of them if none is close.
+
+    Args:
+        name: what was given.
+        known: the names there are.
+        most: how many names to suggest.
+        form: how a name is written, as a format string.
+
+    Example:
+        >>> suggestion("kiwi4", ["kivi4", "kivi2", "int8"])
+        "did you mean 'kivi4'?"
+        >>> suggestion("kivi", ["kivi4", "kivi2", "int8"], most=2)
+        "did you mean 'kivi4' or 'kivi2'?"
+        >>> suggestion("zstd", ["kivi4", "int8"])
+        'there are kivi4, int8'
+    """
+    names = list(known)
+    if near := difflib.get_close_matches(str(name), names, most):
+        return f"did you mean {' or '.join(form.format(other) for other in near)}?"
+    more = len(names) - _MOST_LISTED
+    return f"there are {', '.join(names[:_MOST_LISTED])}" + (f" and {more} more" if more > 0 else "")

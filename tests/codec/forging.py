@@ -1,0 +1,105 @@
+"""Blobs with right checksums and wrong contents: what tests of hostile input and the fuzzer forge them with."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import torch
+from xxhash import xxh3_64_intdigest
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import read_header
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.profile import Profile
+from cuvee.codec.symbols import Prediction
+
+HEADER = 72  # bytes before the table of sections
+OFFSETS = {"version": 4, "scheme": 5, "dtype": 6, "tokens": 8, "start": 12, "values": 16, "step": 20, "count": 24}
+
+ROPE = Rope((1.0, 0.1, 0.01, 0.001))
+LAYOUT = KVLayout("tiny", (LayerLayout(1, 8, 8, ROPE), LayerLayout(2, 8, 8, ROPE)), "bfloat16", 4096)
+
+
+# --- any blob
+
+
+def sections_of(blob: bytes) -> list[bytes]:
+    """The sections, without what lies before them and the tag after them."""
+    header = read_header(blob)
+    starts = [header.section_offset(index) for index in range(len(header.section_bytes) + 1)]
+    return [blob[a:b] for a, b in pairwise(starts)]
+
+
+def reseal(blob: bytes, sections: list[bytes] | None = None, **fields: int) -> bytes:
+    """The blob with other header fields (`OFFSETS`) or sections, and with checksums and lengths made right again."""
+    parts = sections_of(blob) if sections is None else sections
+    head = bytearray(blob[:HEADER])
+    for name, value in fields.items():
+        width = 4 if name in ("tokens", "start", "values", "step", "count") else 1
+        head[OFFSETS[name] : OFFSETS[name] + width] = (value & 0xFFFFFFFF).to_bytes(width, "little")
+    head[64:72] = (HEADER + 12 * len(parts) + 8 + sum(map(len, parts))).to_bytes(8, "little")
+    for part in parts:
+        head += struct.pack("<IQ", len(part), xxh3_64_intdigest(part))
+    return bytes(head) + struct.pack("<Q", xxh3_64_intdigest(bytes(head))) + b"".join(parts)
+
+
+def with_section(blob: bytes, section: bytes, index: int = 0) -> bytes:
+    """The blob with another section in the place of one, resealed."""
+    sections = sections_of(blob)
+    sections[index] = section
+    return reseal(blob, sections)
+
+
+def reseal_header(blob: bytes, count: int) -> bytes:
+    """The blob with the checksum of its header made right, whatever else that says; `count` sections are listed."""
+    end = HEADER + 12 * count
+    return blob[:end] + struct.pack("<Q", xxh3_64_intdigest(blob[:end])) + blob[end + 8 :]
+
+
+def predicting(profile: Profile) -> Profile:
+    """The profile with prediction in every section, so that damage can spread from token to token."""
+    sections = []
+    for section in profile.learned:
+        rho = section.rho + (200 if section.prediction is Prediction.NONE else 0)
+        sections.append(replace(section, prediction=Prediction.LAG1, rho=rho.astype("int16")))
+    return Profile(profile.layout, profile.group, profile.source, profile.family, tuple(sections))
+
+
+# --- blobs of a small layout, `LAYOUT`
+
+
+def correlated_chunk(seed: int, tokens: int, start: int, layout: KVLayout = LAYOUT, outlier: float = 0.0) -> KVChunk:
+    """Channels that go together and tokens that resemble the one before; the same mixing for every seed."""
+    noise, fixed = (torch.Generator().manual_seed(s) for s in (seed, 999))
+    keys: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
+    for layer in layout.layers:
+        for out in (keys, values):
+            width = layer.kv_heads * 8
+            mixing = torch.randn(width, width, generator=fixed) * torch.logspace(0.5, -2, width)[:, None]
+            x = torch.randn(tokens, width, generator=noise)
+            for t in range(1, tokens):
+                x[t] = 0.9 * x[t - 1] + 0.44 * x[t]
+            x = x @ mixing
+            x[tokens // 2, 1] += outlier
+            out.append(x.unflatten(1, (layer.kv_heads, 8)).to(layout.torch_dtype))
+    return KVChunk(keys, values, layout, start)
+
+
+@cache
+def learned() -> Profile:
+    """Fitted to correlated chunks, with prediction."""
+    chunks = [correlated_chunk(seed, 64, 7 * seed) for seed in range(7)]
+    return predicting(Profile.fit(LAYOUT, chunks, "layer"))
+
+
+@cache
+def codec_of(scheme: str, backend: str = "auto") -> Codec:
+    """Of "lossless", "generic", or anything that is learned; one thread."""
+    if scheme == "lossless":
+        return Codec(Profile.generic(LAYOUT), "lossless", backend=backend, threads=1)
+    return Codec(Profile.generic(LAYOUT) if scheme == "generic" else learned(), step=0.02, backend=backend, threads=1)

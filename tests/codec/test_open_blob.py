@@ -1,0 +1,146 @@
+"""`Codec.open`: a blob is verified once, by the codec that decodes it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cuvee.codec import codec as module
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.errors import CorruptError, InputError, KeyMismatch, ProfileMismatch
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.profile import Profile
+
+KEY = b"sixteen bytes of it"
+Layouts = dict[str, KVLayout]
+MakeChunk = Callable[..., KVChunk]
+
+
+@pytest.fixture
+def chunk(layouts: Layouts, make_chunk: MakeChunk) -> KVChunk:
+    return make_chunk(layouts["gqa"], 40, start=7)
+
+
+def same(one: KVChunk, other: KVChunk) -> bool:
+    pairs = zip(one.keys + one.values, other.keys + other.values, strict=True)
+    return one.start == other.start and all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_it_says_what_the_blob_holds(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("gqa", "layer", step=0.1)
+    opened = codec.open(codec.encode(chunk))
+    assert (opened.tokens, opened.start, opened.dtype) == (40, 7, "float32")
+    assert opened.layout == chunk.layout and opened.header.step == codec.step
+
+
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_every_decode_takes_it_and_verifies_nothing_again(
+    chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codec = make_codec("gqa", scheme, key=KEY, **({} if scheme == "lossless" else {"step": 0.1}))
+    blob = codec.encode(chunk, associated=b"here")
+    plain = codec.decode(blob, associated=b"here")
+    opened = codec.open(blob, associated=b"here")
+    monkeypatch.setattr(module, "verify_tag", lambda *_: pytest.fail("the tag was verified again"))
+    monkeypatch.setattr(module, "read_header", lambda *_: pytest.fail("the header was read again"))
+    assert same(codec.decode(opened), plain)
+    assert same(codec.decode(opened, tokens=(3, 9)), plain.slice(3, 9))
+    keys, values = codec.decode_layers(opened, 1, 2)
+    assert torch.equal(keys[0], plain.keys[1]) and torch.equal(values[0], plain.values[1])
+    cache = PagedCache.dense(chunk.layout, [torch.zeros_like(k) for k in plain.keys], list(plain.values))
+    codec.decode_paged([opened], cache, [torch.arange(40)]).check()
+    assert all(torch.equal(a[0], b) for a, b in zip(cache.keys, plain.keys, strict=True))
+
+
+def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+    """A codec without a key would otherwise vouch for bytes to one that has a key."""
+    trusting, keyed = make_codec("gqa", "lossless"), make_codec("gqa", "lossless", key=KEY)
+    forged = trusting.open(trusting.encode(chunk))
+    for other in (keyed, make_codec("gqa", "lossless"), copy.copy(keyed)):
+        with pytest.raises(InputError, match="opened by another codec"):
+            other.decode(forged)
+        with pytest.raises(InputError, match="opened by another codec"):
+            other.decode_layers(forged, 0, 1)
+    with pytest.raises(KeyMismatch):
+        keyed.open(trusting.encode(chunk))
+
+
+def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("gqa", "lossless", key=KEY)
+    blob = codec.encode(chunk, associated=b"here")
+    with pytest.raises(CorruptError, match="belong somewhere else"):
+        codec.open(blob, associated=b"there")
+    with pytest.raises(InputError, match=r"associated= belongs to open"):
+        codec.decode(codec.open(blob, associated=b"here"), associated=b"here")
+
+
+def test_another_profiles_blob_is_not_opened(
+    chunk: KVChunk, layouts: Layouts, make_codec: Callable[..., Codec]
+) -> None:
+    with pytest.raises(ProfileMismatch):
+        make_codec("gqa", "layer", step=0.1).open(Codec(Profile.generic(layouts["gqa"]), step=0.1).encode(chunk))
+
+
+def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("gqa", "layer", step=0.1)
+    blob = codec.encode(chunk)
+    there: Codec = pickle.loads(pickle.dumps(codec))
+    assert there._backends == {} and there.encode(chunk) == blob
+    assert same(there.decode(blob), codec.decode(blob))
+
+
+# Dense caches: the one path of chunks ------------------------------------------------------------------------------
+
+
+def test_a_run_of_a_dense_cache_is_read_without_a_copy(chunk: KVChunk) -> None:
+    cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
+    part = cache.chunk(torch.arange(5, 20), 12)
+    assert part.keys[1].data_ptr() == chunk.keys[1][5:].data_ptr() and part.start == 12
+    assert same(part, chunk.slice(5, 20))
+    for slots in ([5, 7, 6], [3, 3], [9, 8]):
+        copied = cache.chunk(torch.tensor(slots), 0)
+        assert torch.equal(copied.keys[0], chunk.keys[0][slots])
+    with pytest.raises(InputError, match="slots reach from 38 to 40"):
+        cache.chunk(torch.arange(38, 41), 0)
+
+
+@pytest.mark.parametrize("slots", [list(range(40)), [NOWHERE] * 4 + list(range(30)) + [NOWHERE] * 6, [NOWHERE] * 40,
+                                   list(range(39, -1, -1)), [*range(10), NOWHERE, *range(11, 40)]])  # fmt: skip
+@pytest.mark.parametrize("layers", [range(3), range(1, 2)])
+def test_slots_of_every_kind_get_their_tokens(
+    chunk: KVChunk, slots: list[int], layers: range, make_codec: Callable[..., Codec]
+) -> None:
+    """Written in place or through scratch, by whole sections or by some of their layers."""
+    codec = make_codec("gqa", "layers:2", step=0.1)
+    blob = codec.encode(chunk)
+    whole = codec.decode(blob)
+    for strided in (False, True):
+
+        def empty(tensor: torch.Tensor, strided: bool = strided) -> torch.Tensor:
+            wide = torch.full((2, *tensor.shape), -7.0)
+            return wide.transpose(0, 1)[:, 0] if strided else wide[0]
+
+        keys, values = [empty(k) for k in whole.keys], [empty(v) for v in whole.values]
+        cache = PagedCache.dense(chunk.layout, keys, values)
+        codec.decode_paged([blob], cache, [torch.tensor(slots)], layers=layers).check()
+        for index in range(3):
+            for got, want in ((keys[index], whole.keys[index]), (values[index], whole.values[index])):
+                expected = torch.full_like(want, -7.0)
+                for token, slot in enumerate(slots):
+                    if slot != NOWHERE and index in layers:
+                        expected[slot] = want[token]
+                assert torch.equal(got, expected)
+
+
+def test_an_open_blob_is_plain_data(chunk: KVChunk, make_codec: Callable[..., Any]) -> None:
+    opened = make_codec("gqa", "lossless").open(make_codec("gqa", "lossless").encode(chunk))
+    assert isinstance(opened, OpenBlob)
+    with pytest.raises(AttributeError):
+        opened.blob = b""  # type: ignore[misc]
