@@ -4,7 +4,7 @@
     encode   pages --> gather (un-rotate, center) --> analyze --> quantize --> rans_encode --> write_coded --> blobs
 
 Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device;
-encoding does twice a batch: for the sizes of its output, and for the bytes.
+encoding does twice per batch, for the sizes of its output and for the bytes.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from typing import Any, Protocol
 
 import torch
 
-from cuvee.codec.backends import CodedChunk, Coding, register_device
+from cuvee.codec.backends import CodedChunk, Coding, register
 from cuvee.codec.container import Scheme
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.transform import Section, partition
-from cuvee.kernels.batch import batches, raise_status, touched
-from cuvee.kernels.coded import wait_for
+from cuvee.kernels.chunks import raise_status, touched
 from cuvee.kernels.generic_scheme import GenericDevice
 from cuvee.kernels.lossless_scheme import LosslessDevice
+from cuvee.kernels.outgoing import wait_for
 from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan
 from cuvee.kernels.transform_scheme import TransformDevice
+from cuvee.kernels.workspace import batches
 
 WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
 # Decoding needs less to fill a device, and takes smaller batches: while it works on one, the host verifies the next.
@@ -72,7 +73,7 @@ class DeviceScheme(Protocol):
         offsets: Sequence[torch.Tensor | None],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """The sections of each chunk, of which the first has number `first_chunk`; see `DeviceBackend.encode`."""
+        """The sections of each chunk, of which the first has number `first_chunk`; see `Backend.encode`."""
         ...
 
 
@@ -86,6 +87,7 @@ class TritonBackend:
     """
 
     name = "triton"
+    batched = True
 
     def __init__(self, interpreted: bool, workspace_bytes: int = WORKSPACE_BYTES) -> None:
         self.devices: tuple[str, ...] = ("cuda", "cpu") if interpreted else ("cuda",)
@@ -93,6 +95,9 @@ class TritonBackend:
         self._schemes: OrderedDict[tuple[Any, ...], DeviceScheme] = OrderedDict()
         self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
         self._making = threading.Lock()  # a codec may be used by several threads
+
+    def prepare(self, coding: Coding) -> None:
+        """See `Backend.prepare`. What depends on the device is made where the device is known."""
 
     def encode(
         self,
@@ -102,7 +107,7 @@ class TritonBackend:
         starts: Sequence[int],
         offsets: Sequence[torch.Tensor | None],
     ) -> list[list[bytes]]:
-        """See `DeviceBackend.encode`."""
+        """See `Backend.encode`."""
         scheme = self._scheme(coding, cache)
         weights = [scheme.encode_bytes(_check_tokens(len(at))) for at in slots]
         out: list[list[bytes]] = []
@@ -114,7 +119,7 @@ class TritonBackend:
     def decode(
         self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
     ) -> Callable[[], None]:
-        """See `DeviceBackend.decode`."""
+        """See `Backend.decode`."""
         scheme = self._scheme(coding, cache)
         weights = [scheme.decode_bytes(_check_tokens(chunk.header.tokens)) for chunk in chunks]
         with _on(cache.device), torch.no_grad():
@@ -171,4 +176,5 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-register_device(TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1"))
+_shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")  # so are its tables and bases
+register("triton", lambda threads: _shared)

@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from cuvee.codec.classes import CLASS_BITS, CLASSES, WINDOW
 from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.rans import LOWER_BOUND
 from cuvee.codec.symbols import U8, U16, U32
-from cuvee.kernels.jobs import Job
-
-I64 = npt.NDArray[np.int64]
+from cuvee.kernels.jobs import I64, JobField
 
 
 @compiled
@@ -92,7 +89,7 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
 
     Args:
         words: which CLASS_WORDS points into.
-        jobs: `[J, len(Job)]` with TOKENS, CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE; COLUMNS says where the
+        jobs: `[J, len(JobField)]` with TOKENS, CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE; COLUMNS says where the
             classes of a job's tokens go, T of them, one job after the other.
         slots: `[S, 4096]` of the tables.
         table: `[J]` which of them is a job's.
@@ -106,21 +103,22 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
         FormatError: a state out of range, or a class that is not served.
         CorruptError: a stream that does not end where it must.
     """
-    classes = np.empty(int(jobs[:, Job.TOKENS].sum()), np.uint8)
-    low = jobs[:, Job.CLASS_STATE] < LOWER_BOUND
+    classes = np.empty(int(jobs[:, JobField.TOKENS].sum()), np.uint8)
+    low = jobs[:, JobField.CLASS_STATE] < LOWER_BOUND
     if low.any():
         raise FormatError(f"{names[int(np.argmax(low))]} has token classes that begin in a state below its lower bound")
     bad = np.zeros(len(jobs), np.bool_)
     _decode(
-        words, jobs[:, Job.CLASS_WORDS], jobs[:, Job.CLASS_WORD_COUNT], jobs[:, Job.CLASS_STATE], jobs[:, Job.TOKENS],
-        slots, table, jobs[:, Job.COLUMNS], classes, bad, CLASS_BITS, LOWER_BOUND,
+        words, jobs[:, JobField.CLASS_WORDS], jobs[:, JobField.CLASS_WORD_COUNT], jobs[:, JobField.CLASS_STATE],
+        jobs[:, JobField.TOKENS],
+        slots, table, jobs[:, JobField.COLUMNS], classes, bad, CLASS_BITS, LOWER_BOUND,
     )  # fmt: skip
     if bad.any():
         raise CorruptError(
             f"{names[int(np.argmax(bad))]}: the stream of its token classes does not end where it must: "
             "the bytes are damaged"
         )
-    least = np.minimum.reduceat(classes, jobs[:, Job.COLUMNS])
+    least = np.minimum.reduceat(classes, jobs[:, JobField.COLUMNS])
     fine = least < finest
     if fine.any():
         job = int(np.argmax(fine))
@@ -133,7 +131,7 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
 
     Args:
         classes: of all tokens, T of each job from COLUMNS on.
-        jobs: `[J, len(Job)]` with TOKENS and COLUMNS; CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE are written.
+        jobs: `[J, len(JobField)]` with TOKENS and COLUMNS; CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE are written.
         freq: `[S, 256]` of the tables.
         table: `[J]` which of them is a job's.
 
@@ -144,11 +142,12 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
     count, states = np.empty(len(jobs), np.int64), np.empty(len(jobs), np.int64)
     cumulative = np.cumsum(freq, axis=1, dtype=np.uint32) - freq
     _encode(
-        classes, jobs[:, Job.COLUMNS], jobs[:, Job.TOKENS], freq, cumulative, table, words, count, states, CLASS_BITS,
+        classes, jobs[:, JobField.COLUMNS], jobs[:, JobField.TOKENS], freq, cumulative, table, words, count, states,
+        CLASS_BITS,
         LOWER_BOUND,
     )  # fmt: skip
-    jobs[:, Job.CLASS_WORDS] = jobs[:, Job.COLUMNS] + jobs[:, Job.TOKENS] - count
-    jobs[:, Job.CLASS_WORD_COUNT], jobs[:, Job.CLASS_STATE] = count, states
+    jobs[:, JobField.CLASS_WORDS] = jobs[:, JobField.COLUMNS] + jobs[:, JobField.TOKENS] - count
+    jobs[:, JobField.CLASS_WORD_COUNT], jobs[:, JobField.CLASS_STATE] = count, states
     return words
 
 
@@ -157,12 +156,12 @@ def sort_columns(classes: U8, jobs: I64) -> tuple[U8, U8, I64]:
 
     Args:
         classes: of all tokens, T of each job from COLUMNS on.
-        jobs: `[J, len(Job)]` with TOKENS and COLUMNS.
+        jobs: `[J, len(JobField)]` with TOKENS and COLUMNS.
 
     Returns:
         classes of the columns; the token of each, counted from the first of its window; `[J, 16]` tokens of each class.
     """
     columns, order = np.empty_like(classes), np.empty_like(classes)
     counts = np.zeros((len(jobs), CLASSES), np.int64)
-    _sort(classes, jobs[:, Job.COLUMNS], jobs[:, Job.TOKENS], columns, order, counts, WINDOW)
+    _sort(classes, jobs[:, JobField.COLUMNS], jobs[:, JobField.TOKENS], columns, order, counts, WINDOW)
     return columns, order, counts

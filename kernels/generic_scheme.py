@@ -15,33 +15,23 @@ from cuvee.codec.container import Reader
 from cuvee.codec.family import Family
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.schemes.generic import Channels, read_channels, write_channels
-from cuvee.kernels.batch import (
-    Incoming,
-    Memory,
-    join,
-    of_layers,
-    outgoing,
-    place_jobs,
-    raise_status,
-    stage,
-    touched,
-    zeros,
-)
-from cuvee.kernels.coded import check_size, encode_planes, place_streams, streams_of
-from cuvee.kernels.generic import channel_statistics, normalize_channels, place_channels
-from cuvee.kernels.jobs import Chunk, Job, Plan
-from cuvee.kernels.pages import contiguity
+from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
+from cuvee.kernels.incoming import Incoming
+from cuvee.kernels.jobs import ChunkField, JobField, PlanField
+from cuvee.kernels.ops.arguments import ChannelArrays, ChunkBatch, DevicePlans, TileTable, picked
+from cuvee.kernels.ops.generic import channel_statistics, normalize_channels, place_channels
+from cuvee.kernels.ops.rans import rans_decode
+from cuvee.kernels.ops.symbols import dequantize, list_escapes, quantize
+from cuvee.kernels.ops.transform import gather
+from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
 from cuvee.kernels.plans import FamilyTables, Geometry, PlanArrays
-from cuvee.kernels.rans import rans_decode
-from cuvee.kernels.staging import Packed, Upload
-from cuvee.kernels.symbols import dequantize, list_escapes, quantize
-from cuvee.kernels.transform import gather
-
-I64 = npt.NDArray[np.int64]
+from cuvee.kernels.tracing import stage
+from cuvee.kernels.upload import Packed, send_arrays
+from cuvee.kernels.workspace import place_jobs, zeros
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class GenericBatch:
     """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
 
     cache: PagedCache
@@ -97,7 +87,7 @@ class GenericDevice:
                     scale[chunk, at], mean[chunk, at] = own.scale, own.mean
         return {
             "rows": self._columns(rows, -1),
-            "channel_scale": self._columns(scale, 1),
+            "scale": self._columns(scale, 1),
             "means": self._columns(mean, 0),
         }
 
@@ -107,7 +97,7 @@ class GenericDevice:
         """Scratch that decoding a chunk of so many tokens takes, at most."""
         return 6 * tokens * int(self._first[-1])
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Prepared:
+    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> GenericBatch:
         """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections)
@@ -121,47 +111,41 @@ class GenericDevice:
             plans.append(channels.plan())
             coded.append(reader.position)
         arrays = PlanArrays.of(plans, self._family, self._step)
-        incoming.jobs[:, Job.PLAN] = np.arange(len(plans))
+        incoming.jobs[:, JobField.PLAN] = np.arange(len(plans))
         tiles = of_layers(self._geometry.tiles.tiles, layers)
         parts: dict[str, tuple[int, npt.NDArray[Any]]] = {}
         for name, array in {**arrays.named(), **self._channel_arrays(read), "tiles": tiles}.items():
             parts[name] = (incoming.upload.add(array), array)
         packed, planes, coefficients = incoming.pack(self._device, arrays.plans, coded)
-        return Prepared(cache, incoming, sections, packed, arrays, parts, planes, coefficients)
+        return GenericBatch(cache, incoming, sections, packed, arrays, parts, planes, coefficients)
 
-    def launch(self, batch: Prepared) -> torch.Tensor:
+    def launch(self, batch: GenericBatch) -> torch.Tensor:
         """Decode a batch; returns the status of its jobs, int32 on the device."""
-        memory, incoming, geometry = Memory.of(batch.cache), batch.incoming, self._geometry
+        memory, incoming, geometry = CacheMemory.of(batch.cache), batch.incoming, self._geometry
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
         jobs = sent.view(incoming.at_jobs, incoming.jobs)
-        chunks = sent.view(incoming.at_chunks, incoming.chunks)
         status, found = zeros(2, len(incoming.jobs), self._device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
         y = torch.empty(batch.coefficients, dtype=torch.float32, device=self._device)
-        max_tokens = int(incoming.jobs[:, Job.TOKENS].max())
+        max_tokens = incoming.max_tokens
+        chunks = incoming.chunk_batch(sent, status)
+        plans, channels = picked(DevicePlans, part), picked(ChannelArrays, part)
         with stage("rotation tables"):
-            cos, sin = geometry.rotations(chunks, len(incoming.slots), max_tokens)
+            rotations = geometry.rotations(chunks.chunks, len(incoming.slots), max_tokens)
         with stage("rans"):
-            rans_decode(
-                sent.bytes, jobs, part["plans"], part["tables"], self._tables.slots, planes, status,
-                max_streams=int(incoming.jobs[:, Job.STREAMS].max()),
-            )  # fmt: skip
+            coding = stream_jobs(incoming.jobs, jobs, plans.plans, plans.tables)
+            rans_decode(sent.bytes, coding, self._tables.slots, planes, status)
         with stage("dequantize"):
             dequantize(
-                sent.bytes, jobs, part["plans"], part["row_floats"], part["row_ints"], part["steps"], planes, y,
-                status=status, found=found, max_rows=int(batch.arrays.plans[:, Plan.ROWS].max()),
-                max_tokens=max_tokens, predicted=False,
+                sent.bytes, jobs, plans, planes, y, status, found,
+                max_rows=int(batch.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens, predicted=False,
             )  # fmt: skip
-        unit_stride, aligned = contiguity(memory.table, batch.parts["tiles"][1], memory.element)
+        view = memory.view(incoming.slots, batch.parts["tiles"][1])
         with stage("place"):
-            place_channels(
-                y, part["rows"], part["channel_scale"], part["means"], jobs, chunks, part["tiles"], memory.places,
-                memory.scales, incoming.slots, cos, sin, status, sections=len(batch.sections),
-                first_section=batch.sections.start, max_tokens=max_tokens, pairs=geometry.tiles.pairs,
-                element=memory.element, unit_stride=unit_stride, aligned=aligned,
-            )  # fmt: skip
+            tiles = TileTable(part["tiles"], geometry.tiles.pairs)
+            place_channels(y, channels, jobs, tiles, chunks, rotations, view)
         return status
 
     # Encoding --------------------------------------------------------------------------------------------------
@@ -179,30 +163,25 @@ class GenericDevice:
         first_chunk: int,
     ) -> list[list[bytes]]:
         """The sections of each chunk. Waits for the device three times: the first is for the statistics."""
-        memory, geometry, device = Memory.of(cache), self._geometry, self._device
+        memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined = len(self.sections), join(slots)
-        table, jobs = outgoing(slots, starts, count)
-        max_tokens = int(table[:, Chunk.TOKENS].max())
-        upload = Upload()
-        at_chunks, at_tiles = upload.add(table), upload.add(geometry.tiles.tiles)
-        sent = upload.pack(device).send(device)
-        chunks, tiles = sent.view(at_chunks, table), sent.view(at_tiles, geometry.tiles.tiles)
+        table, jobs = encoding_tables(slots, starts, count)
+        max_tokens = int(table[:, ChunkField.TOKENS].max())
+        sent = send_arrays({"chunks": table, "tiles": geometry.tiles.tiles}, device)
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        chunks = ChunkBatch(sent["chunks"], status, count, 0, max_tokens)
+        tiles = TileTable(sent["tiles"], geometry.tiles.pairs)
         columns = geometry.tiles.columns
         x = torch.empty(len(joined), columns, dtype=torch.float32, device=device)
         with stage("rotation tables"):
-            cos, sin = geometry.rotations(chunks, len(joined), max_tokens, use_source=True, inverse=True)
-        unit_stride, aligned = contiguity(memory.table, geometry.tiles.tiles, memory.element)
+            rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
+        view = memory.view(joined, geometry.tiles.tiles)
         with stage("gather"):
-            gather(
-                tiles, torch.zeros(1, columns, device=device), chunks, joined, cos, sin, memory.places, memory.scales,
-                x, status, sections=count, first_section=0, max_tokens=max_tokens, element=memory.element,
-                unit_stride=unit_stride, aligned=aligned, pairs=geometry.tiles.pairs,
-            )  # fmt: skip
+            gather(view, tiles, chunks, rotations, torch.zeros(1, columns, device=device), x)
         means = torch.empty(len(slots), columns, dtype=torch.float32, device=device)
         squares = torch.empty(len(slots), columns, dtype=torch.float64, device=device)
         with stage("statistics"):
-            channel_statistics(x, chunks, means, squares)
+            channel_statistics(x, chunks.chunks, means, squares)
         measured = torch.cat([means.double().flatten(), squares.flatten(), status.double()]).cpu().numpy()
         numbers = range(first_chunk, first_chunk + len(slots))
         raise_status(measured[2 * means.numel() :].astype(np.int32), self.sections, numbers)
@@ -224,41 +203,30 @@ class GenericDevice:
             channels.append(own)
         plans = [made.plan() for own in channels for made in own if made is not None]
         arrays = PlanArrays.of(plans, self._family, self._step)
-        jobs[:, Job.PLAN] = np.arange(len(jobs))
-        jobs[:, Job.PER_STREAM] = streams_of(plans, self._family)
+        jobs[:, JobField.PLAN] = np.arange(len(jobs))
+        jobs[:, JobField.PER_STREAM] = tokens_per_stream_of(plans, self._family)
         check_size(jobs, arrays.plans)
         plane_bytes, coefficients = place_jobs(jobs, arrays.plans)
         place_streams(jobs, arrays.plans)
 
-        upload = Upload()
         named = {**arrays.named(), **self._channel_arrays(channels), "jobs": jobs}
-        where = {name: upload.add(array) for name, array in named.items()}
-        sent = upload.pack(device).send(device)
-        part = {name: sent.view(where[name], array) for name, array in named.items()}
-        max_rows = int(arrays.plans[:, Plan.ROWS].max())
+        part = send_arrays(named, device)
+        max_rows = int(arrays.plans[:, PlanField.ROWS].max())
         y = torch.empty(coefficients, dtype=torch.float32, device=device)
         planes = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
         counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
+        device_plans = picked(DevicePlans, part)
         with stage("normalize"):
-            normalize_channels(
-                x, part["rows"], part["channel_scale"], part["means"], part["jobs"], chunks, tiles, y, sections=count,
-                first_section=0, max_tokens=max_tokens, pairs=geometry.tiles.pairs,
-            )  # fmt: skip
+            normalize_channels(x, picked(ChannelArrays, part), part["jobs"], tiles, chunks, y)
         with stage("quantize"):
-            quantize(
-                y, part["jobs"], part["plans"], part["row_floats"], part["row_ints"], part["inverses"],
-                part["limits"], part["tables"], self._tables.freq, planes, counts, status, max_rows=max_rows,
-            )  # fmt: skip
+            quantize(y, part["jobs"], device_plans, self._tables.freq, planes, counts, status, max_rows)
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
-            list_escapes(
-                y, part["jobs"], part["plans"], part["row_floats"], part["row_ints"], part["inverses"], planes,
-                starts, index, value, max_rows=max_rows,
-            )  # fmt: skip
+            list_escapes(y, part["jobs"], device_plans, planes, starts, index, value, max_rows)
 
         parts = encode_planes(
-            jobs, part["jobs"], arrays.plans, part["plans"], part["tables"], self._tables.coding, planes, status,
-            self.sections, first_chunk, counts, escapes,
+            jobs, arrays.plans, stream_jobs(jobs, part["jobs"], device_plans.plans, device_plans.tables),
+            self._tables.entries, planes, status, self.sections, first_chunk, counts, escapes,
         )  # fmt: skip
         whole = [side + body for side, body in zip(sides, parts, strict=True)]
         return [whole[at : at + count] for at in range(0, len(whole), count)]

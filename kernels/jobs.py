@@ -1,9 +1,9 @@
 """The tables that tell the kernels what to do: one launch handles many chunks, layers and groups.
 
-All are int64 `[rows, FIELDS]` on the device. A *job* is one coded part: one section of one chunk. A *plan* says how
-the components of a section are coded (`CodingPlan` on the device). A *chunk* is a run of tokens and where they go. A
-*place* is one unit (K or V of a layer) in memory. A *tile* is a piece of one head that a program produces or reads: up
-to `PAIRS` pairs of dimensions that RoPE turns together.
+All are int64 `[rows, FIELDS]` on the device; each enumeration names the fields of a row. A *job* is one coded part: one
+section of one chunk. A *plan* says how the components of a section are coded (`CodingPlan` on the device). A *chunk* is
+a run of tokens and where they go. A *place* is one unit (K or V of a layer) in memory. A *tile* is a piece of one head
+that a program produces or reads: up to `PAIRS` pairs of dimensions that RoPE turns together.
 
 Offsets count elements of the array they point into, never bytes, and are int64 wherever a chunk may exceed 2**31.
 """
@@ -13,12 +13,16 @@ from __future__ import annotations
 from enum import IntEnum, IntFlag
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import triton.language as tl
 
+I64 = npt.NDArray[np.int64]
 
-class Job(IntEnum):
-    """Columns of `jobs`."""
+
+class JobField(IntEnum):
+    """A row of `jobs`."""
 
     STATES = 0  # in `data` as uint32: the initial states of the streams
     LENGTHS = 1  # in `data` as uint16: words of each stream
@@ -43,8 +47,8 @@ class Job(IntEnum):
     CLASS_STATE = 20  # of that stream, initial
 
 
-class Plan(IntEnum):
-    """Columns of `plans`."""
+class PlanField(IntEnum):
+    """A row of `plans`."""
 
     PLANES = 0  # P = R + W
     ROWS = 1  # R
@@ -56,8 +60,8 @@ class Plan(IntEnum):
     ROW_MAP = 7  # of a class, in `row_maps`: which of its components each row of coefficients holds, or -1
 
 
-class Chunk(IntEnum):
-    """Columns of `chunks`."""
+class ChunkField(IntEnum):
+    """A row of `chunks`."""
 
     TOKENS = 0
     FIRST = 1  # of its first token, in `slots` and in the rows of the rotation tables
@@ -65,8 +69,8 @@ class Chunk(IntEnum):
     TARGET = 3  # position of the first token in the cache written or read
 
 
-class Place(IntEnum):
-    """Columns of `places`: one row per unit, 2 * layer for K and 2 * layer + 1 for V. Strides count elements."""
+class PlaceField(IntEnum):
+    """A row of `places`: one per unit, 2 * layer for K and 2 * layer + 1 for V. Strides count elements."""
 
     POINTER = 0
     BLOCK = 1  # stride between blocks
@@ -77,8 +81,8 @@ class Place(IntEnum):
     SLOTS = 6  # blocks * BLOCK_TOKENS
 
 
-class Tile(IntEnum):
-    """Columns of `tiles`. Pair p is dimensions DIM0 + p * STEP and DIM1 + p * STEP of a head."""
+class TileField(IntEnum):
+    """A row of `tiles`. Pair p is dimensions DIM0 + p * STEP and DIM1 + p * STEP of a head."""
 
     SECTION = 0
     UNIT = 1  # row of `places`
@@ -97,8 +101,8 @@ class Tile(IntEnum):
     BLOCK = 14  # row of `blocks`
 
 
-class Block(IntEnum):
-    """Columns of `blocks`: one row a block of a section, for the forward transform."""
+class BlockField(IntEnum):
+    """A row of `blocks`: one per block of a section, for the forward transform."""
 
     SECTION = 0
     ROW = 1
@@ -119,78 +123,78 @@ class Status(IntFlag):
 
 
 # A kernel can read a global only as a constexpr.
-JOB_FIELDS = tl.constexpr(len(Job))
-JOB_STATES = tl.constexpr(int(Job.STATES))
-JOB_LENGTHS = tl.constexpr(int(Job.LENGTHS))
-JOB_WORDS = tl.constexpr(int(Job.WORDS))
-JOB_ESCAPES = tl.constexpr(int(Job.ESCAPES))
-JOB_WORD_COUNT = tl.constexpr(int(Job.WORD_COUNT))
-JOB_ESCAPE_COUNT = tl.constexpr(int(Job.ESCAPE_COUNT))
-JOB_STREAMS = tl.constexpr(int(Job.STREAMS))
-JOB_TOKENS = tl.constexpr(int(Job.TOKENS))
-JOB_PER_STREAM = tl.constexpr(int(Job.PER_STREAM))
-JOB_LONG_LENGTHS = tl.constexpr(int(Job.LONG_LENGTHS))
-JOB_PLAN = tl.constexpr(int(Job.PLAN))
-JOB_PLANES = tl.constexpr(int(Job.PLANES))
-JOB_LEVELS = tl.constexpr(int(Job.LEVELS))
-JOB_STRIDE = tl.constexpr(int(Job.STRIDE))
-JOB_CHUNK = tl.constexpr(int(Job.CHUNK))
-JOB_SECTION = tl.constexpr(int(Job.SECTION))
-JOB_CLASS_PLAN = tl.constexpr(int(Job.CLASS_PLAN))
-JOB_COLUMNS = tl.constexpr(int(Job.COLUMNS))
-JOB_CLASS_WORDS = tl.constexpr(int(Job.CLASS_WORDS))
-JOB_CLASS_WORD_COUNT = tl.constexpr(int(Job.CLASS_WORD_COUNT))
-JOB_CLASS_STATE = tl.constexpr(int(Job.CLASS_STATE))
+JOB_FIELDS = tl.constexpr(len(JobField))
+JOB_STATES = tl.constexpr(int(JobField.STATES))
+JOB_LENGTHS = tl.constexpr(int(JobField.LENGTHS))
+JOB_WORDS = tl.constexpr(int(JobField.WORDS))
+JOB_ESCAPES = tl.constexpr(int(JobField.ESCAPES))
+JOB_WORD_COUNT = tl.constexpr(int(JobField.WORD_COUNT))
+JOB_ESCAPE_COUNT = tl.constexpr(int(JobField.ESCAPE_COUNT))
+JOB_STREAMS = tl.constexpr(int(JobField.STREAMS))
+JOB_TOKENS = tl.constexpr(int(JobField.TOKENS))
+JOB_PER_STREAM = tl.constexpr(int(JobField.PER_STREAM))
+JOB_LONG_LENGTHS = tl.constexpr(int(JobField.LONG_LENGTHS))
+JOB_PLAN = tl.constexpr(int(JobField.PLAN))
+JOB_PLANES = tl.constexpr(int(JobField.PLANES))
+JOB_LEVELS = tl.constexpr(int(JobField.LEVELS))
+JOB_STRIDE = tl.constexpr(int(JobField.STRIDE))
+JOB_CHUNK = tl.constexpr(int(JobField.CHUNK))
+JOB_SECTION = tl.constexpr(int(JobField.SECTION))
+JOB_CLASS_PLAN = tl.constexpr(int(JobField.CLASS_PLAN))
+JOB_COLUMNS = tl.constexpr(int(JobField.COLUMNS))
+JOB_CLASS_WORDS = tl.constexpr(int(JobField.CLASS_WORDS))
+JOB_CLASS_WORD_COUNT = tl.constexpr(int(JobField.CLASS_WORD_COUNT))
+JOB_CLASS_STATE = tl.constexpr(int(JobField.CLASS_STATE))
 
-PLAN_FIELDS = tl.constexpr(len(Plan))
-PLAN_PLANES = tl.constexpr(int(Plan.PLANES))
-PLAN_ROWS = tl.constexpr(int(Plan.ROWS))
-PLAN_FIRST = tl.constexpr(int(Plan.FIRST))
-PLAN_REST = tl.constexpr(int(Plan.REST))
-PLAN_ROW = tl.constexpr(int(Plan.ROW))
-PLAN_PREDICTION = tl.constexpr(int(Plan.PREDICTION))
-PLAN_EXTENT = tl.constexpr(int(Plan.EXTENT))
-PLAN_ROW_MAP = tl.constexpr(int(Plan.ROW_MAP))
+PLAN_FIELDS = tl.constexpr(len(PlanField))
+PLAN_PLANES = tl.constexpr(int(PlanField.PLANES))
+PLAN_ROWS = tl.constexpr(int(PlanField.ROWS))
+PLAN_FIRST = tl.constexpr(int(PlanField.FIRST))
+PLAN_REST = tl.constexpr(int(PlanField.REST))
+PLAN_ROW = tl.constexpr(int(PlanField.ROW))
+PLAN_PREDICTION = tl.constexpr(int(PlanField.PREDICTION))
+PLAN_EXTENT = tl.constexpr(int(PlanField.EXTENT))
+PLAN_ROW_MAP = tl.constexpr(int(PlanField.ROW_MAP))
 
-CHUNK_FIELDS = tl.constexpr(len(Chunk))
-CHUNK_TOKENS = tl.constexpr(int(Chunk.TOKENS))
-CHUNK_FIRST = tl.constexpr(int(Chunk.FIRST))
-CHUNK_SOURCE = tl.constexpr(int(Chunk.SOURCE))
-CHUNK_TARGET = tl.constexpr(int(Chunk.TARGET))
+CHUNK_FIELDS = tl.constexpr(len(ChunkField))
+CHUNK_TOKENS = tl.constexpr(int(ChunkField.TOKENS))
+CHUNK_FIRST = tl.constexpr(int(ChunkField.FIRST))
+CHUNK_SOURCE = tl.constexpr(int(ChunkField.SOURCE))
+CHUNK_TARGET = tl.constexpr(int(ChunkField.TARGET))
 
-PLACE_FIELDS = tl.constexpr(len(Place))
-PLACE_POINTER = tl.constexpr(int(Place.POINTER))
-PLACE_BLOCK = tl.constexpr(int(Place.BLOCK))
-PLACE_TOKEN = tl.constexpr(int(Place.TOKEN))
-PLACE_HEAD = tl.constexpr(int(Place.HEAD))
-PLACE_DIM = tl.constexpr(int(Place.DIM))
-PLACE_BLOCK_TOKENS = tl.constexpr(int(Place.BLOCK_TOKENS))
-PLACE_SLOTS = tl.constexpr(int(Place.SLOTS))
+PLACE_FIELDS = tl.constexpr(len(PlaceField))
+PLACE_POINTER = tl.constexpr(int(PlaceField.POINTER))
+PLACE_BLOCK = tl.constexpr(int(PlaceField.BLOCK))
+PLACE_TOKEN = tl.constexpr(int(PlaceField.TOKEN))
+PLACE_HEAD = tl.constexpr(int(PlaceField.HEAD))
+PLACE_DIM = tl.constexpr(int(PlaceField.DIM))
+PLACE_BLOCK_TOKENS = tl.constexpr(int(PlaceField.BLOCK_TOKENS))
+PLACE_SLOTS = tl.constexpr(int(PlaceField.SLOTS))
 
-TILE_FIELDS = tl.constexpr(len(Tile))
-TILE_SECTION = tl.constexpr(int(Tile.SECTION))
-TILE_UNIT = tl.constexpr(int(Tile.UNIT))
-TILE_HEAD = tl.constexpr(int(Tile.HEAD))
-TILE_DIM0 = tl.constexpr(int(Tile.DIM0))
-TILE_DIM1 = tl.constexpr(int(Tile.DIM1))
-TILE_COUNT0 = tl.constexpr(int(Tile.COUNT0))
-TILE_COUNT1 = tl.constexpr(int(Tile.COUNT1))
-TILE_STEP = tl.constexpr(int(Tile.STEP))
-TILE_ANGLE = tl.constexpr(int(Tile.ANGLE))
-TILE_ROW = tl.constexpr(int(Tile.ROW))
-TILE_RANK = tl.constexpr(int(Tile.RANK))
-TILE_BASIS = tl.constexpr(int(Tile.BASIS))
-TILE_BASIS_STRIDE = tl.constexpr(int(Tile.BASIS_STRIDE))
-TILE_COLUMN = tl.constexpr(int(Tile.COLUMN))
-TILE_BLOCK = tl.constexpr(int(Tile.BLOCK))
+TILE_FIELDS = tl.constexpr(len(TileField))
+TILE_SECTION = tl.constexpr(int(TileField.SECTION))
+TILE_UNIT = tl.constexpr(int(TileField.UNIT))
+TILE_HEAD = tl.constexpr(int(TileField.HEAD))
+TILE_DIM0 = tl.constexpr(int(TileField.DIM0))
+TILE_DIM1 = tl.constexpr(int(TileField.DIM1))
+TILE_COUNT0 = tl.constexpr(int(TileField.COUNT0))
+TILE_COUNT1 = tl.constexpr(int(TileField.COUNT1))
+TILE_STEP = tl.constexpr(int(TileField.STEP))
+TILE_ANGLE = tl.constexpr(int(TileField.ANGLE))
+TILE_ROW = tl.constexpr(int(TileField.ROW))
+TILE_RANK = tl.constexpr(int(TileField.RANK))
+TILE_BASIS = tl.constexpr(int(TileField.BASIS))
+TILE_BASIS_STRIDE = tl.constexpr(int(TileField.BASIS_STRIDE))
+TILE_COLUMN = tl.constexpr(int(TileField.COLUMN))
+TILE_BLOCK = tl.constexpr(int(TileField.BLOCK))
 
-BLOCK_FIELDS = tl.constexpr(len(Block))
-BLOCK_SECTION = tl.constexpr(int(Block.SECTION))
-BLOCK_ROW = tl.constexpr(int(Block.ROW))
-BLOCK_RANK = tl.constexpr(int(Block.RANK))
-BLOCK_BASIS = tl.constexpr(int(Block.BASIS))
-BLOCK_COLUMN = tl.constexpr(int(Block.COLUMN))
-BLOCK_COLUMNS = tl.constexpr(int(Block.COLUMNS))
+BLOCK_FIELDS = tl.constexpr(len(BlockField))
+BLOCK_SECTION = tl.constexpr(int(BlockField.SECTION))
+BLOCK_ROW = tl.constexpr(int(BlockField.ROW))
+BLOCK_RANK = tl.constexpr(int(BlockField.RANK))
+BLOCK_BASIS = tl.constexpr(int(BlockField.BASIS))
+BLOCK_COLUMN = tl.constexpr(int(BlockField.COLUMN))
+BLOCK_COLUMNS = tl.constexpr(int(BlockField.COLUMNS))
 
 STATUS_STREAMS = tl.constexpr(int(Status.STREAMS))
 STATUS_ESCAPES = tl.constexpr(int(Status.ESCAPES))

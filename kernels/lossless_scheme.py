@@ -20,21 +20,23 @@ from cuvee.codec.schemes.lossless import PROB_BITS, choose_table, read_model, wr
 from cuvee.codec.symbols import Prediction
 from cuvee.codec.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.transform import partition
-from cuvee.kernels.batch import Incoming, Memory, join, of_layers, outgoing, place_jobs, raise_status, stage, touched
-from cuvee.kernels.coded import encode_planes, place_streams
-from cuvee.kernels.jobs import Chunk, Job, Plan
-from cuvee.kernels.lossless import BytePlane, count_symbols, merge_planes, slot_tables, split_planes, sum_bytes
-from cuvee.kernels.pages import contiguity
+from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
+from cuvee.kernels.incoming import Incoming
+from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
+from cuvee.kernels.ops.arguments import ChunkBatch, TileTable
+from cuvee.kernels.ops.lossless import BytePlaneField, count_symbols, merge_planes, slot_tables, split_planes, sum_bytes
+from cuvee.kernels.ops.rans import coding_table, rans_decode
+from cuvee.kernels.outgoing import encode_planes, place_streams, stream_jobs
 from cuvee.kernels.plans import Geometry
-from cuvee.kernels.rans import coding_table, rans_decode
-from cuvee.kernels.staging import ALIGNMENT, Packed, Upload
+from cuvee.kernels.tracing import stage
+from cuvee.kernels.upload import ALIGNMENT, Packed, send_arrays
+from cuvee.kernels.workspace import place_jobs
 
-I64 = npt.NDArray[np.int64]
-STORED = -1  # BytePlane.REFERENCE of a plane that is not coded
+STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class LosslessBatch:
     """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
 
     cache: PagedCache
@@ -47,10 +49,10 @@ class Prepared:
 
 def _plans(planes: Sequence[int]) -> I64:
     """Plans of jobs with so many coded planes of channels each, whose tables follow each other."""
-    plans = np.zeros((len(planes), len(Plan)), np.int64)
-    plans[:, Plan.PLANES] = planes
-    plans[:, Plan.FIRST] = plans[:, Plan.REST] = np.cumsum([0, *planes])[:-1]
-    plans[:, Plan.PREDICTION] = Prediction.NONE
+    plans = np.zeros((len(planes), len(PlanField)), np.int64)
+    plans[:, PlanField.PLANES] = planes
+    plans[:, PlanField.FIRST] = plans[:, PlanField.REST] = np.cumsum([0, *planes])[:-1]
+    plans[:, PlanField.PREDICTION] = Prediction.NONE
     return plans
 
 
@@ -71,18 +73,18 @@ class LosslessDevice:
         self._dtype = layout.torch_dtype
 
     def _empty_table(self, jobs: int, sections: range) -> I64:
-        """A table of `BytePlane` for so many jobs with HEAD_DIM filled in."""
+        """A table of `BytePlaneField` for so many jobs with HEAD_DIM filled in."""
         heads = [
             size
             for layer in self._layout.layers[sections.start : sections.stop]
             for size in (layer.head_dim, layer.value_dim)
         ]
-        table = np.zeros((2 * jobs * self._dtype.itemsize, len(BytePlane)), np.int64)
-        table[:, BytePlane.HEAD_DIM] = np.tile(np.repeat(heads, self._dtype.itemsize), jobs // len(sections))
+        table = np.zeros((2 * jobs * self._dtype.itemsize, len(BytePlaneField)), np.int64)
+        table[:, BytePlaneField.HEAD_DIM] = np.tile(np.repeat(heads, self._dtype.itemsize), jobs // len(sections))
         return table
 
     def _even(self, table: I64, tokens: npt.NDArray[np.int64]) -> bool:
-        return not (np.any(table[:, BytePlane.PLANE] % 4) or np.any(tokens % 4))
+        return not (np.any(table[:, BytePlaneField.PLANE] % 4) or np.any(tokens % 4))
 
     # Decoding --------------------------------------------------------------------------------------------------
 
@@ -90,7 +92,7 @@ class LosslessDevice:
         """Scratch that decoding a chunk of so many tokens takes, at most."""
         return tokens * self._layout.bytes_per_token
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Prepared:
+    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> LosslessBatch:
         """Verify the sections of these layers, and pack what goes to the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections)
@@ -101,23 +103,23 @@ class LosslessDevice:
         planes: list[int] = []
         coded: list[int] = []
         for job, view in enumerate(incoming.views):
-            index, tokens = sections[job % len(sections)], int(jobs[job, Job.TOKENS])
+            index, tokens = sections[job % len(sections)], int(jobs[job, JobField.TOKENS])
             channels = [size for size in self.sections[index].blocks for _ in range(width)]
             reader, base, count = Reader(view), incoming.offset(job), 0
             rows = table[2 * job * width : 2 * (job + 1) * width]
             for row, size in zip(rows, channels, strict=True):
                 at = base + reader.position + 1  # the references follow the mode
                 model = read_model(reader, size)
-                row[BytePlane.REFERENCE] = STORED if model is None else at
+                row[BytePlaneField.REFERENCE] = STORED if model is None else at
                 if model is not None:
-                    row[BytePlane.PLANE] = count * tokens  # within the job's planes, for now
+                    row[BytePlaneField.PLANE] = count * tokens  # within the job's planes, for now
                     which += [len(freq)] * size
                     freq.append(model[1])
                     count += size
             reader.skip_padding()
             for row, size in zip(rows, channels, strict=True):
-                if row[BytePlane.REFERENCE] == STORED:
-                    row[BytePlane.PLANE] = base + reader.position
+                if row[BytePlaneField.REFERENCE] == STORED:
+                    row[BytePlaneField.PLANE] = base + reader.position
                     reader.take(size * tokens)
             reader.skip_padding()
             if not count:
@@ -125,7 +127,7 @@ class LosslessDevice:
             planes.append(count)
             coded.append(reader.position)
         plans = _plans(planes)
-        jobs[:, Job.PLAN] = np.arange(len(jobs))
+        jobs[:, JobField.PLAN] = np.arange(len(jobs))
         tables = np.array(which, np.int32)
         # The tables are checked here; their slots are made on the device.
         entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
@@ -136,45 +138,41 @@ class LosslessDevice:
         ):  # fmt: skip
             parts[name] = (incoming.upload.add(array), array)
         packed, size, _ = incoming.pack(self._device, plans, coded, np.flatnonzero(planes))
-        if np.any(jobs[:, Job.ESCAPE_COUNT]):
+        if np.any(jobs[:, JobField.ESCAPE_COUNT]):
             raise FormatError("a lossless section has escapes")
-        is_coded = table[:, BytePlane.REFERENCE] != STORED
-        table[is_coded, BytePlane.PLANE] += np.repeat(jobs[:, Job.PLANES], 2 * width)[is_coded]
+        is_coded = table[:, BytePlaneField.REFERENCE] != STORED
+        table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
         packed.host(*parts["table"])[:] = table
-        return Prepared(cache, incoming, sections, packed, parts, size)
+        return LosslessBatch(cache, incoming, sections, packed, parts, size)
 
-    def launch(self, batch: Prepared) -> torch.Tensor:
+    def launch(self, batch: LosslessBatch) -> torch.Tensor:
         """Decode a batch; returns the status of its jobs, int32 on the device."""
-        memory, incoming, geometry = Memory.of(batch.cache), batch.incoming, self._geometry
+        memory, incoming, geometry = CacheMemory.of(batch.cache), batch.incoming, self._geometry
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
         jobs = sent.view(incoming.at_jobs, incoming.jobs)
-        chunks = sent.view(incoming.at_chunks, incoming.chunks)
         status = torch.zeros(len(incoming.jobs), dtype=torch.int32, device=self._device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
         slots = torch.empty(len(part["freq"]), 1 << PROB_BITS, dtype=torch.uint32, device=self._device)
-        max_tokens = int(incoming.jobs[:, Job.TOKENS].max())
-        moved = bool(np.any(incoming.chunks[:, Chunk.SOURCE] != incoming.chunks[:, Chunk.TARGET]))
+        max_tokens = incoming.max_tokens
+        chunks = incoming.chunk_batch(sent, status)
+        moved = bool(np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]))
         rows = len(incoming.slots) if moved else 0
         with stage("rotation tables"):
-            cos, sin = geometry.rotations(chunks, rows, max_tokens if moved else 0)
-            source = geometry.rotations(chunks, rows, max_tokens if moved else 0, use_source=True, inverse=True)
+            turning = (chunks.chunks, rows, max_tokens if moved else 0)
+            target = geometry.rotations(*turning)
+            source = geometry.rotations(*turning, use_source=True, inverse=True)
         with stage("rans"):
             slot_tables(part["freq"], slots)
-            rans_decode(
-                sent.bytes, jobs, part["plans"], part["tables"], slots, planes, status,
-                max_streams=int(incoming.jobs[:, Job.STREAMS].max()),
-            )  # fmt: skip
+            coding = stream_jobs(incoming.jobs, jobs, part["plans"], part["tables"])
+            rans_decode(sent.bytes, coding, slots, planes, status)
         table, tiles = batch.parts["table"][1], batch.parts["tiles"][1]
-        unit_stride, aligned = contiguity(memory.table, tiles, memory.element)
         with stage("merge"):
             merge_planes(
-                sent.bytes, planes, part["table"], jobs, chunks, part["tiles"], memory.places, memory.scales,
-                incoming.slots, *source, cos, sin, status, sections=len(batch.sections),
-                first_section=batch.sections.start, max_tokens=max_tokens, pairs=geometry.tiles.pairs,
-                dtype=self._dtype, element=memory.element, moved=moved,
-                even=self._even(table, incoming.chunks[:, Chunk.TOKENS]), unit_stride=unit_stride, aligned=aligned,
+                sent.bytes, planes, part["table"], jobs, TileTable(part["tiles"], geometry.tiles.pairs), chunks,
+                memory.view(incoming.slots, tiles), source, target, dtype=self._dtype, moved=moved,
+                even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
             )  # fmt: skip
         return status
 
@@ -193,34 +191,30 @@ class LosslessDevice:
         first_chunk: int,
     ) -> list[list[bytes]]:
         """The sections of each chunk. Waits for the device three times: the first is for the counts of symbols."""
-        memory, geometry, device = Memory.of(cache), self._geometry, self._device
+        memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
-        chunks, jobs = outgoing(slots, starts, count)
-        tokens = chunks[:, Chunk.TOKENS]
+        chunks, jobs = encoding_tables(slots, starts, count)
+        tokens = chunks[:, ChunkField.TOKENS]
         table = self._empty_table(len(jobs), range(count))
         channels = np.tile([size for s in self.sections for size in s.blocks for _ in range(width)], len(slots))
-        table[:, BytePlane.REFERENCE] = np.cumsum(channels) - channels
+        table[:, BytePlaneField.REFERENCE] = np.cumsum(channels) - channels
         tiles = geometry.tiles.tiles
-        unit_stride, aligned = contiguity(memory.table, tiles, memory.element)
-        common: dict[str, Any] = {
-            "sections": count, "first_section": 0, "max_tokens": int(tokens.max()), "pairs": geometry.tiles.pairs,
-            "dtype": self._dtype, "element": memory.element, "unit_stride": unit_stride, "aligned": aligned,
-        }  # fmt: skip
 
-        upload = Upload()
-        arrays: dict[str, npt.NDArray[Any]] = {"table": table, "jobs": jobs, "chunks": chunks, "tiles": tiles}
-        at = {name: upload.add(array) for name, array in arrays.items()}
-        sent = upload.pack(device).send(device)
-        part = {name: sent.view(at[name], array) for name, array in arrays.items()}
+        part = send_arrays({"table": table, "jobs": jobs, "chunks": chunks, "tiles": tiles}, device)
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
         total = int(channels.sum())
         sums = torch.zeros(total, dtype=torch.int64, device=device)
         references = torch.empty(total, dtype=torch.uint8, device=device)
         counts = torch.zeros(len(table), SYMBOLS, dtype=torch.int32, device=device)
-        source = (part["table"], part["jobs"], part["chunks"], part["tiles"], memory.places, memory.scales, joined)
+        source = (
+            part["jobs"],
+            TileTable(part["tiles"], geometry.tiles.pairs),
+            ChunkBatch(part["chunks"], status, count, 0, int(tokens.max())),
+            memory.view(joined, tiles),
+        )
         with stage("statistics"):
-            sum_bytes(*source, sums, status, **common)
-            count_symbols(*source, sums, references, counts, status, **common)
+            sum_bytes(part["table"], *source, sums, dtype=self._dtype)
+            count_symbols(part["table"], *source, sums, references, counts, dtype=self._dtype)
         measured = torch.cat([counts.flatten(), status, references.int()]).cpu().numpy()
         symbol_counts = measured[: counts.numel()].reshape(counts.shape)
         numbers = range(first_chunk, first_chunk + len(slots))
@@ -234,18 +228,18 @@ class LosslessDevice:
         kept_at: list[slice] = []  # where the stored planes of each job lie
         stored = 0
         for job in range(len(jobs)):
-            length, coded, kept = int(jobs[job, Job.TOKENS]), 0, 0
+            length, coded, kept = int(jobs[job, JobField.TOKENS]), 0, 0
             parts: list[bytes] = []
             for row in range(2 * job * width, 2 * (job + 1) * width):
-                size, first = int(channels[row]), int(table[row, BytePlane.REFERENCE])
+                size, first = int(channels[row]), int(table[row, BytePlaneField.REFERENCE])
                 chosen = choose_table(symbol_counts[row], size)
                 parts.append(bytes([chosen is not None]))
                 if chosen is None:
-                    table[row, BytePlane.REFERENCE], table[row, BytePlane.PLANE] = STORED, stored + kept
+                    table[row, BytePlaneField.REFERENCE], table[row, BytePlaneField.PLANE] = STORED, stored + kept
                     kept += size * length
                     continue
                 parts.append(write_model(reference[first : first + size], chosen))
-                table[row, BytePlane.PLANE] = coded * length  # within the job's planes, for now
+                table[row, BytePlaneField.PLANE] = coded * length  # within the job's planes, for now
                 which += [len(freq)] * size
                 freq.append(chosen)
                 coded += size
@@ -254,36 +248,32 @@ class LosslessDevice:
             kept_at.append(slice(stored, stored + kept))
             stored += -(-kept // ALIGNMENT) * ALIGNMENT
         plans = _plans(planes)
-        jobs[:, Job.PLAN] = np.arange(len(jobs))
+        jobs[:, JobField.PLAN] = np.arange(len(jobs))
         plane_bytes, _ = place_jobs(jobs, plans)
-        is_coded = table[:, BytePlane.REFERENCE] != STORED
-        table[is_coded, BytePlane.PLANE] += np.repeat(jobs[:, Job.PLANES], 2 * width)[is_coded]
+        is_coded = table[:, BytePlaneField.REFERENCE] != STORED
+        table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
         tables = EntropyTables(np.stack(freq), PROB_BITS) if freq else None
         used = np.array(which, np.int32)
         ends = np.cumsum(planes)
         for job, end in enumerate(ends):
             own_tables = used[end - planes[job] : end]
             bits = 0.0 if tables is None else float(tables.entropy[own_tables].sum())
-            jobs[job, Job.PER_STREAM] = tokens_per_stream(planes[job], bits)
+            jobs[job, JobField.PER_STREAM] = tokens_per_stream(planes[job], bits)
         place_streams(jobs, plans)
 
-        upload = Upload()
-        coding = coding_table(tables or raw_bit_tables(PROB_BITS))  # some table, even where no plane is coded
-        arrays = {"plans": plans, "tables": used, "coding": coding, "table": table, "jobs": jobs}
-        at = {name: upload.add(array) for name, array in arrays.items()}
-        sent = upload.pack(device).send(device)
-        part |= {name: sent.view(at[name], array) for name, array in arrays.items()}
+        entries = coding_table(tables or raw_bit_tables(PROB_BITS))  # some table, even where no plane is coded
+        part |= send_arrays({"plans": plans, "tables": used, "entries": entries, "table": table, "jobs": jobs}, device)
         out = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
         kept_out = torch.empty(stored, dtype=torch.uint8, device=device)
         with stage("split"):
             split_planes(
-                part["table"], *source[1:], references, out, kept_out, status, even=self._even(table, tokens), **common
+                part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
             )
         download = torch.empty(stored, dtype=torch.uint8, pin_memory=device.type != "cpu")
         download.copy_(kept_out, non_blocking=True)
         bodies = encode_planes(
-            jobs, part["jobs"], plans, part["plans"], part["tables"], part["coding"], out, status, self.sections,
-            first_chunk,
+            jobs, plans, stream_jobs(jobs, part["jobs"], part["plans"], part["tables"]), part["entries"], out, status,
+            self.sections, first_chunk,
         )  # fmt: skip
         raw = download.numpy()
         whole = []

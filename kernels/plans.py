@@ -15,16 +15,18 @@ from cuvee.codec.classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.family import Family, coding_plan, step_value
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.profile import Profile, SectionProfile
+from cuvee.codec.profile import Profile
 from cuvee.codec.schemes.transform import SectionCoding
+from cuvee.codec.section_profile import SectionProfile
 from cuvee.codec.symbols import CodingPlan, Prediction
 from cuvee.codec.transform import Section
-from cuvee.kernels.jobs import Plan
-from cuvee.kernels.rans import coding_table
-from cuvee.kernels.symbols import level_limit
-from cuvee.kernels.transform import lay_out_tiles, rotation_tables
+from cuvee.kernels.jobs import I64, PlanField
+from cuvee.kernels.ops.arguments import DevicePlans, RotationTables
+from cuvee.kernels.ops.rans import coding_table
+from cuvee.kernels.ops.symbols import level_limit
+from cuvee.kernels.ops.transform import rotation_tables
+from cuvee.kernels.tiles import lay_out_tiles
 
-I64 = npt.NDArray[np.int64]
 Numbers = TypeVar("Numbers", int, I64)
 
 USUAL_FREQUENCY = (1 << CLASS_BITS) // 100  # of a class that is no rarity
@@ -37,12 +39,12 @@ class FamilyTables:
 
     Attributes:
         slots: uint32 `[K, 2**prob_bits]`, for decoding.
-        coding: uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`).
+        entries: uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`).
         freq: uint16 `[K, 256]`.
     """
 
     slots: torch.Tensor
-    coding: torch.Tensor
+    entries: torch.Tensor
     freq: torch.Tensor
 
     @classmethod
@@ -55,17 +57,7 @@ class FamilyTables:
 
 @dataclass(frozen=True, slots=True)
 class PlanArrays:
-    """Coding plans as the kernels read them, on the host: a row of `plans` each, and arrays by plane and component.
-
-    Attributes:
-        plans: int64 `[Q, len(Plan)]`.
-        tables: int32 table of each plane; `Plan.FIRST` and `Plan.REST` point into it.
-        row_floats: float32 `[rows, 4]`: shrinkage of level 1, of those above, dead zone, rounding.
-        row_ints: int32 `[rows, 4]`: shift, plane of the low bits or -1, predictor gain, row of coefficients.
-        steps: float32 `[Q]`.
-        inverses: float32 `[Q]`, their inverses.
-        limits: float32 `[Q]`: a coefficient must lie below (`symbols.level_limit`).
-    """
+    """Coding plans as the kernels read them, on the host; `ops.arguments.DevicePlans` describes the arrays."""
 
     plans: I64
     tables: npt.NDArray[np.int32]
@@ -96,7 +88,7 @@ class PlanArrays:
             steps: of each plan.
             rows_of: of each plan, the row of coefficients that each component takes; None: they follow each other.
         """
-        table = np.zeros((len(plans), len(Plan)), np.int64)
+        table = np.zeros((len(plans), len(PlanField)), np.int64)
         tables: list[npt.NDArray[Any]] = []
         floats: list[npt.NDArray[Any]] = []
         ints: list[npt.NDArray[Any]] = []
@@ -107,8 +99,8 @@ class PlanArrays:
             places = np.arange(rows) if rows_of is None else rows_of[index]
             same = plan.prediction is Prediction.NONE
             rest = plane if same else plane + plan.planes
-            table[index, : Plan.EXTENT] = (plan.planes, rows, plane, rest, row, plan.prediction)
-            table[index, Plan.EXTENT] = places.max(initial=-1) + 1
+            table[index, : PlanField.EXTENT] = (plan.planes, rows, plane, rest, row, plan.prediction)
+            table[index, PlanField.EXTENT] = places.max(initial=-1) + 1
             tables += [plan.first] if same else [plan.first, plan.rest]
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
@@ -126,6 +118,10 @@ class PlanArrays:
             np.array([1.0 / step for step in steps], np.float32),
             np.array([level_limit(step) for step in steps], np.float32),
         )
+
+    def to(self, device: torch.device) -> DevicePlans:
+        """Copy them to the device."""
+        return DevicePlans(**{name: torch.from_numpy(array).to(device) for name, array in self.named().items()})
 
     def named(self) -> dict[str, npt.NDArray[Any]]:
         """The arrays by name."""
@@ -157,15 +153,14 @@ class Geometry:
 
     def rotations(
         self, chunks: torch.Tensor, rows: int, max_tokens: int, *, use_source: bool = False, inverse: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables of cos and sin, float32 `[rows, A]`, of all tokens of these chunks; see `rotation_tables`."""
+    ) -> RotationTables:
+        """Tables of `rows` rows, for all tokens of these chunks; see `rotation_tables`."""
         cos = self.inv_freq.new_empty(rows, len(self.inv_freq))
-        sin = torch.empty_like(cos)
+        tables = RotationTables(cos, torch.empty_like(cos))
         rotation_tables(
-            chunks, self.inv_freq, self.scaling, cos, sin, use_source=use_source, inverse=inverse,
-            max_tokens=max_tokens,
-        )  # fmt: skip
-        return cos, sin
+            chunks, self.inv_freq, self.scaling, tables, use_source=use_source, inverse=inverse, max_tokens=max_tokens
+        )
+        return tables
 
 
 class LinearMaps:
@@ -231,7 +226,7 @@ class TransformPlan:
     Attributes:
         geometry: the tiles of its sections.
         coding: of each section, on the host.
-        arrays: the plans of tokens without classes as flat arrays, on the host; `device_arrays` on the device.
+        arrays: the plans of tokens without classes as flat arrays, on the host; `device_plans` on the device.
         maps: the bases, as deep as such tokens need them.
     """
 
@@ -241,7 +236,7 @@ class TransformPlan:
         self.geometry = Geometry(profile.layout, profile.sections, device)
         self.coding = [SectionCoding(section, step) for section in profile.learned]
         self.arrays = PlanArrays.of([own.plan for own in self.coding], profile.family, step)
-        self.device_arrays = DeviceArrays.of(self.arrays, device)
+        self.device_plans = self.arrays.to(device)
         self.maps = LinearMaps(self.geometry, profile.learned, [own.ranks for own in self.coding], device, product)
 
     @cached_property
@@ -270,8 +265,8 @@ class ClassTables:
 
     Attributes:
         arrays: the plans of all sections without classes, then of class k of section s in row S + 16 s + k, on the
-            host; `device_arrays` on the device. Classes that are not served have no planes.
-        row_maps: int32 at `Plan.ROW_MAP`: which component of the class each row of coefficients holds, or -1.
+            host; `device_plans` on the device. Classes that are not served have no planes.
+        row_maps: int32 at `PlanField.ROW_MAP`: which component of the class each row of coefficients holds, or -1.
         block_ranks: int32 `[blocks, 16]` components of each block by class.
         maps: the bases, as deep as the finest class needs them.
         finest: int64 `[S]` finest class of each section that is served.
@@ -309,8 +304,8 @@ class ClassTables:
                 row_maps.append(row_map)
         self.arrays = PlanArrays.at_steps(plans, family, steps, rows_of)
         ends = np.cumsum([len(row_map) for row_map in row_maps])
-        self.arrays.plans[len(plan.coding) :, Plan.ROW_MAP] = ends - [len(row_map) for row_map in row_maps]
-        self.device_arrays = DeviceArrays.of(self.arrays, plan.device)
+        self.arrays.plans[len(plan.coding) :, PlanField.ROW_MAP] = ends - [len(row_map) for row_map in row_maps]
+        self.device_plans = self.arrays.to(plan.device)
         self.row_maps = torch.from_numpy(np.concatenate(row_maps)).to(plan.device)
         ranks_by_class = [np.array(own.class_ranks, np.int32).T for own in plan.coding]
         self.block_ranks = torch.from_numpy(np.ascontiguousarray(np.concatenate(ranks_by_class))).to(plan.device)
@@ -327,21 +322,3 @@ class ClassTables:
         """Rows of `plans`: of class `classes` of each of `sections`."""
         rows: Numbers = len(self.finest) + sections * CLASSES + classes
         return rows
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceArrays:
-    """`PlanArrays` on the device."""
-
-    plans: torch.Tensor
-    tables: torch.Tensor
-    row_floats: torch.Tensor
-    row_ints: torch.Tensor
-    steps: torch.Tensor
-    inverses: torch.Tensor
-    limits: torch.Tensor
-
-    @classmethod
-    def of(cls, arrays: PlanArrays, device: torch.device) -> DeviceArrays:
-        """Copy them."""
-        return cls(**{name: torch.from_numpy(array).to(device) for name, array in arrays.named().items()})

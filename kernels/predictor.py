@@ -12,11 +12,12 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.importance import CLAMP, SQUARE_FLOOR
-from cuvee.codec.profile import SectionProfile
-from cuvee.kernels.jobs import Block, Chunk, Job
-from cuvee.kernels.transform import TileLayout, analyze
+from cuvee.codec.section_profile import SectionProfile
+from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
+from cuvee.kernels.ops.arguments import ChunkBatch
+from cuvee.kernels.ops.transform import analyze
+from cuvee.kernels.tiles import TileLayout
 
-I64 = npt.NDArray[np.int64]
 ARRAYS = 5  # of the size of the components, that computing offsets takes
 
 
@@ -43,7 +44,7 @@ class DevicePredictor:
         scale, linear, square = np.ones(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
         # Beyond the sinks there is no limit.
         limits = np.full((len(found), sinks + 1), np.inf, np.float32)
-        self._blocks = np.zeros((len(found), len(Block)), np.int64)
+        self._blocks = np.zeros((len(found), len(BlockField)), np.int64)
         packed, at = [], 0
         for row, (index, section, predictor) in enumerate(found):
             count = len(predictor.components)
@@ -70,37 +71,31 @@ class DevicePredictor:
         """What goes to the device before `offsets`: jobs, and for each token the place of its limit.
 
         Args:
-            chunks: int64 `[chunks, len(Chunk)]`.
+            chunks: int64 `[chunks, len(ChunkField)]`.
         """
-        tokens = int(chunks[:, Chunk.TOKENS].sum())
-        jobs = np.zeros((len(chunks), self._of_all, len(Job)), np.int64)
-        jobs[:, self.sections, Job.LEVELS] = np.arange(len(self.sections)) * self.components * tokens
-        jobs[:, :, Job.LEVELS] += chunks[:, None, Chunk.FIRST]
-        jobs[:, :, Job.STRIDE] = tokens
+        tokens = int(chunks[:, ChunkField.TOKENS].sum())
+        jobs = np.zeros((len(chunks), self._of_all, len(JobField)), np.int64)
+        jobs[:, self.sections, JobField.LEVELS] = np.arange(len(self.sections)) * self.components * tokens
+        jobs[:, :, JobField.LEVELS] += chunks[:, None, ChunkField.FIRST]
+        jobs[:, :, JobField.STRIDE] = tokens
         last = self._limits.shape[1] - 1
         positions = [
             np.minimum(source + np.arange(count), last)
-            for source, count in chunks[:, [Chunk.SOURCE, Chunk.TOKENS]].tolist()
+            for source, count in chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
         ]
-        return jobs.reshape(-1, len(Job)), np.concatenate(positions)
+        return jobs.reshape(-1, len(JobField)), np.concatenate(positions)
 
-    def offsets(
-        self, x: torch.Tensor, jobs: torch.Tensor, chunks: torch.Tensor, positions: torch.Tensor, max_tokens: int
-    ) -> torch.Tensor:
+    def offsets(self, x: torch.Tensor, jobs: torch.Tensor, batch: ChunkBatch, positions: torch.Tensor) -> torch.Tensor:
         """Octaves `[S, tokens]` float32 by which the step of each token may be coarser.
 
         Args:
             x: float32 `[tokens, M]` of `gather`.
             jobs: of `place`, on the device, as `positions`.
-            chunks: int64 `[chunks, len(Chunk)]`.
+            batch: all sections of the chunks.
             positions: int64 `[tokens]`.
-            max_tokens: of a chunk.
         """
         y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
-        analyze(
-            x, jobs, self._device_blocks, self._basis, chunks, y.flatten(), sections=self._of_all,
-            max_rank=self.components, max_tokens=max_tokens,
-        )  # fmt: skip
+        analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
         u = y / self._scale
         out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
         out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]

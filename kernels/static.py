@@ -40,7 +40,7 @@ from cuvee.codec.errors import CuveeError, InputError
 from cuvee.kernels.spec import KernelSpec
 
 MODULES = tuple(
-    f"cuvee.kernels.{name}"
+    f"cuvee.kernels.ops.{name}"
     for name in ("rans", "rans_classes", "symbols", "symbols_classes", "transform", "lossless", "generic")
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")

@@ -24,39 +24,28 @@ from cuvee.codec.coefficients import tokens_per_stream
 from cuvee.codec.importance import choose_classes
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.symbols import U8, U16
-from cuvee.kernels.batch import (
-    Incoming,
-    Memory,
-    join,
-    of_layers,
-    outgoing,
-    place_jobs,
-    raise_status,
-    running_offsets,
-    stage,
-    touched,
-    zeros,
-)
+from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.classes import read_classes, sort_columns, write_classes
-from cuvee.kernels.coded import check_size, encode_planes, place_streams, streams_of
-from cuvee.kernels.jobs import Block, Chunk, Job, Plan, Tile
-from cuvee.kernels.pages import contiguity
+from cuvee.kernels.incoming import Incoming
+from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable, TokenOrder
+from cuvee.kernels.ops.rans import rans_decode
+from cuvee.kernels.ops.rans_classes import rans_decode_classes
+from cuvee.kernels.ops.symbols import dequantize, list_escapes, quantize
+from cuvee.kernels.ops.symbols_classes import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
+from cuvee.kernels.ops.transform import SynthesisConfig, analyze, gather, synthesis_config, synthesize
+from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
 from cuvee.kernels.plans import FamilyTables, LinearMaps, TransformPlan
 from cuvee.kernels.predictor import ARRAYS, DevicePredictor
-from cuvee.kernels.rans import rans_decode
-from cuvee.kernels.rans_classes import rans_decode_classes
-from cuvee.kernels.staging import Packed, Upload
-from cuvee.kernels.symbols import dequantize, list_escapes, quantize
-from cuvee.kernels.symbols_classes import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
-from cuvee.kernels.transform import Columns, SynthesisConfig, analyze, gather, synthesis_config, synthesize
-
-I64 = npt.NDArray[np.int64]
+from cuvee.kernels.tracing import stage
+from cuvee.kernels.upload import Packed, send_arrays
+from cuvee.kernels.workspace import place_jobs, running_offsets, zeros
 
 MODE_BYTE = 9  # of a section: whether its tokens have classes
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class TransformBatch:
     """A batch of blobs, verified and packed, and the sizes of what decoding it needs.
 
     Attributes:
@@ -78,12 +67,14 @@ class Prepared:
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
-    """How `synthesize` is launched for a cache and some tiles."""
+class SynthesisLaunch:
+    """One launch of `synthesize`: for the jobs whose tokens have classes, or for the others."""
 
-    unit_stride: bool
-    aligned: bool
+    maps: LinearMaps
+    tiles: TileTable
+    cache: CacheView
     config: SynthesisConfig
+    order: TokenOrder | None
 
 
 class TransformDevice:
@@ -114,7 +105,7 @@ class TransformDevice:
         """Scratch that decoding a chunk of so many tokens takes, as a rule."""
         plans, _ = self._usual_plans()
         width = self._plan.product.itemsize
-        return int(tokens * (plans[:, Plan.PLANES].sum() + width * plans[:, Plan.EXTENT].sum()))
+        return int(tokens * (plans[:, PlanField.PLANES].sum() + width * plans[:, PlanField.EXTENT].sum()))
 
     def _usual_plans(self) -> tuple[I64, int]:
         """A plan for each section, and the components that are read to choose classes, all of a token's together."""
@@ -124,14 +115,14 @@ class TransformDevice:
         rows = plan.classes.rows(np.arange(len(self.sections)), plan.classes.usual)
         return plan.classes.arrays.plans[rows], len(self._predictor.sections) * self._predictor.components
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Prepared:
+    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> TransformBatch:
         """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
         plan, sections = self._plan, touched(self.sections, layers)
         incoming = Incoming(chunks, sections)
         jobs, index = incoming.jobs, np.tile(np.asarray(sections), len(chunks))
-        jobs[:, Job.PLAN] = index
+        jobs[:, JobField.PLAN] = index
         classed = np.array([len(view) > MODE_BYTE and view[MODE_BYTE] != 0 for view in incoming.views])
-        jobs[classed, Job.COLUMNS], count = running_offsets(jobs[classed, Job.TOKENS])
+        jobs[classed, JobField.COLUMNS], count = running_offsets(jobs[classed, JobField.TOKENS])
         # Each begins at a multiple of 16 bytes, whatever their number: kernels are compiled for that.
         blank = np.zeros(count, np.uint8)
         columns = (incoming.upload.add(blank), incoming.upload.add(blank), blank)
@@ -145,7 +136,9 @@ class TransformDevice:
             if some:
                 own = of_layers(plan.classes.maps.tiles, layers)
                 class_tiles = (incoming.upload.add(own), own)
-        packed, classed = incoming.read(plan.device, plan.arrays.plans[index, Plan.PLANES], None, None, class_planes)
+        packed, classed = incoming.read(
+            plan.device, plan.arrays.plans[index, PlanField.PLANES], None, None, class_planes
+        )
         plans = plan.arrays.plans
         if classed.any():
             plans = plan.classes.arrays.plans
@@ -154,9 +147,9 @@ class TransformDevice:
             for offset, array in zip(columns[:2], sorted_columns, strict=True):
                 packed.host(offset, array)[:] = array
         planes, coefficients = incoming.place(packed, plans)
-        return Prepared(
+        return TransformBatch(
             cache, incoming, sections, packed, tiles, class_tiles, columns, classed, planes, coefficients
-        )  # fmt: skip
+        )
 
     def _read_classes(self, words: U16, jobs: I64, which: I64, sections: I64, incoming: Incoming) -> tuple[U8, U8]:
         """Classes and order of the columns of the jobs `which`, whose plans are filled in."""
@@ -164,84 +157,81 @@ class TransformDevice:
         names = [incoming.name(job) for job in which]
         classes = read_classes(words, own, tables.slots, sections, tables.finest[sections], names)
         columns, order, counts = sort_columns(classes, own)
-        jobs[which, Job.CLASS_PLAN] = tables.rows(sections)
-        jobs[which, Job.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
+        jobs[which, JobField.CLASS_PLAN] = tables.rows(sections)
+        jobs[which, JobField.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
         return columns, order
 
-    def launch(self, batch: Prepared) -> torch.Tensor:
+    def launch(self, batch: TransformBatch) -> torch.Tensor:
         """Decode a batch; returns the status of its jobs, int32 on the device."""
-        plan, memory = self._plan, Memory.of(batch.cache)
+        plan, memory = self._plan, CacheMemory.of(batch.cache)
         geometry, device = plan.geometry, plan.device
         plain, classed = not batch.classed.all(), bool(batch.classed.any())
-        arrays = plan.classes.device_arrays if classed else plan.device_arrays
+        plans = plan.classes.device_plans if classed else plan.device_plans
         with stage("upload"):
             sent = batch.packed.send(device)
         incoming, host_jobs = batch.incoming, batch.incoming.jobs
         jobs = sent.view(incoming.at_jobs, host_jobs)
-        chunks = sent.view(incoming.at_chunks, incoming.chunks)
         status, found = zeros(2, len(host_jobs), device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=device)
         y = torch.empty(batch.coefficients, dtype=plan.product, device=device)
-        max_tokens, max_streams = (int(host_jobs[:, field].max()) for field in (Job.TOKENS, Job.STREAMS))
-        used: list[tuple[LinearMaps, tuple[int, I64] | None, Columns | None]] = []
+        max_tokens = incoming.max_tokens
+        chunks = incoming.chunk_batch(sent, status)
+        launches: list[SynthesisLaunch] = []
         if plain:
-            used.append((plan.maps, batch.tiles, None))
-        columns = None
+            launches.append(self._synthesis(batch, memory, sent, max_tokens))
+        order = None
         if classed:
-            classes, order = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
-            columns = Columns(classes, order, plan.classes.block_ranks)
-            used.append((plan.classes.maps, batch.class_tiles, columns))
-        placing = [(*own, self._placing(memory, own[0], own[1], max_tokens)) for own in used]
+            classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
+            order = TokenOrder(classes, tokens, plan.classes.block_ranks)
+            launches.append(self._synthesis(batch, memory, sent, max_tokens, order))
         with stage("rotation tables"):
-            cos, sin = geometry.rotations(chunks, len(incoming.slots), max_tokens)
+            rotations = geometry.rotations(chunks.chunks, len(incoming.slots), max_tokens)
+        coding = stream_jobs(host_jobs, jobs, plans.plans, plans.tables)
         with stage("rans"):
             if plain:
-                rans_decode(
-                    sent.bytes, jobs, arrays.plans, arrays.tables, self._tables.slots, planes, status, max_streams
-                )
-            if columns is not None:
-                rans_decode_classes(
-                    sent.bytes, jobs, arrays.plans, arrays.tables, self._tables.slots, columns.classes, planes, status,
-                    max_streams,
-                )  # fmt: skip
+                rans_decode(sent.bytes, coding, self._tables.slots, planes, status)
+            if order is not None:
+                rans_decode_classes(sent.bytes, coding, self._tables.slots, order.classes, planes, status)
         with stage("dequantize"):
             if plain:
                 dequantize(
-                    sent.bytes, jobs, arrays.plans, arrays.row_floats, arrays.row_ints, arrays.steps, planes, y,
-                    status=status, found=found, max_rows=int(plan.arrays.plans[:, Plan.ROWS].max()),
-                    max_tokens=max_tokens, predicted=bool(plan.arrays.plans[:, Plan.PREDICTION].any()),
+                    sent.bytes, jobs, plans, planes, y, status, found,
+                    max_rows=int(plan.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens,
+                    predicted=bool(plan.arrays.plans[:, PlanField.PREDICTION].any()),
                 )  # fmt: skip
-            if columns is not None:
-                deepest = plan.classes.arrays.plans[host_jobs[batch.classed, Job.PLAN], Plan.EXTENT]
+            if order is not None:
+                deepest = plan.classes.arrays.plans[host_jobs[batch.classed, JobField.PLAN], PlanField.EXTENT]
                 dequantize_classes(
-                    sent.bytes, jobs, arrays.plans, plan.classes.row_maps, arrays.row_floats, arrays.row_ints,
-                    arrays.steps, columns.classes, planes, y, status=status, found=found, max_rows=int(deepest.max()),
-                    max_tokens=max_tokens, depth=max(placing[-1][-1].config.block_t, MIN_DEPTH),
+                    sent.bytes, jobs, plans, plan.classes.row_maps, order.classes, planes, y, status, found,
+                    max_rows=int(deepest.max()), max_tokens=max_tokens,
+                    depth=max(launches[-1].config.block_t, MIN_DEPTH),
                 )  # fmt: skip
         with stage("synthesize"):
-            for maps, tiles, own, how in placing:
+            for own in launches:
                 synthesize(
-                    y, jobs, maps.device_tiles if tiles is None else sent.view(*tiles), maps.inverse, plan.means,
-                    chunks, incoming.slots, cos, sin, memory.places, memory.scales, status,
-                    sections=len(batch.sections), first_section=batch.sections.start, max_tokens=max_tokens,
-                    element=memory.element, unit_stride=how.unit_stride, aligned=how.aligned,
-                    pairs=geometry.tiles.pairs, config=how.config, columns=own,
+                    y, jobs, own.tiles, own.maps.inverse, plan.means, chunks, rotations, own.cache, own.config,
+                    own.order,
                 )  # fmt: skip
         return status
 
-    def _placing(self, memory: Memory, maps: LinearMaps, tiles: tuple[int, I64] | None, max_tokens: int) -> Placing:
-        own = maps.tiles if tiles is None else tiles[1]
-        unit_stride, aligned = contiguity(memory.table, own, memory.element)
-        max_rank = int(own[:, Tile.RANK].max())
-        config = synthesis_config(self._plan.product, memory.element, max_rank, max_tokens, aligned)
-        return Placing(unit_stride, aligned, config)
+    def _synthesis(
+        self, batch: TransformBatch, memory: CacheMemory, sent: Packed, max_tokens: int, order: TokenOrder | None = None
+    ) -> SynthesisLaunch:
+        plan = self._plan
+        maps, some = (plan.maps, batch.tiles) if order is None else (plan.classes.maps, batch.class_tiles)
+        own = maps.tiles if some is None else some[1]
+        tiles = TileTable(maps.device_tiles if some is None else sent.view(*some), plan.geometry.tiles.pairs)
+        cache = memory.view(batch.incoming.slots, own)
+        max_rank = int(own[:, TileField.RANK].max())
+        config = synthesis_config(plan.product, cache.element, max_rank, max_tokens, cache.aligned)
+        return SynthesisLaunch(maps, tiles, cache, config, order)
 
     # Encoding --------------------------------------------------------------------------------------------------
 
     def encode_bytes(self, tokens: int) -> int:
         """Scratch that encoding a chunk of so many tokens takes, as a rule."""
         plans, leading = self._usual_plans()
-        rows, planes = int(plans[:, Plan.EXTENT].sum()), int(plans[:, Plan.PLANES].sum())
+        rows, planes = int(plans[:, PlanField.EXTENT].sum()), int(plans[:, PlanField.PLANES].sum())
         return tokens * (4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes)
 
     def encode(
@@ -254,104 +244,86 @@ class TransformDevice:
     ) -> list[list[bytes]]:
         """The sections of each chunk, of which the first has number `first_chunk`.
 
-        `offsets` as in `DeviceBackend.encode`. Waits for the device twice, and once more where a predictor is asked.
+        `offsets` as in `Backend.encode`. Waits for the device twice, and once more where a predictor is asked.
         """
-        plan, memory = self._plan, Memory.of(cache)
+        plan, memory = self._plan, CacheMemory.of(cache)
         geometry, device = plan.geometry, plan.device
         count = len(self.sections)
-        table, jobs = outgoing(slots, starts, count)
+        table, jobs = encoding_tables(slots, starts, count)
         # A caller's offsets take the place of the predictor's.
         predictor = None if all(own is not None for own in offsets) else self._predictor
-        upload = Upload()
         host = {"chunks": table}
         if predictor is not None:
             host["jobs"], host["positions"] = predictor.place(table)
-        at = {name: upload.add(array) for name, array in host.items()}
-        sent = upload.pack(device).send(device)
-        part = {name: sent.view(at[name], array) for name, array in host.items()}
-        chunks, joined = part["chunks"], join(slots)
-        max_tokens = int(table[:, Chunk.TOKENS].max())
+        part = send_arrays(host, device)
+        joined = join(slots)
+        max_tokens = int(table[:, ChunkField.TOKENS].max())
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
+        chunks = ChunkBatch(part["chunks"], status, count, 0, max_tokens)
         x = torch.empty(len(joined), geometry.tiles.columns, dtype=torch.float32, device=device)
         with stage("rotation tables"):
-            cos, sin = geometry.rotations(chunks, len(joined), max_tokens, use_source=True, inverse=True)
-        unit_stride, aligned = contiguity(memory.table, plan.maps.tiles, memory.element)
+            rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
+        view, tiles = memory.view(joined, plan.maps.tiles), TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
         with stage("gather"):
-            gather(
-                plan.maps.device_tiles, plan.means, chunks, joined, cos, sin, memory.places, memory.scales, x, status,
-                sections=count, first_section=0, max_tokens=max_tokens, element=memory.element,
-                unit_stride=unit_stride, aligned=aligned, pairs=geometry.tiles.pairs,
-            )  # fmt: skip
+            gather(view, tiles, chunks, rotations, plan.means, x)
         predicted = None
         if predictor is not None:
             with stage("predict"):
-                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"], max_tokens)
+                asked = predictor.offsets(x, part["jobs"], chunks, part["positions"])
             answer = torch.cat([asked.flatten(), status.float()]).cpu().numpy()
             numbers = range(first_chunk, first_chunk + len(slots))
             raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
             predicted = torch.from_numpy(answer[: asked.numel()]).view(asked.shape)
 
-        host_plans, arrays = plan.arrays.plans, plan.device_arrays
-        jobs[:, Job.PER_STREAM] = np.tile(streams_of([own.plan for own in plan.coding], self._family), len(slots))
+        host_plans, plans = plan.arrays.plans, plan.device_plans
+        per_stream = tokens_per_stream_of([own.plan for own in plan.coding], self._family)
+        jobs[:, JobField.PER_STREAM] = np.tile(per_stream, len(slots))
         classes = self._choose(jobs, table, predictor, predicted, offsets)
         class_planes = None
         host = {"jobs": jobs}
         if classes is not None:
-            host_plans, arrays = plan.classes.arrays.plans, plan.classes.device_arrays
+            host_plans, plans = plan.classes.arrays.plans, plan.classes.device_plans
             host |= self._set_classes(jobs, classes)
             class_planes = np.tile(plan.classes.planes.max(1), len(slots))
         check_size(jobs, host_plans)
         plane_bytes, coefficients = place_jobs(jobs, host_plans)
         place_streams(jobs, host_plans, class_planes)
-        upload = Upload()
-        at = {name: upload.add(array) for name, array in host.items()}
-        sent = upload.pack(device).send(device)
-        part = {name: sent.view(at[name], array) for name, array in host.items()}
+        part = send_arrays(host, device)
         device_jobs, own_classes = part["jobs"], part.get("classes")
-        columns = None
+        order = None
         if own_classes is not None:
-            columns = Columns(own_classes, part["order"], plan.classes.block_ranks)
-        plain = bool((jobs[:, Job.CLASS_PLAN] <= 0).any())
-        max_rows = int(host_plans[jobs[:, Job.PLAN], Plan.ROWS].max())
+            order = TokenOrder(own_classes, part["order"], plan.classes.block_ranks)
+        plain = bool((jobs[:, JobField.CLASS_PLAN] <= 0).any())
+        max_rows = int(host_plans[jobs[:, JobField.PLAN], PlanField.ROWS].max())
         y = torch.empty(coefficients, dtype=torch.float32, device=device)
         planes = torch.empty(plane_bytes, dtype=torch.uint8, device=device)
         counts = torch.empty(len(jobs), max_rows, dtype=torch.int32, device=device)
-        used: list[tuple[LinearMaps, Columns | None]] = [(plan.maps, None)] if plain else []
-        if columns is not None:
-            used.append((plan.classes.maps, columns))
+        used: list[tuple[LinearMaps, TokenOrder | None]] = [(plan.maps, None)] if plain else []
+        if order is not None:
+            used.append((plan.classes.maps, order))
         with stage("analyze"):
             for maps, own in used:
                 analyze(
-                    x, device_jobs, maps.device_blocks, maps.forward, chunks, y, sections=count,
-                    max_rank=int(maps.blocks[:, Block.RANK].max()), max_tokens=max_tokens, columns=own,
+                    x, device_jobs, maps.device_blocks, maps.forward, chunks, y,
+                    max_rank=int(maps.blocks[:, BlockField.RANK].max()), order=own,
                 )  # fmt: skip
         with stage("quantize"):
             if plain:
-                quantize(
-                    y, device_jobs, arrays.plans, arrays.row_floats, arrays.row_ints, arrays.inverses, arrays.limits,
-                    arrays.tables, self._tables.freq, planes, counts, status, max_rows=max_rows,
-                )  # fmt: skip
+                quantize(y, device_jobs, plans, self._tables.freq, planes, counts, status, max_rows)
             if own_classes is not None:
                 quantize_classes(
-                    y, device_jobs, arrays.plans, arrays.row_floats, arrays.row_ints, arrays.inverses, arrays.limits,
-                    arrays.tables, self._tables.freq, own_classes, planes, counts, status, max_rows=max_rows,
-                )  # fmt: skip
+                    y, device_jobs, plans, self._tables.freq, own_classes, planes, counts, status, max_rows
+                )
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
             if plain:
-                list_escapes(
-                    y, device_jobs, arrays.plans, arrays.row_floats, arrays.row_ints, arrays.inverses, planes, starts,
-                    index, value, max_rows=max_rows,
-                )  # fmt: skip
+                list_escapes(y, device_jobs, plans, planes, starts, index, value, max_rows)
             if own_classes is not None:
-                list_escapes_classes(
-                    y, device_jobs, arrays.plans, arrays.row_floats, arrays.row_ints, arrays.inverses, own_classes,
-                    planes, starts, index, value, max_rows=max_rows,
-                )  # fmt: skip
+                list_escapes_classes(y, device_jobs, plans, own_classes, planes, starts, index, value, max_rows)
 
         parts = encode_planes(
-            jobs, device_jobs, host_plans, arrays.plans, arrays.tables, self._tables.coding, planes, status,
-            self.sections, first_chunk, counts, escapes, own_classes, part.get("class_words"),
+            jobs, host_plans, stream_jobs(jobs, device_jobs, plans.plans, plans.tables), self._tables.entries, planes,
+            status, self.sections, first_chunk, counts, escapes, own_classes, part.get("class_words"),
         )  # fmt: skip
         return [parts[at : at + count] for at in range(0, len(parts), count)]
 
@@ -381,26 +353,26 @@ class TransformDevice:
             chunk, section = divmod(job, len(self.sections))
             own = given[chunk]
             if own is None and told is not None and section in asked:
-                first = int(chunks[chunk, Chunk.FIRST])
-                own = told[asked[section], first : first + int(chunks[chunk, Chunk.TOKENS])]
+                first = int(chunks[chunk, ChunkField.FIRST])
+                own = told[asked[section], first : first + int(chunks[chunk, ChunkField.TOKENS])]
             if own is None:
                 continue
             tables = self._plan.classes
-            row[Job.CLASS_PLAN], row[Job.COLUMNS] = tables.rows(section), at
+            row[JobField.CLASS_PLAN], row[JobField.COLUMNS] = tables.rows(section), at
             chosen.append(np.maximum(own, np.uint8(tables.finest[section])))
             at += len(own)
         return np.concatenate(chosen) if chosen else None
 
     def _set_classes(self, jobs: I64, classes: U8) -> dict[str, npt.NDArray[Any]]:
         """Fill in what classes change in their jobs; what goes to the device: classes and order of columns, words."""
-        tables, which = self._plan.classes, np.flatnonzero(jobs[:, Job.CLASS_PLAN] > 0)
+        tables, which = self._plan.classes, np.flatnonzero(jobs[:, JobField.CLASS_PLAN] > 0)
         own, sections = jobs[which], which % len(self.sections)
         columns, order, counts = sort_columns(classes, own)
-        own[:, Job.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
-        share = counts / own[:, Job.TOKENS, None]
+        own[:, JobField.PLAN] = tables.rows(sections, (counts > 0).argmax(1))
+        share = counts / own[:, JobField.TOKENS, None]
         planes = (share * tables.planes[sections]).sum(1)
         bits = (share * tables.bits[sections]).sum(1)
-        own[:, Job.PER_STREAM] = [tokens_per_stream(int(p), b) for p, b in zip(planes, bits, strict=True)]
+        own[:, JobField.PER_STREAM] = [tokens_per_stream(int(p), b) for p, b in zip(planes, bits, strict=True)]
         words = write_classes(classes, own, tables.freq, sections)
         jobs[which] = own
         return {"classes": columns, "order": order, "class_words": words}

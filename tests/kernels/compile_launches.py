@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -53,21 +54,8 @@ def take_over(target: str) -> list[str]:
 
 def add_references() -> int:
     """Let every launcher call its reference after it; returns how many there are."""
-    from cuvee.kernels import (
-        coded,
-        generic,
-        generic_scheme,
-        lossless,
-        lossless_scheme,
-        plans,
-        predictor,
-        rans,
-        rans_classes,
-        symbols,
-        symbols_classes,
-        transform,
-        transform_scheme,
-    )
+    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, plans, predictor, transform_scheme
+    from cuvee.kernels.static import MODULES
 
     def both(launcher: Any, reference: Any) -> Any:
         def call(*args: Any, **kwargs: Any) -> None:
@@ -77,13 +65,14 @@ def add_references() -> int:
         return call
 
     wrapped: set[str] = set()
-    users: list[ModuleType] = [plans, predictor, coded, transform_scheme, generic_scheme, lossless_scheme]
-    for home in (rans, rans_classes, symbols, symbols_classes, transform, lossless, generic):
-        for name, reference in list(vars(home).items()):
-            launcher: Any = getattr(home, name.removesuffix("_reference"))
-            if name.endswith("_reference") and callable(launcher):
+    users: list[ModuleType] = [plans, predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
+    for name in MODULES:
+        home, naive = import_module(name), import_module(name.replace(".ops.", ".ops.naive."))
+        for key, reference in list(vars(naive).items()):
+            own = key.removesuffix("_reference")
+            launcher = getattr(home, own, None)
+            if key.endswith("_reference") and launcher is not None:
                 for user in users:
-                    own = name.removesuffix("_reference")
                     if getattr(user, own, None) is launcher:
                         setattr(user, own, both(launcher, reference))
                         wrapped.add(own)
@@ -95,11 +84,12 @@ def main(target: str) -> None:
     if TARGETS[target][0] == "hip":
         torch.version.hip = "6.3"  # what a build for AMD says of itself; before any kernel is defined
     compiled = take_over(target)
-    from cuvee.codec.backends import register_device
+    from cuvee.codec.backends import register
     from cuvee.kernels import backend
 
     report: dict[str, Any] = {"launchers": add_references(), "compiled": {}, "right": {}, "again": {}}
-    register_device(backend.TritonBackend(interpreted=True))
+    shared = backend.TritonBackend(interpreted=True)
+    register("triton", lambda threads: shared)
 
     from tests import conftest
 

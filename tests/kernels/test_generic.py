@@ -8,15 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.packing import launch
 
 from cuvee.codec.family import scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.rope import cos_sin
 from cuvee.codec.transform import Rotation, partition, place
-from cuvee.kernels import generic
-from cuvee.kernels.jobs import Chunk, Job, Status, Tile
-from cuvee.kernels.pages import contiguity, place_row
-from cuvee.kernels.transform import TileLayout, lay_out_tiles
+from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
+from cuvee.kernels.ops import generic
+from cuvee.kernels.ops.naive import generic as naive
+from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 POISON = 0xAB
 TARGETS = (40, 7, 300)
@@ -52,7 +54,7 @@ class Setting:
         return filled + int(bounds[0]), order[filled]
 
     def tables(self, device: torch.device) -> dict[str, Any]:
-        arrays = {"rows": self.rows, "channel_scale": self.scale, "means": self.means}
+        arrays = {"rows": self.rows, "scale": self.scale, "means": self.means}
         tiles = torch.from_numpy(self.laid.tiles)
         return {
             key: value.to(device)
@@ -78,7 +80,7 @@ def make_setting(layout: KVLayout, tokens: tuple[int, ...], dtype: torch.dtype =
     laid = lay_out_tiles(layout, partition(layout, "unit"), angles_of(layout))
     sections, columns = len(laid.bounds) - 1, laid.columns
     rows = torch.full((len(tokens), columns), -1, dtype=torch.int32)
-    jobs = np.full((len(tokens) * sections, len(Job)), -(1 << 40), np.int64)
+    jobs = np.full((len(tokens) * sections, len(JobField)), -(1 << 40), np.int64)
     levels = 3
     for chunk, count in enumerate(tokens):
         for section in range(sections):
@@ -88,12 +90,12 @@ def make_setting(layout: KVLayout, tokens: tuple[int, ...], dtype: torch.dtype =
             live = filled[torch.rand(len(filled), generator=generator).numpy() < 0.7]
             rows[chunk, live] = torch.randperm(len(live), generator=generator).int()
             job = jobs[chunk * sections + section]
-            job[[Job.TOKENS, Job.CHUNK, Job.LEVELS, Job.STRIDE]] = count, chunk, levels, count + 5
+            job[[JobField.TOKENS, JobField.CHUNK, JobField.LEVELS, JobField.STRIDE]] = count, chunk, levels, count + 5
             levels += len(live) * (count + 5)
-    chunks = np.zeros((len(tokens), len(Chunk)), np.int64)
-    chunks[:, Chunk.TOKENS] = tokens
-    chunks[:, Chunk.FIRST] = np.cumsum(tokens) - tokens
-    chunks[:, Chunk.TARGET] = TARGETS[: len(tokens)]
+    chunks = np.zeros((len(tokens), len(ChunkField)), np.int64)
+    chunks[:, ChunkField.TOKENS] = tokens
+    chunks[:, ChunkField.FIRST] = np.cumsum(tokens) - tokens
+    chunks[:, ChunkField.TARGET] = TARGETS[: len(tokens)]
     scale = torch.rand(rows.shape, generator=generator) + 0.1
     scale[rows < 0] = float("nan")
     means = 3 * torch.randn(rows.shape, generator=generator).bfloat16().float()
@@ -142,14 +144,14 @@ def test_place_channels(
     setting = make_setting(layouts[name], tokens, dtype)
     cos, sin = (table.to(device) for table in rotations(setting))
     results = []
-    for run in (generic.place_channels, generic.place_channels_reference):
+    for run in (generic.place_channels, naive.place_channels_reference):
         units, places, slots = caches(setting.layout, sum(tokens), element, device)
         unit_stride, aligned = contiguity(places.cpu().numpy(), setting.laid.tiles, element)
         slots[2:4] = -1
         slots[-1] = 1 << 33
         status = torch.zeros(len(setting.jobs), dtype=torch.int32, device=device)
-        run(
-            setting.y.to(device), **setting.tables(device), places=places,
+        launch(
+            run, y=setting.y.to(device), **setting.tables(device), places=places,
             scales=torch.full((len(units),), 0.05).to(device), slots=slots, cos=cos, sin=sin,
             status=status, **setting.sizes(), element=element, unit_stride=unit_stride, aligned=aligned,
         )  # fmt: skip
@@ -174,7 +176,7 @@ def test_place_channels(
                 mean[0, value] = setting.means[chunk, column]
                 row = int(setting.rows[chunk, column])
                 if row >= 0:
-                    at = job[Job.LEVELS] + row * job[Job.STRIDE]
+                    at = job[JobField.LEVELS] + row * job[JobField.STRIDE]
                     x[:, value] = setting.y[at : at + count].float() * setting.scale[chunk, column]
             place(x, mean, section, setting.layout, rotation, slice(0, count), keys, values)
         slot = slots[setting.at(chunk)].cpu()
@@ -193,14 +195,15 @@ def test_place_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.devic
         units, places, slots = caches(setting.layout, 27, torch.float32, device)
         tables = setting.tables(device)
         column = int(setting.laid.bounds[first])
-        tables["tiles"] = tables["tiles"][tables["tiles"][:, Tile.SECTION] >= first]
+        tables["tiles"] = tables["tiles"][tables["tiles"][:, TileField.SECTION] >= first]
         tables["jobs"] = tables["jobs"].view(2, 3, -1)[:, first:].reshape(2 * (3 - first), -1)
-        for name in ("rows", "channel_scale", "means"):
+        for name in ("rows", "scale", "means"):
             tables[name] = tables[name][:, column:].contiguous()
         sizes: dict[str, Any] = {**setting.sizes(), "sections": 3 - first, "first_section": first}
         status = torch.zeros(len(tables["jobs"]), dtype=torch.int32, device=device)
-        generic.place_channels(
-            setting.y.to(device), **tables, places=places, scales=torch.ones(len(units), device=device), slots=slots,
+        launch(
+            generic.place_channels, y=setting.y.to(device), **tables, places=places,
+            scales=torch.ones(len(units), device=device), slots=slots,
             cos=cos, sin=sin, status=status, **sizes, first_column=column, element=torch.float32,
             unit_stride=False, aligned=False,
         )  # fmt: skip
@@ -214,10 +217,10 @@ def test_channel_statistics(device: torch.device, tokens: tuple[int, ...]) -> No
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(sum(tokens) + 4, 70, generator=generator) * torch.linspace(-3, 3, 70).exp2() + 5
     x[:, 0], x[:, 1], x[:, 2] = 0, 7.3, 1e30 * x[:, 2]
-    chunks = np.zeros((len(tokens), len(Chunk)), np.int64)
-    chunks[:, Chunk.TOKENS], chunks[:, Chunk.FIRST] = tokens, 4 + np.cumsum(tokens) - tokens
+    chunks = np.zeros((len(tokens), len(ChunkField)), np.int64)
+    chunks[:, ChunkField.TOKENS], chunks[:, ChunkField.FIRST] = tokens, 4 + np.cumsum(tokens) - tokens
     results = []
-    for run in (generic.channel_statistics, generic.channel_statistics_reference):
+    for run in (generic.channel_statistics, naive.channel_statistics_reference):
         means = torch.full((len(tokens) + 1, 70), float("nan"), device=device)
         squares = torch.full((len(tokens) + 1, 70), float("nan"), dtype=torch.float64, device=device)
         run(x.to(device), torch.from_numpy(chunks).to(device), means[:-1], squares[:-1])
@@ -228,7 +231,7 @@ def test_channel_statistics(device: torch.device, tokens: tuple[int, ...]) -> No
     # n additions of non-negative numbers in another order.
     torch.testing.assert_close(squares, other_squares, rtol=2 * max(tokens) * 2.0**-53, atol=0)
     for chunk, count in enumerate(tokens):
-        part = x[chunks[chunk, Chunk.FIRST] : chunks[chunk, Chunk.FIRST] + count]
+        part = x[chunks[chunk, ChunkField.FIRST] : chunks[chunk, ChunkField.FIRST] + count]
         expected = part.mean(0, dtype=torch.float64).bfloat16()
         assert torch.equal(means[chunk].bfloat16(), expected)
         deviation = torch.linalg.vector_norm(part - expected.float(), dim=0, dtype=torch.float64) / count**0.5
@@ -244,9 +247,10 @@ def test_normalize_channels(
     x = torch.randn(sum(tokens), setting.laid.columns, generator=torch.Generator().manual_seed(4))
     setting.scale[setting.rows >= 0] = step_value(-37)
     results = []
-    for run in (generic.normalize_channels, generic.normalize_channels_reference):
+    for run in (generic.normalize_channels, naive.normalize_channels_reference):
         y = torch.full_like(setting.y, float("nan")).to(device)
-        run(x.to(device), **setting.tables(device), y=y, **setting.sizes())
+        status = torch.zeros(len(setting.jobs), dtype=torch.int32, device=device)
+        launch(run, x=x.to(device), **setting.tables(device), y=y, status=status, **setting.sizes())
         results.append(y.cpu())
     assert torch.equal(results[0].view(torch.int32), results[1].view(torch.int32))
     # The codec's own arithmetic.
@@ -256,6 +260,6 @@ def test_normalize_channels(
         part = x[setting.at(chunk), column].clone()
         part -= setting.means[chunk, column]
         part /= step_value(-37)
-        at = job[Job.LEVELS] + int(setting.rows[chunk, column]) * job[Job.STRIDE]
+        at = job[JobField.LEVELS] + int(setting.rows[chunk, column]) * job[JobField.STRIDE]
         assert torch.equal(results[0][at : at + len(part)], part)
-        assert bool(results[0][at + len(part) : at + job[Job.STRIDE]].isnan().all())
+        assert bool(results[0][at + len(part) : at + job[JobField.STRIDE]].isnan().all())

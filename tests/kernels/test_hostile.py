@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-import xxhash
+from tests.codec.forging import predicting, reseal, sections_of, with_section
 
 from cuvee.codec import coefficients, rans
-from cuvee.codec.backends import Coding, get_device_backend
+from cuvee.codec.backends import Coding, get_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import class_table
 from cuvee.codec.codec import Codec
@@ -31,7 +30,6 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.schemes import lossless
-from cuvee.codec.symbols import Prediction
 
 # The interpreter computes with NumPy, which warns where damaged numbers overflow.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")
@@ -70,12 +68,7 @@ def smooth_chunk(layout: KVLayout, tokens: int, seed: int, start: int = START, o
 @cache
 def learned() -> Profile:
     """With prediction, so that damage can spread from token to token."""
-    profile = Profile.fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer")
-    sections = []
-    for section in profile.learned:
-        rho = section.rho + (200 if section.prediction is Prediction.NONE else 0)
-        sections.append(replace(section, prediction=Prediction.LAG1, rho=rho.astype("int16")))
-    return Profile(LAYOUT, "layer", "fitted", profile.family, tuple(sections))
+    return predicting(Profile.fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer"))
 
 
 @cache
@@ -100,26 +93,6 @@ def blob_of(scheme: str) -> bytes:
     """Two streams per section, and escapes where the scheme has them."""
     chunk = smooth_chunk(LAYOUT, TOKENS[scheme], 50, outlier=0.0 if scheme == "lossless" else 300.0)
     return encoded(scheme, chunk, PER_STREAM[scheme])
-
-
-def sections_of(blob: bytes) -> list[bytes]:
-    header = read_header(blob)
-    starts = [header.section_offset(index) for index in range(len(header.section_bytes) + 1)]
-    return [blob[a:b] for a, b in pairwise(starts)]
-
-
-def sealed(blob: bytes, sections: Sequence[bytes]) -> bytes:
-    """The blob with these sections, and lengths and checksums that are right."""
-    fixed = bytearray(blob[:72])
-    fixed[64:72] = struct.pack("<Q", 72 + 12 * len(sections) + 8 + sum(map(len, sections)))
-    head = bytes(fixed) + b"".join(struct.pack("<IQ", len(s), xxhash.xxh3_64_intdigest(s)) for s in sections)
-    return b"".join([head, struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), *sections])
-
-
-def with_section(blob: bytes, section: bytes, index: int = 0) -> bytes:
-    sections = sections_of(blob)
-    sections[index] = section
-    return sealed(blob, sections)
 
 
 @dataclass
@@ -377,6 +350,7 @@ STREAMS: dict[str, Forge] = {
 BY_CHANCE = {"the first word", "the last word"}
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", [*SCHEMES, CLASSES])
 def test_streams_that_lie_are_refused(scheme: str, device: torch.device) -> None:
     blob = blob_of(scheme)
@@ -392,6 +366,7 @@ def test_streams_that_lie_are_refused(scheme: str, device: torch.device) -> None
         assert found is None or name in BY_CHANCE, name
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", LOSSY)
 def test_stream_headers_out_of_range_are_refused_where_all_else_fits(scheme: str, device: torch.device) -> None:
     blob = encoded(scheme, smooth_chunk(LAYOUT, 3, 56), 128, 0.5)
@@ -408,7 +383,18 @@ def test_sections_without_room_for_a_stream_header_are_refused(device: torch.dev
     first = sections[0] + bytes(8 + -len(sections[0]) % 16)
     for length in range(1, 12):
         with pytest.raises(FormatError):
-            codec_of("transform", "triton", 0.5).decode(sealed(blob, [first, sections[1][:length]]), device=device)
+            codec_of("transform", "triton", 0.5).decode(reseal(blob, [first, sections[1][:length]]), device=device)
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, CLASSES])
+def test_the_kernels_say_which_streams_are_damaged(scheme: str, device: torch.device) -> None:
+    """The kernels of the entropy coder themselves, on a whole blob and with a state and a word that are not its own."""
+    blob = blob_of(scheme)
+    assert assert_agree(scheme, blob, device) is not None
+    for forge in (STREAMS["first state"], STREAMS["a word missing"]):
+        coded = Coded.of(scheme, blob)
+        forge(coded)
+        assert assert_agree(scheme, with_section(blob, coded.section()), device) is None
 
 
 def _class_words(count: int) -> Forge:
@@ -443,6 +429,7 @@ CLASS_STREAMS: dict[str, Forge] = {
 }
 
 
+@pytest.mark.usefixtures("plain_coder")
 def test_class_streams_that_lie_are_refused(device: torch.device) -> None:
     blob = blob_of(CLASSES)
     assert Coded.of(CLASSES, blob).section() == sections_of(blob)[0]
@@ -462,6 +449,7 @@ def class_stream(classes: Sequence[int], section: int = 0) -> tuple[int, list[in
     return int(streams.states[0]), streams.words.tolist()
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("classes", [[0] * 7, [15] * 7, [15, 0, 8, 12, 9, 15, 0]], ids=["finest", "coarsest", "mixed"])
 def test_classes_that_lie_are_refused(classes: list[int], device: torch.device) -> None:
     """Whole class streams of other classes: they decode, and the streams of the planes do not fit."""
@@ -471,6 +459,7 @@ def test_classes_that_lie_are_refused(classes: list[int], device: torch.device) 
     assert assert_agree(CLASSES, with_section(blob_of(CLASSES), coded.section()), device) is None
 
 
+@pytest.mark.usefixtures("plain_coder")
 def test_classes_that_the_profile_does_not_serve_are_refused(device: torch.device) -> None:
     step = 2.0**-8
     finest = learned().learned[0].classed_plan(codec_of(CLASSES, step=step).step).finest
@@ -483,6 +472,7 @@ def test_classes_that_the_profile_does_not_serve_are_refused(device: torch.devic
     assert assert_agree(CLASSES, with_section(blob, coded.section()), device, step) is None
 
 
+@pytest.mark.usefixtures("plain_coder")
 def test_classes_where_the_scheme_has_none_are_refused(device: torch.device) -> None:
     for scheme in ("lossless", "generic"):
         coded = Coded.of(scheme, blob_of(scheme))
@@ -498,7 +488,7 @@ def test_a_class_stream_at_the_end_of_what_goes_to_the_device(device: torch.devi
     for length in range(10, 21):
         with pytest.raises(FormatError):
             codec_of(CLASSES, "triton").decode(
-                sealed(blob_of(CLASSES), [*sections[:-1], sections[-1][:length]]), device=device
+                reseal(blob_of(CLASSES), [*sections[:-1], sections[-1][:length]]), device=device
             )  # fmt: skip
 
 
@@ -552,6 +542,7 @@ ESCAPES: dict[str, Forge] = {
 }
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", [*LOSSY, CLASSES])
 def test_escapes_that_lie_are_refused(scheme: str, device: torch.device) -> None:
     blob = blob_of(scheme)
@@ -562,6 +553,7 @@ def test_escapes_that_lie_are_refused(scheme: str, device: torch.device) -> None
         assert assert_agree(scheme, with_section(blob, coded.section()), device) is None, name
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", [*LOSSY, CLASSES])
 def test_escapes_of_any_value_decode_alike(scheme: str, device: torch.device) -> None:
     blob = blob_of(scheme)
@@ -580,6 +572,7 @@ def test_a_lossless_section_has_no_escapes(device: torch.device) -> None:
 # --- what precedes the coded part
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize(
     ("at", "fmt", "value", "decodes"),
     [
@@ -625,6 +618,7 @@ def with_table(change: Callable[[Table], Table], mode: int = 1) -> bytes:
     return with_section(blob, head + bytes(-len(head) % 4) + section[old + -old % 4 :])
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize(
     "change",
     [
@@ -643,6 +637,7 @@ def test_tables_that_lie_are_refused(change: Callable[[Table], Table], device: t
     assert assert_agree("lossless", with_table(change), device) is None
 
 
+@pytest.mark.usefixtures("plain_coder")
 def test_modes_references_and_stored_planes(device: torch.device) -> None:
     blob = blob_of("lossless")
     section = sections_of(blob)[0]
@@ -692,6 +687,7 @@ EMPTY: dict[str, bytes] = {
 }
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", LOSSY)
 def test_sections_without_a_component(scheme: str, device: torch.device) -> None:
     step = 16.0
@@ -718,6 +714,7 @@ def test_any_streams_a_blob_may_have(scheme: str, tokens: int, per_stream: int, 
         assert assert_agree(scheme, with_section(blob, coded.section()), device, step) is None
 
 
+@pytest.mark.usefixtures("plain_coder")
 def test_lengths_of_four_bytes(device: torch.device) -> None:
     step = 0.06
     blob = encoded("generic", smooth_chunk(WIDE, 2, 52), 128, step)
@@ -731,6 +728,7 @@ def test_lengths_of_four_bytes(device: torch.device) -> None:
         assert assert_agree("generic", with_section(blob, bytes(section)), device, step, WIDE) is None
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("start", [4096 - 7, 4096 - 6, 2**31, 2**63])
 def test_positions_end_where_those_of_the_model_do(start: int, device: torch.device) -> None:
     blob = blob_of("transform")
@@ -783,6 +781,7 @@ class Guarded:
         return all(bool((unit.cpu().float().flatten(0, 1)[free] == 7).all()) for unit in self.units)
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device: torch.device) -> None:
     blob = encoded(scheme, smooth_chunk(LAYOUT, 4, 53), 4)
@@ -800,6 +799,7 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
             codec.encode_paged(pages.cache, [torch.tensor([0, wrong], device=device)], [0])
 
 
+@pytest.mark.usefixtures("plain_coder")
 def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None:
     blob = encoded("lossless", smooth_chunk(LAYOUT, 3, 54), 4)
     pages = Guarded(LAYOUT, device)
@@ -810,6 +810,7 @@ def test_a_slot_given_twice_gets_one_of_its_tokens(device: torch.device) -> None
     assert pages.unharmed([5, 2])
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize(("blocks", "block_tokens"), [(0, 4), (4, 0)])
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_cache_without_slots(scheme: str, blocks: int, block_tokens: int, device: torch.device) -> None:
@@ -843,12 +844,13 @@ def damaged(scheme: str, blob: bytes, section: int) -> bytes:
 @pytest.fixture(params=[1, 1 << 30], ids=["a-chunk-a-batch", "one-batch"])
 def workspace(request: pytest.FixtureRequest, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch for one chunk at a time, or for all."""
-    monkeypatch.setattr(get_device_backend("triton", device.type), "workspace_bytes", request.param)
+    monkeypatch.setattr(get_backend("triton", device.type), "workspace_bytes", request.param)
 
 
 PLACES = ([3, 0, 7, 12], [8, 15, 1, 2], [4, 9, 10, 6])
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.usefixtures("workspace")
 @pytest.mark.parametrize(("scheme", "section"), [("transform", 1), ("generic", 1), ("lossless", 0)])
 def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, device: torch.device) -> None:
@@ -874,6 +876,7 @@ def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, de
         codec_of(scheme, "triton").decode_paged([blobs[0], grown, blobs[2]], pages.cache, slots)
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.usefixtures("workspace")
 def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.device) -> None:
     schemes = ("transform", "lossless", "transform")
@@ -896,6 +899,7 @@ def test_only_the_layers_asked_for_are_read(scheme: str, device: torch.device) -
         codec.decode_layers(forged, 1, 2, device=device)
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("cached", ["bfloat16", "float32"])
 @pytest.mark.usefixtures("workspace")
 def test_blobs_of_several_dtypes_and_schemes_in_one_call(cached: str, device: torch.device) -> None:
@@ -921,6 +925,7 @@ def test_blobs_of_several_dtypes_and_schemes_in_one_call(cached: str, device: to
     assert pages.unharmed(torch.cat(places).tolist())
 
 
+@pytest.mark.usefixtures("plain_coder")
 @pytest.mark.parametrize("group", ["layer", "generic", "lossless"])
 def test_heads_of_odd_sizes_in_pages(
     device: torch.device, layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk],

@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.packing import launch
 
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.rope import cos_sin, rotate, unrotate
 from cuvee.codec.schemes.lossless import _model, byte_planes
 from cuvee.codec.tables import EntropyTables, normalize_counts
 from cuvee.codec.transform import partition
-from cuvee.kernels import lossless
-from cuvee.kernels.jobs import Chunk, Job, Status, Tile
-from cuvee.kernels.lossless import BytePlane
-from cuvee.kernels.pages import contiguity, place_row
-from cuvee.kernels.transform import lay_out_tiles
+from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
+from cuvee.kernels.ops import lossless
+from cuvee.kernels.ops.lossless import BytePlaneField
+from cuvee.kernels.ops.naive import lossless as naive
+from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.tiles import lay_out_tiles
 
 POISON = 0xAB
 ODD, EVEN = (1, 63, 70), (64, 8)
@@ -120,13 +122,13 @@ class Tables:
         """The arguments of `merge_planes` and its kin but for the arrays of bytes."""
         sections = partition(self.layout, "unit")
         laid = lay_out_tiles(self.layout, sections, self.angles())
-        jobs = np.full((len(self.tokens) * len(sections), len(Job)), -(1 << 40), np.int64)
-        jobs[:, Job.TOKENS] = np.repeat(self.tokens, len(sections))
-        jobs[:, Job.CHUNK] = np.repeat(np.arange(len(self.tokens)), len(sections))
-        chunks = np.zeros((len(self.tokens), len(Chunk)), np.int64)
-        chunks[:, Chunk.TOKENS] = self.tokens
-        chunks[:, Chunk.FIRST] = np.cumsum(self.tokens) - self.tokens
-        chunks[:, Chunk.SOURCE], chunks[:, Chunk.TARGET] = self.sources, self.targets
+        jobs = np.full((len(self.tokens) * len(sections), len(JobField)), -(1 << 40), np.int64)
+        jobs[:, JobField.TOKENS] = np.repeat(self.tokens, len(sections))
+        jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(self.tokens)), len(sections))
+        chunks = np.zeros((len(self.tokens), len(ChunkField)), np.int64)
+        chunks[:, ChunkField.TOKENS] = self.tokens
+        chunks[:, ChunkField.FIRST] = np.cumsum(self.tokens) - self.tokens
+        chunks[:, ChunkField.SOURCE], chunks[:, ChunkField.TARGET] = self.sources, self.targets
         unit_stride, aligned = contiguity(cache.places.cpu().numpy(), laid.tiles, element)
         return {
             "jobs": torch.from_numpy(jobs).to(self.device),
@@ -152,7 +154,7 @@ class Tables:
         source_cos, source_sin = self.rotations(True)
         cos, sin = self.rotations(False)
         return {
-            "source_cos": source_cos, "source_sin": source_sin, "cos": cos, "sin": sin,
+            "source_cos": source_cos, "source_sin": source_sin, "target_cos": cos, "target_sin": sin,
             "moved": self.sources != self.targets, "even": not any(t % 4 for t in self.tokens),
         }  # fmt: skip
 
@@ -223,10 +225,10 @@ def merge_both(
 ) -> tuple[Cache, torch.Tensor]:
     """Run kernel and reference on caches of their own; the same bytes everywhere."""
     results = []
-    for merge in (lossless.merge_planes, lossless.merge_planes_reference):
+    for merge in (lossless.merge_planes, naive.merge_planes_reference):
         cache = make_cache(tables.layout, tables.total, kind, element, tables.device)
         arguments = tables.arguments(cache, element, **changes)
-        merge(**coded, **arguments, **tables.turning())
+        launch(merge, **coded, **arguments, **tables.turning())
         results.append((cache, arguments["status"]))
     (cache, status), (other, expected) = results
     assert all(torch.equal(a, b) for a, b in zip(cache.bytes(), other.bytes(), strict=True))
@@ -243,7 +245,7 @@ def test_slot_tables(device: torch.device) -> None:
     slots = torch.full((len(counts) + 1, 4096), POISON, dtype=torch.int32).view(torch.uint32).to(device)
     lossless.slot_tables(torch.from_numpy(tables.freq).to(device), slots[:-1])
     expected = torch.full_like(slots.view(torch.int32), POISON).view(torch.uint32)
-    lossless.slot_tables_reference(torch.from_numpy(tables.freq).to(device), expected[:-1])
+    naive.slot_tables_reference(torch.from_numpy(tables.freq).to(device), expected[:-1])
     assert slots.cpu().numpy().tobytes() == expected.cpu().numpy().tobytes()
     assert slots[:-1].cpu().numpy().tobytes() == tables.slots.tobytes()
 
@@ -328,9 +330,9 @@ def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> 
     cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
     whole = tables.arguments(cache, torch.bfloat16)
     layer = torch.arange(len(whole["jobs"]), device=device) % 3
-    tiles = whole["tiles"][whole["tiles"][:, Tile.SECTION] >= 1]
+    tiles = whole["tiles"][whole["tiles"][:, TileField.SECTION] >= 1]
     own = {"jobs": whole["jobs"][layer >= 1], "tiles": tiles, "sections": 2, "first_section": 1}
-    coded["table"] = coded["table"].view(2, 3, -1, len(BytePlane))[:, 1:].reshape(-1, len(BytePlane))
+    coded["table"] = coded["table"].view(2, 3, -1, len(BytePlaneField))[:, 1:].reshape(-1, len(BytePlaneField))
     own["status"] = torch.zeros(4, dtype=torch.int32, device=device)
     cache, _ = merge_both(tables, "dense", torch.bfloat16, coded, **own)
     for unit in range(6):
@@ -339,9 +341,9 @@ def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> 
 
 
 def run_step(name: str, reference: bool, arguments: dict[str, Any], **arrays: Any) -> torch.Tensor:
-    step: Callable[..., None] = getattr(lossless, name + "_reference" * reference)
+    step: Callable[..., None] = getattr(naive, f"{name}_reference") if reference else getattr(lossless, name)
     status = torch.zeros_like(arguments["status"])
-    step(**{**arguments, **arrays, "status": status})
+    launch(step, **{**arguments, **arrays, "status": status})
     return status
 
 
@@ -419,8 +421,8 @@ def test_encoding(
     stored[1] = False
     sizes = np.array([plane.size for plane in planes])
     offsets = np.where(stored, np.cumsum(sizes * stored) - sizes, np.cumsum(sizes * ~stored) - sizes) + 8
-    table[:, BytePlane.PLANE] = torch.from_numpy(offsets).to(device)
-    table[:, BytePlane.REFERENCE] = torch.from_numpy(np.where(stored, -1, first)).to(device)
+    table[:, BytePlaneField.PLANE] = torch.from_numpy(offsets).to(device)
+    table[:, BytePlaneField.REFERENCE] = torch.from_numpy(np.where(stored, -1, first)).to(device)
     even = not any(t % 4 for t in tokens)
     coded = torch.stack([poisoned(int(sizes.sum()) + 16, device)] * 2)
     out = torch.stack([poisoned(int(sizes.sum()) + 16, device)] * 2)
@@ -444,7 +446,7 @@ def test_means_are_rounded_to_even(device: torch.device, layouts: dict[str, KVLa
     table = torch.tensor([(0, index * 32, head_dim) for index in range(12)], device=device)
     for tokens in (2, 16, (1 << 24) - 1):
         exact = torch.arange(32) * tokens // 2 if tokens < 99 else 255 * tokens - torch.arange(32) * (tokens // 2)
-        arguments["jobs"][:, Job.TOKENS] = tokens
+        arguments["jobs"][:, JobField.TOKENS] = tokens
         arguments["max_tokens"] = 1  # the first programs write the references
         references, sums = poisoned(12 * 32, device), exact.repeat(12).to(device)
         counts = torch.zeros(12, 256, dtype=torch.int32, device=device)
@@ -461,7 +463,7 @@ def test_planes_beyond_two_gigabytes(layouts: dict[str, KVLayout], device: torch
     coded = tables.coded(values, base=(1 << 31) + 8)
     cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
     arguments = tables.arguments(cache, torch.bfloat16)
-    lossless.merge_planes(**coded, **arguments, **tables.turning())
+    launch(lossless.merge_planes, **coded, **arguments, **tables.turning())
     for unit, expected in enumerate(values[0]):
         assert same_bits(cache.rows(unit, tables.at(0)), expected)
     back, out = torch.empty_like(coded["planes"]), torch.zeros_like(coded["data"])
@@ -474,9 +476,9 @@ def test_nothing_to_do(layouts: dict[str, KVLayout], device: torch.device) -> No
     tables = setting(layouts["mqa"], device, "bfloat16", (3,))
     cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
     none = torch.empty(0, dtype=torch.uint8, device=device)
-    table = torch.empty(0, len(BytePlane), dtype=torch.int64, device=device)
+    table = torch.empty(0, len(BytePlaneField), dtype=torch.int64, device=device)
     arguments = tables.arguments(cache, torch.bfloat16)
     arguments["tiles"] = arguments["tiles"][:0]
-    lossless.merge_planes(none, none, table, **arguments, **tables.turning())
+    launch(lossless.merge_planes, data=none, planes=none, table=table, **arguments, **tables.turning())
     lossless.slot_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, 4096, dtype=torch.uint32))
     assert all(bool((raw == POISON).all()) for raw in cache.raw)

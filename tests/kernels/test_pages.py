@@ -13,10 +13,11 @@ import triton.language as tl
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.transform import partition
-from cuvee.kernels import pages
-from cuvee.kernels.jobs import ELEMENTS, Place, Status, Tile
-from cuvee.kernels.pages import check_slots, contiguity, load_pairs_reference, place_row, store_pairs_reference
-from cuvee.kernels.transform import TileLayout, lay_out_tiles
+from cuvee.kernels.jobs import ELEMENTS, PlaceField, Status, TileField
+from cuvee.kernels.ops import pages
+from cuvee.kernels.ops.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
+from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 FP8 = [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -92,7 +93,7 @@ def launch(
     kernel[(len(tables.tiles),)](  # type: ignore[index]
         torch.from_numpy(places).to(slots.device), scales, torch.from_numpy(tables.tiles).to(slots.device), slots,
         array, status, len(slots), ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride, ALIGNED=aligned,
-        PAIRS=tables.pairs, FIELDS=len(Tile), UNIT=int(Tile.UNIT),
+        PAIRS=tables.pairs, FIELDS=len(TileField), UNIT=int(TileField.UNIT),
         BLOCK_T=max(16, triton.next_power_of_2(len(slots))),
     )  # fmt: skip
     return int(status)
@@ -125,7 +126,7 @@ def test_read_and_write(
     values = (torch.randn(len(tables.tiles), 21, 2 * tables.pairs, generator=generator) * 3).to(device)
     assert launch(_write, tables, [unit for _, unit in caches], scales, slots, values, element) == 0
     for index, tile in enumerate(tables.tiles.tolist()):
-        place, scale = place_row(copies[tile[Tile.UNIT]][1]), float(scales[tile[Tile.UNIT]])
+        place, scale = place_row(copies[tile[TileField.UNIT]][1]), float(scales[tile[TileField.UNIT]])
         halves = (values[index, :, : tables.pairs], values[index, :, tables.pairs :])
         store_pairs_reference(place, scale, tile, slots, exists, halves, element)
     for (got, unit), (want, _) in zip(caches, copies, strict=True):
@@ -137,13 +138,13 @@ def test_read_and_write(
     out = torch.full_like(values, float("nan"))
     assert launch(_read, tables, [unit for _, unit in caches], scales, slots, out, element) == 0
     for index, tile in enumerate(tables.tiles.tolist()):
-        unit, scale = caches[tile[Tile.UNIT]][1], float(scales[tile[Tile.UNIT]])
+        unit, scale = caches[tile[TileField.UNIT]][1], float(scales[tile[TileField.UNIT]])
         halves = load_pairs_reference(place_row(unit), scale, tile, slots, exists, element, tables.pairs)
         assert torch.equal(out[index], torch.cat(halves, 1))
         # The reference against plain indexing.
-        rows = unit.flatten(0, 1)[slots[exists]][:, tile[Tile.HEAD]].float() * (scale if element in FP8 else 1)
-        first = tile[Tile.DIM0] + tile[Tile.STEP] * torch.arange(tile[Tile.COUNT0], device=device)
-        second = tile[Tile.DIM1] + tile[Tile.STEP] * torch.arange(tile[Tile.COUNT1], device=device)
+        rows = unit.flatten(0, 1)[slots[exists]][:, tile[TileField.HEAD]].float() * (scale if element in FP8 else 1)
+        first = tile[TileField.DIM0] + tile[TileField.STEP] * torch.arange(tile[TileField.COUNT0], device=device)
+        second = tile[TileField.DIM1] + tile[TileField.STEP] * torch.arange(tile[TileField.COUNT1], device=device)
         want = torch.zeros(21, 2 * tables.pairs, device=device)
         want[exists, : len(first)] = rows[:, first]
         want[exists, tables.pairs : tables.pairs + len(second)] = rows[:, second]
@@ -224,9 +225,9 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
     _offsets[(3,)](torch.tensor(places, device=device), slots.to(device), offsets, exist, status, 10, BLOCK_T=16)
     for unit, place in enumerate(places):
         for i, slot in enumerate(slots.tolist()):
-            inside = slot < place[Place.SLOTS]
-            block, token = divmod(slot, place[Place.BLOCK_TOKENS])
-            want = block * place[Place.BLOCK] + token * place[Place.TOKEN] if inside else -1
+            inside = slot < place[PlaceField.SLOTS]
+            block, token = divmod(slot, place[PlaceField.BLOCK_TOKENS])
+            want = block * place[PlaceField.BLOCK] + token * place[PlaceField.TOKEN] if inside else -1
             assert int(offsets[unit, i]) == want and bool(exist[unit, i]) == inside
     assert int(status) == Status.SLOT
 
@@ -272,12 +273,12 @@ def test_place_row_and_contiguity(device: torch.device) -> None:
         places = np.array([place_row(unit)] * 2, np.int64)
         tiles = one_layer(dims).tiles
         assert contiguity(places, tiles, element) == want
-        places[1, Place.POINTER] += 8
+        places[1, PlaceField.POINTER] += 8
         assert contiguity(places, tiles, element) == (want[0], False)
     interleaved = one_layer(32, 32, True).tiles
     places = np.array([place_row(dense(torch.float32, 4, 32, torch.device("cpu")))] * 2, np.int64)
     assert contiguity(places, interleaved, torch.float32) == (False, False)
     turned = one_layer(32, 32).tiles
     assert contiguity(places, turned, torch.float32) == (True, True)
-    turned[0, Tile.ANGLE] = 2
+    turned[0, TileField.ANGLE] = 2
     assert contiguity(places, turned, torch.float32) == (True, False)

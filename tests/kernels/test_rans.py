@@ -17,8 +17,10 @@ from cuvee.codec.container import Reader, read_streams, write_streams
 from cuvee.codec.rans import U8, U16, Streams, stream_count
 from cuvee.codec.symbols import Escapes
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
-from cuvee.kernels import rans as kernels
-from cuvee.kernels.jobs import Job, Plan, Status
+from cuvee.kernels.jobs import JobField, PlanField, Status
+from cuvee.kernels.ops import rans as kernels
+from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+from cuvee.kernels.ops.naive import rans as naive
 
 POISON = 0xAB
 NO_ESCAPES = Escapes(np.zeros(0, np.uint32), np.zeros(0, np.int32))
@@ -109,20 +111,20 @@ class Launch:
 
     @classmethod
     def of(cls, parts: list[Part], device: torch.device) -> Launch:
-        jobs = np.full((len(parts), len(Job)), -1, np.int64)
-        plans = np.full((max(p.plan for p in parts) + 1, len(Plan)), -1, np.int64)
+        jobs = np.full((len(parts), len(JobField)), -1, np.int64)
+        plans = np.full((max(p.plan for p in parts) + 1, len(PlanField)), -1, np.int64)
         tables: list[int] = [0] * 3
         launch = cls(parts, device, jobs, plans, np.zeros(0, np.int32))
         for job, part in zip(jobs, parts, strict=True):
-            if plans[part.plan, Plan.PLANES] < 0:
-                plans[part.plan, [Plan.PLANES, Plan.FIRST, Plan.REST]] = (
+            if plans[part.plan, PlanField.PLANES] < 0:
+                plans[part.plan, [PlanField.PLANES, PlanField.FIRST, PlanField.REST]] = (
                     part.steps,
                     len(tables),
                     len(tables) + part.steps,
                 )
                 tables += [*part.first.tolist(), *part.rest.tolist()]
-            job[[Job.STREAMS, Job.TOKENS, Job.PER_STREAM]] = part.count, part.tokens, part.per_stream
-            job[[Job.PLAN, Job.PLANES]] = part.plan, launch.planes
+            job[[JobField.STREAMS, JobField.TOKENS, JobField.PER_STREAM]] = part.count, part.tokens, part.per_stream
+            job[[JobField.PLAN, JobField.PLANES]] = part.plan, launch.planes
             launch.planes += part.symbols.size + GAP
         launch.tables = np.array(tables, np.int32)
         return launch
@@ -130,6 +132,10 @@ class Launch:
     @property
     def max_streams(self) -> int:
         return max(part.count for part in self.parts)
+
+    @property
+    def coding(self) -> StreamJobs:
+        return StreamJobs(self.tensor(self.jobs), self.tensor(self.plans), self.tensor(self.tables), self.max_streams)
 
     def tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self.device)
@@ -141,7 +147,7 @@ class Launch:
         """What decoding must leave: every part's symbols, poison between them."""
         out = self.poison(self.planes)
         for job, part in zip(self.jobs, self.parts, strict=True):
-            out[job[Job.PLANES] :][: part.symbols.size] = self.tensor(part.symbols.ravel())
+            out[job[JobField.PLANES] :][: part.symbols.size] = self.tensor(part.symbols.ravel())
         return out
 
     def place_data(self, coded: Sequence[bytes]) -> npt.NDArray[np.uint8]:
@@ -150,11 +156,11 @@ class Launch:
         for job, part, one in zip(self.jobs, self.parts, coded, strict=True):
             header = len(data)
             length_bytes = 4 if part.long else 2
-            job[Job.STATES] = (header + 12) // 4
-            job[Job.LENGTHS] = (header + 12 + 4 * part.count) // 2
-            job[Job.WORDS] = (header + 12 + (4 + length_bytes) * part.count) // 2
-            job[Job.LONG_LENGTHS] = part.long
-            job[Job.WORD_COUNT] = int.from_bytes(one[:4], "little")
+            job[JobField.STATES] = (header + 12) // 4
+            job[JobField.LENGTHS] = (header + 12 + 4 * part.count) // 2
+            job[JobField.WORDS] = (header + 12 + (4 + length_bytes) * part.count) // 2
+            job[JobField.LONG_LENGTHS] = part.long
+            job[JobField.WORD_COUNT] = int.from_bytes(one[:4], "little")
             data = np.concatenate([data, np.frombuffer(one, np.uint8), np.full(4 * GAP, POISON, np.uint8)])
         return data
 
@@ -162,11 +168,8 @@ class Launch:
         """The planes, poisoned before, and the status of each job."""
         planes = self.poison(self.planes)
         status = torch.zeros(len(self.parts), dtype=torch.int32, device=self.device)
-        run = kernels.rans_decode_reference if reference else kernels.rans_decode
-        run(
-            self.tensor(data), self.tensor(self.jobs), self.tensor(self.plans), self.tensor(self.tables),
-            self.tensor(self.parts[0].tables.slots), planes, status, self.max_streams,
-        )  # fmt: skip
+        run = naive.rans_decode_reference if reference else kernels.rans_decode
+        run(self.tensor(data), self.coding, self.tensor(self.parts[0].tables.slots), planes, status)
         return planes, status.tolist()
 
 
@@ -205,7 +208,7 @@ def test_the_high_half_of_a_length_counts(device: torch.device) -> None:
     part = make_parts([(512, 1, 128)], 12)[0]
     launch = Launch.of([part], device)
     data = launch.place_data([part.coded])
-    data.view(np.uint16)[launch.jobs[0, Job.LENGTHS] + 1] += 1
+    data.view(np.uint16)[launch.jobs[0, JobField.LENGTHS] + 1] += 1
     assert launch.decode(data)[1] == [int(Status.STREAMS)]
 
 
@@ -295,7 +298,7 @@ def test_damage_is_found_and_stays_in_its_job(name: str, device: torch.device) -
     assert status == expected_status
     assert torch.equal(planes, expected)
     good = launch.place_planes()
-    own = slice(launch.jobs[1, Job.PLANES], launch.jobs[1, Job.PLANES] + bad.symbols.size)
+    own = slice(launch.jobs[1, JobField.PLANES], launch.jobs[1, JobField.PLANES] + bad.symbols.size)
     good[own] = planes[own]
     assert torch.equal(planes, good)
 
@@ -342,7 +345,7 @@ def test_sums_of_lengths_of_four_bytes_do_not_wrap(value: int, device: torch.dev
     start = len(data)
     claimed = np.full(65, value, np.uint32)
     data = np.concatenate([data, claimed.view(np.uint8)])
-    launch.jobs[0, [Job.LENGTHS, Job.LONG_LENGTHS]] = start // 2, 1
+    launch.jobs[0, [JobField.LENGTHS, JobField.LONG_LENGTHS]] = start // 2, 1
     planes, status = launch.decode(data)
     expected, expected_status = launch.decode(data, reference=True)
     assert status == expected_status == [int(Status.STREAMS), 0]
@@ -353,12 +356,10 @@ def test_status_keeps_what_others_found(device: torch.device) -> None:
     parts = make_parts([(3, 5, 1), (3, 5, 1)], 10)
     launch = Launch.of(parts, device)
     data = launch.place_data([part.coded for part in parts])
-    data.view(np.uint32)[launch.jobs[1, Job.STATES]] ^= 1
+    data.view(np.uint32)[launch.jobs[1, JobField.STATES]] ^= 1
     status = torch.tensor([int(Status.ESCAPES), int(Status.SLOT)], dtype=torch.int32, device=device)
-    kernels.rans_decode(
-        launch.tensor(data), launch.tensor(launch.jobs), launch.tensor(launch.plans), launch.tensor(launch.tables),
-        launch.tensor(parts[0].tables.slots), launch.poison(launch.planes), status, launch.max_streams,
-    )  # fmt: skip
+    slots, planes = launch.tensor(parts[0].tables.slots), launch.poison(launch.planes)
+    kernels.rans_decode(launch.tensor(data), launch.coding, slots, planes, status)
     assert status.tolist() == [int(Status.ESCAPES), int(Status.SLOT | Status.STREAMS)]
 
 
@@ -366,7 +367,7 @@ def encoded(launch: Launch, planes: torch.Tensor, reference: bool) -> tuple[torc
     """words, states and lengths; sets the fields of the jobs that say where they lie."""
     words = streams = GAP
     for job, part in zip(launch.jobs, launch.parts, strict=True):
-        job[[Job.WORDS, Job.STATES, Job.LENGTHS]] = words, streams, streams + 1
+        job[[JobField.WORDS, JobField.STATES, JobField.LENGTHS]] = words, streams, streams + 1
         words += part.count * part.steps * part.per_stream + GAP
         streams += part.count + GAP
     out = (
@@ -374,11 +375,9 @@ def encoded(launch: Launch, planes: torch.Tensor, reference: bool) -> tuple[torc
         launch.poison(streams, torch.uint32),
         launch.poison(streams, torch.uint32),
     )
-    run = kernels.rans_encode_reference if reference else kernels.rans_encode
-    run(
-        planes, launch.tensor(launch.jobs), launch.tensor(launch.plans), launch.tensor(launch.tables),
-        launch.tensor(kernels.coding_table(launch.parts[0].tables)), *out, launch.max_streams,
-    )  # fmt: skip
+    run = naive.rans_encode_reference if reference else kernels.rans_encode
+    entries = launch.tensor(kernels.coding_table(launch.parts[0].tables))
+    run(planes, launch.coding, entries, EncodedStreams(*out))
     return out
 
 
@@ -386,27 +385,29 @@ def write(launch: Launch, arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """The coded part of each job; checks that nothing else was written."""
     words, states, lengths = arrays
     totals = launch.poison(len(launch.parts), torch.int64)
-    count = kernels.count_words_reference if reference else kernels.count_words
-    count(launch.tensor(launch.jobs), lengths, totals, launch.max_streams)
+    count = naive.count_words_reference if reference else kernels.count_words
+    count(launch.coding, lengths, totals)
     index, value = np.full(3, 1, np.uint32), np.full(3, 1, np.int32)
     at, sizes = 4 * GAP, []
     for job, part, total in zip(launch.jobs, launch.parts, totals.tolist(), strict=True):
         escapes = len(part.escapes.index)
-        job[[Job.WORD_COUNT, Job.ESCAPE_COUNT, Job.ESCAPES, Job.SECTION]] = total, escapes, len(index), at
-        job[Job.LONG_LENGTHS] = part.long
+        job[[JobField.WORD_COUNT, JobField.ESCAPE_COUNT, JobField.ESCAPES, JobField.SECTION]] = (
+            total,
+            escapes,
+            len(index),
+            at,
+        )
+        job[JobField.LONG_LENGTHS] = part.long
         index = np.concatenate([index, part.escapes.index])
         value = np.concatenate([value, part.escapes.value])
         sizes.append(kernels.coded_bytes(part.count, int(part.long), total, escapes, 0))
         at += sizes[-1] + 4 * GAP
     out = launch.poison(at)
-    run = kernels.write_coded_reference if reference else kernels.write_coded
-    run(
-        launch.tensor(launch.jobs), launch.tensor(launch.plans), words, states, lengths, launch.tensor(index),
-        launch.tensor(value), out, launch.max_streams,
-    )  # fmt: skip
+    run = naive.write_coded_reference if reference else kernels.write_coded
+    run(launch.coding, EncodedStreams(words, states, lengths), launch.tensor(index), launch.tensor(value), out)
     raw = out.cpu().numpy()
-    ends = [int(job[Job.SECTION]) + size for job, size in zip(launch.jobs, sizes, strict=True)]
-    starts = [int(job[Job.SECTION]) for job in launch.jobs]
+    ends = [int(job[JobField.SECTION]) + size for job, size in zip(launch.jobs, sizes, strict=True)]
+    starts = [int(job[JobField.SECTION]) for job in launch.jobs]
     for low, high in zip([0, *ends], [*starts, at], strict=True):
         assert (raw[low:high] == POISON).all()
     return [raw[low:high].tobytes() for low, high in zip(starts, ends, strict=True)]
@@ -424,11 +425,11 @@ def test_encodes_the_bytes_of_the_codec(name: str, prob_bits: int, reference: bo
     for job, part in zip(launch.jobs, launch.parts, strict=True):
         streams = part.streams
         region = part.steps * part.per_stream
-        owned[0][job[Job.WORDS] :][: part.count * region] = True
-        owned[1][job[Job.STATES] :][: part.count] = True
-        owned[2][job[Job.LENGTHS] :][: part.count] = True
-        assert np.array_equal(arrays[1].cpu().numpy()[job[Job.STATES] :][: part.count], streams.states)
-        assert np.array_equal(arrays[2].cpu().numpy()[job[Job.LENGTHS] :][: part.count], streams.lengths)
+        owned[0][job[JobField.WORDS] :][: part.count * region] = True
+        owned[1][job[JobField.STATES] :][: part.count] = True
+        owned[2][job[JobField.LENGTHS] :][: part.count] = True
+        assert np.array_equal(arrays[1].cpu().numpy()[job[JobField.STATES] :][: part.count], streams.states)
+        assert np.array_equal(arrays[2].cpu().numpy()[job[JobField.LENGTHS] :][: part.count], streams.lengths)
     for array, own in zip(arrays, owned, strict=True):
         assert (array.cpu().numpy()[~own].view(np.uint8) == POISON).all()
     coded = write(launch, arrays, reference)
@@ -463,7 +464,7 @@ def test_writes_lengths_that_need_four_bytes(reference: bool, device: torch.devi
     table = np.zeros(steps, np.uint16)
     part = Part(np.zeros((steps, 257), np.uint8), table, table, tables_of(12), per_stream, NO_ESCAPES, 0)
     launch = Launch.of([part], device)
-    launch.jobs[0, [Job.WORDS, Job.STATES, Job.LENGTHS]] = 0
+    launch.jobs[0, [JobField.WORDS, JobField.STATES, JobField.LENGTHS]] = 0
     coded = write(launch, (launch.tensor(words), launch.tensor(states), launch.tensor(lengths)), reference)
     tails = [words[(s + 1) * region - n : (s + 1) * region] for s, n in enumerate(lengths.tolist())]
     assert coded == [write_streams(Streams(states, lengths, np.concatenate(tails)), NO_ESCAPES, steps, per_stream)]
@@ -476,18 +477,18 @@ def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) ->
     clean = encoded(launch, planes, reference=True)
     freq = parts[0].tables.freq[parts[0].rest[2]]
     token = 21  # the second of stream 10
-    planes[launch.jobs[0, Job.PLANES] + 2 * 70 + token] = int(np.argmin(freq))
+    planes[launch.jobs[0, JobField.PLANES] + 2 * 70 + token] = int(np.argmin(freq))
     assert freq.min() == 0
     dirty = encoded(launch, planes, reference=False)
     region = 6 * 2
     for job, part in zip(launch.jobs, parts, strict=True):
         for s in range(part.count):
-            if job[Job.PLANES] == launch.jobs[0, Job.PLANES] and s == token // 2:
+            if job[JobField.PLANES] == launch.jobs[0, JobField.PLANES] and s == token // 2:
                 continue
-            length = int(clean[2][job[Job.LENGTHS] + s])
-            top = job[Job.WORDS] + (s + 1) * region
-            assert int(dirty[2][job[Job.LENGTHS] + s]) == length
-            assert int(dirty[1][job[Job.STATES] + s]) == int(clean[1][job[Job.STATES] + s])
+            length = int(clean[2][job[JobField.LENGTHS] + s])
+            top = job[JobField.WORDS] + (s + 1) * region
+            assert int(dirty[2][job[JobField.LENGTHS] + s]) == length
+            assert int(dirty[1][job[JobField.STATES] + s]) == int(clean[1][job[JobField.STATES] + s])
             assert torch.equal(dirty[0][top - length : top], clean[0][top - length : top])
 
 

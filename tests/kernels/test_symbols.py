@@ -12,16 +12,10 @@ import torch
 from cuvee.codec import symbols
 from cuvee.codec.family import TABLES, coding_plan, default_family
 from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, MAX_SHIFT, U8, U32, CodingPlan, Escapes, Prediction, Quantizer
-from cuvee.kernels.jobs import Job, Status
-from cuvee.kernels.symbols import (
-    dequantize,
-    dequantize_reference,
-    level_limit,
-    list_escapes,
-    list_escapes_reference,
-    quantize,
-    quantize_reference,
-)
+from cuvee.kernels.jobs import JobField, Status
+from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
+from cuvee.kernels.ops.symbols import dequantize, level_limit, list_escapes, quantize
 
 FREQ = default_family().tables.freq
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
@@ -97,7 +91,7 @@ class Case:
         self.tables = self.tensor(np.concatenate(tables).astype(np.int32))
         self.freq = self.tensor(FREQ)
         self.max_rows = max(len(plan.shift) for plan in self.plans)
-        self.max_tokens = max(job[Job.TOKENS] for job in self.jobs)
+        self.max_tokens = max(job[JobField.TOKENS] for job in self.jobs)
         self.predicted = any(plan.prediction is not Prediction.NONE for plan in self.plans)
         self.place()
 
@@ -108,10 +102,10 @@ class Case:
         """Lay out planes, coefficients and escape lists, and fill in where they are."""
         planes, levels, lists = self.gap, self.gap, 2
         for job, escapes in zip(self.jobs, self.escapes, strict=True):
-            plan = self.plans[job[Job.PLAN]]
-            job[Job.PLANES], job[Job.LEVELS], job[Job.ESCAPES] = planes, levels, lists
-            planes += plan.planes * job[Job.TOKENS] + self.gap
-            levels += len(plan.shift) * job[Job.STRIDE] + self.gap
+            plan = self.plans[job[JobField.PLAN]]
+            job[JobField.PLANES], job[JobField.LEVELS], job[JobField.ESCAPES] = planes, levels, lists
+            planes += plan.planes * job[JobField.TOKENS] + self.gap
+            levels += len(plan.shift) * job[JobField.STRIDE] + self.gap
             lists += 2 * len(escapes.index) + 1
         self.sizes = planes, levels, lists
         self.job_table = self.tensor(np.array(self.jobs, np.int64))
@@ -120,28 +114,34 @@ class Case:
         words = np.full(self.sizes[2], POISON, np.uint32)
         for job, escapes in zip(self.jobs, self.escapes, strict=True):
             both = np.concatenate([escapes.index, escapes.value.view(np.uint32)])
-            words[job[Job.ESCAPES] : job[Job.ESCAPES] + len(both)] = both
+            words[job[JobField.ESCAPES] : job[JobField.ESCAPES] + len(both)] = both
         return self.tensor(words.view(np.uint8))
 
     def planes(self) -> torch.Tensor:
         out = np.full(self.sizes[0], POISON, np.uint8)
         for job, coded in zip(self.jobs, self.coded, strict=True):
-            out[job[Job.PLANES] : job[Job.PLANES] + coded.size] = coded.ravel()
+            out[job[JobField.PLANES] : job[JobField.PLANES] + coded.size] = coded.ravel()
         return self.tensor(out)
 
     def y(self) -> torch.Tensor:
         out = np.full(self.sizes[1], np.nan, np.float32)
         for job, source in zip(self.jobs, self.source, strict=True):
-            at, stride = job[Job.LEVELS], job[Job.STRIDE]
-            out[at : at + len(source) * stride].reshape(len(source), stride)[:, : job[Job.TOKENS]] = source
+            at, stride = job[JobField.LEVELS], job[JobField.STRIDE]
+            out[at : at + len(source) * stride].reshape(len(source), stride)[:, : job[JobField.TOKENS]] = source
         return self.tensor(out)
+
+    @property
+    def device_plans(self) -> DevicePlans:
+        return DevicePlans(
+            self.plan_table, self.tables, self.row_floats, self.row_ints, self.step_table, self.inverses, self.limits
+        )
 
     def dequantized(self, kernel: bool, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         y = torch.full((self.sizes[1],), float("nan"), dtype=dtype, device=self.device)
         found, status = (torch.zeros(len(self.jobs), dtype=torch.int32, device=self.device) for _ in range(2))
         (dequantize if kernel else dequantize_reference)(
-            self.data(), self.job_table, self.plan_table, self.row_floats, self.row_ints, self.step_table,
-            self.planes(), y, status, found, self.max_rows, self.max_tokens, self.predicted,
+            self.data(), self.job_table, self.device_plans, self.planes(), y, status, found, self.max_rows,
+            self.max_tokens, self.predicted,
         )  # fmt: skip
         return y, status, found
 
@@ -150,24 +150,25 @@ class Case:
         counts = torch.full((len(self.jobs), self.max_rows), -1, dtype=torch.int32, device=self.device)
         status = torch.zeros(len(self.jobs), dtype=torch.int32, device=self.device)
         (quantize if kernel else quantize_reference)(
-            self.y(), self.job_table, self.plan_table, self.row_floats, self.row_ints, self.inverses, self.limits,
-            self.tables, self.freq, planes, counts, status, self.max_rows,
-        )  # fmt: skip
+            self.y(), self.job_table, self.device_plans, self.freq, planes, counts, status, self.max_rows
+        )
         return planes, counts, status
 
     def listed(self, kernel: bool, planes: torch.Tensor, starts: torch.Tensor, total: int) -> list[torch.Tensor]:
         index = torch.from_numpy(np.full(total + 5, POISON, np.uint32)).to(self.device)
         value = torch.full((total + 5,), POISON, dtype=torch.int32, device=self.device)
         (list_escapes if kernel else list_escapes_reference)(
-            self.y(), self.job_table, self.plan_table, self.row_floats, self.row_ints, self.inverses, planes, starts,
-            index[:total], value[:total], self.max_rows,
-        )  # fmt: skip
+            self.y(), self.job_table, self.device_plans, planes, starts, index[:total], value[:total], self.max_rows
+        )
         return [index, value]
 
     def written(self, index: int) -> slice:
         """The coefficients of a job."""
         job = self.jobs[index]
-        return slice(job[Job.LEVELS], job[Job.LEVELS] + len(self.plans[job[Job.PLAN]].shift) * job[Job.STRIDE])
+        return slice(
+            job[JobField.LEVELS],
+            job[JobField.LEVELS] + len(self.plans[job[JobField.PLAN]].shift) * job[JobField.STRIDE],
+        )
 
 
 def make_case(
@@ -187,10 +188,10 @@ def make_case(
         packed, listed = symbols.pack(
             symbols.predict(levels, plan, per_stream), plan, default_family().tables, per_stream
         )
-        job = [0] * len(Job)
-        job[Job.TOKENS], job[Job.PER_STREAM], job[Job.PLAN] = tokens, per_stream, which
-        job[Job.STRIDE] = -(-tokens // stride) * stride
-        job[Job.ESCAPE_COUNT] = len(listed.index)
+        job = [0] * len(JobField)
+        job[JobField.TOKENS], job[JobField.PER_STREAM], job[JobField.PLAN] = tokens, per_stream, which
+        job[JobField.STRIDE] = -(-tokens // stride) * stride
+        job[JobField.ESCAPE_COUNT] = len(listed.index)
         jobs.append(job)
         escapes.append(listed)
         coded.append(packed)
@@ -245,9 +246,9 @@ def test_quantize_and_back_is_the_codec(device: torch.device) -> None:
     case = mixed(device, "all")
     y, _, _ = case.dequantized(True, torch.float32)
     for index, job in enumerate(case.jobs):
-        plan, tokens = case.plans[job[Job.PLAN]], job[Job.TOKENS]
-        levels = symbols.quantize(case.source[index], case.steps[job[Job.PLAN]], plan, quantizer())
-        want = symbols.dequantize(levels, case.steps[job[Job.PLAN]], plan, quantizer())
+        plan, tokens = case.plans[job[JobField.PLAN]], job[JobField.TOKENS]
+        levels = symbols.quantize(case.source[index], case.steps[job[JobField.PLAN]], plan, quantizer())
+        want = symbols.dequantize(levels, case.steps[job[JobField.PLAN]], plan, quantizer())
         got = y[case.written(index)].view(len(want), -1).cpu().numpy()
         assert got[:, :tokens].tobytes() == want.tobytes() and not got[:, tokens:].any()
 
@@ -262,7 +263,7 @@ def test_hostile_escape_values_wrap_alike(device: torch.device, kind: Prediction
         value = rng.integers(-(2**31), 2**31, len(index)).astype(np.int32)
         value[:5] = [-(2**31), 2**31 - 1, 0, -128, 1][: len(index)]
         case.escapes[number] = Escapes(index, value)
-        case.jobs[number][Job.ESCAPE_COUNT] = len(index)
+        case.jobs[number][JobField.ESCAPE_COUNT] = len(index)
     case.place()
     got, want = case.dequantized(True, torch.float32), case.dequantized(False, torch.float32)
     assert not got[1].any() and not want[1].any()
@@ -274,9 +275,9 @@ def test_long_lists_and_ties_of_bfloat16(device: torch.device) -> None:
     case.row_floats[:, :2] = 0
     for number, rows in enumerate((3, 2)):
         case.coded[number][:rows] = ESCAPE
-        count = rows * case.jobs[number][Job.TOKENS]
+        count = rows * case.jobs[number][JobField.TOKENS]
         case.escapes[number] = Escapes(np.arange(count, dtype=np.uint32), np.arange(count, dtype=np.int32) + 250)
-        case.jobs[number][Job.ESCAPE_COUNT] = count
+        case.jobs[number][JobField.ESCAPE_COUNT] = count
     case.place()
     got, want = case.dequantized(True, torch.bfloat16), case.dequantized(False, torch.bfloat16)
     assert not got[1].any() and raw(got[0]) == raw(want[0])
@@ -305,7 +306,7 @@ def test_lists_that_do_not_match_are_flagged(device: torch.device, name: str, ki
     case = make_case(device, [plan_of(9, kind)], [(0, 17, 16), (0, 33, 16), (0, 17, 16)])
     damaged = HOSTILE[name](case.escapes[1].index)
     case.escapes[1] = Escapes(damaged, np.full(len(damaged), 5, np.int32))
-    case.jobs[1][Job.ESCAPE_COUNT] = len(damaged)
+    case.jobs[1][JobField.ESCAPE_COUNT] = len(damaged)
     case.place()
     got, want = case.dequantized(True, torch.float32), case.dequantized(False, torch.float32)
     assert want[1].tolist() == [0, int(Status.ESCAPES), 0]
@@ -321,7 +322,7 @@ def test_low_bits_are_no_escapes(device: torch.device) -> None:
     case.coded[0][:2] = 0
     case.coded[0][0, 5] = case.coded[0][2, 7] = ESCAPE
     case.escapes[0] = Escapes(np.array([2 * 33 + 7], np.uint32), np.zeros(1, np.int32))
-    case.jobs[0][Job.ESCAPE_COUNT] = 1
+    case.jobs[0][JobField.ESCAPE_COUNT] = 1
     case.place()
     _, status, found = case.dequantized(True, torch.float32)
     assert status.tolist() == [int(Status.ESCAPES)] and found.tolist() == [1]
@@ -405,7 +406,7 @@ def test_what_is_too_large_is_flagged(device: torch.device, bad: str, kind: Pred
     got, want = case.quantized(True), case.quantized(False)
     assert want[2].tolist() == [0, 0 if bad == "below" else int(Status.TOO_LARGE)]
     assert torch.equal(got[2], want[2])
-    end = case.jobs[1][Job.PLANES] if want[2][1] else case.sizes[0]
+    end = case.jobs[1][JobField.PLANES] if want[2][1] else case.sizes[0]
     assert raw(got[0][:end]) == raw(want[0][:end])
     assert (got[0][case.sizes[0] - case.gap :] == POISON).all()
     if not want[2][1]:

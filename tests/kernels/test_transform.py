@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.kernels.packing import launch
 
 from cuvee.codec import transform as codec
 from cuvee.codec.chunk import KVChunk
@@ -15,10 +16,18 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin
 from cuvee.codec.transform import Rotation, Section, SectionBasis, partition
-from cuvee.kernels import transform
-from cuvee.kernels.jobs import Block, Job, Status, Tile
-from cuvee.kernels.pages import contiguity, place_row
-from cuvee.kernels.transform import SYNTHESIS_CONFIGS, TileLayout, lay_out_tiles, synthesis_config
+from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
+from cuvee.kernels.ops import transform
+from cuvee.kernels.ops.arguments import ChunkBatch, RotationTables
+from cuvee.kernels.ops.naive.transform import (
+    analyze_reference,
+    gather_reference,
+    rotation_tables_reference,
+    synthesize_reference,
+)
+from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS, synthesis_config
+from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 CPU = torch.device("cpu")
 POISON = float("nan")
@@ -104,19 +113,26 @@ class World:
 
     def tables_of(self, use_source: bool, inverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = (torch.full((self.total, len(self.inv_freq)), POISON, device=self.device) for _ in range(2))
-        arguments = (self.chunks, self.inv_freq, self.scaling, cos, sin, use_source, inverse, max(self.counts))
-        transform.rotation_tables_reference(*arguments)
+        tables = RotationTables(cos, sin)
+        rotation_tables_reference(
+            self.chunks, self.inv_freq, self.scaling, tables, use_source, inverse, max(self.counts)
+        )
         return cos, sin
+
+    def batch(self, sections: int | None = None, first_section: int = 0) -> ChunkBatch:
+        count = sections or len(self.sections)
+        status = torch.zeros(len(self.counts) * count, dtype=torch.int32, device=self.device)
+        return ChunkBatch(self.chunks, status, count, first_section, max(self.counts))
 
     def jobs(self) -> tuple[torch.Tensor, int]:
         """Jobs of all sections of all chunks, strides with room beyond the tokens, and the coefficients they need."""
         rows, size = [], 16
         for chunk, tokens in enumerate(self.counts):
             for section, ranks in enumerate(self.ranks):
-                row = [0] * len(Job)
-                row[Job.TOKENS], row[Job.CHUNK], row[Job.LEVELS] = tokens, chunk, size
-                row[Job.STRIDE] = -(-tokens // 16) * 16 + 16 * (section % 2)
-                size += sum(ranks) * row[Job.STRIDE] + 16
+                row = [0] * len(JobField)
+                row[JobField.TOKENS], row[JobField.CHUNK], row[JobField.LEVELS] = tokens, chunk, size
+                row[JobField.STRIDE] = -(-tokens // 16) * 16 + 16 * (section % 2)
+                size += sum(ranks) * row[JobField.STRIDE] + 16
                 rows.append(row)
         return torch.tensor(rows, device=self.device), size
 
@@ -205,37 +221,41 @@ def test_tiles_cover_every_value_once(name: str, group: str) -> None:
             for head in range(layer.kv_heads)
             for dim in range(size)
         ]
-        own = tables.tiles[tables.tiles[:, Tile.SECTION] == index]
+        own = tables.tiles[tables.tiles[:, TileField.SECTION] == index]
         ends = np.cumsum(section.blocks)
-        blocks = tables.blocks[tables.blocks[:, Block.SECTION] == index]
+        blocks = tables.blocks[tables.blocks[:, BlockField.SECTION] == index]
         assert len(blocks) == len(section.blocks)
         assert np.array_equal(
-            blocks[:, Block.COLUMN], tables.bounds[index] + np.cumsum([0, *blocks[:-1, Block.COLUMNS]])
+            blocks[:, BlockField.COLUMN], tables.bounds[index] + np.cumsum([0, *blocks[:-1, BlockField.COLUMNS]])
         )
         for tile in own.tolist():
-            layer = layout.layers[tile[Tile.UNIT] // 2]
+            layer = layout.layers[tile[TileField.UNIT] // 2]
             held = set()
             for half, (first, count) in enumerate(
-                ((tile[Tile.DIM0], tile[Tile.COUNT0]), (tile[Tile.DIM1], tile[Tile.COUNT1]))
+                ((tile[TileField.DIM0], tile[TileField.COUNT0]), (tile[TileField.DIM1], tile[TileField.COUNT1]))
             ):
-                column = tile[Tile.COLUMN] + half * tables.pairs
+                column = tile[TileField.COLUMN] + half * tables.pairs
                 values = tables.order[column : column + tables.pairs]
                 assert (values[count:] == -1).all()
                 for pair in range(count):
-                    dim = first + pair * tile[Tile.STEP]
-                    assert where[values[pair]] == (tile[Tile.UNIT], tile[Tile.HEAD], dim)
+                    dim = first + pair * tile[TileField.STEP]
+                    assert where[values[pair]] == (tile[TileField.UNIT], tile[TileField.HEAD], dim)
                     held.add(int(np.searchsorted(ends, values[pair], side="right")))
-                    turned = layer.rope is not None and tile[Tile.UNIT] % 2 == 0 and dim < layer.rope.rotary_dim
-                    assert turned == (tile[Tile.ANGLE] >= 0)
+                    turned = layer.rope is not None and tile[TileField.UNIT] % 2 == 0 and dim < layer.rope.rotary_dim
+                    assert turned == (tile[TileField.ANGLE] >= 0)
             assert len(held) == 1
             block = blocks[held.pop()]
-            assert block[Block.COLUMN] <= tile[Tile.COLUMN] < block[Block.COLUMN] + block[Block.COLUMNS]
-            if tile[Tile.ANGLE] >= 0:
+            assert (
+                block[BlockField.COLUMN]
+                <= tile[TileField.COLUMN]
+                < block[BlockField.COLUMN] + block[BlockField.COLUMNS]
+            )
+            if tile[TileField.ANGLE] >= 0:
                 assert layer.rope is not None
-                pair = tile[Tile.ANGLE] % 100
+                pair = tile[TileField.ANGLE] % 100
                 half_dim = layer.rope.rotary_dim // 2
                 expected = (2 * pair, 2 * pair + 1) if layer.rope.interleaved else (pair, pair + half_dim)
-                assert (tile[Tile.DIM0], tile[Tile.DIM1]) == expected
+                assert (tile[TileField.DIM0], tile[TileField.DIM1]) == expected
 
 
 def test_llama_is_one_tile_a_head() -> None:
@@ -266,8 +286,8 @@ def test_rotation_tables(use_source: bool, inverse: bool, device: torch.device) 
     rows = [[33, 2, 0, 5], [1, 35, 2**20 - 1, 2**24 + 1], [16, 40, 131_056, 2**20 - 16]]
     chunks = torch.tensor(rows, device=device)
     got, want = ([torch.full((60, len(inv_freq)), POISON, device=device) for _ in range(2)] for _ in range(2))
-    transform.rotation_tables(chunks, inv_freq, scaling, got[0], got[1], use_source, inverse, 33)
-    transform.rotation_tables_reference(chunks, inv_freq, scaling, want[0], want[1], use_source, inverse, 33)
+    transform.rotation_tables(chunks, inv_freq, scaling, RotationTables(*got), use_source, inverse, 33)
+    rotation_tables_reference(chunks, inv_freq, scaling, RotationTables(*want), use_source, inverse, 33)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-7, equal_nan=True)  # two units of float32 at 1.43
         assert int(a.isnan().all(1).sum()) == 60 - 50
@@ -287,13 +307,14 @@ def test_rotation_tables(use_source: bool, inverse: bool, device: torch.device) 
 def test_no_rotation_tables(device: torch.device) -> None:
     none = torch.empty(0, device=device)
     table = torch.empty(5, 0, device=device)
-    transform.rotation_tables(torch.tensor([[5, 0, 0, 0]], device=device), none, none, table, table, True, True, 5)
+    tables = RotationTables(table, table)
+    transform.rotation_tables(torch.tensor([[5, 0, 0, 0]], device=device), none, none, tables, True, True, 5)
 
 
 def gather_arguments(world: World, sections: slice = slice(None)) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
     """Arguments of `gather` for a run of sections, poisoned x, status."""
     first, end, _ = sections.indices(len(world.sections))
-    own = (world.tiles[:, Tile.SECTION] >= first) & (world.tiles[:, Tile.SECTION] < end)
+    own = (world.tiles[:, TileField.SECTION] >= first) & (world.tiles[:, TileField.SECTION] < end)
     tiles = world.tiles[own]
     bounds = world.tables.bounds
     width = int(bounds[end] - bounds[first]) + 32
@@ -329,8 +350,8 @@ def test_gather(name: str, group: str, device: torch.device) -> None:
     arguments["means"][:, torch.from_numpy(world.tables.order < 0)] = 7
     want = torch.full_like(x, POISON)
     want_status = torch.zeros_like(status)
-    transform.gather(**arguments)
-    transform.gather_reference(**{**arguments, "x": want, "status": want_status})
+    launch(transform.gather, **arguments)
+    launch(gather_reference, **{**arguments, "x": want, "status": want_status})
     # At most three roundings of sums of two products.
     torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert not status.any() and not want_status.any()
@@ -353,8 +374,8 @@ def test_gather_a_run_of_sections_with_holes(device: torch.device) -> None:
     world.slots[[2, 15, 40]] = -1
     arguments, x, status = gather_arguments(world, slice(1, 3))
     want = torch.full_like(x, POISON)
-    transform.gather(**arguments)
-    transform.gather_reference(**{**arguments, "x": want})
+    launch(transform.gather, **arguments)
+    launch(gather_reference, **{**arguments, "x": want})
     torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert not status.any()
     width = int(world.tables.bounds[3] - world.tables.bounds[1])
@@ -375,8 +396,8 @@ def test_gather_flags_what_is_not_finite_and_slots(value: float, device: torch.d
     world.slots[20] = 10**6  # chunk 2: all sections
     arguments, x, status = gather_arguments(world)
     want = torch.zeros_like(status)
-    transform.gather(**arguments)
-    transform.gather_reference(**{**arguments, "x": torch.empty_like(x), "status": want})
+    launch(transform.gather, **arguments)
+    launch(gather_reference, **{**arguments, "x": torch.empty_like(x), "status": want})
     expected = torch.zeros(3, sections, dtype=torch.int32)
     expected[0, 0] = expected[1, 2] = int(Status.NOT_FINITE)
     expected[2] = int(Status.SLOT)
@@ -387,14 +408,13 @@ def test_gather_flags_what_is_not_finite_and_slots(value: float, device: torch.d
 def test_analyze(name: str, group: str, device: torch.device) -> None:
     world = make_world(name, group, device)
     arguments, x, _ = gather_arguments(world)
-    transform.gather_reference(**arguments)
+    launch(gather_reference, **arguments)
     jobs, size = world.jobs()
     y, want = (torch.full((size,), POISON, device=device) for _ in range(2))
     max_rank = max(r for ranks in world.ranks for r in ranks)
-    shared = (jobs, world.to_device(world.blocks), world.basis(inverse=False), world.chunks)
-    sizes = (len(world.sections), max_rank, max(world.counts))
-    transform.analyze(x, *shared, y, *sizes)
-    transform.analyze_reference(x, *shared, want, *sizes)
+    shared = (jobs, world.to_device(world.blocks), world.basis(inverse=False), world.batch())
+    transform.analyze(x, *shared, y, max_rank)
+    analyze_reference(x, *shared, want, max_rank)
     # Nothing but the owed elements; float32 sums of up to N products, far from bfloat16's error.
     length = max(section.values for section in world.sections)
     bound = 4e-6 * float(x[: world.total, : world.tables.columns].abs().max()) * length**0.5 * 4
@@ -406,8 +426,8 @@ def test_analyze(name: str, group: str, device: torch.device) -> None:
             whole = slice(0, tokens)
             theirs = world.bases[i].analyze(codec.gather(chunk, section, inverse, whole), source, whole, world.ranks[i])
             job = jobs[index * len(world.sections) + i].tolist()
-            stride = job[Job.STRIDE]
-            mine = y[job[Job.LEVELS] :][: len(theirs) * stride].view(len(theirs), stride)[:, :tokens].cpu()
+            stride = job[JobField.STRIDE]
+            mine = y[job[JobField.LEVELS] :][: len(theirs) * stride].view(len(theirs), stride)[:, :tokens].cpu()
             torch.testing.assert_close(mine, theirs, rtol=0, atol=bound)
 
 
@@ -416,23 +436,23 @@ def test_analyze_a_run_of_sections_and_large_ranks(device: torch.device) -> None
     world.ranks = [(200,), (131,)]
     world.tiles, world.blocks, _ = world.tables.with_ranks(world.ranks, [(200,), (200,)])
     arguments, x, _ = gather_arguments(world, slice(1, 2))
-    transform.gather_reference(**arguments)
+    launch(gather_reference, **arguments)
     rows, size = world.jobs()
     y, want = (torch.full((size,), POISON, device=device) for _ in range(2))
     blocks = world.to_device(world.blocks[1:])
-    shared = (rows[1:], blocks, world.basis(inverse=False), world.chunks)
-    sizes = (1, 131, 20, 1, int(world.tables.bounds[1]))
+    shared = (rows[1:], blocks, world.basis(inverse=False), world.batch(1, 1))
+    sizes = (131, int(world.tables.bounds[1]))
     transform.analyze(x, *shared, y, *sizes)
-    transform.analyze_reference(x, *shared, want, *sizes)
+    analyze_reference(x, *shared, want, *sizes)
     torch.testing.assert_close(y, want, rtol=0, atol=2e-3, equal_nan=True)
     assert int((~y.isnan()).sum()) == 131 * 20
-    transform.analyze(x, *shared, y, 1, 0, 20)  # nothing is coded, nothing is launched
+    transform.analyze(x, *shared, y, 0)  # nothing is coded, nothing is launched
 
 
 def synthesis(world: World, dtype: torch.dtype, sections: slice = slice(None)) -> tuple[dict[str, Any], torch.Tensor]:
     """Arguments of `synthesize` with random coefficients, and these; the cache is poisoned."""
     first, end, _ = sections.indices(len(world.sections))
-    own = (world.tiles[:, Tile.SECTION] >= first) & (world.tiles[:, Tile.SECTION] < end)
+    own = (world.tiles[:, TileField.SECTION] >= first) & (world.tiles[:, TileField.SECTION] < end)
     tiles = world.tiles[own]
     all_jobs, size = world.jobs()
     rows = all_jobs.view(len(world.counts), len(world.sections), -1)[:, first:end].flatten(0, 1)
@@ -440,7 +460,7 @@ def synthesis(world: World, dtype: torch.dtype, sections: slice = slice(None)) -
     generator = torch.Generator().manual_seed(5)
     for index, row in enumerate(rows.tolist()):
         rank = sum(world.ranks[first + index % (end - first)])
-        part = y.as_strided((rank, row[Job.TOKENS]), (row[Job.STRIDE], 1), row[Job.LEVELS])
+        part = y.as_strided((rank, row[JobField.TOKENS]), (row[JobField.STRIDE], 1), row[JobField.LEVELS])
         part.copy_(torch.randn(part.shape, generator=generator))
     cos, sin = world.tables_of(False, False)
     element = world.units[0].dtype
@@ -463,11 +483,11 @@ def poison(world: World) -> None:
 def run_both(world: World, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Caches that the kernel and its reference wrote."""
     poison(world)
-    transform.synthesize(**arguments)
+    launch(transform.synthesize, **arguments)
     got = [unit.clone() for unit in world.units]
     poison(world)
     status = torch.zeros_like(arguments["status"])
-    transform.synthesize_reference(**{**arguments, "status": status, "config": None})
+    launch(synthesize_reference, **{**arguments, "status": status, "config": None})
     assert torch.equal(status, arguments["status"])
     return got, [unit.clone() for unit in world.units]
 
@@ -514,7 +534,7 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
         for i, section in enumerate(world.sections):
             row = arguments["jobs"][index * len(world.sections) + i].tolist()
             rank = sum(world.ranks[i])
-            part = y.as_strided((rank, tokens), (row[Job.STRIDE], 1), row[Job.LEVELS]).float().cpu()
+            part = y.as_strided((rank, tokens), (row[JobField.STRIDE], 1), row[JobField.LEVELS]).float().cpu()
             matrices = zip(world.bases[i].inverse, world.ranks[i], strict=True)
             inverse = tuple(m[:, :r].T.to(dtype).float().contiguous() for m, r in matrices)
             x = codec.synthesize(part, inverse)
@@ -577,12 +597,12 @@ def test_synthesize_and_gather_in_pages(element: torch.dtype, order: str, device
     def run(function: Any, status: torch.Tensor) -> list[torch.Tensor]:
         for unit in units:
             unit.copy_(torch.full((), 7.0).to(element))
-        function(**{**arguments, "status": status})
+        launch(function, **{**arguments, "status": status})
         return [unit.float() for unit in units]
 
     got = run(transform.synthesize, arguments["status"])
     status = torch.zeros_like(arguments["status"])
-    want = run(transform.synthesize_reference, status)
+    want = run(synthesize_reference, status)
     assert arguments["status"].tolist() == [0, 0, int(Status.SLOT), int(Status.SLOT)] == status.tolist()
     used = set(world.slots.tolist()) - {-1, 64}
     for a, b, scale in zip(got, want, arguments["scales"].tolist(), strict=True):
@@ -595,8 +615,8 @@ def test_synthesize_and_gather_in_pages(element: torch.dtype, order: str, device
     inputs |= {"scales": arguments["scales"], "element": element}
     inputs["unit_stride"], inputs["aligned"] = contiguity(world.places, world.tiles, element)
     theirs = torch.full_like(x, POISON)
-    transform.gather(**inputs)
-    transform.gather_reference(**{**inputs, "x": theirs})
+    launch(transform.gather, **inputs)
+    launch(gather_reference, **{**inputs, "x": theirs})
     torch.testing.assert_close(x, theirs, rtol=1e-6, atol=2e-5, equal_nan=True)
 
 

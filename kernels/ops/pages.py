@@ -1,16 +1,13 @@
-"""Pieces of heads to and from memory, wherever it lies: dense tensors, pages of any physical order, any of `ELEMENTS`.
+"""Pieces of heads to and from memory of any layout: dense tensors, pages in any physical order, any of `ELEMENTS`.
 
 A program handles tokens (rows) of one tile (columns): the first and the second dimension of up to PAIRS pairs, as two
-`[tokens, PAIRS]` float32 blocks that RoPE turns together. The device functions are shared by the kernels; the host
-functions beside them do the same for their references, and describe memory to them.
+`[tokens, PAIRS]` float32 blocks that RoPE turns together. The kernels share the device functions; the host functions
+describe memory to them.
 
 FP8 is converted here, bit by bit, so that every GPU writes the same bytes, whether it has instructions for it or not.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,9 +33,8 @@ from cuvee.kernels.jobs import (
     TILE_HEAD,
     TILE_STEP,
     TILE_UNIT,
-    Place,
-    Status,
-    Tile,
+    PlaceField,
+    TileField,
 )
 
 MAX_SLOTS = tl.constexpr(2**31 - 1)
@@ -49,7 +45,7 @@ def token_offsets(places, unit, slots, token, inside, status):  # type: ignore[n
     """Where tokens of a unit lie.
 
     Args:
-        places: table of `Place`.
+        places: table of `PlaceField`.
         unit: row of it.
         slots: int64, the slot of each token; -1: nowhere.
         token: indices into `slots`.
@@ -111,8 +107,8 @@ def load_pairs(  # type: ignore[no-untyped-def]
     """Read a tile: the values of tokens at `offset` (see `token_offsets`); zero where there is none.
 
     Args:
-        places: table of `Place`.
-        scales: float32 a unit, what a stored FP8 value is multiplied by (others are not).
+        places: table of `PlaceField`.
+        scales: float32, one per unit: what a stored FP8 value is multiplied by; not read for other types.
         tile: address of a row of `tiles`.
         offset: `[tokens]` of `token_offsets`.
         exists: likewise.
@@ -259,8 +255,8 @@ def contiguity(
     """Which fast ways to memory the tables allow: `(unit_stride, aligned)`.
 
     Args:
-        places: rows of `Place`.
-        tiles: rows of `Tile`.
+        places: rows of `PlaceField`.
+        tiles: rows of `TileField`.
         element: type of the cache.
 
     Returns:
@@ -268,82 +264,10 @@ def contiguity(
         aligned: moreover every run of a tile begins and ends at a multiple of 16 bytes, and its angles at a multiple
             of 4 columns, so that 16 bytes can be moved at a time.
     """
-    used = places[np.unique(tiles[:, Tile.UNIT])]
-    unit_stride = bool(np.all(used[:, Place.DIM] == 1) and np.all(tiles[:, Tile.STEP] == 1))
-    strides = used[:, [Place.BLOCK, Place.TOKEN, Place.HEAD]] * element.itemsize
-    runs = tiles[:, [Tile.DIM0, Tile.DIM1, Tile.COUNT0, Tile.COUNT1]] * element.itemsize
-    angles = np.maximum(tiles[:, Tile.ANGLE], 0)
-    whole = not np.any(used[:, Place.POINTER] % 16) and not np.any(strides % 16) and not np.any(runs % 16)
+    used = places[np.unique(tiles[:, TileField.UNIT])]
+    unit_stride = bool(np.all(used[:, PlaceField.DIM] == 1) and np.all(tiles[:, TileField.STEP] == 1))
+    strides = used[:, [PlaceField.BLOCK, PlaceField.TOKEN, PlaceField.HEAD]] * element.itemsize
+    runs = tiles[:, [TileField.DIM0, TileField.DIM1, TileField.COUNT0, TileField.COUNT1]] * element.itemsize
+    angles = np.maximum(tiles[:, TileField.ANGLE], 0)
+    whole = not np.any(used[:, PlaceField.POINTER] % 16) and not np.any(strides % 16) and not np.any(runs % 16)
     return unit_stride, unit_stride and whole and not np.any(angles % 4)
-
-
-class _Memory:
-    """Elements at an address, for numpy and torch."""
-
-    def __init__(self, pointer: int, shape: Sequence[int], strides: Sequence[int], size: int) -> None:
-        interface = {
-            "data": (pointer, False),
-            "shape": tuple(shape),
-            "strides": tuple(stride * size for stride in strides),
-            "typestr": {1: "|u1", 2: "<i2", 4: "<i4"}[size],
-            "version": 3,
-        }
-        self.__array_interface__ = self.__cuda_array_interface__ = interface
-
-
-def half_views(
-    place: Sequence[int], tile: Sequence[int], element: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """Views `[blocks, tokens per block, count]` of a tile's first and second dimensions."""
-    views = []
-    for first, count in ((tile[Tile.DIM0], tile[Tile.COUNT0]), (tile[Tile.DIM1], tile[Tile.COUNT1])):
-        offset = tile[Tile.HEAD] * place[Place.HEAD] + first * place[Place.DIM]
-        memory: Any = _Memory(
-            place[Place.POINTER] + offset * element.itemsize,
-            (place[Place.SLOTS] // place[Place.BLOCK_TOKENS], place[Place.BLOCK_TOKENS], count),
-            (place[Place.BLOCK], place[Place.TOKEN], tile[Tile.STEP] * place[Place.DIM]),
-            element.itemsize,
-        )
-        raw = torch.as_tensor(memory, device=device) if device.type == "cuda" else torch.from_numpy(np.asarray(memory))
-        views.append(raw.view(element))
-    return views
-
-
-def check_slots(slots: torch.Tensor, place: Sequence[int], status: torch.Tensor) -> torch.Tensor:
-    """Which `slots` have a place; flags Status.SLOT in `status` (one element) for those beyond the cache."""
-    total = place[Place.SLOTS]
-    if bool(((slots >= total) | (slots < -1)).any()):
-        status |= int(Status.SLOT)
-    return (slots >= 0) & (slots < total)
-
-
-def load_pairs_reference(
-    place: Sequence[int], scale: float, tile: Sequence[int], slots: torch.Tensor, exists: torch.Tensor,
-    element: torch.dtype, pairs: int,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What `load_pairs` reads: two `[tokens, pairs]` float32; `exists` is from `check_slots`."""
-    found = []
-    for view in half_views(place, tile, element, slots.device):
-        values = torch.zeros(len(slots), pairs, device=slots.device)
-        at = slots[exists]
-        rows = view[at // view.shape[1], at % view.shape[1]].float()
-        values[exists, : view.shape[2]] = rows * np.float32(scale).item() if element.itemsize == 1 else rows
-        found.append(values)
-    return found[0], found[1]
-
-
-def store_pairs_reference(
-    place: Sequence[int], scale: float, tile: Sequence[int], slots: torch.Tensor, exists: torch.Tensor,
-    values: tuple[torch.Tensor, torch.Tensor], element: torch.dtype,
-) -> None:  # fmt: skip
-    """What `store_pairs` writes."""
-    for view, source in zip(half_views(place, tile, element, slots.device), values, strict=True):
-        at = slots[exists]
-        rows = source[exists, : view.shape[2]]
-        if element.itemsize == 1:
-            limit = torch.finfo(element).max
-            rows = (rows * float(np.float32(1) / np.float32(scale))).clamp(-limit, limit)
-        # Advanced indexing does not exist for every FP8 type: bytes do.
-        raw = rows.to(element)
-        whole = torch.uint8 if element.itemsize == 1 else element
-        view.view(whole)[at // view.shape[1], at % view.shape[1]] = raw.view(whole)

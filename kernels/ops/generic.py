@@ -4,9 +4,9 @@
     x (gathered, position-free) --channel_statistics--> means, squares --(host)--> scales, which channels are coded
     x --normalize_channels--> y
 
-What belongs to a channel lies in arrays `[chunks, M]`, in the columns of `transform.lay_out_tiles` (M of them for all
+What belongs to a channel lies in arrays `[chunks, M]`, in the columns of `tiles.lay_out_tiles` (M of them for all
 sections): the row of y that holds it, or -1 where it is not coded; its scale; its mean. `jobs` holds the sections of
-one chunk after the other, so that the job of a tile is chunk * sections + Tile.SECTION - first_section.
+one chunk after the other, so that the job of a tile is chunk * sections + TileField.SECTION - first_section.
 """
 
 from __future__ import annotations
@@ -30,12 +30,9 @@ from cuvee.kernels.jobs import (
     TILE_FIELDS,
     TILE_SECTION,
     TILE_UNIT,
-    Chunk,
-    Job,
-    Tile,
 )
-from cuvee.kernels.lossless import tile_parts, turn_halves
-from cuvee.kernels.pages import store_pairs, token_offsets, turn_pairs
+from cuvee.kernels.ops.arguments import CacheView, ChannelArrays, ChunkBatch, RotationTables, TileTable
+from cuvee.kernels.ops.pages import store_pairs, token_offsets, turn_pairs
 from cuvee.kernels.spec import KernelSpec
 
 WARPS = 8
@@ -155,107 +152,35 @@ def _normalize_channels(  # type: ignore[no-untyped-def]
 
 def place_channels(
     y: torch.Tensor,
-    rows: torch.Tensor,
-    channel_scale: torch.Tensor,
-    means: torch.Tensor,
+    channels: ChannelArrays,
     jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    element: torch.dtype,
-    unit_stride: bool,
-    aligned: bool,
-    first_column: int = 0,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    rotations: RotationTables,
+    cache: CacheView,
 ) -> None:
-    """Coefficients -> cache: coefficient * scale + mean, keys turned to their positions, rounded to `element`.
+    """Coefficients -> cache: coefficient * scale + mean, keys turned to their positions, rounded to the cache's dtype.
 
     Args:
-        y: float32 or bfloat16, flat; `Job.LEVELS` and `Job.STRIDE` tell where the rows of a job lie.
-        rows: int32 `[chunks, M]`: of y, within the job; -1: the channel is its mean.
-        channel_scale: float32 `[chunks, M]`.
-        means: float32 `[chunks, M]`.
-        jobs: see `jobs.py`, as the next three.
-        chunks: the rows that `jobs` names.
-        tiles: of one chunk.
-        places: of all units.
-        scales: float32 a unit, for 8-bit caches.
-        slots: int64, of each token; -1: not wanted.
-        cos: float32 `[rows, angles]`, `rotation_tables` of the target positions.
-        sin: likewise.
-        status: int32 a job.
-        sections: jobs of a chunk.
-        first_section: number of the first of them.
-        max_tokens: of a chunk.
-        pairs: of `lay_out_tiles`.
-        element: of the cache.
-        unit_stride: see `pages.contiguity`.
-        aligned: see `pages.contiguity`.
-        first_column: of the sections.
+        y: float32 or bfloat16, flat; `JobField.LEVELS` and `JobField.STRIDE` tell where the rows of a job lie.
+        channels: in the columns of the tiles, from `first_column` on.
+        jobs: int64 `[chunks * sections, len(JobField)]`.
+        tiles: of the batch's sections.
+        batch: status bits are added to its jobs.
+        rotations: from `rotation_tables`, by target positions.
+        cache: what is written.
     """
-    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    grid = tiles.grid(batch, TOKENS)
     if 0 in grid:
         return
     # No fused multiply-add: the values are then the codec's, bit for bit, given the same tables.
     _place_channels[grid](
-        y, rows, channel_scale, means, jobs, chunks, tiles, places, scales, slots, cos, sin, status,
-        sections, first_section, means.shape[1], first_column, cos.shape[1],
-        ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS,
-        num_warps=WARPS, enable_fp_fusion=False,
+        y, channels.rows, channels.scale, channels.means, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales,
+        cache.slots, rotations.cos, rotations.sin, batch.status, batch.sections, batch.first_section,
+        channels.means.shape[1], tiles.first_column, rotations.cos.shape[1], ELEMENT=ELEMENTS[cache.element],
+        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, TOKENS=TOKENS, num_warps=WARPS,
+        enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def place_channels_reference(
-    y: torch.Tensor,
-    rows: torch.Tensor,
-    channel_scale: torch.Tensor,
-    means: torch.Tensor,
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    element: torch.dtype,
-    unit_stride: bool,
-    aligned: bool,
-    first_column: int = 0,
-) -> None:
-    """`place_channels`, tile by tile."""
-    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
-        job = jobs[part.job].tolist()
-        tile, chunk = part.tile, job[Job.CHUNK]
-        first = tile[Tile.COLUMN] - first_column
-        second = first + pairs
-        columns = [*range(first, first + tile[Tile.COUNT0]), *range(second, second + tile[Tile.COUNT1])]
-        x = means[chunk, columns].repeat(part.tokens, 1)
-        for index, column in enumerate(columns):
-            row = int(rows[chunk, column])
-            if row >= 0:
-                at = job[Job.LEVELS] + row * job[Job.STRIDE]
-                x[:, index] = y[at : at + part.tokens].float() * channel_scale[chunk, column] + x[:, index]
-        if tile[Tile.ANGLE] >= 0:
-            at = part.chunk[Chunk.FIRST]
-            turned = slice(tile[Tile.ANGLE], tile[Tile.ANGLE] + tile[Tile.COUNT0])
-            x = turn_halves(x, cos[at : at + part.tokens, turned], sin[at : at + part.tokens, turned])
-        part.store(x, scales, element)
 
 
 def channel_statistics(x: torch.Tensor, chunks: torch.Tensor, means: torch.Tensor, squares: torch.Tensor) -> None:
@@ -266,7 +191,7 @@ def channel_statistics(x: torch.Tensor, chunks: torch.Tensor, means: torch.Tenso
 
     Args:
         x: float32 `[tokens, M]`, gathered values, not centered; chunk c has the rows from its FIRST on.
-        chunks: table of `Chunk`.
+        chunks: table of `ChunkField`.
         means: float32 `[chunks, M]`, written: rounded to bfloat16.
         squares: float64 `[chunks, M]`, written: sums of squares of x less the rounded mean.
     """
@@ -277,85 +202,30 @@ def channel_statistics(x: torch.Tensor, chunks: torch.Tensor, means: torch.Tenso
         )
 
 
-def channel_statistics_reference(
-    x: torch.Tensor, chunks: torch.Tensor, means: torch.Tensor, squares: torch.Tensor
-) -> None:
-    """`channel_statistics` as the codec does it."""
-    for index, chunk in enumerate(chunks.tolist()):
-        part = x[chunk[Chunk.FIRST] : chunk[Chunk.FIRST] + chunk[Chunk.TOKENS]]
-        means[index] = part.mean(0, dtype=torch.float64).bfloat16().float()
-        squares[index] = (part - means[index]).double().square().sum(0)
-
-
 def normalize_channels(
     x: torch.Tensor,
-    rows: torch.Tensor,
-    channel_scale: torch.Tensor,
-    means: torch.Tensor,
+    channels: ChannelArrays,
     jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
     y: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    first_column: int = 0,
 ) -> None:
     """Gathered values -> coefficients of the coded channels: (x - mean) / scale, each step rounded to float32.
 
     Args:
         x: float32 `[tokens, M]`, as for `channel_statistics`.
-        rows: int32 `[chunks, M]`, of y, within the job; -1: not coded.
-        channel_scale: float32 `[chunks, M]`.
-        means: float32 `[chunks, M]`.
-        jobs: see `jobs.py`, as the next two.
-        chunks: the rows that `jobs` names.
-        tiles: of one chunk.
-        y: float32, flat, written where `Job.LEVELS` and `Job.STRIDE` say.
-        sections: jobs of a chunk.
-        first_section: number of the first of them.
-        max_tokens: of a chunk.
-        pairs: of `lay_out_tiles`.
-        first_column: of the sections.
+        channels: in the columns of the tiles, from `first_column` on.
+        jobs: int64 `[chunks * sections, len(JobField)]`.
+        tiles: of the batch's sections.
+        batch: its chunks.
+        y: float32, flat, written where `JobField.LEVELS` and `JobField.STRIDE` say.
     """
-    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    grid = tiles.grid(batch, TOKENS)
     if 0 not in grid:
         _normalize_channels[grid](
-            x, rows, channel_scale, means, jobs, chunks, tiles, y,
-            sections, first_section, x.shape[1], first_column, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+            x, channels.rows, channels.scale, channels.means, jobs, batch.chunks, tiles.tiles, y, batch.sections,
+            batch.first_section, x.shape[1], tiles.first_column, PAIRS=tiles.pairs, TOKENS=TOKENS, num_warps=WARPS,
         )  # fmt: skip
-
-
-def normalize_channels_reference(
-    x: torch.Tensor,
-    rows: torch.Tensor,
-    channel_scale: torch.Tensor,
-    means: torch.Tensor,
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    y: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    first_column: int = 0,
-) -> None:
-    """`normalize_channels`, channel by channel."""
-    for first in range(0, len(jobs), sections):
-        for tile in tiles.tolist():
-            job = jobs[first + tile[Tile.SECTION] - first_section].tolist()
-            index, length = job[Job.CHUNK], job[Job.TOKENS]
-            start = int(chunks[index, Chunk.FIRST])
-            for column in range(tile[Tile.COLUMN] - first_column, tile[Tile.COLUMN] - first_column + 2 * pairs):
-                row = int(rows[index, column])
-                if row >= 0:
-                    at = job[Job.LEVELS] + row * job[Job.STRIDE]
-                    centered = x[start : start + length, column] - means[index, column]
-                    y[at : at + length] = centered / channel_scale[index, column]
 
 
 _TABLES = {"jobs": "*i64", "chunks": "*i64", "tiles": "*i64"}

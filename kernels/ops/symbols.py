@@ -1,18 +1,18 @@
 """Byte planes to coefficients and back: unpack, unpredict, dequantize; quantize, predict, pack (`codec/symbols.py`).
 
-`dequantize` first treats every ESCAPE byte as the number -128 and counts them; a second kernel, one lane an entry of
-the escape list, checks the list and redoes what an escaped value changes: its token or, under prediction, its stream
-from that token on. A table cuts off the tails that are cheaper to escape, so most tiles hold an escape, and to search
-the list for each of them would cost more than everything else.
+`dequantize` runs two kernels. The first treats every ESCAPE byte as the number -128 and counts such bytes. The second
+has one lane per entry of the escape list: it checks the list and redoes what an escaped value changes, which is one
+token or, under prediction, the rest of its stream. The tables cut off tails that are cheaper to escape, so most tiles
+hold an escape; searching the list in every tile would cost more than everything else.
 
-The counts complete the check: as many entries as there are ESCAPE bytes, each at one of them and the next after the
-last, are a list of all of them.
+The count completes the check. If the list has as many entries as there are ESCAPE bytes, each entry points at one of
+them, and indices rise, then the list names them all.
 
 A tile of `dequantize` is `[ROWS, GROUPS, RUN]`: rows, groups of tokens, adjacent tokens of a group. Without prediction
 the groups are adjacent too: 8 rows of 256 tokens, of which each thread of 4 warps has 8 tokens of two rows. Where T and
-the offsets are multiples of 8 these are one load of 8 bytes and one store of 16 (bfloat16); elsewhere the same code
-moves single values, a warp's beside each other. Under prediction a group is a stream, or RUN tokens of short ones, and
-the program walks along the groups, RUN tokens at a time.
+the offsets are multiples of 8, these take one load of 8 bytes and one store of 16 (bfloat16); elsewhere the same code
+moves single values, those of a warp side by side. Under prediction a group is a stream, or RUN tokens of short streams,
+and the program walks along the groups, RUN tokens at a time.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
 from cuvee.codec import symbols
-from cuvee.codec.errors import CorruptError
-from cuvee.codec.symbols import RHO_BITS, CodingPlan, Escapes, Prediction, Quantizer
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.symbols import RHO_BITS, Prediction
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_ESCAPE_COUNT,
@@ -48,11 +45,9 @@ from cuvee.kernels.jobs import (
     PLAN_ROWS,
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
-    Job,
-    Plan,
-    Status,
 )
-from cuvee.kernels.pages import rounded
+from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.pages import rounded
 from cuvee.kernels.spec import Budget, KernelSpec
 
 ESCAPE = tl.constexpr(symbols.ESCAPE)
@@ -95,6 +90,27 @@ def level_limit(step: float) -> float:
 def _half(shift):  # type: ignore[no-untyped-def]
     """Half the range of a component's low bits."""
     return (1 << shift) >> 1
+
+
+@triton.jit
+def _shrinkage(row_floats, component, mask):  # type: ignore[no-untyped-def]
+    """Of components: shrinkage of level 1, and of the levels above."""
+    at = row_floats + component * FLOAT_FIELDS
+    return tl.load(at + SHRINK_ONE, mask=mask, other=0.0), tl.load(at + SHRINK_MORE, mask=mask, other=0.0)
+
+
+@triton.jit
+def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
+    """Of components: dead zone and rounding."""
+    at = row_floats + component * FLOAT_FIELDS
+    return tl.load(at + DEAD_ZONE, mask=mask, other=0.0), tl.load(at + ROUNDING, mask=mask, other=0.0)
+
+
+@triton.jit
+def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
+    """Of components: how many low bits have a plane of their own, and which plane; -1: none."""
+    at = row_ints + component * INT_FIELDS
+    return tl.load(at + SHIFT, mask=mask, other=0), tl.load(at + LOW_PLANE, mask=mask, other=-1)
 
 
 @triton.jit
@@ -168,12 +184,8 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
         row = tile_row * ROWS + tl.arange(0, ROWS)[:, None, None]
         exists = row < tl.load(plan + PLAN_ROWS)
         component = tl.load(plan + PLAN_ROW) + row
-        floats = row_floats + component * FLOAT_FIELDS
-        shrink_one = tl.load(floats + SHRINK_ONE, mask=exists, other=0.0)
-        shrink_more = tl.load(floats + SHRINK_MORE, mask=exists, other=0.0)
-        ints = row_ints + component * INT_FIELDS
-        shift = tl.load(ints + SHIFT, mask=exists, other=0)
-        low_plane = tl.load(ints + LOW_PLANE, mask=exists, other=-1)
+        shrink_one, shrink_more = _shrinkage(row_floats, component, exists)
+        shift, low_plane = _low_bits(row_ints, component, exists)
         half = _half(shift)
         high_row = planes + planes_at + row.to(tl.int64) * tokens
         low_row = planes + planes_at + low_plane.to(tl.int64) * tokens
@@ -182,7 +194,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
         run = tl.arange(0, RUN)[None, None, :]
         escapes = tl.zeros((ROWS, GROUPS), tl.int32)
         if PREDICTED:
-            gain = tl.load(ints + GAIN, mask=exists, other=0)
+            gain = tl.load(row_ints + component * INT_FIELDS + GAIN, mask=exists, other=0)
             source = tl.zeros((ROWS, GROUPS, 1), tl.int32)
         for first in range(0, span, RUN):
             token = group + first + run
@@ -274,13 +286,9 @@ def _place_escapes(  # type: ignore[no-untyped-def]
         stream = cell - (token & (span - 1))
         leads = valid & ((entry == 0) | (before < stream))
         component = first_component + row
-        floats = row_floats + component * FLOAT_FIELDS
-        shrink_one = tl.load(floats + SHRINK_ONE, mask=leads, other=0.0)
-        shrink_more = tl.load(floats + SHRINK_MORE, mask=leads, other=0.0)
-        ints = row_ints + component * INT_FIELDS
-        shift = tl.load(ints + SHIFT, mask=leads, other=0)
-        low_plane = tl.load(ints + LOW_PLANE, mask=leads, other=-1)
-        gain = tl.load(ints + GAIN, mask=leads, other=0)
+        shrink_one, shrink_more = _shrinkage(row_floats, component, leads)
+        shift, low_plane = _low_bits(row_ints, component, leads)
+        gain = tl.load(row_ints + component * INT_FIELDS + GAIN, mask=leads, other=0)
         half = _half(shift)
         # From a cell to where its low bits and its coefficient are.
         to_low = (low_plane - row) * tokens
@@ -307,10 +315,7 @@ def _place_escapes(  # type: ignore[no-untyped-def]
 def dequantize(
     data: torch.Tensor,
     jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    steps: torch.Tensor,
+    plans: DevicePlans,
     planes: torch.Tensor,
     y: torch.Tensor,
     status: torch.Tensor,
@@ -319,22 +324,18 @@ def dequantize(
     max_tokens: int,
     predicted: bool,
 ) -> None:
-    """Byte planes and escapes to coefficients; writes `[R, STRIDE]` of each job, zeros from column T on.
+    """Byte planes and escapes to coefficients, of all jobs whose tokens have no classes.
 
-    The coefficients are those of `codec.symbols`, rounded to the dtype of `y`. Those of a job whose status gets
-    `Status.ESCAPES` mean nothing.
+    Writes `[R, STRIDE]` of each job, zeros from column T on. The coefficients are those of `codec.symbols`, rounded to
+    the dtype of `y`. Those of a job whose status gets `Status.ESCAPES` mean nothing.
 
     Args:
         data: uint8, a multiple of four bytes.
-        jobs: int64 `[J, len(Job)]` with ESCAPES, ESCAPE_COUNT, TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and STRIDE.
-            The lists lie within `data`; STRIDE is at most T rounded up to a multiple of 256.
-        plans: int64 `[Q, len(Plan)]`.
-        row_floats: float32 `[components, 4]`: shrink of level 1, shrink above, dead zone, rounding; from Plan.ROW on.
-        row_ints: int32 `[components, 4]`: shift, plane of the low bits or -1, prediction gain, and one that tokens
-            without classes do not use; from Plan.ROW on.
-        steps: float32 `[Q]`.
-        planes: uint8.
-        y: bfloat16 or float32.
+        jobs: int64 `[J, len(JobField)]` with ESCAPES, ESCAPE_COUNT, TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and
+            STRIDE. The lists lie within `data`; STRIDE is at most T rounded up to a multiple of 256.
+        plans: how each job is coded.
+        planes: uint8, `[P, T]` of each job.
+        y: bfloat16 or float32, written.
         status: int32 `[J]`; gets `Status.ESCAPES` where the list does not name all ESCAPE bytes in order.
         found: int32 `[J]`, zeros; gets the number of ESCAPE bytes.
         max_rows: rows of the largest job.
@@ -344,15 +345,18 @@ def dequantize(
     count = len(jobs)
     tiles = triton.cdiv(max_tokens, _TOKENS)
     _dequantize[(count, triton.cdiv(max_rows, _ROWS), tiles)](
-        jobs, plans, row_floats, row_ints, steps, planes, y, found,
+        jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, planes, y, found,
         PREDICTED=predicted, ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    # At least one program: the list of a job without a single row is checked too.
-    blocks = min(triton.cdiv(max(max_rows, 1) * max_tokens, CELLS), MAX_GRID)
-    _place_escapes[(count, blocks)](
-        data.view(torch.uint32), jobs, plans, row_floats, row_ints, steps, planes, y, found, status,
-        PREDICTED=predicted, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
+    _place_escapes[(count, escape_programs(max_rows, max_tokens))](
+        data.view(torch.uint32), jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, planes, y, found,
+        status, PREDICTED=predicted, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def escape_programs(max_rows: int, max_tokens: int) -> int:
+    """Programs for the escape list of a job: at least one, as the list of a job without a single row is checked too."""
+    return int(min(triton.cdiv(max(max_rows, 1) * max_tokens, CELLS), MAX_GRID))
 
 
 @triton.jit
@@ -396,9 +400,8 @@ def _quantize(  # type: ignore[no-untyped-def]
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     exists = row < tl.load(plan + PLAN_ROWS)
     component = tl.load(plan + PLAN_ROW) + row
-    floats = row_floats + component * FLOAT_FIELDS
-    dead_zone = tl.load(floats + DEAD_ZONE, mask=exists, other=0.0)[:, None]
-    rounding = tl.load(floats + ROUNDING, mask=exists, other=0.0)[:, None]
+    dead_zone, rounding = _thresholds(row_floats, component, exists)
+    dead_zone, rounding = dead_zone[:, None], rounding[:, None]
     ints = row_ints + component * INT_FIELDS
     shift = tl.load(ints + SHIFT, mask=exists, other=0)[:, None]
     low_plane = tl.load(ints + LOW_PLANE, mask=exists, other=-1)[:, None]
@@ -441,12 +444,7 @@ def _quantize(  # type: ignore[no-untyped-def]
 def quantize(
     y: torch.Tensor,
     jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
-    limits: torch.Tensor,
-    tables: torch.Tensor,
+    plans: DevicePlans,
     freq: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
@@ -459,22 +457,18 @@ def quantize(
 
     Args:
         y: float32.
-        jobs: int64 `[J, len(Job)]` with TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and STRIDE.
-        plans: int64 `[Q, len(Plan)]`.
-        row_floats: as for `dequantize`.
-        row_ints: as for `dequantize`.
-        inverses: float32 `[Q]`, of the steps: float32(1 / step).
-        limits: float32 `[Q]`: `level_limit(step)`.
-        tables: int32; from Plan.FIRST and Plan.REST on the table of each plane.
+        jobs: int64 `[J, len(JobField)]` with TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and STRIDE.
+        plans: how each job is coded.
         freq: uint16 `[K, 256]`.
         planes: uint8; gets `[P, T]` of each job.
-        counts: int32 `[J, max_rows]`; written fully, with zeros where a job has no row.
+        counts: int32 `[J, max_rows]`; rows of jobs whose tokens have no classes are written fully, with zeros where a
+            job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
     """
     _quantize[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, planes, counts, status, max_rows,
-        ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
+        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables, freq,
+        planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -498,9 +492,8 @@ def _list_escapes(  # type: ignore[no-untyped-def]
     has = exists & (end > position)
     if tl.max(has.to(tl.int32), 0) > 0:
         component = tl.load(plan + PLAN_ROW) + row
-        floats = row_floats + component * FLOAT_FIELDS
-        dead_zone = tl.load(floats + DEAD_ZONE, mask=has, other=0.0)[:, None]
-        rounding = tl.load(floats + ROUNDING, mask=has, other=0.0)[:, None]
+        dead_zone, rounding = _thresholds(row_floats, component, has)
+        dead_zone, rounding = dead_zone[:, None], rounding[:, None]
         ints = row_ints + component * INT_FIELDS
         shift = tl.load(ints + SHIFT, mask=has, other=0)[:, None]
         gain = tl.load(ints + GAIN, mask=has, other=0)[:, None]
@@ -531,25 +524,19 @@ def _list_escapes(  # type: ignore[no-untyped-def]
 def list_escapes(
     y: torch.Tensor,
     jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
+    plans: DevicePlans,
     planes: torch.Tensor,
     starts: torch.Tensor,
     index: torch.Tensor,
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """The escapes of all jobs, one job after another, each in rising order.
+    """The escapes of all jobs whose tokens have no classes, one job after another, each in rising order.
 
     Args:
         y: as for `quantize`.
-        jobs: as for `quantize`.
-        plans: as for `quantize`.
-        row_floats: as for `quantize`.
-        row_ints: as for `quantize`.
-        inverses: as for `quantize`.
+        jobs: likewise.
+        plans: likewise.
         planes: as `quantize` wrote them.
         starts: int64 `[J, max_rows]`: where a row's escapes begin, the sum of all counts before it.
         index: uint32 `[E]`; gets row * T + token.
@@ -559,169 +546,9 @@ def list_escapes(
     total = len(index)
     if total:
         _list_escapes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, jobs, plans, row_floats, row_ints, inverses, planes, starts, index, value, total, max_rows,
-            ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
+            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, planes, starts, index, value,
+            total, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-# --- plain references
-
-
-def _host(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    return tensor.detach().cpu().numpy()
-
-
-def _without_classes(jobs: torch.Tensor) -> list[int]:
-    return [index for index, job in enumerate(jobs.tolist()) if job[Job.CLASS_PLAN] <= 0]
-
-
-class _Part:
-    """One job with its plan in the terms of `codec.symbols`."""
-
-    def __init__(
-        self, jobs: torch.Tensor, plans: torch.Tensor, row_floats: torch.Tensor, row_ints: torch.Tensor, index: int
-    ) -> None:
-        self.job = jobs[index].tolist()
-        plan = plans[self.job[Job.PLAN]].tolist()
-        self.plan_index = self.job[Job.PLAN]
-        self.rows, self.count = plan[Plan.ROWS], plan[Plan.PLANES]
-        self.first, self.rest = plan[Plan.FIRST], plan[Plan.REST]
-        self.tokens, self.per_stream = self.job[Job.TOKENS], self.job[Job.PER_STREAM]
-        components = slice(plan[Plan.ROW], plan[Plan.ROW] + self.rows)
-        floats, ints = _host(row_floats[components]), _host(row_ints[components])
-        self.quantizer = Quantizer(floats[:, 2], floats[:, 3], floats[:, :2])
-        # The planes as `codec.symbols` orders them: high parts, then the low bits of the wide components.
-        self.order = np.concatenate([np.arange(self.rows), ints[ints[:, 0] > 0, 1]])
-        self.y_rows = torch.from_numpy(ints[:, 3].astype(np.int64))
-        self._ints, self._prediction = ints, Prediction(plan[Plan.PREDICTION])
-
-    def plan(self, tables: torch.Tensor | None = None) -> CodingPlan:
-        """The plan; without `tables` its entropy tables are all 0."""
-        blank = np.zeros(self.count, np.uint16)
-        first, rest = (
-            blank if tables is None else _host(tables[at : at + self.count]).astype(np.uint16)[self.order]
-            for at in (self.first, self.rest)
-        )
-        return CodingPlan(
-            np.arange(self.rows, dtype=np.uint16),
-            self._ints[:, 0].astype(np.uint8),
-            first,
-            rest,
-            self._prediction,
-            self._ints[:, 2].astype(np.int16),
-        )
-
-    def planes(self, planes: torch.Tensor) -> torch.Tensor:
-        """The job's `[P, T]`, a view."""
-        at = self.job[Job.PLANES]
-        return planes[at : at + self.count * self.tokens].view(self.count, self.tokens)
-
-    def coefficients(self, y: torch.Tensor) -> torch.Tensor:
-        """The job's `[R, STRIDE]`, a view."""
-        at, stride = self.job[Job.LEVELS], self.job[Job.STRIDE]
-        return y[at : at + self.rows * stride].view(self.rows, stride)
-
-    def differences(self, y: torch.Tensor, inverses: torch.Tensor, plan: CodingPlan) -> symbols.I32:
-        """Quantized and predicted, `[R, T]`."""
-        # Rounded to float32, the inverse of this step is `inverse` again.
-        step = 1.0 / float(inverses[self.plan_index])
-        levels = symbols.quantize(_host(self.coefficients(y)[:, : self.tokens]), step, plan, self.quantizer)
-        return symbols.predict(levels, plan, self.per_stream)
-
-
-def dequantize_reference(
-    data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    steps: torch.Tensor,
-    planes: torch.Tensor,
-    y: torch.Tensor,
-    status: torch.Tensor,
-    found: torch.Tensor,
-    max_rows: int,
-    max_tokens: int,
-    predicted: bool,
-) -> None:
-    """See `dequantize`; the coefficients of a job with a status are zero."""
-    words = _host(data).view(np.uint32)
-    for index in _without_classes(jobs):
-        part = _Part(jobs, plans, row_floats, row_ints, index)
-        plan = part.plan()
-        at, count = part.job[Job.ESCAPES], part.job[Job.ESCAPE_COUNT]
-        escapes = Escapes(words[at : at + count], words[at + count : at + 2 * count].view(np.int32))
-        coded = _host(part.planes(planes))[part.order]
-        target = part.coefficients(y)
-        target.zero_()
-        found[index] = int((coded[: part.rows] == symbols.ESCAPE).sum())
-        try:
-            differences = symbols.unpack(coded, escapes, plan)
-        except CorruptError:
-            status[index] |= int(Status.ESCAPES)
-            continue
-        levels = symbols.unpredict(differences, plan, part.per_stream)
-        back = symbols.dequantize(levels, float(steps[part.plan_index]), plan, part.quantizer)
-        target[:, : part.tokens] = torch.from_numpy(back).to(y)
-
-
-def quantize_reference(
-    y: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
-    limits: torch.Tensor,
-    tables: torch.Tensor,
-    freq: torch.Tensor,
-    planes: torch.Tensor,
-    counts: torch.Tensor,
-    status: torch.Tensor,
-    max_rows: int,
-) -> None:
-    """See `quantize`; a job with a status keeps its planes."""
-    frequencies = _host(freq)
-    entropy = EntropyTables(frequencies, int(frequencies[0].sum()).bit_length() - 1)
-    for index in _without_classes(jobs):
-        part = _Part(jobs, plans, row_floats, row_ints, index)
-        counts[index] = 0
-        peak = np.abs(_host(part.coefficients(y)[:, : part.tokens])).max()
-        if not peak < float(limits[part.plan_index]):
-            status[index] |= int(Status.TOO_LARGE)
-            continue
-        plan = part.plan(tables)
-        coded, escapes = symbols.pack(part.differences(y, inverses, plan), plan, entropy, part.per_stream)
-        part.planes(planes)[torch.from_numpy(part.order).to(planes.device)] = torch.from_numpy(coded).to(planes.device)
-        by_row = np.bincount(escapes.index // np.uint32(part.tokens), minlength=part.rows)
-        counts[index, : part.rows] = torch.from_numpy(by_row).to(counts)
-
-
-def list_escapes_reference(
-    y: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
-    planes: torch.Tensor,
-    starts: torch.Tensor,
-    index: torch.Tensor,
-    value: torch.Tensor,
-    max_rows: int,
-) -> None:
-    """See `list_escapes`."""
-    for number in _without_classes(jobs):
-        part = _Part(jobs, plans, row_floats, row_ints, number)
-        plan = part.plan()
-        d = part.differences(y, inverses, plan)
-        shift = plan.shift.astype(np.int32)[:, None]
-        high = (d + ((1 << shift) >> 1)) >> shift
-        cells = np.flatnonzero(_host(part.planes(planes)[: part.rows]) == symbols.ESCAPE)
-        at = int(starts[number, 0])
-        found = slice(at, at + len(cells))
-        index[found] = torch.from_numpy(cells.astype(np.uint32)).to(index.device)
-        value[found] = torch.from_numpy(high.ravel()[cells].astype(np.int32)).to(value.device)
 
 
 # --- compiled ahead of time

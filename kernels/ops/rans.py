@@ -3,8 +3,8 @@
     decode   data --rans_decode--> planes [P, T]
     encode   planes --rans_encode--> words, states, lengths --count_words--> totals --write_coded--> out
 
-`codec/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. A lane is a stream: all lanes of a
-program use one table at one step, and the symbols they store or load lie side by side.
+`codec/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. Each lane codes one stream: at every
+step all lanes of a program use the same table, and the symbols they store or load lie side by side.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec import rans
-from cuvee.codec.container import write_streams
-from cuvee.codec.rans import LOWER_BOUND, U32, WORD_BITS, Streams
-from cuvee.codec.symbols import Escapes
+from cuvee.codec.rans import LOWER_BOUND, U32
 from cuvee.codec.tables import SYMBOLS, EntropyTables
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
@@ -46,18 +43,16 @@ from cuvee.kernels.jobs import (
     PLAN_PLANES,
     PLAN_REST,
     STATUS_STREAMS,
-    Job,
-    Plan,
-    Status,
 )
+from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
 from cuvee.kernels.spec import Budget, KernelSpec
 
 _BOUND = tl.constexpr(LOWER_BOUND)
 _SYMBOLS = tl.constexpr(SYMBOLS)
-_HEADER_BYTES = 12  # W, E, log2 n, the mode, zeros
-_HEADER = tl.constexpr(_HEADER_BYTES // 4)
-_CLASS_HEADER_BYTES = 8  # C, the class state
-_CLASS_HEADER = tl.constexpr(_CLASS_HEADER_BYTES // 4)
+HEADER_BYTES = 12  # W, E, log2 n, the mode, zeros
+_HEADER = tl.constexpr(HEADER_BYTES // 4)
+CLASS_HEADER_BYTES = 8  # C, the class state
+_CLASS_HEADER = tl.constexpr(CLASS_HEADER_BYTES // 4)
 _SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
 
 # Streams of a program: one warp, so that the streams of a single chunk already spread over many multiprocessors.
@@ -186,82 +181,32 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 
 def rans_decode(
     data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
+    coding: StreamJobs,
     slots: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
-    max_streams: int,
 ) -> None:
-    """Decode the streams of all jobs.
+    """Decode the streams of all jobs whose tokens have no classes.
 
     The caller has checked that the states, lengths and words of a job lie within `data`; what they say is not trusted.
-    Every program reads the lengths of all streams before its own: S**2 / 64 lengths a job, few beside its symbols up
-    to some thousand streams.
+    Every program reads the lengths of all streams before its own: S**2 / 64 lengths per job, which is little beside its
+    symbols for up to some thousand streams.
 
     Args:
         data: `[bytes]` uint8, a multiple of 4: the coded parts.
-        jobs: `[J, len(Job)]` int64, see `Job`; read are STATES, LENGTHS, WORDS, WORD_COUNT, STREAMS, TOKENS,
-            PER_STREAM, LONG_LENGTHS, PLAN and PLANES.
-        plans: `[Q, len(Plan)]` int64, see `Plan`; read are PLANES, FIRST and REST.
-        tables: int32, the entropy table of each plane, at `Plan.FIRST` and `Plan.REST`.
+        coding: of the jobs, STATES, LENGTHS, WORDS, WORD_COUNT, STREAMS, TOKENS, PER_STREAM, LONG_LENGTHS, PLAN and
+            PLANES are read.
         slots: `[K, 2**prob_bits]` uint32, `EntropyTables.slots`.
-        planes: uint8, receives `[P, T]` at `Job.PLANES`.
+        planes: uint8, gets `[P, T]` at `JobField.PLANES`.
         status: `[J]` int32, gets `Status.STREAMS` where the lengths do not add up to WORD_COUNT, or a stream begins in
             a state below 2**16, does not end in 2**16, or does not end with its words. Its symbols are then anything.
-        max_streams: the largest STREAMS of a job.
     """
-    blocks = triton.cdiv(max_streams, LANES)
-    _decode_kernel[(blocks * len(jobs),)](
-        data.view(torch.uint16), data.view(torch.uint32), jobs, plans, tables, slots, planes, status, blocks,
-        PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
+    blocks = triton.cdiv(coding.max_streams, LANES)
+    _decode_kernel[(blocks * len(coding.jobs),)](
+        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables, slots, planes,
+        status, blocks, PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
         num_warps=1, **REGISTERS,
     )  # fmt: skip
-
-
-def rans_decode_reference(
-    data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    planes: torch.Tensor,
-    status: torch.Tensor,
-    max_streams: int,
-) -> None:
-    """See `rans_decode`. Unlike `codec.rans.rans_decode` it says what damaged streams decode to."""
-    raw, table_of, slot_of = data.cpu().numpy(), tables.cpu().numpy(), slots.cpu().numpy().astype(np.uint64)
-    prob_bits = np.uint64(slots.shape[1].bit_length() - 1)
-    for index, job in enumerate(jobs.cpu().numpy()):
-        plan = plans[job[Job.PLAN]].tolist()
-        count, tokens, per_stream = (int(job[k]) for k in (Job.STREAMS, Job.TOKENS, Job.PER_STREAM))
-        steps = plan[Plan.PLANES]
-        state = raw.view(np.uint32)[job[Job.STATES] :][:count].astype(np.uint64)
-        wire = raw.view(np.uint16)[job[Job.LENGTHS] :][: count << job[Job.LONG_LENGTHS]]
-        length = (wire.view(np.uint32) if job[Job.LONG_LENGTHS] else wire).astype(np.int64)
-        words = raw.view(np.uint16)[job[Job.WORDS] :][: job[Job.WORD_COUNT]]
-        ends = np.cumsum(length)
-        at, end = np.minimum(ends - length, len(words)), np.minimum(ends, len(words))
-        out = np.empty((steps, tokens), np.uint8)
-        bad = bool((state < LOWER_BOUND).any()) or ends[-1] != len(words)
-        for j in range(per_stream):
-            lanes = np.arange(count)[np.arange(count) * per_stream + j < tokens]
-            for c in range(steps):
-                x = state[lanes]
-                table = slot_of[table_of[plan[Plan.REST if j else Plan.FIRST] + c]]
-                slot = table[(x & np.uint64(len(table) - 1)).astype(np.int64)]
-                out[c, lanes * per_stream + j] = slot >> np.uint64(24)
-                x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> prob_bits) + (slot & np.uint64(0xFFF))
-                need = x < LOWER_BOUND
-                inside = need & (at[lanes] < end[lanes])
-                word = np.zeros(len(lanes), np.uint64)
-                word[inside] = words[at[lanes[inside]]]
-                state[lanes] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
-                at[lanes] += need
-        if bad or bool(((state != LOWER_BOUND) | (at != end)).any()):
-            status[index] |= int(Status.STREAMS)
-        planes[job[Job.PLANES] :][: steps * tokens] = torch.from_numpy(out.ravel()).to(planes.device)
 
 
 def coding_table(tables: EntropyTables) -> U32:
@@ -369,68 +314,23 @@ def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, 
     tl.store(lengths + tl.load(job + JOB_LENGTHS) + stream, (-at).to(tl.uint32), mask=exists)
 
 
-def rans_encode(
-    planes: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
-    coding: torch.Tensor,
-    words: torch.Tensor,
-    states: torch.Tensor,
-    lengths: torch.Tensor,
-    max_streams: int,
-) -> None:
-    """Code the planes of all jobs: the words of `codec.rans.rans_encode`, each stream in a region of its own.
+def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams) -> None:
+    """Code the planes of all jobs whose tokens have no classes: the words of `codec.rans.rans_encode`.
 
     A byte whose frequency is zero leaves its stream meaningless, but harms no other (escape it instead).
 
     Args:
-        planes: uint8, `[P, T]` of each job at `Job.PLANES`.
-        jobs: `[J, len(Job)]` int64; read are STATES, LENGTHS and WORDS, which here count in `states`, `lengths` and
-            `words`, STREAMS, TOKENS, PER_STREAM, PLAN and PLANES.
-        plans: `[Q, len(Plan)]` int64; read are PLANES, FIRST and REST.
-        tables: int32, the entropy table of each plane, at `Plan.FIRST` and `Plan.REST`.
-        coding: `[K, 256, 2]` uint32 of `coding_table`.
-        words: uint16 scratch. Stream s of a job owns P n of them from `Job.WORDS` + s P n on, and fills them from the
-            end backwards.
-        states: uint32, receives the initial state for the decoder of stream s at `Job.STATES` + s.
-        lengths: uint32, receives the words of stream s at `Job.LENGTHS` + s.
-        max_streams: the largest STREAMS of a job.
+        planes: uint8, `[P, T]` of each job at `JobField.PLANES`.
+        coding: of the jobs, STATES, LENGTHS and WORDS, which index `streams`, STREAMS, TOKENS, PER_STREAM, PLAN and
+            PLANES are read.
+        entries: `[K, 256, 2]` uint32 of `coding_table`.
+        streams: written.
     """
-    blocks = triton.cdiv(max_streams, LANES)
-    _encode_kernel[(blocks * len(jobs),)](
-        planes, jobs, plans, tables, coding.view(torch.int64), words, states, lengths, blocks,
-        LANES=LANES, num_warps=1,
+    blocks = triton.cdiv(coding.max_streams, LANES)
+    _encode_kernel[(blocks * len(coding.jobs),)](
+        planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), streams.words, streams.states,
+        streams.lengths, blocks, LANES=LANES, num_warps=1,
     )  # fmt: skip
-
-
-def rans_encode_reference(
-    planes: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
-    coding: torch.Tensor,
-    words: torch.Tensor,
-    states: torch.Tensor,
-    lengths: torch.Tensor,
-    max_streams: int,
-) -> None:
-    """See `rans_encode`."""
-    freq = coding.cpu().numpy()[:, :, 0] >> 16
-    model = EntropyTables(freq, int(freq[0].sum()).bit_length() - 1)
-    table_of = tables.cpu().numpy().astype(np.uint16)
-    for job in jobs.tolist():
-        plan = plans[job[Job.PLAN]].tolist()
-        steps, tokens, per_stream = plan[Plan.PLANES], job[Job.TOKENS], job[Job.PER_STREAM]
-        symbols = planes[job[Job.PLANES] :][: steps * tokens].cpu().numpy().reshape(steps, tokens)
-        first, rest = (table_of[plan[k] :][:steps] for k in (Plan.FIRST, Plan.REST))
-        streams = rans.rans_encode(symbols, first, rest, model, per_stream)
-        states[job[Job.STATES] :][: job[Job.STREAMS]] = torch.from_numpy(streams.states).to(states.device)
-        lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]] = torch.from_numpy(streams.lengths).to(lengths.device)
-        ends = np.cumsum(streams.lengths, dtype=np.int64)
-        for s, (end, length) in enumerate(zip(ends.tolist(), streams.lengths.tolist(), strict=True)):
-            top = job[Job.WORDS] + (s + 1) * steps * per_stream
-            words[top - length : top] = torch.from_numpy(streams.words[end - length : end]).to(words.device)
 
 
 @triton.jit
@@ -445,22 +345,16 @@ def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[n
     tl.store(totals + tl.program_id(0), tl.sum(total, 0))
 
 
-def count_words(jobs: torch.Tensor, lengths: torch.Tensor, totals: torch.Tensor, max_streams: int) -> None:
+def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor) -> None:
     """Add up the words of each job, which the host must know to place the coded parts.
 
     Args:
-        jobs: `[J, len(Job)]` int64; read are LENGTHS and STREAMS.
-        lengths: uint32 of `rans_encode`.
-        totals: `[J]` int64, receives the words of each job.
-        max_streams: the largest STREAMS of a job.
+        coding: of the jobs, LENGTHS and STREAMS are read.
+        lengths: uint32, of `rans_encode`.
+        totals: `[J]` int64, gets the words of each job.
     """
-    _count_kernel[(len(jobs),)](jobs, lengths, totals, BLOCK=min(2048, max(256, triton.next_power_of_2(max_streams))))
-
-
-def count_words_reference(jobs: torch.Tensor, lengths: torch.Tensor, totals: torch.Tensor, max_streams: int) -> None:
-    """See `count_words`."""
-    for index, job in enumerate(jobs.tolist()):
-        totals[index] = lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]].to(torch.int64).sum()
+    block = min(2048, max(256, triton.next_power_of_2(coding.max_streams)))
+    _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block)
 
 
 def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
@@ -473,14 +367,14 @@ def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, class
         escapes: E.
         classes: bytes of the stream of classes, `class_bytes`; 0: there are none.
     """
-    coded = _HEADER_BYTES + (6 + 2 * long) * streams + 2 * words + classes
+    coded = HEADER_BYTES + (6 + 2 * long) * streams + 2 * words + classes
     size: Count = coded + -coded % 4 + 8 * escapes
     return size
 
 
 def class_bytes(words: Count) -> Count:
     """Size of what a coded part holds of the classes, whose stream has so many words."""
-    size: Count = _CLASS_HEADER_BYTES + 2 * words
+    size: Count = CLASS_HEADER_BYTES + 2 * words
     return size
 
 
@@ -557,70 +451,31 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_coded(
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    words: torch.Tensor,
-    states: torch.Tensor,
-    lengths: torch.Tensor,
+    coding: StreamJobs,
+    streams: EncodedStreams,
     escape_index: torch.Tensor,
     escape_value: torch.Tensor,
     out: torch.Tensor,
-    max_streams: int,
     class_words: torch.Tensor | None = None,
 ) -> None:
     """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
 
     Args:
-        jobs: `[J, len(Job)]` int64 as for `rans_encode`; read are also WORD_COUNT (of `count_words`), LONG_LENGTHS,
-            ESCAPE_COUNT, ESCAPES, which here counts in `escape_index` and `escape_value`, SECTION, CLASS_PLAN, and
-            where that tells of classes CLASS_WORDS, which counts in `class_words`, CLASS_WORD_COUNT and CLASS_STATE.
-        plans: `[Q, len(Plan)]` int64; read is PLANES.
-        words: uint16, of `rans_encode`.
-        states: uint32, of `rans_encode`.
-        lengths: uint32, of `rans_encode`.
+        coding: as for `rans_encode`; of the jobs, WORD_COUNT (of `count_words`), LONG_LENGTHS, ESCAPE_COUNT, ESCAPES,
+            which here indexes `escape_index` and `escape_value`, SECTION and CLASS_PLAN are read too, and where that
+            tells of classes CLASS_WORDS, which indexes `class_words`, CLASS_WORD_COUNT and CLASS_STATE.
+        streams: of `rans_encode`.
         escape_index: uint32, row * T + token, rising within a job.
         escape_value: int32.
-        out: uint8, a multiple of 4; receives each coded part at `Job.SECTION`.
-        max_streams: the largest STREAMS of a job.
+        out: uint8, a multiple of 4; gets each coded part at `JobField.SECTION`.
         class_words: uint16, words of the streams of classes; None: no tokens have classes.
     """
-    blocks = triton.cdiv(max_streams, _WRITE_STREAMS)
-    _write_kernel[(blocks * len(jobs),)](
-        jobs, plans, words, states, lengths, escape_index, escape_value, words if class_words is None else class_words,
-        out.view(torch.uint16), out.view(torch.uint32), blocks,
+    blocks = triton.cdiv(coding.max_streams, _WRITE_STREAMS)
+    _write_kernel[(blocks * len(coding.jobs),)](
+        coding.jobs, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
+        streams.words if class_words is None else class_words, out.view(torch.uint16), out.view(torch.uint32), blocks,
         STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
     )  # fmt: skip
-
-
-def write_coded_reference(
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    words: torch.Tensor,
-    states: torch.Tensor,
-    lengths: torch.Tensor,
-    escape_index: torch.Tensor,
-    escape_value: torch.Tensor,
-    out: torch.Tensor,
-    max_streams: int,
-    class_words: torch.Tensor | None = None,
-) -> None:
-    """See `write_coded`."""
-    for job in jobs.tolist():
-        steps, per_stream, count = int(plans[job[Job.PLAN], Plan.PLANES]), job[Job.PER_STREAM], job[Job.STREAMS]
-        length = lengths[job[Job.LENGTHS] :][:count].cpu().numpy()
-        region = words[job[Job.WORDS] :][: count * steps * per_stream].cpu().numpy().reshape(count, -1)
-        coded = np.concatenate([row[len(row) - n :] for row, n in zip(region, length.tolist(), strict=True)])
-        streams = Streams(states[job[Job.STATES] :][:count].cpu().numpy(), length, coded)
-        listed = slice(job[Job.ESCAPES], job[Job.ESCAPES] + job[Job.ESCAPE_COUNT])
-        escapes = Escapes(escape_index[listed].cpu().numpy(), escape_value[listed].cpu().numpy())
-        classes = None
-        if job[Job.CLASS_PLAN] > 0 and class_words is not None:
-            own = class_words[job[Job.CLASS_WORDS] :][: job[Job.CLASS_WORD_COUNT]].cpu().numpy()
-            classes = Streams(np.array([job[Job.CLASS_STATE]], np.uint32), np.array([len(own)], np.uint32), own)
-        # The planes decide how long a length is, and nothing else.
-        planes = _SHORT_LENGTH + 1 if job[Job.LONG_LENGTHS] else 0
-        part = np.frombuffer(write_streams(streams, escapes, planes, per_stream, classes), np.uint8)
-        out[job[Job.SECTION] :][: len(part)] = torch.from_numpy(part.copy()).to(out.device)
 
 
 SPECS: tuple[KernelSpec, ...] = (

@@ -4,28 +4,25 @@
     cache, references --split_planes--> coded planes, stored planes           slot_tables: frequencies -> decode slots
     stored planes, coded planes, references --merge_planes--> cache
 
-Encoding reads the cache three times and writes each byte once: less traffic than keeping planes between the steps,
-and whether a plane is coded, and so where it goes, is known only once its symbols are counted.
+Encoding reads the cache three times and writes each byte once. That is less traffic than keeping planes between the
+steps, and where a plane goes depends on whether it is coded, which is known only once its symbols are counted.
 
 A section is one layer, K then V. `jobs` holds the sections of one chunk after the other, so that the job of a tile is
-chunk * sections + Tile.SECTION - first_section. Values are rotated left by one bit before they are cut into bytes: see
-`schemes/lossless.py`.
+chunk * sections + TileField.SECTION - first_section. Values are rotated left by one bit before they are cut into bytes:
+see `schemes/lossless.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.schemes.lossless import PROB_BITS, byte_planes, from_byte_planes
-from cuvee.codec.tables import SYMBOLS, EntropyTables
+from cuvee.codec.schemes.lossless import PROB_BITS
+from cuvee.codec.tables import SYMBOLS
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -45,19 +42,13 @@ from cuvee.kernels.jobs import (
     TILE_SECTION,
     TILE_STEP,
     TILE_UNIT,
-    Chunk,
-    Job,
-    Tile,
 )
-from cuvee.kernels.pages import (
-    check_slots,
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
+from cuvee.kernels.ops.pages import (
     half_addresses,
-    half_views,
     load_pairs,
-    load_pairs_reference,
     rounded,
     store_pairs,
-    store_pairs_reference,
     token_offsets,
     turn_pairs,
 )
@@ -67,11 +58,10 @@ WARPS = 8  # 64 tokens of 64 pairs at 4 spill
 TOKENS = 64  # a program's: two sectors of a plane's row
 
 WORDS = {2: tl.uint16, 4: tl.uint32}
-_INTEGERS = {2: torch.int16, 4: torch.int32}
 
 
-class BytePlane(IntEnum):
-    """Columns of `bytes`: one row for each byte of the values of each unit of each job, least significant first.
+class BytePlaneField(IntEnum):
+    """A row of `table`: one for each byte of the values of each unit of each job, least significant first.
 
     The row is (2 * job + unit) * itemsize + byte, with unit 0 for K and 1 for V.
     """
@@ -81,10 +71,10 @@ class BytePlane(IntEnum):
     HEAD_DIM = 2  # values of a head: the channel is head * HEAD_DIM + dimension
 
 
-BYTE_FIELDS = tl.constexpr(len(BytePlane))
-BYTE_PLANE = tl.constexpr(int(BytePlane.PLANE))
-BYTE_REFERENCE = tl.constexpr(int(BytePlane.REFERENCE))
-BYTE_HEAD_DIM = tl.constexpr(int(BytePlane.HEAD_DIM))
+BYTE_FIELDS = tl.constexpr(len(BytePlaneField))
+BYTE_PLANE = tl.constexpr(int(BytePlaneField.PLANE))
+BYTE_REFERENCE = tl.constexpr(int(BytePlaneField.REFERENCE))
+BYTE_HEAD_DIM = tl.constexpr(int(BytePlaneField.HEAD_DIM))
 
 SLOTS = tl.constexpr(1 << PROB_BITS)
 VALUES = tl.constexpr(SYMBOLS)
@@ -342,99 +332,6 @@ def _split_planes(  # type: ignore[no-untyped-def]
     _split_half(b, row, references, planes, out, channel1, has1, token, inside, tokens, WORD, FACTOR)
 
 
-@dataclass(frozen=True, slots=True)
-class TilePart:
-    """One tile of one chunk, for the references.
-
-    Attributes:
-        job: row of `jobs`.
-        tokens: T.
-        chunk, tile, place: rows of their tables.
-        slots: `[T]`, and which of them `exist`.
-        dims: `[n]` dimensions of the head, the first of each pair before the second.
-    """
-
-    job: int
-    tokens: int
-    chunk: list[int]
-    tile: list[int]
-    place: list[int]
-    slots: torch.Tensor
-    exist: torch.Tensor
-    dims: torch.Tensor
-
-    def bits(self, dtype: torch.dtype) -> torch.Tensor:
-        """The stored elements `[T, n]`, untouched; zero where there is none."""
-        slots = self.slots[self.exist]
-        halves = []
-        for view in half_views(self.place, self.tile, _INTEGERS[dtype.itemsize], self.slots.device):
-            half = view.new_zeros(self.tokens, view.shape[2])
-            half[self.exist] = view[slots // view.shape[1], slots % view.shape[1]]
-            halves.append(half)
-        return torch.cat(halves, dim=1).view(dtype)
-
-    def values(self, scales: torch.Tensor, element: torch.dtype) -> torch.Tensor:
-        """The values `[T, n]` float32."""
-        scale, count0, count1 = float(scales[self.tile[Tile.UNIT]]), self.tile[Tile.COUNT0], self.tile[Tile.COUNT1]
-        a, b = load_pairs_reference(
-            self.place, scale, self.tile, self.slots, self.exist, element, max(count0, count1)
-        )  # fmt: skip
-        return torch.cat([a[:, :count0], b[:, :count1]], dim=1)
-
-    def store(self, x: torch.Tensor, scales: torch.Tensor, element: torch.dtype) -> None:
-        """Write `[T, n]`; bits stay as they are if `element` is an integer type."""
-        count = self.tile[Tile.COUNT0]
-        scale = float(scales[self.tile[Tile.UNIT]])
-        halves = (x[:, :count], x[:, count:])
-        store_pairs_reference(self.place, scale, self.tile, self.slots, self.exist, halves, element)
-
-
-def tile_parts(
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    slots: torch.Tensor,
-    status: torch.Tensor,
-    sections: int,
-    first_section: int,
-) -> Iterator[TilePart]:
-    """What the programs of a launch over chunks and tiles handle; flags slots beyond the cache."""
-    for first in range(0, len(jobs), sections):
-        for tile in tiles.tolist():
-            job = first + tile[Tile.SECTION] - first_section
-            tokens, row = int(jobs[job, Job.TOKENS]), int(jobs[job, Job.CHUNK])
-            chunk, place = chunks[row].tolist(), places[tile[Tile.UNIT]].tolist()
-            own = slots[chunk[Chunk.FIRST] : chunk[Chunk.FIRST] + tokens]
-            exist = check_slots(own, place, status[job : job + 1])
-            dims = torch.cat(
-                [
-                    tile[dim] + tile[Tile.STEP] * torch.arange(tile[count], device=slots.device)
-                    for dim, count in ((Tile.DIM0, Tile.COUNT0), (Tile.DIM1, Tile.COUNT1))
-                ]
-            )
-            yield TilePart(job, tokens, chunk, tile, place, own, exist, dims)
-
-
-def turn_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Turn pairs `[T, n]`, the first of each in the left half."""
-    a, b = x.chunk(2, dim=1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=1)
-
-
-def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int, list[list[int]], torch.Tensor]:
-    """First row of `table` for a part, its rows, and the channels `[n]` of the part."""
-    first = (2 * part.job + part.tile[Tile.UNIT] % 2) * dtype.itemsize
-    rows = table[first : first + dtype.itemsize].tolist()
-    return first, rows, part.tile[Tile.HEAD] * rows[0][BytePlane.HEAD_DIM] + part.dims
-
-
-def _part_bytes(part: TilePart, scales: torch.Tensor, dtype: torch.dtype, element: torch.dtype) -> list[torch.Tensor]:
-    """Byte planes `[n, T]` of a part, cut from the cache."""
-    x = part.bits(dtype) if element == dtype else part.values(scales, element).to(dtype)
-    return [torch.from_numpy(plane).to(x.device) for plane in byte_planes(x.cpu())]
-
-
 def slot_tables(freq: torch.Tensor, slots: torch.Tensor) -> None:
     """Decode tables of many frequency tables: `EntropyTables.slots`, on the device.
 
@@ -446,337 +343,166 @@ def slot_tables(freq: torch.Tensor, slots: torch.Tensor) -> None:
         _slot_tables[(len(freq),)](freq, slots, num_warps=WARPS)
 
 
-def slot_tables_reference(freq: torch.Tensor, slots: torch.Tensor) -> None:
-    """`slot_tables` as the codec does it."""
-    slots.copy_(torch.from_numpy(EntropyTables(freq.cpu().numpy(), PROB_BITS).slots))
-
-
 def merge_planes(
     data: torch.Tensor,
     planes: torch.Tensor,
     table: torch.Tensor,
     jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    source_cos: torch.Tensor,
-    source_sin: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    status: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    source: RotationTables,
+    target: RotationTables,
     *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
     dtype: torch.dtype,
-    element: torch.dtype,
     moved: bool,
     even: bool,
-    unit_stride: bool,
-    aligned: bool,
 ) -> None:
     """Byte planes -> cache. Bits are written as they are, NaN payloads included, unless keys turn or types differ.
 
     Keys of a chunk that moves are turned back from their old positions and on to the new ones in float32 and rounded
-    to `dtype`. A cache of another type gets the values, through `scales`.
+    to `dtype`. A cache of another type gets the values, through its scales.
 
     Args:
         data: uint8, stored planes and reference bytes.
         planes: uint8, decoded symbols of the coded planes.
-        table: int64 `[2 * jobs * itemsize, len(BytePlane)]`.
-        jobs: see `jobs.py`, as the next three; TOKENS and CHUNK are read.
-        chunks: the rows that `jobs` names.
-        tiles: of one chunk.
-        places: of all units.
-        scales: float32 a unit, for 8-bit caches.
-        slots: int64, of each token; -1: not wanted.
-        source_cos: float32 `[rows, angles]`: `rotation_tables` that turn keys back from their old positions. This and
-            the next three are not read unless `moved`.
-        source_sin: likewise.
-        cos: of the target positions.
-        sin: likewise.
-        status: int32 a job.
-        sections: jobs of a chunk.
-        first_section: number of the first of them.
-        max_tokens: of a chunk.
-        pairs: of `lay_out_tiles`.
+        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`.
+        jobs: int64 `[chunks * sections, len(JobField)]`; TOKENS and CHUNK are read.
+        tiles: of the batch's sections.
+        batch: status bits are added to its jobs.
+        cache: what is written.
+        source: from `rotation_tables(inverse=True)`, by source positions; neither this nor the next is read unless
+            `moved`.
+        target: from `rotation_tables`, by target positions.
         dtype: of the blobs.
-        element: of the cache.
         moved: whether any chunk has another target than its source.
-        even: every chunk's tokens and every BytePlane.PLANE are multiples of four.
-        unit_stride: see `pages.contiguity`.
-        aligned: see `pages.contiguity`.
+        even: whether every chunk's tokens and every BytePlaneField.PLANE are multiples of four.
     """
-    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    grid = tiles.grid(batch, TOKENS)
     if 0 in grid:
         return
     # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
     _merge_planes[grid](
-        data, planes, table, jobs, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
-        sections, first_section, cos.shape[1],
-        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize], FACTOR=4 if even else 1,
-        MOVED=moved, UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+        data, planes, table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, source.cos,
+        source.sin, target.cos, target.sin, batch.status, batch.sections, batch.first_section, target.cos.shape[1],
+        FACTOR=4 if even else 1, MOVED=moved, **_constants(tiles, cache, dtype), num_warps=WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def merge_planes_reference(
-    data: torch.Tensor,
-    planes: torch.Tensor,
-    table: torch.Tensor,
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    source_cos: torch.Tensor,
-    source_sin: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    dtype: torch.dtype,
-    element: torch.dtype,
-    moved: bool,
-    even: bool,
-    unit_stride: bool,
-    aligned: bool,
-) -> None:
-    """`merge_planes` with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
-        _, rows, channels = _rows(part, table, dtype)
-        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
-        parts = []
-        for plane, reference, _ in rows:
-            if reference >= 0:
-                parts.append(planes[plane + values] + data[reference + channels][:, None])
-            else:
-                parts.append(data[plane + values])
-        x = from_byte_planes([part.cpu().numpy() for part in parts], dtype).to(data.device)
-        angle, chunk = part.tile[Tile.ANGLE], part.chunk
-        if moved and angle >= 0 and chunk[Chunk.SOURCE] != chunk[Chunk.TARGET]:
-            at = slice(chunk[Chunk.FIRST], chunk[Chunk.FIRST] + part.tokens)
-            pair = slice(angle, angle + part.tile[Tile.COUNT0])
-            free = turn_halves(x.float(), source_cos[at, pair], -source_sin[at, pair])
-            x = turn_halves(free, cos[at, pair], sin[at, pair]).to(dtype)
-        if element == dtype:
-            part.store(x.view(_INTEGERS[dtype.itemsize]), scales, _INTEGERS[dtype.itemsize])
-        else:
-            part.store(x.float(), scales, element)
+def _constants(tiles: TileTable, cache: CacheView, dtype: torch.dtype) -> dict[str, Any]:
+    """Constexprs of all kernels that move values of `dtype` between a cache and byte planes."""
+    return {
+        "DTYPE": ELEMENTS[dtype], "ELEMENT": ELEMENTS[cache.element], "WORD": WORDS[dtype.itemsize],
+        "UNIT_STRIDE": cache.unit_stride, "ALIGNED": cache.aligned, "PAIRS": tiles.pairs, "TOKENS": TOKENS,
+    }  # fmt: skip
 
 
 def sum_bytes(
     table: torch.Tensor,
     jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
     sums: torch.Tensor,
-    status: torch.Tensor,
     *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
     dtype: torch.dtype,
-    element: torch.dtype,
-    unit_stride: bool,
-    aligned: bool,
 ) -> None:
     """Cache -> sums of each byte of each channel over the tokens of a chunk.
 
-    A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros. `sums` is
-    int64 and added to: zero before. Of `table` the columns REFERENCE (in `sums`) and HEAD_DIM are read. All other
-    arguments are as for `merge_planes`.
+    A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros.
+
+    Args:
+        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`; REFERENCE (in `sums`) and HEAD_DIM are read.
+        jobs: as for `merge_planes`.
+        tiles: likewise.
+        batch: likewise.
+        cache: what is read.
+        sums: int64, added to: zero before.
+        dtype: of the blobs.
     """
-    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    grid = tiles.grid(batch, TOKENS)
     if 0 in grid:
         return
     _sum_bytes[grid](
-        table, jobs, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
-        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize],
-        UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, batch.status,
+        batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
     )  # fmt: skip
-
-
-def sum_bytes_reference(
-    table: torch.Tensor,
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    sums: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    dtype: torch.dtype,
-    element: torch.dtype,
-    unit_stride: bool,
-    aligned: bool,
-) -> None:
-    """`sum_bytes` with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
-        _, rows, channels = _rows(part, table, dtype)
-        for row, plane in zip(rows, _part_bytes(part, scales, dtype, element), strict=True):
-            sums[row[BytePlane.REFERENCE] + channels] += plane.sum(1, dtype=torch.int64)
 
 
 def count_symbols(
     table: torch.Tensor,
     jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
     sums: torch.Tensor,
     references: torch.Tensor,
     counts: torch.Tensor,
-    status: torch.Tensor,
     *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
     dtype: torch.dtype,
-    element: torch.dtype,
-    unit_stride: bool,
-    aligned: bool,
 ) -> None:
     """Cache and sums -> reference byte of each channel, and how often each symbol occurs in each plane.
 
-    With the counts the host decides which planes to code, exactly as `_model` in `schemes/lossless.py`. References,
-    uint8 and indexed as the sums, are means, rounded to nearest, ties to even. `counts`, int32 `[rows of table, 256]`,
-    is added to: zero before. A plane holds less than 2**31 bytes. All other arguments are as for `sum_bytes`.
+    From the counts the host decides which planes to code, exactly as `_model` in `schemes/lossless.py` does. A plane
+    holds less than 2**31 bytes.
+
+    Args:
+        table: as for `sum_bytes`.
+        jobs: likewise.
+        tiles: likewise.
+        batch: likewise.
+        cache: likewise.
+        sums: of `sum_bytes`.
+        references: uint8, indexed as the sums; gets means rounded to nearest, ties to even.
+        counts: int32 `[rows of table, 256]`, added to: zero before.
+        dtype: of the blobs.
     """
-    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    grid = tiles.grid(batch, TOKENS)
     if 0 in grid:
         return
     _count_symbols[grid](
-        table, jobs, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
-        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize],
-        UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, references, counts,
+        batch.status, batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
     )  # fmt: skip
-
-
-def count_symbols_reference(
-    table: torch.Tensor,
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    sums: torch.Tensor,
-    references: torch.Tensor,
-    counts: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    dtype: torch.dtype,
-    element: torch.dtype,
-    unit_stride: bool,
-    aligned: bool,
-) -> None:
-    """`count_symbols` with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
-        first, rows, channels = _rows(part, table, dtype)
-        for index, (row, plane) in enumerate(zip(rows, _part_bytes(part, scales, dtype, element), strict=True)):
-            at = row[BytePlane.REFERENCE] + channels
-            mean = sums[at].cpu().numpy() / np.float64(part.tokens)
-            references[at] = torch.from_numpy(np.rint(mean).astype(np.uint8)).to(references.device)
-            symbols = plane - references[at][:, None]
-            counts[first + index] += torch.bincount(symbols.flatten(), minlength=SYMBOLS).int()
 
 
 def split_planes(
     table: torch.Tensor,
     jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
     references: torch.Tensor,
     planes: torch.Tensor,
     out: torch.Tensor,
-    status: torch.Tensor,
     *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
     dtype: torch.dtype,
-    element: torch.dtype,
     even: bool,
-    unit_stride: bool,
-    aligned: bool,
 ) -> None:
     """Cache -> byte planes, each where it belongs: coded ones less their references, stored ones as they are.
 
-    `table` now says where each plane goes: its symbols to `planes`, or, if REFERENCE is -1, its bytes to `out` (both
-    uint8). All other arguments are as for `count_symbols` and `merge_planes`.
+    Args:
+        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`: where each plane goes: to `planes`,
+            or to `out` if REFERENCE is -1.
+        jobs: as for `sum_bytes`.
+        tiles: likewise.
+        batch: likewise.
+        cache: likewise.
+        references: of `count_symbols`.
+        planes: uint8, gets the symbols of coded planes.
+        out: uint8, gets the bytes of stored planes.
+        dtype: of the blobs.
+        even: as for `merge_planes`.
     """
-    grid = (triton.cdiv(max_tokens, TOKENS), len(tiles), len(jobs) // sections)
+    grid = tiles.grid(batch, TOKENS)
     if 0 in grid:
         return
     _split_planes[grid](
-        table, jobs, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
-        DTYPE=ELEMENTS[dtype], ELEMENT=ELEMENTS[element], WORD=WORDS[dtype.itemsize], FACTOR=4 if even else 1,
-        UNIT_STRIDE=unit_stride, ALIGNED=aligned, PAIRS=pairs, TOKENS=TOKENS, num_warps=WARPS,
+        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, references, planes, out,
+        batch.status, batch.sections, batch.first_section, FACTOR=4 if even else 1,
+        **_constants(tiles, cache, dtype), num_warps=WARPS,
     )  # fmt: skip
-
-
-def split_planes_reference(
-    table: torch.Tensor,
-    jobs: torch.Tensor,
-    chunks: torch.Tensor,
-    tiles: torch.Tensor,
-    places: torch.Tensor,
-    scales: torch.Tensor,
-    slots: torch.Tensor,
-    references: torch.Tensor,
-    planes: torch.Tensor,
-    out: torch.Tensor,
-    status: torch.Tensor,
-    *,
-    sections: int,
-    first_section: int,
-    max_tokens: int,
-    pairs: int,
-    dtype: torch.dtype,
-    element: torch.dtype,
-    even: bool,
-    unit_stride: bool,
-    aligned: bool,
-) -> None:
-    """`split_planes` with the codec's functions, tile by tile."""
-    for part in tile_parts(jobs, chunks, tiles, places, slots, status, sections, first_section):
-        _, rows, channels = _rows(part, table, dtype)
-        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
-        for (at, reference, _), plane in zip(rows, _part_bytes(part, scales, dtype, element), strict=True):
-            if reference >= 0:
-                planes[at + values] = plane - references[reference + channels][:, None]
-            else:
-                out[at + values] = plane
 
 
 _TABLES = dict.fromkeys(("table", "jobs", "chunks", "tiles", "places"), "*i64")

@@ -1,30 +1,22 @@
-"""The entropy coder on the GPU for tokens that have classes: `codec/rans_classes.py`, whatever the order of a job.
+"""The entropy coder on the GPU for tokens that have classes: `codec/rans_classes.py`.
 
-A lane is a stream, as in `rans.py`, but the columns of a program's lanes may be of several classes, which differ in
-their planes and in the tables of these. Columns are sorted, so that they are few. Every lane looks its table up; and a
-row of columns, one a lane, is coded in *segments*, between the planes at which the columns of a class end:
+Each lane codes one stream, as in `rans.py`, but the columns of a program's lanes may belong to several classes, which
+differ in their planes and tables. Columns are sorted, so the classes at one time are few. Every lane looks up its own
+table, and a row of columns, one per lane, is coded in *segments* that end where the planes of some class end:
 
     lanes   0 … 9   10 … 25   26 … 31
     planes  70      64        51          0 … 50 in all lanes, 51 … 63 in lanes 0 … 25, 64 … 69 in lanes 0 … 9
 
-Within a segment the same lanes are active, so that its loop costs what it costs without classes.
+Within a segment the same lanes stay active, so its loop costs no more than without classes.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec import rans_classes
-from cuvee.codec.classes import CLASSES, WINDOW, ClassedPlan
-from cuvee.codec.rans import LOWER_BOUND, WORD_BITS
-from cuvee.codec.symbols import I32, U8, U16
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.classes import WINDOW
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -40,11 +32,9 @@ from cuvee.kernels.jobs import (
     PLAN_FIELDS,
     PLAN_FIRST,
     PLAN_PLANES,
-    Job,
-    Plan,
-    Status,
 )
-from cuvee.kernels.rans import (
+from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+from cuvee.kernels.ops.rans import (
     _BOUND,
     LANES,
     PRECEDING,
@@ -132,32 +122,27 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
 
 def rans_decode_classes(
     data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
+    coding: StreamJobs,
     slots: torch.Tensor,
     classes: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
-    max_streams: int,
 ) -> None:
     """Decode the streams of all jobs whose tokens have classes; `rans.rans_decode` decodes the others.
 
     Args:
         data: as for `rans.rans_decode`.
-        jobs: likewise; read are also CLASS_PLAN and COLUMNS. PLAN is the plan of the finest class that occurs.
-        plans: `[Q, len(Plan)]` int64; read are PLANES and FIRST, PLANES not rising with the class.
-        tables: as for `rans.rans_decode`.
-        slots: likewise.
-        classes: uint8 below 16, at `Job.COLUMNS` of each job those of its T columns.
-        planes: uint8, receives `[P, T]` at `Job.PLANES`; below a column's last plane nothing is written.
+        coding: likewise; CLASS_PLAN and COLUMNS are read too. PLAN is the plan of the finest class that occurs. Of the
+            plans, PLANES and FIRST are read; PLANES never rises with the class.
+        slots: as for `rans.rans_decode`.
+        classes: uint8 below 16: `TokenOrder.classes`.
+        planes: uint8, gets `[P, T]` at `JobField.PLANES`; below a column's last plane nothing is written.
         status: as for `rans.rans_decode`.
-        max_streams: likewise.
     """
-    blocks = triton.cdiv(max_streams, LANES)
-    _decode_classes_kernel[(blocks * len(jobs),)](
-        data.view(torch.uint16), data.view(torch.uint32), jobs, plans, tables, slots, classes, planes, status, blocks,
-        PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
+    blocks = triton.cdiv(coding.max_streams, LANES)
+    _decode_classes_kernel[(blocks * len(coding.jobs),)](
+        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables, slots, classes,
+        planes, status, blocks, PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
         num_warps=1, **REGISTERS,
     )  # fmt: skip
 
@@ -208,142 +193,25 @@ def _encode_classes_kernel(  # type: ignore[no-untyped-def]
 
 def rans_encode_classes(
     planes: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
-    coding: torch.Tensor,
+    coding: StreamJobs,
+    entries: torch.Tensor,
     classes: torch.Tensor,
-    words: torch.Tensor,
-    states: torch.Tensor,
-    lengths: torch.Tensor,
-    max_streams: int,
+    streams: EncodedStreams,
 ) -> None:
     """Code the planes of all jobs whose tokens have classes: the words of `codec.rans_classes.rans_encode_classes`.
 
     Args:
         planes: as for `rans.rans_encode`.
-        jobs: likewise; read are also CLASS_PLAN and COLUMNS. PLAN is the plan of the finest class that occurs.
-        plans: as for `rans_decode_classes`.
-        tables: as for `rans.rans_encode`.
-        coding: likewise.
+        coding: likewise; CLASS_PLAN and COLUMNS are read too. PLAN is the plan of the finest class that occurs.
+        entries: as for `rans.rans_encode`.
         classes: as for `rans_decode_classes`.
-        words: as for `rans.rans_encode`.
-        states: likewise.
-        lengths: likewise.
-        max_streams: likewise.
+        streams: as for `rans.rans_encode`.
     """
-    blocks = triton.cdiv(max_streams, LANES)
-    _encode_classes_kernel[(blocks * len(jobs),)](
-        planes, jobs, plans, tables, coding.view(torch.int64), classes, words, states, lengths, blocks,
-        LANES=LANES, num_warps=1,
+    blocks = triton.cdiv(coding.max_streams, LANES)
+    _encode_classes_kernel[(blocks * len(coding.jobs),)](
+        planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), classes, streams.words,
+        streams.states, streams.lengths, blocks, LANES=LANES, num_warps=1,
     )  # fmt: skip
-
-
-# --- plain references
-
-
-@dataclass(frozen=True)
-class _Classes:
-    """What the codec's coder reads of a `ClassedPlan`: planes `[16]` and tables `[16, P]`."""
-
-    planes: I32
-    tables: U16
-
-    @classmethod
-    def of(cls, job: list[int], plans: torch.Tensor, tables: torch.Tensor) -> _Classes:
-        """Of the classes that are no finer than those of a job."""
-        rows = plans[job[Job.CLASS_PLAN] : job[Job.CLASS_PLAN] + CLASSES].cpu().numpy()
-        table_of = tables.cpu().numpy().astype(np.uint16)
-        planes = rows[:, Plan.PLANES].astype(np.int32)
-        wide = np.zeros((CLASSES, int(planes.max())), np.uint16)
-        for own, row in zip(wide, rows.tolist(), strict=True):
-            own[: row[Plan.PLANES]] = table_of[row[Plan.FIRST] :][: row[Plan.PLANES]]
-        return cls(planes, wide)
-
-
-def _classes_of(job: list[int], classes: torch.Tensor) -> U8:
-    own: U8 = classes[job[Job.COLUMNS] :][: job[Job.TOKENS]].cpu().numpy()
-    return own
-
-
-def rans_decode_classes_reference(
-    data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
-    slots: torch.Tensor,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
-    status: torch.Tensor,
-    max_streams: int,
-) -> None:
-    """See `rans_decode_classes`. Unlike `codec.rans_classes` it says what damaged streams decode to."""
-    raw, slot_of = data.cpu().numpy(), slots.cpu().numpy().astype(np.uint64)
-    bits = np.uint64(slots.shape[1].bit_length() - 1)
-    for index, job in enumerate(jobs.tolist()):
-        if job[Job.CLASS_PLAN] <= 0:
-            continue
-        plan, own = _Classes.of(job, plans, tables), _classes_of(job, classes)
-        count, tokens = job[Job.STREAMS], job[Job.TOKENS]
-        state = raw.view(np.uint32)[job[Job.STATES] :][:count].astype(np.uint64)
-        wire = raw.view(np.uint16)[job[Job.LENGTHS] :][: count << job[Job.LONG_LENGTHS]]
-        length = (wire.view(np.uint32) if job[Job.LONG_LENGTHS] else wire).astype(np.int64)
-        words = raw.view(np.uint16)[job[Job.WORDS] :][: job[Job.WORD_COUNT]]
-        ends = np.cumsum(length)
-        at, end = np.minimum(ends - length, len(words)), np.minimum(ends, len(words))
-        size = int(plans[job[Job.PLAN], Plan.PLANES]) * tokens
-        out = planes[job[Job.PLANES] :][:size].cpu().numpy().reshape(-1, tokens)
-        bad = bool((state < LOWER_BOUND).any()) or ends[-1] != len(words)
-        for lanes, columns in rans_classes.stream_rows(tokens, job[Job.PER_STREAM]):
-            depth = plan.planes[own[columns]]
-            for c in range(int(depth.max())):
-                active = np.flatnonzero(depth > c)
-                stream = active + lanes.start
-                x = state[stream]
-                table = plan.tables[own[columns][active], c]
-                slot = slot_of[table, (x & np.uint64((1 << int(bits)) - 1)).astype(np.int64)]
-                out[c, active + columns.start] = slot >> np.uint64(24)
-                x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
-                need = x < LOWER_BOUND
-                inside = need & (at[stream] < end[stream])
-                word = np.zeros(len(stream), np.uint64)
-                word[inside] = words[at[stream[inside]]]
-                state[stream] = np.where(need, x << np.uint64(WORD_BITS) | word, x)
-                at[stream] += need
-        if bad or bool(((state != LOWER_BOUND) | (at != end)).any()):
-            status[index] |= int(Status.STREAMS)
-        planes[job[Job.PLANES] :][:size] = torch.from_numpy(out.ravel()).to(planes.device)
-
-
-def rans_encode_classes_reference(
-    planes: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    tables: torch.Tensor,
-    coding: torch.Tensor,
-    classes: torch.Tensor,
-    words: torch.Tensor,
-    states: torch.Tensor,
-    lengths: torch.Tensor,
-    max_streams: int,
-) -> None:
-    """See `rans_encode_classes`."""
-    freq = coding.cpu().numpy()[:, :, 0] >> 16
-    model = EntropyTables(freq, int(freq[0].sum()).bit_length() - 1)
-    for job in jobs.tolist():
-        if job[Job.CLASS_PLAN] <= 0:
-            continue
-        own = _classes_of(job, classes)
-        deepest, per_stream = int(plans[job[Job.PLAN], Plan.PLANES]), job[Job.PER_STREAM]
-        symbols = planes[job[Job.PLANES] :][: deepest * len(own)].cpu().numpy().reshape(deepest, len(own))
-        plan = cast(ClassedPlan, _Classes.of(job, plans, tables))
-        streams = rans_classes.rans_encode_classes(symbols, own, plan, model, per_stream)
-        states[job[Job.STATES] :][: job[Job.STREAMS]] = torch.from_numpy(streams.states).to(states.device)
-        lengths[job[Job.LENGTHS] :][: job[Job.STREAMS]] = torch.from_numpy(streams.lengths).to(lengths.device)
-        ends = np.cumsum(streams.lengths, dtype=np.int64)
-        for s, (end, length) in enumerate(zip(ends.tolist(), streams.lengths.tolist(), strict=True)):
-            top = job[Job.WORDS] + (s + 1) * deepest * per_stream
-            words[top - length : top] = torch.from_numpy(streams.words[end - length : end]).to(words.device)
 
 
 # --- compiled ahead of time

@@ -1,38 +1,29 @@
 """Byte planes to coefficients and back for tokens that have classes: `codec/symbols_classes.py`.
 
 Columns are sorted by class within windows, and each class has components, shifts, tables and a step of its own. A tile
-is `[ROWS, GROUPS, RUN]`: rows, groups of columns, adjacent columns of a group, a thread's. Of a group nearly always one
-class is there, at times two: the kernels go through the classes of each group one after the other, all groups at the
-same time, and take of each what is its columns'. So the parameters are those of a group, as without classes.
+is `[ROWS, GROUPS, RUN]`: rows, groups of columns, adjacent columns of a group; a group belongs to one thread. Nearly
+every group holds one class, some hold two. The kernels go through the classes of each group one after the other, all
+groups at once, and keep of each pass the columns of its class. So parameters are loaded per group, as without classes.
 
     group      0          1          2          3
     classes    5 5 5 5    5 5 7 7    7 7 7 7    7 7 7 8
     first      5 5 5 5    5 5        7 7 7 7    7 7 7
     then                      7 7                     8
 
-Decoding goes by the rows of coefficients, which hold the components of all classes of a block of a basis from one row
-on: some are another component in every class, or none, and are zero there. Encoding goes by components, whose planes,
-counts and escapes it writes.
+Decoding goes by rows of coefficients: all classes of a block of a basis begin at the same row, so a row may hold a
+different component in each class, or none, and is zero there. Encoding goes by components, whose planes, counts and
+escapes it writes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec import symbols as codec
 from cuvee.codec.classes import CLASSES, WINDOW
-from cuvee.codec.errors import CorruptError
-from cuvee.codec.symbols import Escapes
-from cuvee.codec.symbols_classes import class_runs
-from cuvee.codec.tables import EntropyTables
-from cuvee.kernels import symbols
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -52,32 +43,26 @@ from cuvee.kernels.jobs import (
     PLAN_ROWS,
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
-    Job,
-    Plan,
-    Status,
 )
-from cuvee.kernels.pages import rounded
-from cuvee.kernels.spec import Budget, KernelSpec
-from cuvee.kernels.symbols import (
-    CELLS,
-    DEAD_ZONE,
+from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.pages import rounded
+from cuvee.kernels.ops.symbols import (
     ENTRIES,
     ESCAPE,
-    FLOAT_FIELDS,
     INT_FIELDS,
     LOW_PLANE,
-    MAX_GRID,
-    ROUNDING,
     SHIFT,
-    SHRINK_MORE,
-    SHRINK_ONE,
     Y_ROW,
     _coefficient,
     _half,
-    _host,
     _level,
+    _low_bits,
+    _shrinkage,
     _signed,
+    _thresholds,
+    escape_programs,
 )
+from cuvee.kernels.spec import Budget, KernelSpec
 
 NO_CLASS = tl.constexpr(CLASSES)  # after the last
 
@@ -126,12 +111,8 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
         component = tl.load(row_maps + tl.load(plan + PLAN_ROW_MAP) + row, mask=served & (row < extent), other=-1)
         exists = component >= 0
         at_row = tl.load(plan + PLAN_ROW) + component
-        floats = row_floats + at_row * FLOAT_FIELDS
-        shrink_one = tl.load(floats + SHRINK_ONE, mask=exists, other=0.0)
-        shrink_more = tl.load(floats + SHRINK_MORE, mask=exists, other=0.0)
-        ints = row_ints + at_row * INT_FIELDS
-        shift = tl.load(ints + SHIFT, mask=exists, other=0)
-        low_plane = tl.load(ints + LOW_PLANE, mask=exists, other=-1)
+        shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
+        shift, low_plane = _low_bits(row_ints, at_row, exists)
         half = _half(shift)
         # What another class has in this plane is read too, so that a group's bytes are one load.
         high_row = planes + (planes_at + component.to(tl.int64) * tokens)
@@ -217,13 +198,9 @@ def _place_escapes_classes(  # type: ignore[no-untyped-def]
         wrong = tl.max((listed & (valid == 0)).to(tl.int32), 0)
         tl.atomic_or(status + index, STATUS_ESCAPES, mask=wrong > 0, sem="relaxed")
         component = tl.load(plan + PLAN_ROW, mask=valid, other=0) + row
-        floats = row_floats + component * FLOAT_FIELDS
-        shrink_one = tl.load(floats + SHRINK_ONE, mask=valid, other=0.0)
-        shrink_more = tl.load(floats + SHRINK_MORE, mask=valid, other=0.0)
-        ints = row_ints + component * INT_FIELDS
-        shift = tl.load(ints + SHIFT, mask=valid, other=0)
-        low_plane = tl.load(ints + LOW_PLANE, mask=valid, other=-1).to(tl.int64)
-        y_row = tl.load(ints + Y_ROW, mask=valid, other=0).to(tl.int64)
+        shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
+        shift, low_plane = _low_bits(row_ints, component, valid)
+        y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=valid, other=0).to(tl.int64)
         d = tl.load(entries + count + entry, mask=valid, other=0).to(tl.int32, bitcast=True)
         low = tl.load(planes + low_plane * tokens + column, mask=valid & (low_plane >= 0), other=0)
         d = (d << shift) + (low.to(tl.int32) - _half(shift))
@@ -234,11 +211,8 @@ def _place_escapes_classes(  # type: ignore[no-untyped-def]
 def dequantize_classes(
     data: torch.Tensor,
     jobs: torch.Tensor,
-    plans: torch.Tensor,
+    plans: DevicePlans,
     row_maps: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    steps: torch.Tensor,
     classes: torch.Tensor,
     planes: torch.Tensor,
     y: torch.Tensor,
@@ -248,21 +222,18 @@ def dequantize_classes(
     max_tokens: int,
     depth: int,
 ) -> None:
-    """Byte planes and escapes to coefficients, of the jobs whose tokens have classes, columns in coding order.
+    """Byte planes and escapes to coefficients, of all jobs whose tokens have classes; columns in coding order.
 
-    Of each run of `depth` columns the rows up to the extent of its first column's class are written, zero where a
+    Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
     column has no component. The coefficients are those of `codec.symbols_classes`, rounded to the dtype of `y`. Those
     of a job whose status gets `Status.ESCAPES` mean nothing.
 
     Args:
         data: as for `symbols.dequantize`.
-        jobs: likewise; read are also CLASS_PLAN and COLUMNS. PLAN is the plan of the finest class that occurs.
-        plans: int64 `[Q, len(Plan)]`; components, planes and extent do not rise with the class.
-        row_maps: int32, from Plan.ROW_MAP on the component of each row of coefficients, or -1.
-        row_floats: as for `symbols.dequantize`.
-        row_ints: int32 `[components, 4]`: shift, plane of the low bits or -1, nothing, row of coefficients.
-        steps: as for `symbols.dequantize`.
-        classes: uint8 below 16, at `Job.COLUMNS` of each job those of its T columns, not falling within a window.
+        jobs: likewise; CLASS_PLAN and COLUMNS are read too. PLAN is the plan of the finest class that occurs.
+        plans: how each class is coded; components, planes and extent never rise with the class.
+        row_maps: int32, from PlanField.ROW_MAP on the component of each row of coefficients, or -1.
+        classes: uint8 below 16: `TokenOrder.classes`.
         planes: as for `symbols.dequantize`.
         y: likewise.
         status: likewise.
@@ -275,13 +246,12 @@ def dequantize_classes(
     grid = (count, triton.cdiv(max_rows, _ROWS), triton.cdiv(max_tokens, MIN_DEPTH))
     if grid[1]:
         _dequantize_classes[grid](
-            jobs, plans, row_maps, row_floats, row_ints, steps, classes, planes, y, found, depth,
-            ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
+            jobs, plans.plans, row_maps, plans.row_floats, plans.row_ints, plans.steps, classes, planes, y, found,
+            depth, ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-    blocks = min(triton.cdiv(max(max_rows, 1) * max_tokens, CELLS), MAX_GRID)
-    _place_escapes_classes[(count, blocks)](
-        data.view(torch.uint32), jobs, plans, row_floats, row_ints, steps, classes, planes, y, found, status,
-        ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
+    _place_escapes_classes[(count, escape_programs(max_rows, max_tokens))](
+        data.view(torch.uint32), jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, classes, planes, y,
+        found, status, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -318,9 +288,7 @@ def _quantize_classes(  # type: ignore[no-untyped-def]
             plan = plans + plan_index * PLAN_FIELDS
             exists = served & (row < tl.load(plan + PLAN_ROWS))
             component = tl.load(plan + PLAN_ROW) + row
-            floats = row_floats + component * FLOAT_FIELDS
-            dead_zone = tl.load(floats + DEAD_ZONE, mask=exists, other=0.0)
-            rounding = tl.load(floats + ROUNDING, mask=exists, other=0.0)
+            dead_zone, rounding = _thresholds(row_floats, component, exists)
             ints = row_ints + component * INT_FIELDS
             shift = tl.load(ints + SHIFT, mask=exists, other=0)
             low_plane = tl.load(ints + LOW_PLANE, mask=exists, other=-1)
@@ -351,12 +319,7 @@ def _quantize_classes(  # type: ignore[no-untyped-def]
 def quantize_classes(
     y: torch.Tensor,
     jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
-    limits: torch.Tensor,
-    tables: torch.Tensor,
+    plans: DevicePlans,
     freq: torch.Tensor,
     classes: torch.Tensor,
     planes: torch.Tensor,
@@ -364,21 +327,16 @@ def quantize_classes(
     status: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """Coefficients of the jobs whose tokens have classes to byte planes; byte for byte those of `symbols_classes`.
+    """Coefficients of all jobs whose tokens have classes to byte planes; byte for byte those of `symbols_classes`.
 
     Planes and counts of a job whose status gets `Status.TOO_LARGE` mean nothing. Below a column's last plane nothing
     is written.
 
     Args:
         y: float32, columns in coding order.
-        jobs: int64 `[J, len(Job)]` with TOKENS, PLAN, PLANES, LEVELS, STRIDE, CLASS_PLAN and COLUMNS.
+        jobs: int64 `[J, len(JobField)]` with TOKENS, PLAN, PLANES, LEVELS, STRIDE, CLASS_PLAN and COLUMNS.
         plans: as for `dequantize_classes`.
-        row_floats: as for `symbols.quantize`.
-        row_ints: as for `dequantize_classes`.
-        inverses: as for `symbols.quantize`.
-        limits: likewise.
-        tables: likewise.
-        freq: likewise.
+        freq: as for `symbols.quantize`.
         classes: as for `dequantize_classes`.
         planes: uint8; gets `[P, T]` of each job.
         counts: as for `symbols.quantize`; the rows of jobs whose tokens have classes are written.
@@ -386,8 +344,9 @@ def quantize_classes(
         max_rows: rows of the largest job.
     """
     _quantize_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, classes, planes, counts, status, max_rows,
-        ROWS=_BLOCK_ROWS, GROUPS=WINDOW // _RUN, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
+        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables, freq,
+        classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, GROUPS=WINDOW // _RUN, RUN=_RUN, num_warps=4,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -426,9 +385,7 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
             if tl.max(tl.max(marks, 1), 0) > 0:
                 # So few that each looks up its own component.
                 component = tl.load(plan + PLAN_ROW) + row[:, None]
-                floats = row_floats + component * FLOAT_FIELDS
-                dead_zone = tl.load(floats + DEAD_ZONE, mask=escaped, other=0.0)
-                rounding = tl.load(floats + ROUNDING, mask=escaped, other=0.0)
+                dead_zone, rounding = _thresholds(row_floats, component, escaped)
                 ints = row_ints + component * INT_FIELDS
                 shift = tl.load(ints + SHIFT, mask=escaped, other=0)
                 y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
@@ -444,10 +401,7 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
 def list_escapes_classes(
     y: torch.Tensor,
     jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
+    plans: DevicePlans,
     classes: torch.Tensor,
     planes: torch.Tensor,
     starts: torch.Tensor,
@@ -455,15 +409,12 @@ def list_escapes_classes(
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """The escapes of the jobs whose tokens have classes, each job's in rising order; see `symbols.list_escapes`.
+    """The escapes of all jobs whose tokens have classes, each job's in rising order; see `symbols.list_escapes`.
 
     Args:
         y: as for `quantize_classes`.
         jobs: likewise.
         plans: likewise.
-        row_floats: likewise.
-        row_ints: likewise.
-        inverses: likewise.
         classes: likewise.
         planes: as `quantize_classes` wrote them.
         starts: int64 `[J, max_rows]`: where a row's escapes begin, the sum of all counts before it.
@@ -474,168 +425,9 @@ def list_escapes_classes(
     total = len(index)
     if total:
         _list_escapes_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-            y, jobs, plans, row_floats, row_ints, inverses, classes, planes, starts, index, value, total, max_rows,
-            ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
+            y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, classes, planes, starts, index,
+            value, total, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
-
-
-# --- plain references
-
-
-class _Part:
-    """One job: its columns, and its class `k` in the terms of `codec.symbols`."""
-
-    def __init__(
-        self, jobs: torch.Tensor, plans: torch.Tensor, row_floats: torch.Tensor, row_ints: torch.Tensor,
-        classes: torch.Tensor, index: int,
-    ) -> None:  # fmt: skip
-        self.job = jobs[index].tolist()
-        self.tokens = self.job[Job.TOKENS]
-        self.columns: npt.NDArray[np.uint8] = _host(classes[self.job[Job.COLUMNS] :][: self.tokens])
-        self._jobs, self._index = jobs, index
-        self._arrays = (plans, row_floats, row_ints)
-
-    def of(self, k: int) -> symbols._Part:
-        """The job as if all tokens had class `k`."""
-        own = self._jobs[self._index : self._index + 1].clone()
-        own[0, Job.PLAN] = own[0, Job.CLASS_PLAN] + k
-        return symbols._Part(own, *self._arrays, 0)
-
-    def planes(self, planes: torch.Tensor) -> torch.Tensor:
-        """The job's `[P, T]`, a view."""
-        count = int(self._arrays[0][self.job[Job.PLAN], Plan.PLANES])
-        return planes[self.job[Job.PLANES] :][: count * self.tokens].view(count, self.tokens)
-
-    def coefficients(self, y: torch.Tensor) -> torch.Tensor:
-        """The job's `[rows, STRIDE]`, a view."""
-        count, stride = int(self._arrays[0][self.job[Job.PLAN], Plan.EXTENT]), self.job[Job.STRIDE]
-        return y[self.job[Job.LEVELS] :][: count * stride].view(count, stride)
-
-
-def _parts(
-    jobs: torch.Tensor, plans: torch.Tensor, row_floats: torch.Tensor, row_ints: torch.Tensor, classes: torch.Tensor
-) -> Iterator[tuple[int, _Part]]:
-    for index, job in enumerate(jobs.tolist()):
-        if job[Job.CLASS_PLAN] > 0:
-            yield index, _Part(jobs, plans, row_floats, row_ints, classes, index)
-
-
-def dequantize_classes_reference(
-    data: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_maps: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    steps: torch.Tensor,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
-    y: torch.Tensor,
-    status: torch.Tensor,
-    found: torch.Tensor,
-    max_rows: int,
-    max_tokens: int,
-    depth: int,
-) -> None:
-    """See `dequantize_classes`; the coefficients of a job with a status are zero."""
-    words = _host(data).view(np.uint32)
-    for index, part in _parts(jobs, plans, row_floats, row_ints, classes):
-        count, listed = part.job[Job.ESCAPE_COUNT], words[part.job[Job.ESCAPES] :]
-        row, column = np.divmod(listed[:count], np.uint32(part.tokens))
-        value = listed[count : 2 * count].view(np.int32)
-        coded, target = _host(part.planes(planes)), part.coefficients(y)
-        for start in range(0, part.tokens, depth):
-            extent = int(plans[part.job[Job.CLASS_PLAN] + int(part.columns[start]), Plan.EXTENT])
-            target[:extent, start : start + depth] = 0
-        escaped, matching = 0, not np.any(np.diff(listed[:count].astype(np.int64)) <= 0)
-        for at, k in class_runs(part.columns):
-            own, width = part.of(k), at.stop - at.start
-            plan, high = own.plan(), coded[own.order][:, at]
-            escaped += int((high[: own.rows] == codec.ESCAPE).sum())
-            inside = (column >= at.start) & (column < at.stop)
-            local = Escapes(row[inside] * np.uint32(width) + column[inside] - np.uint32(at.start), value[inside])
-            try:
-                levels = codec.unpack(high, local, plan)
-            except CorruptError:
-                matching = False
-                continue
-            back = codec.dequantize(levels, float(steps[own.plan_index]), plan, own.quantizer)
-            target[own.y_rows, at] = torch.from_numpy(back).to(y)
-        found[index] = escaped
-        if not matching or escaped != count:
-            status[index] |= int(Status.ESCAPES)
-
-
-def quantize_classes_reference(
-    y: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
-    limits: torch.Tensor,
-    tables: torch.Tensor,
-    freq: torch.Tensor,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
-    counts: torch.Tensor,
-    status: torch.Tensor,
-    max_rows: int,
-) -> None:
-    """See `quantize_classes`."""
-    frequencies = _host(freq)
-    entropy = EntropyTables(frequencies, int(frequencies[0].sum()).bit_length() - 1)
-    for index, part in _parts(jobs, plans, row_floats, row_ints, classes):
-        counts[index] = 0
-        target = part.planes(planes)
-        for at, k in class_runs(part.columns):
-            own = part.of(k)
-            source = _host(part.coefficients(y)[own.y_rows, at])
-            if not np.abs(source).max(initial=0) < float(limits[own.plan_index]):
-                status[index] |= int(Status.TOO_LARGE)
-                continue
-            plan = own.plan(tables)
-            levels = codec.quantize(source, 1.0 / float(inverses[own.plan_index]), plan, own.quantizer)
-            coded, escapes = codec.pack(levels, plan, entropy, 1)
-            target[torch.from_numpy(own.order).to(planes.device), at] = torch.from_numpy(coded).to(planes.device)
-            by_row = np.bincount(escapes.index // np.uint32(at.stop - at.start), minlength=own.rows)
-            counts[index, : own.rows] += torch.from_numpy(by_row).to(counts)
-
-
-def list_escapes_classes_reference(
-    y: torch.Tensor,
-    jobs: torch.Tensor,
-    plans: torch.Tensor,
-    row_floats: torch.Tensor,
-    row_ints: torch.Tensor,
-    inverses: torch.Tensor,
-    classes: torch.Tensor,
-    planes: torch.Tensor,
-    starts: torch.Tensor,
-    index: torch.Tensor,
-    value: torch.Tensor,
-    max_rows: int,
-) -> None:
-    """See `list_escapes_classes`."""
-    for number, part in _parts(jobs, plans, row_floats, row_ints, classes):
-        cells, values = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
-        coded = _host(part.planes(planes))
-        for at, k in class_runs(part.columns):
-            own = part.of(k)
-            plan = own.plan()
-            source = _host(part.coefficients(y)[own.y_rows, at])
-            levels = codec.quantize(source, 1.0 / float(inverses[own.plan_index]), plan, own.quantizer)
-            shift = plan.shift.astype(np.int32)[:, None]
-            high = (levels + ((1 << shift) >> 1)) >> shift
-            row, column = np.nonzero(coded[: own.rows, at] == codec.ESCAPE)
-            cells.append(row * part.tokens + column + at.start)
-            values.append(high[row, column])
-        joined = np.concatenate(cells)
-        order = np.argsort(joined)
-        first = int(starts[number, 0])
-        found = slice(first, first + len(order))
-        index[found] = torch.from_numpy(joined[order].astype(np.uint32)).to(index.device)
-        value[found] = torch.from_numpy(np.concatenate(values)[order].astype(np.int32)).to(value.device)
 
 
 # --- compiled ahead of time

@@ -1,0 +1,122 @@
+"""The chunks of a batch: where the cache holds them, which sections and tiles they touch, what went wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.transform import Section
+from cuvee.kernels.jobs import I64, ChunkField, JobField, Status, TileField
+from cuvee.kernels.ops.arguments import CacheView
+from cuvee.kernels.ops.pages import contiguity, place_row
+
+
+class CacheMemory:
+    """A `PagedCache` as the kernels address it.
+
+    Attributes:
+        table: int64 `[2 * layers, len(PlaceField)]` on the host; `places` on the device.
+        scales: float32 `[2 * layers]`.
+        element: dtype of the cache.
+    """
+
+    _known: ClassVar[WeakKeyDictionary[PagedCache, CacheMemory]] = WeakKeyDictionary()
+
+    def __init__(self, cache: PagedCache) -> None:
+        units = [tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair]
+        scales = [scale for pair in zip(cache.key_scales, cache.value_scales, strict=True) for scale in pair]
+        self.table = np.array([place_row(tensor) for tensor in units], np.int64)
+        self.places = torch.from_numpy(self.table).to(cache.device)
+        self.scales = torch.tensor(scales, dtype=torch.float32).to(cache.device)
+        self.element = cache.dtype
+
+    @classmethod
+    def of(cls, cache: PagedCache) -> CacheMemory:
+        """The description of a cache, made once."""
+        if cache not in cls._known:
+            cls._known[cache] = cls(cache)
+        return cls._known[cache]
+
+    def view(self, slots: torch.Tensor, tiles: I64) -> CacheView:
+        """The tokens at `slots` for a launch over `tiles` (rows of `TileField`, on the host)."""
+        unit_stride, aligned = contiguity(self.table, tiles, self.element)
+        return CacheView(self.places, self.scales, slots, self.element, unit_stride, aligned)
+
+
+def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> I64:
+    """`chunks` for runs of so many tokens that lie one after the other in `slots`."""
+    table = np.zeros((len(tokens), len(ChunkField)), np.int64)
+    table[:, ChunkField.TOKENS] = tokens
+    table[1:, ChunkField.FIRST] = np.cumsum(tokens[:-1])
+    table[:, ChunkField.SOURCE] = sources
+    table[:, ChunkField.TARGET] = targets
+    return table
+
+
+def encoding_tables(slots: Sequence[torch.Tensor], starts: Sequence[int], sections: int) -> tuple[I64, I64]:
+    """Tables of chunks that are to be encoded, `chunks` and `jobs`: each job has its plan, chunk and tokens.
+
+    Plans are numbered like the sections of a chunk.
+    """
+    tokens = [len(at) for at in slots]
+    jobs = np.zeros((len(slots) * sections, len(JobField)), np.int64)
+    jobs[:, JobField.PLAN] = np.tile(np.arange(sections), len(slots))
+    jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(slots)), sections)
+    jobs[:, JobField.TOKENS] = np.repeat(tokens, sections)
+    return chunk_table(tokens, starts, starts), jobs
+
+
+def join(slots: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The slots of all chunks in a row."""
+    return slots[0] if len(slots) == 1 else torch.cat(list(slots))
+
+
+def touched(sections: Sequence[Section], layers: range) -> range:
+    """The sections that hold some of `layers`."""
+    found = [i for i, s in enumerate(sections) if s.first_layer < layers.stop and layers.start < s.end_layer]
+    return range(found[0], found[-1] + 1)
+
+
+def of_layers(tiles: I64, layers: range) -> I64:
+    """The tiles of these layers alone."""
+    layer = tiles[:, TileField.UNIT] // 2
+    return np.ascontiguousarray(tiles[(layers.start <= layer) & (layer < layers.stop)])
+
+
+def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], numbers: Sequence[int]) -> None:
+    """Raise what the kernels found, if anything.
+
+    Args:
+        status: `[chunks * len(sections)]` sums of `Status`.
+        sections: of each chunk.
+        numbers: of the chunks, for the message.
+
+    Raises:
+        CorruptError: damaged streams.
+        InputError: a slot beyond the cache, or values that cannot be coded.
+    """
+    for job in np.flatnonzero(status):
+        chunk, index = divmod(int(job), len(sections))
+        flags, section = Status(int(status[job])), sections[index]
+        layers = f"layers {section.first_layer} … {section.end_layer - 1}"
+        where = f"chunk {numbers[chunk]}, {layers}"
+        if flags & Status.SLOT:
+            raise InputError(f"slots of {where}: a slot lies beyond the cache")
+        if flags & Status.NOT_FINITE:
+            raise InputError(
+                f"the KV cache holds NaN or infinite values in {layers}: encode it with quality='lossless'"
+            )
+        if flags & Status.TOO_LARGE:
+            raise InputError(
+                f"the KV cache holds values that are too many quantizer steps large in {layers}: "
+                "encode it with quality='lossless'"
+            )
+        what = "its streams do not end where they must" if flags & Status.STREAMS else "its escapes do not match"
+        raise CorruptError(f"{where}: {what}: the bytes are damaged")

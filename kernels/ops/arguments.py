@@ -1,0 +1,185 @@
+"""Arguments that launchers share: each class groups arrays and sizes that always travel together.
+
+Every launcher and its reference take the same objects. They hold references and are cheap to make: a launch packs them
+on the host and unpacks them at once, and no kernel sees them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkBatch:
+    """The chunks of a launch, and the run of sections that it handles of each: one job per section of a chunk.
+
+    Jobs are chunk-major, so the job of section i of chunk c is `c * sections + i - first_section`.
+
+    Attributes:
+        chunks: int64 `[C, len(ChunkField)]`.
+        status: int32 `[C * sections]`, one per job; kernels add bits of `Status`.
+        sections: sections per chunk.
+        first_section: number of the first of them.
+        max_tokens: tokens of the longest chunk.
+    """
+
+    chunks: torch.Tensor
+    status: torch.Tensor
+    sections: int
+    first_section: int
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TileTable:
+    """The tiles of the sections that a launch handles; the same for every chunk.
+
+    Attributes:
+        tiles: int64 `[tiles, len(TileField)]`.
+        pairs: PAIRS of `lay_out_tiles`: width of half a tile.
+        first_column: `TileField.COLUMN` of the first value in arrays that hold these sections only.
+    """
+
+    tiles: torch.Tensor
+    pairs: int
+    first_column: int = 0
+
+    def grid(self, batch: ChunkBatch, tokens: int) -> tuple[int, int, int]:
+        """Programs of a launch in which each takes so many tokens of one tile: blocks of tokens, tiles, chunks."""
+        return -(-batch.max_tokens // tokens), len(self.tiles), len(batch.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheView:
+    """Where the tokens of a launch lie in a cache.
+
+    Attributes:
+        places: int64 `[units, len(PlaceField)]`.
+        scales: float32 `[units]`: what a stored FP8 value is multiplied by; not read for other types.
+        slots: int64 `[tokens]`: slot of each token of each chunk, from `ChunkField.FIRST` on; -1: nowhere.
+        element: dtype of the cache.
+        unit_stride: whether pairs lie one element apart; see `pages.contiguity`.
+        aligned: whether 16 bytes can be moved at a time; see `pages.contiguity`.
+    """
+
+    places: torch.Tensor
+    scales: torch.Tensor
+    slots: torch.Tensor
+    element: torch.dtype
+    unit_stride: bool
+    aligned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RotationTables:
+    """What `rotation_tables` writes: a row per token (`ChunkField.FIRST` …), a column per angle.
+
+    Attributes:
+        cos: float32 `[tokens, A]`.
+        sin: float32 `[tokens, A]`.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOrder:
+    """Where tokens have classes: the order in which the coefficients of a job lie, and how many there are.
+
+    Attributes:
+        classes: uint8 below 16, at `JobField.COLUMNS` of each job: class of each of its T columns, never falling within
+            a window.
+        order: uint8, likewise: token of each column, counted from the first of its window.
+        block_ranks: int32 `[blocks, 16]`: components of each block of the bases by class, never rising with the class.
+    """
+
+    classes: torch.Tensor
+    order: torch.Tensor
+    block_ranks: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlans:
+    """Coding plans on the device; `plans.PlanArrays` is the same on the host.
+
+    Attributes:
+        plans: int64 `[Q, len(PlanField)]`.
+        tables: int32: entropy table of each plane, at `PlanField.FIRST` and `PlanField.REST`.
+        row_floats: float32 `[components, 4]`, from `PlanField.ROW` on: shrinkage of level 1, shrinkage of higher
+            levels, dead zone, rounding; the last two in steps.
+        row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, prediction gain in 1/256, and
+            row of coefficients, which is read only where tokens have classes.
+        steps: float32 `[Q]`: quantizer step.
+        inverses: float32 `[Q]`: float32(1 / step).
+        limits: float32 `[Q]`: `level_limit(step)`; coefficients must lie below.
+    """
+
+    plans: torch.Tensor
+    tables: torch.Tensor
+    row_floats: torch.Tensor
+    row_ints: torch.Tensor
+    steps: torch.Tensor
+    inverses: torch.Tensor
+    limits: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StreamJobs:
+    """The jobs of a launch of the entropy coder.
+
+    Attributes:
+        jobs: int64 `[J, len(JobField)]`.
+        plans: int64 `[Q, len(PlanField)]`; PLANES, FIRST and REST are read.
+        tables: int32: entropy table of each plane, at `PlanField.FIRST` and `PlanField.REST`.
+        max_streams: STREAMS of the job that has most.
+    """
+
+    jobs: torch.Tensor
+    plans: torch.Tensor
+    tables: torch.Tensor
+    max_streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedStreams:
+    """What the encoder leaves: the words of each stream in a region of its own.
+
+    Attributes:
+        words: uint16 scratch. Stream s of a job with P planes and n tokens per stream owns P n words from
+            `JobField.WORDS` + s P n on, and fills them from the end backwards.
+        states: uint32: the decoder's initial state of stream s at `JobField.STATES` + s.
+        lengths: uint32: words of stream s at `JobField.LENGTHS` + s.
+    """
+
+    words: torch.Tensor
+    states: torch.Tensor
+    lengths: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelArrays:
+    """What belongs to a channel of the scheme without a profile; M columns as `lay_out_tiles` orders them.
+
+    Attributes:
+        rows: int32 `[C, M]`: row of coefficients within the job, or -1: the channel is not coded.
+        scale: float32 `[C, M]`; may be anything where the channel is not coded.
+        means: float32 `[C, M]`.
+    """
+
+    rows: torch.Tensor
+    scale: torch.Tensor
+    means: torch.Tensor
+
+
+def picked(kind: type[T], arrays: Mapping[str, torch.Tensor]) -> T:
+    """The arrays that a class above names, from some by name."""
+    own: Any = kind
+    made: T = kind(**{field.name: arrays[field.name] for field in fields(own)})
+    return made

@@ -1,0 +1,133 @@
+"""Plain references of `ops/lossless.py`: same names with `_reference`, same signatures."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cuvee.codec.schemes.lossless import PROB_BITS, byte_planes, from_byte_planes
+from cuvee.codec.tables import SYMBOLS, EntropyTables
+from cuvee.kernels.jobs import ChunkField, TileField
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
+from cuvee.kernels.ops.lossless import BytePlaneField
+from cuvee.kernels.ops.naive.tile_parts import INTEGERS, TilePart, tile_parts, turn_halves
+
+
+def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int, list[list[int]], torch.Tensor]:
+    """First row of `table` for a part, its rows, and the channels `[n]` of the part."""
+    first = (2 * part.job + part.tile[TileField.UNIT] % 2) * dtype.itemsize
+    rows = table[first : first + dtype.itemsize].tolist()
+    return first, rows, part.tile[TileField.HEAD] * rows[0][BytePlaneField.HEAD_DIM] + part.dims
+
+
+def _part_bytes(part: TilePart, dtype: torch.dtype) -> list[torch.Tensor]:
+    """Byte planes `[n, T]` of a part, cut from the cache."""
+    x = part.bits(dtype) if part.element == dtype else part.values().to(dtype)
+    return [torch.from_numpy(plane).to(x.device) for plane in byte_planes(x.cpu())]
+
+
+def slot_tables_reference(freq: torch.Tensor, slots: torch.Tensor) -> None:
+    """`slot_tables` as the codec does it."""
+    slots.copy_(torch.from_numpy(EntropyTables(freq.cpu().numpy(), PROB_BITS).slots))
+
+
+def merge_planes_reference(
+    data: torch.Tensor,
+    planes: torch.Tensor,
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    source: RotationTables,
+    target: RotationTables,
+    *,
+    dtype: torch.dtype,
+    moved: bool,
+    even: bool,
+) -> None:
+    """See `merge_planes`; with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, tiles, batch, cache):
+        _, rows, channels = _rows(part, table, dtype)
+        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
+        parts = []
+        for plane, reference, _ in rows:
+            if reference >= 0:
+                parts.append(planes[plane + values] + data[reference + channels][:, None])
+            else:
+                parts.append(data[plane + values])
+        x = from_byte_planes([part.cpu().numpy() for part in parts], dtype).to(data.device)
+        angle, chunk = part.tile[TileField.ANGLE], part.chunk
+        if moved and angle >= 0 and chunk[ChunkField.SOURCE] != chunk[ChunkField.TARGET]:
+            at = slice(chunk[ChunkField.FIRST], chunk[ChunkField.FIRST] + part.tokens)
+            pair = slice(angle, angle + part.tile[TileField.COUNT0])
+            free = turn_halves(x.float(), source.cos[at, pair], -source.sin[at, pair])
+            x = turn_halves(free, target.cos[at, pair], target.sin[at, pair]).to(dtype)
+        if cache.element == dtype:
+            part.store(x.view(INTEGERS[dtype.itemsize]), INTEGERS[dtype.itemsize])
+        else:
+            part.store(x.float())
+
+
+def sum_bytes_reference(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    sums: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """See `sum_bytes`; with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, tiles, batch, cache):
+        _, rows, channels = _rows(part, table, dtype)
+        for row, plane in zip(rows, _part_bytes(part, dtype), strict=True):
+            sums[row[BytePlaneField.REFERENCE] + channels] += plane.sum(1, dtype=torch.int64)
+
+
+def count_symbols_reference(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    sums: torch.Tensor,
+    references: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """See `count_symbols`; with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, tiles, batch, cache):
+        first, rows, channels = _rows(part, table, dtype)
+        for index, (row, plane) in enumerate(zip(rows, _part_bytes(part, dtype), strict=True)):
+            at = row[BytePlaneField.REFERENCE] + channels
+            mean = sums[at].cpu().numpy() / np.float64(part.tokens)
+            references[at] = torch.from_numpy(np.rint(mean).astype(np.uint8)).to(references.device)
+            symbols = plane - references[at][:, None]
+            counts[first + index] += torch.bincount(symbols.flatten(), minlength=SYMBOLS).int()
+
+
+def split_planes_reference(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    references: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    even: bool,
+) -> None:
+    """See `split_planes`; with the codec's functions, tile by tile."""
+    for part in tile_parts(jobs, tiles, batch, cache):
+        _, rows, channels = _rows(part, table, dtype)
+        values = channels[:, None] * part.tokens + torch.arange(part.tokens, device=channels.device)
+        for (at, reference, _), plane in zip(rows, _part_bytes(part, dtype), strict=True):
+            if reference >= 0:
+                planes[at + values] = plane - references[reference + channels][:, None]
+            else:
+                out[at + values] = plane

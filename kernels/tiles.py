@@ -1,0 +1,170 @@
+"""How the values of sections are cut into tiles: pieces of heads that one program of a kernel reads or writes.
+
+The M *columns* of gathered values, of means and of bases are a section's values in the order of its tiles, padded. A
+tile has 2 * PAIRS columns: the first dimensions of its pairs, then the second ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout, Rope
+from cuvee.codec.transform import Section
+from cuvee.kernels.jobs import I64, BlockField, TileField
+
+MIN_PAIRS, MAX_PAIRS = 16, 64  # of half a tile: the least that a matrix instruction takes; a head of 128 is one tile
+
+
+@dataclass(frozen=True, slots=True)
+class TileLayout:
+    """How sections are cut into tiles.
+
+    Attributes:
+        tiles: `[tiles, len(TileField)]` in the order of the sections, units, heads and dimensions; no ranks yet.
+        blocks: `[blocks, len(BlockField)]` likewise.
+        columns: M, of all sections.
+        pairs: PAIRS, pairs per tile.
+        order: int32 `[M]`: which of its section's N values a column holds, or -1: padding.
+        bounds: int64 `[sections + 1]`: the columns of section i are `bounds[i] … bounds[i + 1] - 1`.
+    """
+
+    tiles: I64
+    blocks: I64
+    columns: int
+    pairs: int
+    order: npt.NDArray[np.int32]
+    bounds: I64
+
+    def pack(self, values: torch.Tensor, section: int) -> torch.Tensor:
+        """Values `[..., N]` of a section -> its columns `[..., bounds[i + 1] - bounds[i]]`, padded with zeros."""
+        order = torch.from_numpy(self.order[self.bounds[section] : self.bounds[section + 1]]).to(values.device).long()
+        return torch.where(order >= 0, values[..., order.clamp_min(0)], 0)
+
+    def pack_basis(self, matrices: Sequence[torch.Tensor], section: int) -> list[torch.Tensor]:
+        """Per block of a section `[rank, n]` (forward, or inverse transposed) -> `[rank, BlockField.COLUMNS]`."""
+        own = self.blocks[self.blocks[:, BlockField.SECTION] == section]
+        packed, first = [], 0
+        for matrix, block in zip(matrices, own, strict=True):
+            column = int(block[BlockField.COLUMN])
+            order = (
+                torch.from_numpy(self.order[column : column + int(block[BlockField.COLUMNS])]).to(matrix.device).long()
+            )
+            packed.append(torch.where(order >= 0, matrix[:, (order - first).clamp_min(0)], 0))
+            first += matrix.shape[1]
+        return packed
+
+    def with_ranks(
+        self, ranks: Sequence[Sequence[int]], stored: Sequence[Sequence[int]] | None = None
+    ) -> tuple[I64, I64, int]:
+        """The tables for blocks cut to their leading components.
+
+        Args:
+            ranks: per section, per block: components that are coded.
+            stored: likewise, components of the bases in memory, at least `ranks`; None: `ranks`. The bases are one
+                `[stored, BlockField.COLUMNS]` after the other.
+
+        Returns:
+            tiles, blocks, and the number of elements of the bases, forward or inverse alike.
+        """
+        tiles, blocks = self.tiles.copy(), self.blocks.copy()
+        flat = np.array([rank for section in ranks for rank in section], np.int64)
+        kept = flat if stored is None else np.array([rank for section in stored for rank in section], np.int64)
+        if flat.shape != kept.shape or len(flat) != len(blocks) or np.any(flat > kept):
+            raise InputError("ranks and stored ranks must name every block, and no more components than are stored")
+        end = np.cumsum(kept * blocks[:, BlockField.COLUMNS])
+        blocks[:, BlockField.RANK] = flat
+        blocks[:, BlockField.BASIS] = end - kept * blocks[:, BlockField.COLUMNS]
+        for section in np.unique(blocks[:, BlockField.SECTION]):
+            own = blocks[:, BlockField.SECTION] == section
+            blocks[own, BlockField.ROW] = np.cumsum(flat[own]) - flat[own]
+        of_tile = np.searchsorted(blocks[:, BlockField.COLUMN], tiles[:, TileField.COLUMN], side="right") - 1
+        tiles[:, [TileField.ROW, TileField.RANK]] = blocks[of_tile][:, [BlockField.ROW, BlockField.RANK]]
+        tiles[:, TileField.BASIS] = (
+            blocks[of_tile, BlockField.BASIS] + tiles[:, TileField.COLUMN] - blocks[of_tile, BlockField.COLUMN]
+        )
+        tiles[:, TileField.BASIS_STRIDE] = blocks[of_tile, BlockField.COLUMNS]
+        return tiles, blocks, int(end[-1])
+
+
+def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping[Rope, int]) -> TileLayout:
+    """Cut sections into tiles, each within one head of one unit and one block.
+
+    Args:
+        layout: of the cache.
+        sections: from `partition`, any group.
+        angles: first column of every RoPE of the layout in the rotation tables; a multiple of 4 allows faster loads.
+
+    Raises:
+        InputError: a block that ends within a head.
+    """
+    longest = 1
+    for layer in layout.layers:
+        turned = layer.rope.rotary_dim if layer.rope else 0
+        longest = max(longest, turned // 2, -(-(layer.head_dim - turned) // 2), -(-layer.value_dim // 2))
+    pairs = min(max(1 << (longest - 1).bit_length(), MIN_PAIRS), MAX_PAIRS)
+    tiles: list[list[int]] = []
+    blocks: list[list[int]] = []
+    order: list[npt.NDArray[np.int32]] = []
+    bounds = [0]
+    for index, section in enumerate(sections):
+        ends = list(np.cumsum(section.blocks))
+        value = 0  # of the section's N
+        for layer_index, layer in enumerate(section.layers(layout), section.first_layer):
+            for unit, size, rope in (
+                (2 * layer_index, layer.head_dim, layer.rope),
+                (2 * layer_index + 1, layer.value_dim, None),
+            ):
+                for head in range(layer.kv_heads):
+                    if value == 0 or value == ends[0]:
+                        if value:
+                            ends.pop(0)
+                        blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
+                    if value + size > ends[0]:
+                        raise InputError(f"a block of section {index} ends within a head")
+                    block = len(blocks) - 1
+                    for piece in _cut_head(size, rope, angles, pairs):
+                        first, second, count0, count1, step, angle = piece
+                        column = len(tiles) * 2 * pairs
+                        tiles.append(
+                            [index, unit, head, first, second, count0, count1, step, angle, 0, 0, 0, 0, column, block]
+                        )
+                        blocks[-1][BlockField.COLUMNS] += 2 * pairs
+                        place = np.full((2, pairs), -1, np.int32)
+                        place[0, :count0] = value + first + step * np.arange(count0)
+                        place[1, :count1] = value + second + step * np.arange(count1)
+                        order.append(place.ravel())
+                    value += size
+        bounds.append(len(tiles) * 2 * pairs)
+    return TileLayout(
+        np.array(tiles, np.int64),
+        np.array(blocks, np.int64),
+        len(tiles) * 2 * pairs,
+        pairs,
+        np.concatenate(order),
+        np.array(bounds, np.int64),
+    )
+
+
+def _cut_head(
+    size: int, rope: Rope | None, angles: Mapping[Rope, int], pairs: int
+) -> list[tuple[int, int, int, int, int, int]]:
+    """Tiles of a head: (DIM0, DIM1, COUNT0, COUNT1, STEP, ANGLE)."""
+    cut = []
+    turned = 0
+    if rope is not None:
+        turned = rope.rotary_dim
+        for pair in range(0, turned // 2, pairs):
+            count = min(pairs, turned // 2 - pair)
+            first, second = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, turned // 2 + pair)
+            cut.append((first, second, count, count, 2 if rope.interleaved else 1, angles[rope] + pair))
+    for first in range(turned, size, 2 * pairs):
+        count = min(2 * pairs, size - first)
+        half = (count + 1) // 2
+        cut.append((first, first + half, half, count - half, 1, -1))
+    return cut

@@ -1,0 +1,26 @@
+"""Fixtures of the kernels' tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def plain_coder(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The entropy coder's references stand in for its kernels, where those would run in the interpreter.
+
+    There they take nine tenths of the time of whole chunks. `test_rans.py` and `test_classes.py` hold each to the
+    other, on good bytes and on damaged ones; one test of each scheme and direction runs the kernels themselves.
+    """
+    if device.type != "cpu":
+        return
+    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, transform_scheme
+    from cuvee.kernels.ops.naive import rans, rans_classes
+
+    for home in (rans, rans_classes):
+        for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes"):
+            reference = getattr(home, f"{name}_reference", None)
+            for user in (generic_scheme, lossless_scheme, outgoing, transform_scheme):
+                if reference is not None and hasattr(user, name):
+                    monkeypatch.setattr(user, name, reference)
