@@ -9,7 +9,7 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.keys import Key, make_keys, read_secret
-from cuvee.integrations.stores.urls import redacted
+from cuvee.integrations.stores.redaction import redacted
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 _DECISIONS = ("measured", "always")

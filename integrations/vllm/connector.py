@@ -32,9 +32,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from cuvee.codec.errors import InputError, UnsupportedModel
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.stores import Store, open_store
-from cuvee.integrations.vllm.messages import Plan, Report
+from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.probe import check, probe
+from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ _HIT_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 class CuveeMetadata(KVConnectorMetadata):
     """From the scheduler to the workers."""
 
-    plan: Plan
+    plan: StepPlan
 
 
 @dataclass
@@ -254,7 +254,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
-    def _plan(self) -> Plan:
+    def _plan(self) -> StepPlan:
         metadata = self._get_connector_metadata()
         if not isinstance(metadata, CuveeMetadata):
             raise TypeError(f"metadata of {type(metadata).__name__}, not of a cuvee scheduler")
@@ -294,9 +294,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 kv_caches[names[0]].stride(),
             )
             if found is not None and same:
-                check(tensor, write, found)
+                verify_page_layout(tensor, write, found)
             else:
-                found = probe(tensor, write, shape.kv_heads, shape.head_dim)
+                found = find_page_layout(tensor, write, shape.kv_heads, shape.head_dim)
                 logger.info("cuvee: pages of %s: %s", name, found)
             k, v = found.views(tensor)
             keys.append(k)

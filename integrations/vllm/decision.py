@@ -185,7 +185,7 @@ class BreakEven:
 def _fit(samples: deque[tuple[int, float]], *, through_origin: bool) -> tuple[float, float]:
     """Overhead (s) and cost (s/token), neither negative, with the least weighted absolute deviation, exactly.
 
-    This is a linear programme in two unknowns, so an optimum lies where two of its lines meet: two samples, or one
+    This is a linear program in two unknowns, so an optimum lies where two of its lines meet: two samples, or one
     sample and a bound. All of these are tried: 560 for 32 samples.
     """
     t, s = np.array(samples, dtype=np.float64).T

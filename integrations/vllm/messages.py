@@ -1,6 +1,6 @@
 """What the scheduler's side and the workers' side of the connector tell each other at every engine step.
 
-    scheduler --Plan: loads and stores of this step--> worker(s) --Report: what became of them--> scheduler
+    scheduler --StepPlan: loads and stores of this step--> worker(s) --Report: what became of them--> scheduler
 
 Both travel between processes, so they hold plain data. Keys are digests of prefixes; each rank makes its own store keys
 of them.
@@ -46,7 +46,7 @@ class Save:
 
 
 @dataclass(slots=True)
-class Plan:
+class StepPlan:
     """Loads to start and chunks to store in step number `step`.
 
     Attributes:

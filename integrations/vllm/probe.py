@@ -47,7 +47,7 @@ class PageLayout:
         )
 
 
-def probe(tensor: torch.Tensor, write: Writer, heads: int, dim: int) -> PageLayout:
+def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) -> PageLayout:
     """Find the layout of a layer's pages. Blocks 0 and the last one are written, and restored.
 
     Args:
@@ -67,18 +67,18 @@ def probe(tensor: torch.Tensor, write: Writer, heads: int, dim: int) -> PageLayo
         )
     with _restored(tensor):
         layout = _find(tensor, write, block_tokens, heads, dim)
-        _check(tensor, write, layout)
+        _verify(tensor, write, layout)
     return layout
 
 
-def check(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
+def verify_page_layout(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
     """Whether a layer's pages are laid out as those of another. Blocks 0 and the last one are written, and restored.
 
     Raises:
         UnsupportedModel: they are not.
     """
     with _restored(tensor):
-        _check(tensor, write, layout)
+        _verify(tensor, write, layout)
 
 
 @contextmanager
@@ -90,7 +90,7 @@ def _restored(tensor: torch.Tensor) -> Iterator[None]:
         tensor[0], tensor[-1] = kept
 
 
-def _check(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
+def _verify(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
     """Write random tokens into the first and the last block and read them back through the views."""
     shape = (2 * layout.block_tokens, layout.heads, layout.dim)
     generator = torch.Generator().manual_seed(0)

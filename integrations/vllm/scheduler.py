@@ -22,7 +22,7 @@ from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
 from cuvee.integrations.vllm.decision import BreakEven
-from cuvee.integrations.vllm.messages import Load, Plan, Report, Save
+from cuvee.integrations.vllm.messages import Load, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 
@@ -176,11 +176,11 @@ class SchedulerSide:
 
     # Steps -----------------------------------------------------------------------------------------------------
 
-    def plan(self, output: Any) -> Plan:
+    def plan(self, output: Any) -> StepPlan:
         """Loads and stores of the step that the engine has just scheduled (its `SchedulerOutput`)."""
         self._step += 1
         self._patience = _PATIENCE
-        plan = Plan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
+        plan = StepPlan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
         self._loads.clear()
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs

@@ -16,7 +16,8 @@ from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.identity import Identity
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import LOSSLESS, Profile
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import LOSSLESS
 from cuvee.integrations.vllm.checkpoint import check_profile, checkpoint_identity, tokenizer_identity
 from cuvee.integrations.vllm.config import Options
 
@@ -172,10 +173,10 @@ def _refuse_features(vllm_config: Any) -> None:
         f"a {model.runner_type!r} model (only generation is)": model.runner_type != "generate",
         "speculative decoding": vllm_config.speculative_config is not None,
         f"a quantized KV cache (kv_cache_dtype={dtype!r}; use 'auto')": dtype not in ("auto", *TORCH_DTYPES),
-        f"pipeline parallelizm (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
+        f"pipeline parallelism (pipeline_parallel_size={parallel.pipeline_parallel_size})": (
             parallel.pipeline_parallel_size > 1
         ),
-        "context parallelizm": max(
+        "context parallelism": max(
             getattr(parallel, "decode_context_parallel_size", 1), getattr(parallel, "prefill_context_parallel_size", 1)
         )
         > 1,

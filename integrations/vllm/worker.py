@@ -1,10 +1,11 @@
 """A worker's side: restores chunks into the engine's pages and stores what the engine computed.
 
     load:  store -> bytes -> codec -> pages            in a pool; the engine goes on, or waits for it (synchronous)
-    save:  pages -> copy, inside the step -> codec -> store     in a pool; the copies have a budget
+    save:  pages -> copy, inside the step -> codec -> store     in two pools; the copies have a budget
 
 A page that is being restored belongs to a request that waits for it, so nobody else touches it. A page that is being
-stored is copied before its step ends, so the engine may free or overwrite it at once.
+stored is copied before its step ends, so the engine may free or overwrite it at once. A step's chunks are copied
+together and encoded as a batch, and each is written to the store alone: a write that hangs holds up no other chunk.
 """
 
 from __future__ import annotations
@@ -17,13 +18,12 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory
+from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory, allocations
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
@@ -33,6 +33,8 @@ from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _FETCH_CHUNKS = 8  # asked of the store at a time, while those before them are decoded
 _FETCHERS = 4
@@ -88,7 +90,8 @@ class WorkerSide:
         self._tenant_metrics = options.tenant_metrics
         # Those that wait for a store are replaced when it hangs.
         self._loaders = Crew(options.threads, "cuvee-load", self._timeout)
-        self._savers = Crew(options.threads, "cuvee-save", self._timeout)
+        self._encoders = Crew(options.threads, "cuvee-encode", self._timeout)
+        self._writers = Crew(options.threads, "cuvee-write", self._timeout)
         self._fetchers = Crew(_FETCHERS, "cuvee-fetch", self._timeout)
         self._coders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-decode")
         self._lock = threading.Lock()  # of what follows
@@ -98,7 +101,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._report = Report()
         self._pending = 0  # bytes of copies
-        self._saving: dict[bytes, Future[None]] = {}  # by digest
+        self._saving: set[bytes] = set()  # digests
         self._closed = False
         self._cache: PagedCache | None = None
 
@@ -108,15 +111,17 @@ class WorkerSide:
         Codes a chunk of zeros, so that no request waits for compilers.
         """
         self._cache = cache
-        layout, tokens = cache.layout, (self._chunk,)
+        layout = cache.layout
+        sizes = [(self._chunk, layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layout.layers]
         zeros = partial(torch.zeros, dtype=layout.torch_dtype, device=cache.device)
-        chunk = KVChunk(
-            [zeros(*tokens, layer.kv_heads, layer.head_dim) for layer in layout.layers],
-            [zeros(*tokens, layer.kv_heads, layer.value_dim) for layer in layout.layers],
+        chunk = PagedCache.dense(
             layout,
+            [zeros(tokens, heads, dim) for tokens, heads, dim, _ in sizes],
+            [zeros(tokens, heads, dim) for tokens, heads, _, dim in sizes],
         )
-        nowhere = torch.full(tokens, NOWHERE, device=cache.device)
-        self._codec.decode_paged([self._codec.encode(chunk)], cache, [nowhere]).check()
+        blobs = self._codec.encode_paged(chunk, [torch.arange(self._chunk, device=cache.device)], [0])
+        nowhere = torch.full((self._chunk,), NOWHERE, device=cache.device)
+        self._codec.decode_paged(blobs, cache, [nowhere]).check()
 
     # Loads -----------------------------------------------------------------------------------------------------
 
@@ -232,60 +237,59 @@ class WorkerSide:
         """Decode some of a load's chunks, in order, as far as they are there and sound."""
         load = job.load
         begun = time.monotonic()
-        whole: list[bytes] = []
-        problem: CuveeError | None = None
-        for index, entry in enumerate(entries, first):
-            try:
-                whole.append(self._check(entry.blob, load.first_chunk + index))
-            except CuveeError as error:
-                if entry.blob is not None:
-                    job.bad = entry.key
-                problem = error
-                break
-        good, damage = self._decode(load, first, whole)
+        good, problem = self._decode(load, first, entries)
         job.valid_until = max(job.valid_until, (load.first_chunk + first + good) * self._chunk)
-        if good < len(whole) and not isinstance(damage, OutOfMemory):  # which says nothing about the entry
-            job.bad = entries[good].key
         self._recorder.count("loaded_chunks", good)
         self._recorder.count("decode_seconds", time.monotonic() - begun)
-        problem = damage or problem
-        if problem is not None:
-            raise problem
+        if problem is None:
+            return
+        if entries[good].blob is not None and not isinstance(problem, OutOfMemory):  # which says nothing of the entry
+            job.bad = entries[good].key
+        raise problem
 
-    def _decode(self, load: Load, first: int, blobs: list[bytes]) -> tuple[int, CuveeError | None]:
+    def _decode(self, load: Load, first: int, entries: list[_Entry]) -> tuple[int, CuveeError | None]:
         """Chunks `first …` of a load into their pages: how many in a row succeeded, and why the next one did not."""
         cache = self._pages
-        chunks = range(load.first_chunk + first, load.first_chunk + first + len(blobs))
-        slots = [self._slots(load.blocks, load.first_chunk, chunk, load.start) for chunk in chunks]
-        bound = [self._bound_to(load.tenant, load.digests[first + at]) for at in range(len(blobs))]
-        if self._codec.on_device(cache.device):
+        opening = []
+        for at, entry in enumerate(entries, first):
+            if entry.blob is None:
+                break
+            opening.append(self._coders.submit(self._open, load, at, entry.blob))
+        opened, problem = _in_a_row(opening)
+        if problem is None and len(opened) < len(entries):
+            problem = CuveeError(f"chunk {load.first_chunk + first + len(opened)} is no longer in the store")
+        chunks = range(load.first_chunk + first, load.first_chunk + first + len(opened))
+        slots = [self._slots(load.blocks, load.first_chunk, chunk, load.start).to(cache.device) for chunk in chunks]
+        if opened and self._codec.on_device(cache.device):
             try:
-                self._codec.decode_paged(blobs, cache, slots, associated=bound).check()
-                return len(blobs), None
+                self._codec.decode_paged(opened, cache, slots).check()
+                return len(opened), problem
             except CuveeError:
                 pass  # one of them is damaged; one after the other tells which
 
-        def one(blob: bytes, at: torch.Tensor, to: bytes) -> None:
-            self._codec.decode_paged([blob], cache, [at], associated=[to]).check()
+        def one(blob: OpenBlob, at: torch.Tensor) -> None:
+            self._codec.decode_paged([blob], cache, [at]).check()
 
-        results = [self._coders.submit(one, *each) for each in zip(blobs, slots, bound, strict=True)]
-        wait(results)
-        for good, result in enumerate(results):
-            try:
-                result.result()
-            except CuveeError as error:
-                return good, error
-        return len(blobs), None
+        done, damage = _in_a_row([self._coders.submit(one, *each) for each in zip(opened, slots, strict=True)])
+        return len(done), damage or problem
 
-    def _check(self, blob: bytes | None, chunk: int) -> bytes:
-        """`blob`, if it says that it is what was asked for; decoding checks its tag and the rest."""
-        if blob is None:
-            raise CuveeError(f"chunk {chunk} is no longer in the store")
+    def _open(self, load: Load, at: int, blob: bytes) -> OpenBlob:
+        """Chunk `at` of a load, if its blob is what was asked for; decoding verifies the rest.
+
+        Raises:
+            CuveeError: it is another chunk's, damaged, or without a valid tag.
+        """
+        chunk = load.first_chunk + at
         try:
-            self._codec.check_own(blob, self._chunk, chunk * self._chunk, self._pages.layout.dtype)
+            return self._codec.open_own(
+                blob,
+                tokens=self._chunk,
+                start=chunk * self._chunk,
+                dtype=self._pages.layout.dtype,
+                associated=self._bound_to(load.tenant, load.digests[at]),
+            )
         except CorruptError as error:
             raise CorruptError(f"chunk {chunk}: {error}") from error
-        return blob
 
     def _discard(self, key: str) -> None:
         """Delete an entry that does not decode: it never will."""
@@ -344,63 +348,133 @@ class WorkerSide:
         """Copy the chunks out of the pages now, encode and store them later; over budget, they are left out."""
         for operation in ("contains", "put") if saves else ():
             self._store.overdue(operation, self._timeout)
-        for save in saves:
-            size = self._chunk * self._pages.layout.bytes_per_token
-            with self._lock:
+        admitted = self._admit(saves)
+        # A batch is one thread's work: a device takes all chunks in one go, the CPU's threads share them out. Dealt
+        # like cards, so that the first chunks of a prefix are the first to be stored.
+        batches = 1 if self._codec.on_device(self._pages.device) else self._encoders.threads
+        for batch in filter(None, (admitted[first::batches] for first in range(batches))):
+            try:
+                copy = self._copy(batch)
+            except OutOfMemory as error:
+                self._fail(batch, "encode", error)
+            else:
+                self._encoders.submit(self._save, batch, copy, self._event())
+
+    def _admit(self, saves: Sequence[Save]) -> list[Save]:
+        """Those that are not being stored already and fit the budget, which they take; the others are reported."""
+        admitted, skipped = [], 0
+        with self._lock:
+            for save in saves:
                 if save.digest in self._saving:  # another request has the same prefix
                     continue
-                fits = self._pending + size <= self._budget and not self._closed
-                if fits:
-                    self._pending += size
-                else:
+                if self._closed or self._pending + self._chunk_bytes > self._budget:
                     self._report.unsaved.add(save.digest)
-            if not fits:
-                self._recorder.count("stores_skipped")
-                continue
-            chunk = self._pages.read(self._slots(save.blocks, save.chunk, save.chunk, 0), save.chunk * self._chunk)
-            future = self._savers.submit(self._save, save, chunk, size, self._event())
-            with self._lock:
-                self._saving[save.digest] = future
-            future.add_done_callback(partial(self._saved, save.digest))
+                    skipped += 1
+                    continue
+                self._pending += self._chunk_bytes
+                self._saving.add(save.digest)
+                admitted.append(save)
+        if skipped:
+            self._recorder.count("stores_skipped", skipped)
+        return admitted
 
-    def _save(self, save: Save, chunk: KVChunk, size: int, ready: Any) -> None:
-        kept = False
-        kind = "store"
+    def _copy(self, batch: Sequence[Save]) -> PagedCache:
+        """The chunks' tokens as a dense cache, one chunk after the other.
+
+        Raises:
+            OutOfMemory: there is no room for them.
+        """
+        pages = self._pages
+        slots = torch.cat([self._slots(save.blocks, save.chunk, save.chunk) for save in batch]).to(pages.device)
+        places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def copied(tensor: torch.Tensor) -> torch.Tensor:
+            tokens = tensor.shape[1]
+            if tokens not in places:
+                places[tokens] = slots // tokens, slots % tokens
+            return tensor[places[tokens]]
+
+        with allocations(f"copying {len(slots)} tokens"):
+            return PagedCache.dense(pages.layout, list(map(copied, pages.keys)), list(map(copied, pages.values)))
+
+    def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Any) -> None:
+        """Encode those of a batch that the store does not have, and hand them to the writers."""
         try:
-            key = store_key(save.tenant, save.digest, self._rank, self._key_ids[0])
-            if self._store.contains([key])[0]:
-                kept = True
-                return
-            kind = "encode"
-            begun = time.monotonic()
+            there = self._store.contains([self._key(save) for save in batch])
+            missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
+        except Exception as error:
+            self._fail(batch, "store", error)
+            return
+        blobs: dict[int, bytes] = {}
+        if missing:
             with self._stream(ready):
-                blob = self._codec.encode(chunk, associated=self._bound_to(save.tenant, save.digest))
-            self._recorder.count("encode_seconds", time.monotonic() - begun)
-            kind = "store"
-            kept = self._store.put(key, blob)
-            if kept:
-                self._recorder.count("stored_chunks")
-                self._recorder.count("raw_bytes", size)
-                self._recorder.count("stored_bytes", len(blob))
-                if self._tenant_metrics:
-                    self._recorder.count_tenant("tenant_stored_bytes", len(blob), tenant_id(save.tenant))
-        except CuveeError as error:
-            logger.warning("cuvee: a chunk was not stored: %s", error)
-            self._recorder.count("failures", label=kind)
-        except Exception:
-            logger.exception("cuvee: a chunk was not stored")
-            self._recorder.count("failures", label=kind)
-        finally:
-            with self._lock:
-                self._pending -= size
-                if not kept:
-                    self._report.unsaved.add(save.digest)
+                blobs = self._encode(batch, copy, missing)
+        for at, save in enumerate(batch):  # at the end: until now the whole copy took its part of the budget
+            if at not in missing:
+                self._saved(save, kept=True)
+        for at, blob in blobs.items():
+            try:
+                self._writers.submit(self._write, batch[at], blob)
+            except RuntimeError as error:  # no thread can be started, or the worker has closed and counted it as lost
+                if not self._closed:
+                    self._fail([batch[at]], "store", error)
 
-    def _saved(self, digest: bytes, future: Future[None]) -> None:
+    def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, bytes]:
+        """Blobs of some of a batch's chunks, by their place in it; of those that can be encoded."""
+        begun = time.monotonic()
+        tokens = torch.arange(self._chunk, device=copy.device)
+        try:
+            blobs = self._codec.encode_paged(
+                copy,
+                [tokens + at * self._chunk for at in which],
+                [batch[at].chunk * self._chunk for at in which],
+                associated=[self._bound_to(batch[at].tenant, batch[at].digest) for at in which],
+            )
+        except Exception as error:
+            if len(which) == 1:
+                self._fail([batch[which[0]]], "encode", error)
+                return {}
+        else:
+            self._recorder.count("encode_seconds", time.monotonic() - begun)
+            return dict(zip(which, blobs, strict=True))
+        # One of them cannot be encoded; one after the other tells which.
+        return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
+
+    def _write(self, save: Save, blob: bytes) -> None:
+        try:
+            kept = self._store.put(self._key(save), blob)
+        except Exception as error:
+            self._fail([save], "store", error)
+            return
+        if kept:
+            self._recorder.count("stored_chunks")
+            self._recorder.count("raw_bytes", self._chunk_bytes)
+            self._recorder.count("stored_bytes", len(blob))
+            if self._tenant_metrics:
+                self._recorder.count_tenant("tenant_stored_bytes", len(blob), tenant_id(save.tenant))
+        self._saved(save, kept)
+
+    def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
+        """Count chunks that are not stored, and say why."""
+        if isinstance(error, CuveeError):
+            logger.warning("cuvee: %d chunks were not stored: %s", len(saves), error)
+        else:
+            logger.error("cuvee: %d chunks were not stored", len(saves), exc_info=error)
+        self._recorder.count("failures", len(saves), kind)
+        for save in saves:
+            self._saved(save, kept=False)
+
+    def _saved(self, save: Save, kept: bool) -> None:
+        """A chunk is stored, or never will be. One whose job was cancelled stays: it is lost when the worker closes."""
         with self._lock:
-            # One that was cancelled is lost: what is left when the worker closes.
-            if not future.cancelled():
-                self._saving.pop(digest, None)
+            self._pending -= self._chunk_bytes
+            self._saving.discard(save.digest)
+            if not kept:
+                self._report.unsaved.add(save.digest)
+
+    def _key(self, save: Save) -> str:
+        """Under which a chunk is stored: with the id of the secret that writes, if there is one."""
+        return store_key(save.tenant, save.digest, self._rank, self._key_ids[0])
 
     # Both ------------------------------------------------------------------------------------------------------
 
@@ -429,7 +503,8 @@ class WorkerSide:
                 job.over = True
         self._loaders.dismiss(0, cancel=True)
         self._coders.shutdown(wait=True)
-        self._savers.dismiss(self._close_timeout)
+        self._encoders.dismiss(self._close_timeout)
+        self._writers.dismiss(max(deadline - time.monotonic(), 0))
         with self._lock:
             lost = {"encode": len(self._saving)}
         self._store.flush(max(deadline - time.monotonic(), _FLUSH_SECONDS))
@@ -456,13 +531,18 @@ class WorkerSide:
             raise RuntimeError("attach was not called")
         return self._cache
 
-    def _slots(self, blocks: Sequence[int], first_chunk: int, chunk: int, start: int) -> torch.Tensor:
+    @property
+    def _chunk_bytes(self) -> int:
+        """Of one chunk, uncompressed."""
+        return self._chunk * self._pages.layout.bytes_per_token
+
+    def _slots(self, blocks: Sequence[int], first_chunk: int, chunk: int, start: int = 0) -> torch.Tensor:
         """Slots of a chunk's tokens; `blocks` begin with `first_chunk`; tokens before `start` get none."""
         tokens = torch.arange(chunk * self._chunk, (chunk + 1) * self._chunk)
         offset = tokens - first_chunk * self._chunk
         slots = torch.tensor(blocks)[offset // self._block] * self._block + offset % self._block
         slots[tokens < start] = NOWHERE
-        return slots.to(self._pages.device)
+        return slots
 
     def _event(self) -> Any:
         """What pool threads must wait for on a GPU: the work queued on the engine's stream until now."""
@@ -482,3 +562,15 @@ class WorkerSide:
         with torch.cuda.device(self._pages.device), torch.cuda.stream(stream):
             stream.wait_event(ready)
             yield
+
+
+def _in_a_row(jobs: Sequence[Future[T]]) -> tuple[list[T], CuveeError | None]:
+    """Results up to the first job that failed, and its error; all jobs have ended."""
+    wait(jobs)
+    results: list[T] = []
+    for job in jobs:
+        try:
+            results.append(job.result())
+        except CuveeError as error:
+            return results, error
+    return results, None

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from dataclasses import fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.conftest import ENGINE_SITE
+from tests.integrations.vllm import engines
+from tests.integrations.vllm.engines import need_vllm, run_script
 
 from cuvee.eval.data import bundled_model_path
 from cuvee.integrations.stores import open_store
-from cuvee.integrations.stores.urls import redacted
+from cuvee.integrations.stores.redaction import redacted
 from cuvee.integrations.vllm.config import Options
 from cuvee.integrations.vllm.metrics import METRICS
 
@@ -95,7 +92,7 @@ def test_the_stores_example_runs(tmp_path: Path) -> None:
 
 
 def test_counters_of_the_text_exist() -> None:
-    (names,) = re.findall(r"gives (.*?) by tier", STORES)
+    (names,) = re.findall(r"gives (.*?) for each tier", STORES)
     counters = open_store("memory://?max_mb=1")
     known = counters.counters()["memory"]
     counters.close()
@@ -105,16 +102,10 @@ def test_counters_of_the_text_exist() -> None:
 
 @pytest.mark.slow
 def test_the_offline_example_runs_on_the_real_engine(tmp_path: Path) -> None:
-    if find_spec("vllm") is None:
-        if os.environ.get("CUVEE_REQUIRE_VLLM"):
-            pytest.fail("vLLM is not installed")
-        pytest.skip("vLLM is not installed")
-    environment = {
-        **os.environ, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "PYTHONPATH": os.pathsep.join([ENGINE_SITE, *filter(None, sys.path)]),
-    }  # fmt: skip
+    """Both engines in its own process, to save time; those of `test_serve` and of the ranks have their own."""
+    need_vllm()
     script = str(ROOT / "vllm" / "examples" / "offline.py")
-    command = [sys.executable, script, str(bundled_model_path()), f"file://{tmp_path}/kv", "400"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "same words: True\ntokens loaded: [384, 384, 384]\n" in done.stdout
+    arguments = (script, str(bundled_model_path()), f"file://{tmp_path}/kv", "400")
+    status, said = run_script(tmp_path, engines.__file__, "--run", *arguments, VLLM_CPU_KVCACHE_SPACE="1")
+    assert status == 0, said[-8000:]
+    assert "same words: True\ntokens loaded: [384, 384, 384]\n" in said

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cuvee.codec.errors import UnsupportedModel
-from cuvee.integrations.vllm.probe import Writer, check, probe
+from cuvee.integrations.vllm.probe import Writer, find_page_layout, verify_page_layout
 
 BLOCKS, TOKENS, HEADS, DIM = 5, 6, 3, 4
 
@@ -61,18 +61,18 @@ def test_views_show_what_the_engine_writes(order: str, dtype: torch.dtype) -> No
     tensor = _cache(order, dtype)
     before = tensor.clone()
     write = _beside(tensor)
-    layout = probe(tensor, write, HEADS, DIM)
+    layout = find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before), "the probe must restore what it wrote over"
     assert (layout.block_tokens, layout.heads, layout.dim) == (TOKENS, HEADS, DIM)
     _roundtrip(tensor, write, layout.views(tensor))
-    check(tensor, write, layout)
+    verify_page_layout(tensor, write, layout)
 
 
 def test_views_of_a_transposed_cache() -> None:
     tensor = _cache()
     before = tensor.clone()
     write = _transposed(tensor)
-    layout = probe(tensor, write, HEADS, DIM)
+    layout = find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before)
     assert layout.key_strides == (1, 2 * TOKENS * DIM, TOKENS)
     assert layout.value_strides == (DIM, 2 * TOKENS * DIM, 1)
@@ -94,7 +94,7 @@ def test_a_single_head_and_dimension_have_no_stride() -> None:
         tensor[slots // TOKENS, 0, slots % TOKENS, 0] = keys[:, 0, 0]
         tensor[slots // TOKENS, 0, slots % TOKENS, 1] = values[:, 0, 0]
 
-    keys, values = probe(tensor, write, 1, 1).views(tensor)
+    keys, values = find_page_layout(tensor, write, 1, 1).views(tensor)
     write(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), torch.tensor([9]))
     assert keys[1, 3] == 1 and values[1, 3] == 2
 
@@ -103,7 +103,7 @@ def test_pages_in_tiles_are_refused() -> None:
     tensor = _cache()
     before = tensor.clone()
     with pytest.raises(UnsupportedModel, match="keys in tiles"):
-        probe(tensor, _paired(tensor), HEADS, DIM)
+        find_page_layout(tensor, _paired(tensor), HEADS, DIM)
     assert torch.equal(tensor, before), "a refusal must leave the cache as it was"
 
 
@@ -111,14 +111,14 @@ def test_a_writer_that_changes_values_is_refused() -> None:
     tensor = _cache()
     plain = _beside(tensor)
     with pytest.raises(UnsupportedModel, match="changes values"):
-        probe(tensor, lambda k, v, s: plain(k / 2, v, s), HEADS, DIM)
+        find_page_layout(tensor, lambda k, v, s: plain(k / 2, v, s), HEADS, DIM)
 
 
 def test_a_writer_that_drops_a_token_is_refused() -> None:
     tensor = _cache()
     plain = _beside(tensor)
     with pytest.raises(UnsupportedModel, match="leaves holes"):
-        probe(tensor, lambda k, v, s: plain(k[1:], v[1:], s[1:]), HEADS, DIM)
+        find_page_layout(tensor, lambda k, v, s: plain(k[1:], v[1:], s[1:]), HEADS, DIM)
 
 
 def test_a_writer_that_mixes_tokens_between_calls_is_refused() -> None:
@@ -132,7 +132,7 @@ def test_a_writer_that_mixes_tokens_between_calls_is_refused() -> None:
         plain(keys, values, slots.flip(0) if calls == 2 else slots)
 
     with pytest.raises(UnsupportedModel, match="no permutation"):
-        probe(tensor, write, HEADS, DIM)
+        find_page_layout(tensor, write, HEADS, DIM)
 
 
 def test_blocks_of_another_layout_are_refused() -> None:
@@ -143,19 +143,19 @@ def test_blocks_of_another_layout_are_refused() -> None:
         plain(keys, values, torch.where(slots >= TOKENS, slots - TOKENS, slots))
 
     with pytest.raises(UnsupportedModel, match="not where its first block says"):
-        probe(tensor, write, HEADS, DIM)
+        find_page_layout(tensor, write, HEADS, DIM)
 
 
 def test_check_notices_a_layer_that_differs() -> None:
     tensor = _cache()
-    layout = probe(tensor, _beside(tensor), HEADS, DIM)
+    layout = find_page_layout(tensor, _beside(tensor), HEADS, DIM)
     before = tensor.clone()
     with pytest.raises(UnsupportedModel, match="keys are not where"):
-        check(tensor, _transposed(tensor), layout)
+        verify_page_layout(tensor, _transposed(tensor), layout)
     assert torch.equal(tensor, before)
 
 
 def test_a_page_that_holds_more_than_keys_and_values_is_refused() -> None:
     tensor = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM + 1)
     with pytest.raises(UnsupportedModel, match="not a multiple"):
-        probe(tensor, _beside(tensor), HEADS, DIM)
+        find_page_layout(tensor, _beside(tensor), HEADS, DIM)

@@ -14,7 +14,6 @@ import tempfile
 import traceback
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -314,8 +313,9 @@ CHECKS: dict[str, Callable[[], None]] = {name: check for name, check in globals(
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, str]:
     """What became of each check: empty, or a traceback."""
-    if find_spec("vllm") is None and os.environ.get("CUVEE_REQUIRE_VLLM") != "1":
-        pytest.skip("needs vLLM")
+    from tests.integrations.vllm.engines import need_vllm  # not where this file is run as a script
+
+    need_vllm()
     environment = {key: value for key, value in os.environ.items() if key != "PROMETHEUS_MULTIPROC_DIR"}
     environment["VLLM_NO_USAGE_STATS"] = "1"
     done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True, check=False)

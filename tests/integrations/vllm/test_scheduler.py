@@ -9,116 +9,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.vllm.sides import CHUNK, Desk, generate, make_request
 
-from cuvee.codec.identity import Identity, PrefixChain, Scope, store_key
+from cuvee.codec.identity import store_key
 from cuvee.codec.keys import make_keys
-from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.profile import Profile
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
-from cuvee.integrations.vllm.config import Options
-from cuvee.integrations.vllm.messages import Plan, Report
+from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.scheduler import SchedulerSide
-from cuvee.integrations.vllm.setup import Setup
-
-BLOCK, CHUNK = 8, 16
-LAYOUT = KVLayout("synthetic", (LayerLayout(2, 16, 16, Rope((1.0,) * 8)),) * 3, "float32", 4096)
-IDENTITY = Identity("model", "tokenizer", b"l" * 16, b"", "lossless")
-
-
-def _request(name: str = "r", tokens: int = 100, **changes: Any) -> SimpleNamespace:
-    ids = [7 * index % 61 for index in range(tokens)]
-    fields: dict[str, Any] = {
-        "request_id": name,
-        "prompt_token_ids": ids,
-        "prompt_embeds": None,
-        "all_token_ids": list(ids),
-        "num_tokens": tokens,
-        "num_prompt_tokens": tokens,
-        "num_computed_tokens": 0,
-        "cache_salt": None,
-        "lora_request": None,
-        "mm_features": [],
-        "skip_reading_prefix_cache": False,
-        "resumable": False,
-    }
-    return SimpleNamespace(**{**fields, **changes})
-
-
-def _generate(request: SimpleNamespace, tokens: int) -> None:
-    request.all_token_ids += [11] * tokens
-    request.num_tokens += tokens
-
-
-class Desk:
-    """A scheduler's side with its store and a clock that tests turn."""
-
-    def __init__(
-        self,
-        shards: int = 1,
-        loads: bool = True,
-        stores: bool = True,
-        own_store: bool = False,
-        prefix_caching: bool = True,
-        **options: Any,
-    ) -> None:
-        self.now = 1000.0
-        self.store = DictStore()
-        self.recorder = Recorder()
-        self.shards = shards
-        opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
-        setup = Setup(opts, LAYOUT, Profile.generic(LAYOUT), "lossless", BLOCK, shards, loads, stores, prefix_caching)
-        self.side = SchedulerSide(
-            setup, IDENTITY, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now
-        )
-
-    def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
-        chain = PrefixChain(IDENTITY, scope or Scope(), CHUNK)
-        return chain.digests(request.all_token_ids, request.num_tokens // CHUNK)
-
-    def put(
-        self,
-        request: SimpleNamespace,
-        chunks: int,
-        tenant: str = "",
-        shards: int | None = None,
-        key_id: bytes = b"",
-        first: int = 0,
-    ) -> None:
-        for digest in self.digests(request, Scope(tenant))[first:chunks]:
-            for rank in range(self.shards if shards is None else shards):
-                self.store.entries[store_key(tenant, digest, rank, key_id)] = b"blob"
-
-    def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
-        """Ask as the engine does until there is an answer."""
-        for _ in range(5000):
-            tokens, later = self.side.matched_tokens(request, computed)
-            if tokens is not None:
-                return tokens, later
-            self.plan()  # another request's step
-        raise AssertionError("no answer")
-
-    def plan(self, *steps: tuple[SimpleNamespace, int, int], new: bool = True) -> Plan:
-        """The plan of a step that computes `(request, tokens before, tokens in this step)`."""
-        fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
-        old = [(r.request_id, before) for r, before, _ in steps if not new]
-        state = SimpleNamespace(get_block_ids=lambda name: (list(range(100, 200)),))
-        return self.side.plan(
-            SimpleNamespace(
-                scheduled_new_reqs=fresh,
-                scheduled_cached_reqs=SimpleNamespace(
-                    req_ids=[name for name, _ in old], num_computed_tokens=[before for _, before in old]
-                ),
-                num_scheduled_tokens={r.request_id: count for r, _, count in steps},
-                total_num_scheduled_tokens=sum(count for _, _, count in steps),
-                kv_connector_block_state=state,
-            )
-        )
-
-    def lookups(self) -> dict[str, float]:
-        return {label: value for (name, label), value in self.recorder.totals().items() if name == "lookups"}
 
 
 @pytest.fixture
@@ -141,7 +39,7 @@ def test_entries_of_every_accepted_secret_are_found_and_no_others(
     old, new, other = (make_keys(letter * 16)[0].id for letter in (b"o", b"n", b"x"))
     monkeypatch.setenv("CUVEE_OLD", "o" * 16)
     monkeypatch.setenv("CUVEE_NEW", "n" * 16)
-    d, request = desk(key_env=["CUVEE_NEW", "CUVEE_OLD"], shards=2), _request()
+    d, request = desk(key_env=["CUVEE_NEW", "CUVEE_OLD"], shards=2), make_request()
     d.put(request, 2, key_id=old)
     d.put(request, 3, key_id=new, first=2)
     d.put(request, 6, key_id=other)
@@ -155,7 +53,7 @@ def test_entries_of_every_accepted_secret_are_found_and_no_others(
 
 @pytest.mark.parametrize(("stored", "found"), [(0, 0), (1, 16), (3, 48), (6, 96)])
 def test_finds_the_leading_chunks_that_are_there(desk: Callable[..., Desk], stored: int, found: int) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, stored)
     assert d.matched(request) == (found, bool(found))
     result = {0: "miss", 6: "hit"}.get(stored, "partial")
@@ -163,7 +61,7 @@ def test_finds_the_leading_chunks_that_are_there(desk: Callable[..., Desk], stor
 
 
 def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 6)
     del d.store.entries[store_key("", d.digests(request)[2])]
     assert d.matched(request) == (32, True)
@@ -171,7 +69,7 @@ def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
 
 def test_a_long_prefix_is_asked_for_in_parts(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.integrations.vllm.scheduler._LOOKUP_BATCH", 4)
-    d, request = desk(), _request(tokens=12 * CHUNK + 1)
+    d, request = desk(), make_request(tokens=12 * CHUNK + 1)
     d.put(request, 9)
     assert d.matched(request) == (9 * CHUNK, True)
     d.side.finished(request)
@@ -181,13 +79,13 @@ def test_a_long_prefix_is_asked_for_in_parts(desk: Callable[..., Desk], monkeypa
 
 @pytest.mark.parametrize(("tokens", "found"), [(96, 80), (97, 96), (16, 0), (17, 16)])
 def test_the_last_token_is_always_computed(desk: Callable[..., Desk], tokens: int, found: int) -> None:
-    d, request = desk(), _request(tokens=tokens)
+    d, request = desk(), make_request(tokens=tokens)
     d.put(request, 6)
     assert d.matched(request)[0] == found
 
 
 def test_what_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 3)
     assert d.matched(request, 24) == (24, True)
     assert d.matched(request, 40) == (0, False), "8 tokens are fewer than min_tokens"
@@ -195,7 +93,7 @@ def test_what_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
 
 
 def test_all_ranks_must_have_a_chunk(desk: Callable[..., Desk]) -> None:
-    d, request = desk(shards=2), _request()
+    d, request = desk(shards=2), make_request()
     d.put(request, 4)
     for digest in d.digests(request)[2:4]:
         del d.store.entries[store_key("", digest, 1)]
@@ -204,25 +102,25 @@ def test_all_ranks_must_have_a_chunk(desk: Callable[..., Desk]) -> None:
 
 def test_tenants_do_not_share(desk: Callable[..., Desk]) -> None:
     d = desk()
-    d.put(_request(), 6, tenant="alice")
-    assert d.matched(_request("a", cache_salt="alice"))[0] == 96
-    assert d.matched(_request("b", cache_salt="bob"))[0] == 0
-    assert d.matched(_request("c"))[0] == 0
+    d.put(make_request(), 6, tenant="alice")
+    assert d.matched(make_request("a", cache_salt="alice"))[0] == 96
+    assert d.matched(make_request("b", cache_salt="bob"))[0] == 0
+    assert d.matched(make_request("c"))[0] == 0
 
 
 def test_tenant_of_requests_without_salt(desk: Callable[..., Desk]) -> None:
     d = desk(tenant="alice")
-    d.put(_request(), 6, tenant="alice")
-    assert d.matched(_request("c"))[0] == 96
+    d.put(make_request(), 6, tenant="alice")
+    assert d.matched(make_request("c"))[0] == 96
 
 
 def test_adapters_and_media_do_not_share(desk: Callable[..., Desk]) -> None:
     d = desk()
-    d.put(_request(), 6)
+    d.put(make_request(), 6)
     lora = SimpleNamespace(lora_name="x", lora_path="p")
     image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=20, length=4))
-    assert d.matched(_request("a", lora_request=lora))[0] == 0
-    assert d.matched(_request("b", mm_features=[image]))[0] == 16, "the chunk before the image is the same"
+    assert d.matched(make_request("a", lora_request=lora))[0] == 0
+    assert d.matched(make_request("b", mm_features=[image]))[0] == 16, "the chunk before the image is the same"
 
 
 @pytest.mark.parametrize(
@@ -230,8 +128,8 @@ def test_adapters_and_media_do_not_share(desk: Callable[..., Desk]) -> None:
     [{"prompt_token_ids": None}, {"prompt_embeds": "tensor"}, {"resumable": True}, {"skip_reading_prefix_cache": True}],
 )
 def test_requests_that_are_never_loaded(desk: Callable[..., Desk], changes: dict[str, Any]) -> None:
-    d, request = desk(), _request(**changes)
-    d.put(_request(), 6)
+    d, request = desk(), make_request(**changes)
+    d.put(make_request(), 6)
     d.side.arrived(request)
     assert d.matched(request) == (0, False)
     assert d.store.calls == []
@@ -239,31 +137,31 @@ def test_requests_that_are_never_loaded(desk: Callable[..., Desk], changes: dict
 
 @pytest.mark.parametrize(("role", "loads", "stores"), [("producer", False, True), ("consumer", True, False)])
 def test_roles(desk: Callable[..., Desk], role: str, loads: bool, stores: bool) -> None:
-    d, request = desk(loads=loads, stores=stores), _request()
+    d, request = desk(loads=loads, stores=stores), make_request()
     d.put(request, 3)
     assert bool(d.matched(request)[0]) is loads
     assert bool(d.plan((request, 48, 52)).saves) is stores
 
 
 def test_short_hits_are_left(desk: Callable[..., Desk]) -> None:
-    d, request = desk(min_tokens=64), _request()
+    d, request = desk(min_tokens=64), make_request()
     d.put(request, 3)
     assert d.matched(request) == (0, False)
     assert d.lookups() == {"partial": 1}
-    other = _request("s", tokens=60)
+    other = make_request("s", tokens=60)
     assert d.matched(other) == (0, False)
     assert d.store.calls.count("contains") == 1, "48 tokens at most: not worth a question"
 
 
 def test_synchronous_loads_are_announced_as_asynchronous_ones(desk: Callable[..., Desk]) -> None:
     """Else vLLM takes their blocks for cached before they are, and for good if the request is aborted."""
-    d, request = desk(load_async=False), _request()
+    d, request = desk(load_async=False), make_request()
     d.put(request, 3)
     assert d.matched(request) == (48, True)
 
 
 def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
-    d, request = desk(lookup_timeout=5), _request()
+    d, request = desk(lookup_timeout=5), make_request()
     d.put(request, 6)
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
@@ -278,7 +176,7 @@ def test_many_pending_lookups_share_the_patience_of_a_step(desk: Callable[..., D
     d = desk()
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
-    requests = [_request(str(number)) for number in range(50)]
+    requests = [make_request(str(number)) for number in range(50)]
     assert {d.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
     assert d.side._patience == 0
     d.plan()
@@ -292,7 +190,7 @@ def _wait(event: threading.Event) -> None:
 
 
 def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
-    d, request = desk(lookup_timeout=5), _request()
+    d, request = desk(lookup_timeout=5), make_request()
     d.put(request, 6)
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
@@ -311,7 +209,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     d.side._store = GuardedStore(d.store, first_backoff=0.05, max_backoff=0.05)
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
-    hanging = [_request(f"hanging {number}") for number in range(6)]
+    hanging = [make_request(f"hanging {number}") for number in range(6)]
     for request in hanging:
         d.put(request, 6)
         d.side.arrived(request)
@@ -321,7 +219,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     assert time.monotonic() - begun < 5
     begun = time.monotonic()
     for number in range(50):
-        assert d.matched(_request(f"next {number}")) == (0, False)
+        assert d.matched(make_request(f"next {number}")) == (0, False)
     # One of them at most was the probe that finds the store still hanging.
     assert time.monotonic() - begun < 5 and len(d.store.calls) <= calls + 1, "50 x 0.2 s otherwise"
     d.side.take(Report())
@@ -329,7 +227,7 @@ def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., D
     assert totals["store_errors", "memory"] >= 1 and totals["lookups", "timeout"] <= 7
     go.set()
     deadline = time.monotonic() + 10
-    while d.matched(_request(f"again {time.monotonic()}")) != (96, True):
+    while d.matched(make_request(f"again {time.monotonic()}")) != (96, True):
         assert time.monotonic() < deadline
     assert d.side._pool.dismiss(10)
 
@@ -339,7 +237,7 @@ def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
     for number in range(8):
-        d.side.arrived(_request(str(number)))
+        d.side.arrived(make_request(str(number)))
     begun = time.monotonic()
     d.side.close()
     assert time.monotonic() - begun < 5
@@ -348,7 +246,7 @@ def test_close_waits_for_no_lookup(desk: Callable[..., Desk]) -> None:
 
 
 def test_a_failing_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
 
     def down(operation: str) -> None:
         raise StoreError("down")
@@ -371,7 +269,7 @@ def test_troubles_of_a_store_of_its_own_are_counted(desk: Callable[..., Desk], o
 
 
 def test_old_answers_are_asked_for_anew(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 6)
     assert d.matched(request)[0] == 96
     d.store.entries.clear()
@@ -381,7 +279,7 @@ def test_old_answers_are_asked_for_anew(desk: Callable[..., Desk]) -> None:
 
 
 def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 3)
     tokens, _ = d.matched(request, 24)
     d.side.allocated(request, list(range(50, 63)), tokens)
@@ -396,19 +294,19 @@ def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
 
 
 def test_a_step_without_tokens_is_idle(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.side.arrived(request)
     assert d.plan().idle
     assert not d.plan((request, 0, 16)).idle and not d.plan((request, 16, 1), new=False).idle
 
 
-def _load(d: Desk, request: SimpleNamespace) -> Plan:
+def _load(d: Desk, request: SimpleNamespace) -> StepPlan:
     d.side.allocated(request, list(range(20)), d.matched(request)[0])
     return d.plan()
 
 
 def test_what_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:
-    d, first, second, third = desk(), _request("a"), _request("b"), _request("c", tokens=40)
+    d, first, second, third = desk(), make_request("a"), make_request("b"), make_request("c", tokens=40)
     d.put(first, 3)
     plan = _load(d, first)
     for other in (second, third):
@@ -421,21 +319,21 @@ def test_what_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> 
 
 
 def test_a_request_does_not_wait_for_itself(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 3)
     _load(d, request)
     assert d.matched(request) == (48, True)
 
 
 def test_without_prefix_caching_nobody_waits(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(prefix_caching=False), _request("a"), _request("b")
+    d, first, second = desk(prefix_caching=False), make_request("a"), make_request("b")
     d.put(first, 3)
     _load(d, first)
     assert d.matched(second) == (48, True)
 
 
 def test_an_aborted_load_is_not_waited_for(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), _request("a"), _request("b")
+    d, first, second = desk(), make_request("a"), make_request("b")
     d.put(first, 3)
     _load(d, first)
     assert d.side.matched_tokens(second, 0) == (None, False)
@@ -444,7 +342,7 @@ def test_an_aborted_load_is_not_waited_for(desk: Callable[..., Desk]) -> None:
 
 
 def test_after_a_failed_load_everybody_asks_again(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), _request("a"), _request("b")
+    d, first, second = desk(), make_request("a"), make_request("b")
     d.put(first, 3)
     plan = _load(d, first)
     assert d.side.matched_tokens(second, 0) == (None, False)
@@ -454,7 +352,7 @@ def test_after_a_failed_load_everybody_asks_again(desk: Callable[..., Desk]) -> 
 
 
 def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 3)
     d.side.allocated(request, list(range(13)), d.matched(request)[0])
     d.side.finished(request)
@@ -462,7 +360,7 @@ def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:
 
 
 def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.matched(request)
     assert [save.chunk for save in d.plan((request, 0, 40)).saves] == [0, 1]
     (save,) = d.plan((request, 40, 16), new=False).saves
@@ -472,7 +370,7 @@ def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> 
 
 
 def test_what_was_loaded_is_not_stored_again(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 3)
     d.side.allocated(request, list(range(13)), d.matched(request)[0])
     d.plan()
@@ -481,7 +379,7 @@ def test_what_was_loaded_is_not_stored_again(desk: Callable[..., Desk]) -> None:
 
 def test_what_the_engine_had_is_stored_unless_it_is_known_to_be(desk: Callable[..., Desk]) -> None:
     d = desk()
-    first, second, third = _request("a"), _request("b"), _request("c")
+    first, second, third = make_request("a"), make_request("b"), make_request("c")
     d.matched(first)
     d.plan((first, 0, 100))
     d.matched(second, 96)
@@ -492,42 +390,42 @@ def test_what_the_engine_had_is_stored_unless_it_is_known_to_be(desk: Callable[.
 
 
 def test_what_a_lookup_found_is_known(desk: Callable[..., Desk]) -> None:
-    d, request = desk(min_tokens=64), _request()
+    d, request = desk(min_tokens=64), make_request()
     d.put(request, 3)
     assert d.matched(request)[0] == 0
     assert [save.chunk for save in d.plan((request, 0, 100)).saves] == [3, 4, 5]
 
 
 def test_generated_tokens_are_stored_as_they_become_known(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request(tokens=30)
+    d, request = desk(), make_request(tokens=30)
     d.matched(request)
     assert [save.chunk for save in d.plan((request, 0, 30)).saves] == [0]
-    _generate(request, 1)
+    generate(request, 1)
     assert d.plan((request, 30, 1), new=False).saves == []
     # Asynchronous scheduling: token 31 is scheduled before it is known.
     assert d.plan((request, 31, 1), new=False).saves == []
-    _generate(request, 1)
+    generate(request, 1)
     assert [save.chunk for save in d.plan((request, 32, 1), new=False).saves] == [1]
     assert d.side._requests["r"].chain.digests(request.all_token_ids, 2) == d.digests(request)
 
 
 def test_generated_tokens_may_be_left_out(desk: Callable[..., Desk]) -> None:
-    d, request = desk(store_generated=False), _request(tokens=30)
+    d, request = desk(store_generated=False), make_request(tokens=30)
     d.matched(request)
     d.plan((request, 0, 30))
-    _generate(request, 3)
+    generate(request, 3)
     assert d.plan((request, 32, 1), new=False).saves == []
 
 
 def test_positions_past_the_limit_are_not_stored(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request(tokens=4096 + 40)
+    d, request = desk(), make_request(tokens=4096 + 40)
     d.matched(request)
     saves = d.plan((request, 0, 4136)).saves
     assert len(saves) == 4096 // CHUNK
 
 
 def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request()
+    d, request = desk(), make_request()
     d.put(request, 3)
     d.side.allocated(request, list(range(13)), d.matched(request)[0])
     plan = d.plan()
@@ -537,16 +435,16 @@ def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callab
 
 
 def test_a_preempted_request_finds_its_own_chunks(desk: Callable[..., Desk]) -> None:
-    d, request = desk(), _request(tokens=60)
+    d, request = desk(), make_request(tokens=60)
     assert d.matched(request)[0] == 0
     d.plan((request, 0, 60))
-    _generate(request, 10)
+    generate(request, 10)
     d.put(request, 4)
     assert d.matched(request) == (64, True), "with the tokens it generated"
 
 
 def test_reset_finds_nothing_that_was_there(desk: Callable[..., Desk]) -> None:
-    d, request, other = desk(), _request(), _request("s")
+    d, request, other = desk(), make_request(), make_request("s")
     d.put(request, 6)
     assert d.matched(request)[0] == 96
     d.side.reset()
@@ -557,7 +455,7 @@ def test_reset_finds_nothing_that_was_there(desk: Callable[..., Desk]) -> None:
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[..., Desk]) -> None:
-    d, running, waiting = desk(), _request("a", num_computed_tokens=40), _request("b", num_computed_tokens=0)
+    d, running, waiting = desk(), make_request("a", num_computed_tokens=40), make_request("b", num_computed_tokens=0)
     for request in (running, waiting):
         d.matched(request)
     d.plan((running, 0, 40))
@@ -567,7 +465,7 @@ def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[
 
 
 def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), _request("a"), _request("b")
+    d, first, second = desk(), make_request("a"), make_request("b")
     d.matched(first)
     assert len(d.plan((first, 0, 100)).saves) == 6
     d.put(first, 2)  # the others were evicted at once
@@ -578,30 +476,30 @@ def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -
 
 def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
-    d.put(_request(), 6)
+    d.put(make_request(), 6)
     for _ in range(8):  # 16 000 tokens/s of prefill, 100 of loading
-        d.matched(_request("p", tokens=16))
-        step = d.plan((_request("p", tokens=16), 0, 16))
+        d.matched(make_request("p", tokens=16))
+        step = d.plan((make_request("p", tokens=16), 0, 16))
         d.now += 1e-3
         d.side.take(Report([step.step], loaded=[(96, 0.96)]))
-    request = _request("q")
+    request = make_request("q")
     assert d.matched(request) == (0, False)
     assert d.matched(request) == (0, False), "the engine asks again, the answer is the same"
     assert d.lookups()["declined"] == 1
     always = desk()
-    always.put(_request(), 6)
-    assert always.matched(_request("q"))[0] == 96
+    always.put(make_request(), 6)
+    assert always.matched(make_request("q"))[0] == 96
 
 
 def test_loads_that_pay_are_made(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
-    d.put(_request(), 6)
+    d.put(make_request(), 6)
     for _ in range(8):  # 16 tokens/s of prefill, 96 000 of loading
-        d.matched(_request("p", tokens=16))
-        step = d.plan((_request("p", tokens=16), 0, 16))
+        d.matched(make_request("p", tokens=16))
+        step = d.plan((make_request("p", tokens=16), 0, 16))
         d.now += 1
         d.side.take(Report([step.step], loaded=[(96, 1e-3)]))
-    assert d.matched(_request("q")) == (96, True)
+    assert d.matched(make_request("q")) == (96, True)
     assert d.recorder.totals()["break_even_tokens", ""] < 16
 
 
@@ -613,7 +511,7 @@ def test_metrics_of_the_workers_arrive(desk: Callable[..., Desk]) -> None:
 
 
 def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., Desk]) -> None:
-    d, first, second = desk(), _request("a"), _request("b")
+    d, first, second = desk(), make_request("a"), make_request("b")
     d.matched(first)
     d.plan((first, 0, 100))
     d.side.take(Report([1], unsaved={d.digests(first)[1]}))

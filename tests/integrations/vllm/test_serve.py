@@ -1,4 +1,4 @@
-"""The connector behind vLLM's OpenAI server: two servers with one Redis, tenants, and what a stop leaves behind."""
+"""The connector behind vLLM's OpenAI server: a store that others share, tenants, and what a stop leaves behind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.integrations.stores.redis_server import redis_server
-from tests.integrations.vllm.vllm_engine import Server, cuvee, need_vllm
+from tests.integrations.vllm.engines import Engine, Server, Step, cuvee, need_vllm, run_engines
 
 pytestmark = pytest.mark.slow
 
@@ -27,58 +27,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("vllm_serve")
 
 
-def server(folder: Path, name: str, store: str) -> Server:
-    """A server of the bundled model. Its own prefix cache is off: what is cached, we have loaded."""
+def test_what_a_server_stores_others_find_and_tenants_share_nothing(folder: Path) -> None:
+    """A server stores, and is stopped; an engine elsewhere finds all of it, under the tenant it was stored for.
+
+    Neither has a prefix cache of its own: what is cached, we have loaded. A second server would be the same engine
+    behind HTTP, and take twice as long to start.
+    """
     from cuvee.eval.data import bundled_model_path
 
-    transfer = cuvee(store, chunk_tokens=CHUNK)
-    return Server(folder / name, bundled_model_path(), transfer, "--no-enable-prefix-caching")
-
-
-def test_servers_share_a_store_and_tenants_share_nothing(folder: Path) -> None:
-    """One server stores, and is stopped; the other finds all that it stored, under the tenant it was stored for."""
     first, second, third = prompt(1), prompt(2), prompt(3)
     with redis_server() as redis:
-        before, after = (server(folder, name, redis.url) for name in ("before", "after"))
-        for each in (before, after):  # together: each takes half a minute
-            each.launch()
-        try:
-            for each in (before, after):
-                each.wait_until_up()
-            fresh = before.complete(first, cache_salt="alice")
+        transfer = cuvee(redis.url, chunk_tokens=CHUNK)
+        with Server(folder / "server", bundled_model_path(), transfer, "--no-enable-prefix-caching") as server:
+            fresh = server.complete(first, cache_salt="alice")
             assert fresh.cached == 0
-            before.wait_for_metric("vllm:cuvee_stored_chunks_total", 3)
-            again = before.complete(first, cache_salt="alice")
+            server.wait_for_metric("vllm:cuvee_stored_chunks_total", 3)
+            again = server.complete(first, cache_salt="alice")
             assert (again.cached, again.tokens) == (CACHED, fresh.tokens)
             # The same prompt of another tenant, and of none, is computed, and kept under a key of its own.
             for number, salt in ((2, "bob"), (3, None)):
-                assert before.complete(first, cache_salt=salt).cached == 0
-                before.wait_for_metric("vllm:cuvee_stored_chunks_total", 3 * number)
-            assert before.complete(first, cache_salt="bob").cached == CACHED
-            assert before.complete(first).cached == CACHED
+                assert server.complete(first, cache_salt=salt).cached == 0
+                server.wait_for_metric("vllm:cuvee_stored_chunks_total", 3 * number)
+            assert server.complete(first, cache_salt="bob").cached == CACHED
+            assert server.complete(first).cached == CACHED
+            server.wait_for_metric("vllm:cuvee_loads_total", 3)
+            what_the_operator_sees(server)
             # Two prompts that are stored while the server is being stopped.
-            answers = [before.complete(one, cache_salt="alice").tokens for one in (second, third)]
-            before.stop()
-            for one, tokens in zip((first, second, third), (fresh.tokens, *answers), strict=True):
-                restored = after.complete(one, cache_salt="alice")
-                assert (restored.cached, restored.tokens) == (CACHED, tokens)
-            assert after.complete(second, cache_salt="bob").cached == 0
-            assert after.complete(second).cached == 0
-            after.wait_for_metric("vllm:cuvee_stored_chunks_total", 6)
-            what_the_operator_sees(after)
-            after.stop()
-        finally:
-            for each in (before, after):
-                each.kill()
+            answers = [server.complete(one, cache_salt="alice").tokens for one in (second, third)]
+        options = {"enable_prefix_caching": False, "skip_tokenizer_init": False, "kv_transfer_config": transfer}
+        computed = Step([second], until=("vllm:cuvee_stored_chunks", 6))
+        steps = [Step([first, second, third], salt="alice"), Step([second], salt="bob"), computed]
+        ran = run_engines(folder / "engine", [Engine("engine", bundled_model_path(), steps, options)])["engine"]
+    restored, of_bob, of_nobody = ran.steps
+    for answer, tokens in zip(restored, (fresh.tokens, *answers), strict=True):
+        assert (answer.cached, answer.tokens) == (CACHED, tokens)
+    assert [answer.cached for answer in (*of_bob, *of_nobody)] == [0, 0]
+    assert ran.metric("vllm:cuvee_loaded_tokens") == ran.metric("vllm:external_prefix_cache_hits") == 3 * CACHED
+    assert ran.metric("vllm:cuvee_failures") == 0
 
 
 def what_the_operator_sees(server: Server) -> None:
-    """The metrics of a server that loaded three prompts and computed two."""
+    """The metrics of a server that loaded a prompt for three tenants, and had computed it for each."""
     assert server.metric("vllm:cuvee_loads_total") == 3
     assert server.metric("vllm:cuvee_loaded_tokens_total") == 3 * CACHED
     assert server.metric("vllm:cuvee_loaded_chunks_total") == 9
     assert server.metric("vllm:cuvee_lookups_total", 'result="hit"') == 3
-    assert server.metric("vllm:cuvee_lookups_total", 'result="miss"') == 2
+    assert server.metric("vllm:cuvee_lookups_total", 'result="miss"') == 3
     assert server.metric("vllm:cuvee_hits_total", 'tier="redis"') == 9
     assert server.metric("vllm:cuvee_hit_bytes_total", 'tier="redis"') > 0
     assert server.metric("vllm:external_prefix_cache_hits_total") == 3 * CACHED

@@ -9,131 +9,19 @@ from typing import Any
 import pytest
 import torch
 from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.redis_server import wait_until
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.container import verify_tag
 from cuvee.codec.identity import store_key, tenant_id
-from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.vllm.config import Options
-from cuvee.integrations.vllm.messages import Load, Report, Save
-from cuvee.integrations.vllm.metrics import Recorder
-from cuvee.integrations.vllm.setup import Setup
-from cuvee.integrations.vllm.worker import WorkerSide
-
-BLOCK, CHUNK, BLOCKS = 8, 16, 24
-LAYOUT = KVLayout("synthetic", (LayerLayout(2, 16, 16, Rope((1.0,) * 8)),) * 3, "bfloat16", 4096)
-TENANT = "somebody"
-
-
-def _pages(layout: KVLayout) -> PagedCache:
-    """Pages of NaN: whatever is not restored shows."""
-
-    def page(heads: int, size: int) -> torch.Tensor:
-        return torch.full((BLOCKS, BLOCK, heads, size), torch.nan, dtype=layout.torch_dtype)
-
-    return PagedCache(
-        layout,
-        [page(layer.kv_heads, layer.head_dim) for layer in layout.layers],
-        [page(layer.kv_heads, layer.value_dim) for layer in layout.layers],
-    )
-
-
-class Bench:
-    """A worker, its store, its pages, and a sequence of 8 chunks."""
-
-    def __init__(
-        self,
-        rank: int = 0,
-        codec: dict[str, Any] | None = None,
-        store: DictStore | None = None,
-        sequence: KVChunk | None = None,
-        **options: Any,
-    ) -> None:
-        self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
-        profile = Profile.generic(LAYOUT)
-        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
-        self.store = store or DictStore()
-        self.recorder = Recorder()
-        self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
-        self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
-        self.cache = _pages(LAYOUT)
-        self.worker.attach(self.cache)
-        noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()
-        self.sequence = sequence or KVChunk(noise[0], noise[1], LAYOUT)
-        self.digests = [bytes([index]) * 32 for index in range(8)]
-        self.rank = rank
-
-    def key(self, chunk: int) -> str:
-        return store_key(TENANT, self.digests[chunk], self.rank, *self.codec.key_ids[:1])
-
-    def fill(self, blocks: list[int], tokens: int) -> None:
-        """The engine computes the sequence's first tokens into `blocks`."""
-        self.cache.write(
-            [keys[:tokens] for keys in self.sequence.keys],
-            [values[:tokens] for values in self.sequence.values],
-            _slots(blocks, 0, tokens),
-        )
-
-    def saves(self, blocks: list[int], chunks: range) -> list[Save]:
-        per_chunk = CHUNK // BLOCK
-        return [Save(TENANT, self.digests[c], c, blocks[c * per_chunk : (c + 1) * per_chunk]) for c in chunks]
-
-    def store_all(self, chunks: int = 8) -> None:
-        blocks = list(range(2 * chunks))
-        self.fill(blocks, chunks * CHUNK)
-        self.worker.save(self.saves(blocks, range(chunks)))
-        self.drain()
-        for tensor in self.cache.keys + self.cache.values:
-            tensor.fill_(torch.nan)
-
-    def drain(self) -> None:
-        """Wait until nothing is being stored."""
-        for future in list(self.worker._saving.values()):
-            future.result(30)
-
-    def load(self, blocks: list[int], start: int, end: int, request: str = "r") -> Load:
-        first = start // CHUNK
-        return Load(request, TENANT, self.digests[first : end // CHUNK], first, start, end, blocks)
-
-    def wait(self, *requests: str) -> None:
-        """Poll as the engine does until the loads have arrived."""
-        missing = set(requests or ("r",))
-        pause = threading.Event()
-        for _ in range(3000):
-            missing -= self.worker.take_arrived()
-            if not missing:
-                return
-            pause.wait(0.01)
-        raise AssertionError(f"{missing} never arrived")
-
-    def held(self, blocks: list[int], start: int, end: int, first: int = 0) -> bool:
-        """Whether the pages hold tokens `start … end` of the sequence; `blocks` begin at token `first`."""
-        chunk = self.cache.read(_slots(blocks, start - first, end - first), start)
-        return _same(chunk, self.sequence, start, end)
-
-    def counts(self) -> dict[str, Any]:
-        return _flat(self.recorder)
-
-
-def _slots(blocks: list[int], start: int, end: int) -> torch.Tensor:
-    tokens = torch.arange(start, end)
-    return torch.tensor(blocks)[tokens // BLOCK] * BLOCK + tokens % BLOCK
-
-
-def _same(chunk: KVChunk, sequence: KVChunk, start: int, end: int) -> bool:
-    return all(
-        torch.equal(mine, theirs[start:end])
-        for mine, theirs in zip(chunk.keys + chunk.values, sequence.keys + sequence.values, strict=True)
-    )
-
-
-def _flat(recorder: Recorder) -> dict[str, float]:
-    return {name + f"{{{label}}}" * bool(label): value for (name, label), value in recorder.totals().items()}
+from cuvee.integrations.vllm.messages import Report
 
 
 @pytest.fixture
@@ -340,6 +228,21 @@ def test_a_tagged_entry_does_not_decode_in_anothers_place(bench: Callable[..., B
     assert b.key(0) not in b.store.entries, "it would fail for ever"
 
 
+def test_every_tag_is_verified_once(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    b = bench(codec={"key": OLD})
+    b.store_all(3)
+    verified: list[bytes] = []
+
+    def verify(blob: bytes, *more: Any) -> None:
+        verified.append(blob)
+        verify_tag(blob, *more)
+
+    monkeypatch.setattr("cuvee.codec.codec.verify_tag", verify)
+    b.worker.start_loads([b.load([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)], synchronous=True)
+    assert b.held([10, 11, 12, 13, 14, 15], 0, 3 * CHUNK)
+    assert sorted(verified) == sorted(b.store.entries.values())
+
+
 @pytest.mark.parametrize("key", [NEW, None])
 def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., Bench], key: bytes | None) -> None:
     """Nobody else writes under keys that end in the id of our secret: it is no other replica's work."""
@@ -419,7 +322,7 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.codec.codec._outputs", none_left)
+        patch.setattr("cuvee.codec.cpu._target", none_left)
         b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
@@ -509,6 +412,141 @@ def test_values_that_cannot_be_coded_are_not_stored(bench: Callable[..., Bench])
     assert b.counts()["failures{encode}"] == 1
 
 
+def test_one_chunk_that_cannot_be_coded_costs_no_other(bench: Callable[..., Bench]) -> None:
+    b = bench(codec={"quality": "balanced"}, threads=1)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.cache.keys[1][blocks[5]] = torch.nan  # of chunk 2
+    b.worker.save(b.saves(blocks, range(8)))
+    b.drain()
+    assert set(b.store.entries) == {b.key(chunk) for chunk in range(8) if chunk != 2}
+    assert b.worker.report(1).unsaved == {b.digests[2]}
+    assert (b.counts()["failures{encode}"], b.counts()["stored_chunks"]) == (1, 7)
+    assert b.worker._pending == 0
+
+
+def test_a_bug_in_the_encoder_is_told_with_where_it_is(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object, **__: object) -> list[bytes]:
+        raise RuntimeError("a bug")
+
+    b = bench()
+    monkeypatch.setattr(b.codec, "encode_paged", broken)
+    b.worker.save(b.saves([0, 1, 2, 3], range(2)))
+    b.drain()
+    assert b.counts()["failures{encode}"] == 2 and b.worker.report(1).unsaved == set(b.digests[:2])
+    assert 'raise RuntimeError("a bug")' in caplog.text
+
+
+@pytest.mark.parametrize(("threads", "batches"), [(1, [[0, 1, 2, 3, 4]]), (2, [[0, 2, 4], [1, 3]])])
+def test_a_step_is_encoded_in_one_go_by_each_thread(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, threads: int, batches: list[list[int]]
+) -> None:
+    b = bench(threads=threads)
+    calls: list[list[int]] = []
+    encode = b.codec.encode_paged
+
+    def counted(cache: PagedCache, slots: Any, starts: list[int], **more: Any) -> list[bytes]:
+        assert cache.keys[0].shape[:2] == (1, len(slots) * CHUNK), "a copy of what it encodes"
+        calls.append([start // CHUNK for start in starts])
+        return encode(cache, slots, starts, **more)
+
+    monkeypatch.setattr(b.codec, "encode_paged", counted)
+    blocks = [9, 2, 5, 0, 7, 11, 1, 3, 8, 4]
+    b.fill(blocks, 5 * CHUNK)
+    b.worker.save(b.saves(blocks, range(5)))
+    b.drain()
+    assert sorted(calls) == batches
+    b.worker.start_loads([b.load(list(range(12, 22)), 0, 5 * CHUNK)], synchronous=True)
+    assert b.held(list(range(12, 22)), 0, 5 * CHUNK)
+
+
+def test_a_device_codes_a_step_in_one_go(
+    bench: Callable[..., Bench], device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is none it is only said that there is one: what kernels do with batches, `tests/kernels` tests."""
+    b = bench(device=device)
+    if device.type == "cpu":
+        monkeypatch.setattr(b.codec, "on_device", lambda device: True)
+    batches: list[int] = []
+    encode, decode = b.codec.encode_paged, b.codec.decode_paged
+
+    def encoded(cache: PagedCache, slots: list[torch.Tensor], *more: Any, **named: Any) -> list[bytes]:
+        batches.append(len(slots))
+        return encode(cache, slots, *more, **named)
+
+    def decoded(blobs: list[Any], *more: Any, **named: Any) -> Any:
+        batches.append(-len(blobs))
+        return decode(blobs, *more, **named)
+
+    monkeypatch.setattr(b.codec, "encode_paged", encoded)
+    monkeypatch.setattr(b.codec, "decode_paged", decoded)
+    b.store_all(3)
+    blocks = [20, 3, 17, 4, 9, 22]
+    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    assert b.held(blocks, 0, 3 * CHUNK)
+    assert batches == [3, -3]
+    blob = b.store.entries[b.key(1)]
+    b.store.entries[b.key(1)] = blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:]
+    b.worker.start_loads([b.load(blocks, 0, 3 * CHUNK)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {17, 4, 9, 22} and b.key(1) not in b.store.entries
+    assert batches[2] == -3 and set(batches[3:]) == {-1}, "one after the other tells which is damaged"
+
+
+def test_a_write_that_hangs_holds_up_none_of_its_batch(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=2)
+    go, hangs = threading.Event(), threading.Event()
+
+    def hang(operation: str) -> None:
+        if operation == "put" and not hangs.is_set():
+            hangs.set()
+            _wait(go)
+
+    b.store.before = hang
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.save(b.saves(blocks, range(4)))
+    wait_until(lambda: len(b.worker._saving) == 1, "all but one are stored")
+    assert len(b.store.entries) == 3 and hangs.is_set()
+    assert b.worker._pending == CHUNK * LAYOUT.bytes_per_token, "what is not written still counts"
+    go.set()
+    b.drain()
+    assert len(b.store.entries) == 4
+
+
+def test_without_memory_for_a_copy_the_engine_goes_on(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b = bench()
+    b.fill([0, 1, 2, 3], 2 * CHUNK)
+
+    def none_left(*_: object, **__: object) -> None:
+        raise MemoryError("none left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("cuvee.integrations.vllm.worker.PagedCache.dense", none_left)
+        b.worker.save(b.saves([0, 1, 2, 3], range(2)))
+    assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker._pending == 0
+    assert b.counts()["failures{encode}"] == 2
+    b.worker.save(b.saves([0, 1, 2, 3], range(2)))
+    b.drain()
+    assert len(b.store.entries) == 2
+
+
+def test_pages_may_be_smaller_than_the_schedulers_blocks(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    small = PagedCache(
+        LAYOUT,
+        [keys.view(2 * BLOCKS, BLOCK // 2, *keys.shape[2:]) for keys in b.cache.keys],
+        [values.view(2 * BLOCKS, BLOCK // 2, *values.shape[2:]) for values in b.cache.values],
+    )
+    b.worker.attach(small)
+    b.store_all(3)
+    b.worker.start_loads([b.load([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)], synchronous=True)
+    assert b.held([20, 3, 17, 4, 9, 22], 0, 3 * CHUNK)
+
+
 def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench]) -> None:
     b = bench()
     b.store_all(1)
@@ -518,6 +556,12 @@ def test_what_is_there_already_is_not_encoded_again(bench: Callable[..., Bench])
     b.drain()
     assert b.store.calls.count("put") == before
     assert not b.worker.report(1).unsaved
+    blocks = list(range(8))
+    b.fill(blocks, 4 * CHUNK)
+    b.worker.save(b.saves(blocks, range(4)))  # in a batch with others that are not
+    b.drain()
+    assert b.store.calls.count("put") == before + 3 and len(b.store.entries) == 4
+    assert b.counts()["stored_chunks"] == 4 and not b.worker.report(2).unsaved
 
 
 def test_copies_have_a_budget(bench: Callable[..., Bench]) -> None:
@@ -665,14 +709,10 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     assert hangs.wait(10)
     threading.Event().wait(0.3)
     b.worker.save(b.saves(blocks, range(1, 3)))
-    for digest in b.digests[1:3]:
-        if (future := b.worker._saving.get(digest)) is not None:
-            future.result(10)
+    wait_until(lambda: not b.worker._saving & set(b.digests[1:3]), "chunks are stored")
     assert b.worker._store.counters()["memory"].errors == 1, "the one that hangs, once"
     b.worker.save(b.saves(blocks, range(3, 5)))
-    for digest in b.digests[3:5]:
-        if (future := b.worker._saving.get(digest)) is not None:
-            future.result(10)
+    wait_until(lambda: not b.worker._saving & set(b.digests[3:5]), "chunks are stored")
     # The circuit of writing has opened for it; reading has not.
     assert b.key(0) not in b.store.entries
     go.set()

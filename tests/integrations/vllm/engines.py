@@ -1,6 +1,7 @@
 """Real vLLM engines for tests: each lives in a process of its own, which is told what to do by JSON.
 
-    Process(engines) -> run() -> {name: Ran}        this file, run as a script: several engines, one after the other
+    run_engines(folder, engines) -> {name: Ran}     this file, run as a script: several engines, one after the other
+    run_script(folder, script, ...) -> (status, log)
     Server(model, ...)                              the OpenAI server, on a free port
 
 pytest itself never imports vLLM: it starts threads, pins cores and keeps global state.
@@ -12,6 +13,7 @@ import contextlib
 import json
 import math
 import os
+import runpy
 import signal
 import socket
 import subprocess
@@ -139,15 +141,15 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What an engine did: the answers of each step, its Prometheus counters after the last, what it logged."""
+    """What an engine did: the answers of each step, its Prometheus counters after each, what it logged."""
 
     steps: list[list[Answer]]
-    metrics: dict[str, float]
+    metrics: list[dict[str, float]]
     log: str
 
-    def metric(self, name: str) -> float:
-        """A counter or gauge, summed over its labels; 0 if there is none."""
-        return sum(value for key, value in self.metrics.items() if key.partition("{")[0] == name)
+    def metric(self, name: str, after: int = -1) -> float:
+        """A counter or gauge after a step (default: the last), summed over its labels; 0 if there is none."""
+        return sum(value for key, value in self.metrics[after].items() if key.partition("{")[0] == name)
 
 
 class EngineFailure(AssertionError):
@@ -185,11 +187,30 @@ def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0,
         EngineFailure: the process ended badly or took too long. An engine that failed is left to who asks for it.
     """
     folder.mkdir(parents=True)
-    order, results, log = folder / "order.json", folder / "results.json", folder / "log.txt"
-    order.write_text(json.dumps([_order(engine) for engine in engines]))
+    order, results = folder / "order.json", folder / "results.json"
+    write_order(order, engines)
+    status, text = run_script(folder, __file__, str(order), str(results), timeout=timeout, **variables)
+    if status != 0:
+        raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
+    return read_results(results, text)
+
+
+def run_script(
+    folder: Path, script: str, *arguments: str, timeout: float = 600.0, **variables: str
+) -> tuple[int | str, str]:
+    """Run a script that starts engines in a new process: its exit status, or that it took too long, and its output.
+
+    Args:
+        folder: its working directory.
+        script: path.
+        arguments: of the script.
+        timeout: seconds.
+        variables: of the environment.
+    """
+    log = folder / "log.txt"
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, __file__, str(order), str(results)],
+            [sys.executable, script, *arguments],
             stdout=output,
             stderr=subprocess.STDOUT,
             env=environment(**variables),
@@ -201,11 +222,18 @@ def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0,
                 status: int | str = process.wait(timeout)
             except subprocess.TimeoutExpired:
                 status = f"not done after {timeout:g} s"
-    text = log.read_text(errors="replace")
-    if status != 0:
-        raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
-    logs = _split_log(text, [engine.name for engine in engines])
-    data = json.loads(results.read_text())
+    return status, log.read_text(errors="replace")
+
+
+def write_order(path: Path, engines: Sequence[Engine]) -> None:
+    """What engines are to do, for the process that runs them."""
+    path.write_text(json.dumps([_order(engine) for engine in engines]))
+
+
+def read_results(path: Path, text: str) -> Results:
+    """What engines did; `text` is the output of their process."""
+    data = json.loads(path.read_text())
+    logs = _split_log(text, list(data))
     failed = {name: f"{ran['error']}\n{_last(logs[name])}" for name, ran in data.items() if "error" in ran}
     return Results({name: _ran(data[name], logs[name]) for name in data if name not in failed}, failed)
 
@@ -440,7 +468,8 @@ def _last(log: str) -> str:
     return "\n".join(line[:500] for line in lines[-80:])
 
 
-def _mark(name: str) -> str:
+def mark(name: str) -> str:
+    """What stands in the log in front of what an engine says."""
     return f"=== engine {name} ==="
 
 
@@ -448,12 +477,12 @@ def _split_log(text: str, names: Sequence[str]) -> dict[str, str]:
     """What each engine logged."""
     logs = {}
     for name in names:
-        _, _, rest = text.partition(_mark(name))
+        _, _, rest = text.partition(mark(name))
         logs[name] = rest.partition("=== end ===")[0]
     return logs
 
 
-def _snapshot(llm: Any) -> dict[str, float]:
+def snapshot(llm: Any) -> dict[str, float]:
     """Counters and gauges by name and labels."""
     values: dict[str, float] = {}
     for metric in llm.get_metrics():
@@ -491,7 +520,7 @@ def _wait_for(llm: Any, metric: str, least: float) -> None:
     from vllm import SamplingParams
 
     deadline = time.monotonic() + 30
-    while (value := sum(v for key, v in _snapshot(llm).items() if key.partition("{")[0] == metric)) < least:
+    while (value := sum(v for key, v in snapshot(llm).items() if key.partition("{")[0] == metric)) < least:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{metric} is {value}, not {least}")
         llm.generate([{"prompt_token_ids": [1]}], SamplingParams(max_tokens=1, detokenize=False), use_tqdm=False)
@@ -513,26 +542,33 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     }
     llm = LLM(model=order["model"], **{**defaults, **order["options"]})
     try:
-        done: list[list[dict[str, Any]]] = []
-        asked: list[list[list[int]]] = []
-        for step in order["steps"]:
-            prompts = []
-            for prompt in step["prompts"]:
-                if prompt and isinstance(prompt[-1], list):
-                    earlier, index, ids = prompt
-                    prompts.append([*asked[earlier][index], *done[earlier][index]["tokens"], *ids])
-                else:
-                    prompts.append(prompt)
-            asked.append(prompts)
-            done.append(_answer(llm, prompts, step))
-            if step["until"]:
-                _wait_for(llm, *step["until"])
-        return {"steps": done, "metrics": _snapshot(llm)}
+        return run_steps(llm, order)
     finally:
         cast(Any, llm.llm_engine.engine_core).shutdown()
 
 
-def _let_engines_follow_each_other() -> None:
+def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
+    """Have an engine do what it was ordered to."""
+    done: list[list[dict[str, Any]]] = []
+    asked: list[list[list[int]]] = []
+    metrics: list[dict[str, float]] = []
+    for step in order["steps"]:
+        prompts = []
+        for prompt in step["prompts"]:
+            if prompt and isinstance(prompt[-1], list):
+                earlier, index, ids = prompt
+                prompts.append([*asked[earlier][index], *done[earlier][index]["tokens"], *ids])
+            else:
+                prompts.append(prompt)
+        asked.append(prompts)
+        done.append(_answer(llm, prompts, step))
+        if step["until"]:
+            _wait_for(llm, *step["until"])
+        metrics.append(snapshot(llm))
+    return {"steps": done, "metrics": metrics}
+
+
+def let_engines_follow_each_other() -> None:
     """vLLM's CPU platform searches all modules at every start; of llvmlite's library, `vars` is no mapping."""
     from vllm.triton_utils import dispatcher
 
@@ -546,11 +582,11 @@ def _let_engines_follow_each_other() -> None:
 def _main(order: Path, results: Path) -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    _let_engines_follow_each_other()
+    let_engines_follow_each_other()
     done: dict[str, Any] = {}
     for engine in json.loads(order.read_text()):
         begun = time.monotonic()
-        print(_mark(engine["name"]), flush=True)
+        print(mark(engine["name"]), flush=True)
         try:
             done[engine["name"]] = _run(engine)
         except Exception:
@@ -561,4 +597,9 @@ def _main(order: Path, results: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]), Path(sys.argv[2]))
+    if sys.argv[1] == "--run":  # another script, which starts several engines
+        let_engines_follow_each_other()
+        sys.argv = sys.argv[2:]
+        runpy.run_path(sys.argv[0], run_name="__main__")
+    else:
+        _main(Path(sys.argv[1]), Path(sys.argv[2]))

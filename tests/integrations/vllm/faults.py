@@ -1,10 +1,11 @@
 """Faults on real vLLM engines: what happens to a store, a load or a process while an engine serves.
 
-    python vllm_faults.py GROUP FOLDER MODEL ...  ->  FOLDER/results.json: scenario -> "" or what went wrong
+    python faults.py GROUP FOLDER MODEL ...  ->  FOLDER/results.json: scenario -> "" or what went wrong
 
 A scenario drives an engine in this process step by step, breaks something, and checks the connector's counters. Every
 answer that any scenario got is compared, at the end, with that of an engine without a connector. A group is one process
-with one or more engines, since a process takes longer to start than all its scenarios.
+with one or more engines, since a process takes longer to start than all its scenarios; and an engine runs all scenarios
+of its store, those in which loads are asynchronous first, then synchronous: that option is all that changes.
 """
 
 from __future__ import annotations
@@ -32,10 +33,19 @@ from typing import Any, cast
 
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import RedisServer, redis_server, wait_until
-from tests.integrations.vllm.vllm_engine import _let_engines_follow_each_other, _snapshot, cuvee
+from tests.integrations.vllm.engines import (
+    cuvee,
+    environment,
+    let_engines_follow_each_other,
+    mark,
+    run_script,
+    run_steps,
+    snapshot,
+)
 
 from cuvee.integrations.stores import Store, open_store
 
+ROOT = Path(__file__).parents[3]
 BLOCK, CHUNK = 32, 64
 CHUNKS = 5  # of a usual prompt
 BLOCKS = 34  # of the engine's cache: one prompt of MAX_LEN, or a few usual ones
@@ -55,6 +65,7 @@ OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "seed": 0,
 }
+RANKS_OPTIONS: dict[str, Any] = {"num_gpu_blocks_override": 8 * BLOCKS, "disable_log_stats": False}
 Totals = dict[tuple[str, str], float]
 
 
@@ -134,7 +145,6 @@ class Driven:
 
         from cuvee.integrations.vllm import connector
 
-        self.load_async = load_async
         self.answered: list[Answered] = []
         self.scenario = ""
         self.store = store
@@ -156,6 +166,15 @@ class Driven:
             self.scheduling: Any = self.core.scheduler.connector._scheduler
             self.working: Any = get_kv_transfer_group()._worker
         self.all_blocks = self.free_blocks()
+
+    def load(self, mode: str) -> None:
+        """From now on load as the option `load_async` says: "async" or "sync"."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        changed = replace(self.scheduling._options, load_async=mode == "async")
+        self.scheduling._options = changed
+        for connector in (self.core.scheduler.connector, get_kv_transfer_group()):
+            connector._setup = replace(connector._setup, options=changed)
 
     def close(self) -> None:
         """Shut the engine down."""
@@ -557,16 +576,18 @@ def encode_fails(engine: Driven) -> None:
     from cuvee.codec.codec import Codec
     from cuvee.codec.errors import InputError
 
-    prompt, usual = prompt_of("encode fails"), Codec.encode
+    prompt, usual = prompt_of("encode fails"), Codec.encode_paged
 
     for error in (InputError("value: not a finite number"), RuntimeError("anything")):
 
-        def encode(self: Codec, chunk: Any, error: Exception = error, **more: Any) -> bytes:
-            if chunk.start == 2 * CHUNK:
+        def encode(
+            self: Codec, cache: Any, slots: Any, starts: Sequence[int], error: Exception = error, **more: Any
+        ) -> list[bytes]:
+            if 2 * CHUNK in starts:
                 raise error
-            return usual(self, chunk, **more)
+            return usual(self, cache, slots, starts, **more)
 
-        cast(Any, Codec).encode = encode
+        cast(Any, Codec).encode_paged = encode
         try:
             with engine.counting() as counted:
                 engine.ask(prompt)
@@ -575,7 +596,7 @@ def encode_fails(engine: Driven) -> None:
             assert engine.key(prompt, 2) not in engine.faults.entries
             engine.forget()
         finally:
-            cast(Any, Codec).encode = usual
+            cast(Any, Codec).encode_paged = usual
     engine.ask(prompt)
     engine.settle()
     _found_again(engine, prompt)
@@ -845,7 +866,7 @@ def disk_full(engine: Driven) -> None:
     """What is there is loaded, nothing more is stored, it is said once; then there is room again."""
     first, *more = (prompt_of(f"full {index}") for index in range(4))
     engine.store_and_forget(first)
-    with engine.logged("writing of the disk store failed", "answers again") as said:
+    with engine.logged("writing to the disk store failed", "answers again") as said:
         with engine.counting() as counted:
             for prompt in more:
                 engine.store_and_forget(prompt)
@@ -892,7 +913,7 @@ def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
     """The engine starts and serves, counts, says it once; when the server comes, it is used."""
     prompt = prompt_of("down")
     with engine.logged(
-        "reading of the redis store failed", "writing of the redis store failed", "answers again"
+        "reading from the redis store failed", "writing to the redis store failed", "answers again"
     ) as said:
         with engine.counting() as counted:
             for index in range(3):
@@ -996,9 +1017,6 @@ def redis_garbage(engine: Driven, server: RedisServer) -> None:
             _found_again(engine, prompt)
 
 
-# A process each ---------------------------------------------------------------------------------------------------
-
-
 # Running them -----------------------------------------------------------------------------------------------------
 
 
@@ -1057,22 +1075,35 @@ def compare(model: Path, record: Record, answered: Sequence[Answered]) -> None:
 
 
 def drive_injected(model: Path, record: Record) -> list[Answered]:
-    """Engines whose store is broken from within, loading asynchronously and synchronously."""
-    answered = []
+    """An engine whose store is broken from within."""
+    engine = Driven(model, FaultStore())
     for mode in MODES:
-        engine = Driven(model, FaultStore(), load_async=mode == "async")
+        engine.load(mode)
         for name, scenario in {**INJECTED, **(ASYNC_ONLY if mode == "async" else {})}.items():
             record.run(engine, f"{name}-{mode}", scenario)
-        answered += engine.answered
-        engine.close()
-    return answered
+    engine.close()
+    return engine.answered
 
 
-def run_crash(model: Path, folder: Path, store: str) -> None:
+def crash(model: Path, record: Record, store: Path) -> None:
+    """Leave the store of an engine that was killed while it wrote."""
+    print("--- crash", flush=True)
+    child = os.fork()  # of a process that has imported vLLM, and started nothing
+    if not child:
+        try:
+            run_crash(model, store)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    record.note("crash", "" if killed else f"the engine was to be killed, but ended with status {status}")
+
+
+def run_crash(model: Path, store: Path) -> None:
     """An engine that is killed in the middle of an entry, half of which is on the disk by then."""
     from cuvee.integrations.stores import disk
 
-    writes, lock, usual = [0], threading.Lock(), disk._write_all
+    writes, lock, usual = [0], threading.Lock(), cast(Any, disk).write_all
 
     def write_all(file: int, data: bytes) -> None:
         if len(data) > HEADER:
@@ -1083,14 +1114,14 @@ def run_crash(model: Path, folder: Path, store: str) -> None:
                     os.kill(os.getpid(), signal.SIGKILL)
         usual(file, data)
 
-    cast(Any, disk)._write_all = write_all
+    cast(Any, disk).write_all = write_all
     engine = Driven(model, f"file://{store}")
     for prompt in CRASH:
         engine.ask(prompt)
     engine.settle()
 
 
-def drive_disk(model: Path, record: Record, crashed: str, small: str, pretend: bool) -> list[Answered]:
+def drive_disk(model: Path, record: Record, crashed: Path, small: str, pretend: bool) -> list[Answered]:
     """A store in a folder where an engine crashed, and one on a disk that is full."""
     from cuvee.integrations.stores import disk
 
@@ -1102,7 +1133,7 @@ def drive_disk(model: Path, record: Record, crashed: str, small: str, pretend: b
 
     engine = Driven(model, f"file://{small}/store", load_async=False)
     engine.core.scheduler.connector._store._max = 0.5  # of the backoff: nobody wants to wait longer
-    usual = disk._write_all
+    usual = cast(Any, disk).write_all
 
     def write_all(file: int, data: bytes) -> None:
         if len(data) > HEADER and len(entry_paths(engine)) >= 2 * CHUNKS:
@@ -1110,9 +1141,9 @@ def drive_disk(model: Path, record: Record, crashed: str, small: str, pretend: b
         usual(file, data)
 
     if pretend:
-        cast(Any, disk)._write_all = write_all
+        cast(Any, disk).write_all = write_all
     record.run(engine, disk_full.__name__, disk_full)
-    cast(Any, disk)._write_all = usual
+    cast(Any, disk).write_all = usual
     answered += engine.answered
     engine.close()
     return answered
@@ -1120,31 +1151,30 @@ def drive_disk(model: Path, record: Record, crashed: str, small: str, pretend: b
 
 def drive_redis(model: Path, record: Record) -> list[Answered]:
     """A Redis server that is not there, goes, hangs or holds garbage."""
-    answered = []
     with redis_server() as server:
-        for mode in ("async", "sync"):
+        server.kill()
+        engine = Driven(model, f"redis://127.0.0.1:{server.port}/0?timeout=0.3")
+        engine.core.scheduler.connector._store._max = 0.5
+        for mode in MODES:
+            engine.load(mode)
             server.kill()
-            url = f"redis://127.0.0.1:{server.port}/0?timeout=0.3"
-            engine = Driven(model, url, load_async=mode == "async")
-            engine.core.scheduler.connector._store._max = 0.5
             for name, scenario in REDIS.items():
                 record.run(engine, f"{name}-{mode}", partial(scenario, server=server))
-            answered += engine.answered
-            engine.close()
-    return answered
+        engine.close()
+    return engine.answered
 
 
-def run_served(model: Path, folder: Path, crashed: str, small: str, redis: str) -> None:
-    """All engines that survive, one after the other.
+def run_served(model: Path, folder: Path, small: str, redis: str) -> None:
+    """An engine that is killed, then all that survive, one after the other.
 
     Args:
         model: checkpoint.
         folder: for results.
-        crashed: folder of the store that `run_crash` left.
         small: mount point of a disk of 1 MB; empty: it is only played that a disk is full.
         redis: "no": without.
     """
-    record = Record(folder)
+    record, crashed = Record(folder), folder / "crashed"
+    crash(model, record, crashed)
     answered = drive_injected(model, record)
     answered += drive_disk(model, record, crashed, small or str(folder), pretend=not small)
     if redis != "no":
@@ -1153,19 +1183,20 @@ def run_served(model: Path, folder: Path, crashed: str, small: str, redis: str) 
 
 
 def run_ranks(model: Path, folder: Path, store: str) -> None:
-    """Two tensor-parallel ranks, processes of their own: what one of them misses, both compute; one is killed."""
+    """Two tensor-parallel ranks, processes of their own: what one of them misses, both compute; one is killed.
+
+    Before that they do what `folder`/order.json says.
+    """
     from vllm import LLM, SamplingParams
 
     psutil = import_module("psutil")  # vLLM needs it; its types are a package of their own
 
     record, prompt = Record(folder), prompt_of("ranks")
-    llm: Any = LLM(
-        model=str(model),
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-        kv_transfer_config=cuvee(f"file://{store}", chunk_tokens=CHUNK),
-        **{**OPTIONS, "disable_log_stats": False},
-    )
+    (order,) = json.loads((folder / "order.json").read_text())
+    print(mark(order["name"]), flush=True)
+    llm: Any = LLM(model=str(model), **{**OPTIONS, **RANKS_OPTIONS, **order["options"]})
+    (folder / "answers.json").write_text(json.dumps({order["name"]: run_steps(llm, order)}))
+    print("=== end ===", flush=True)
 
     def ask(*prompts: Sequence[int]) -> list[Any]:
         parameters = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False)
@@ -1176,7 +1207,7 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
 
     def count(name: str) -> float:
         ask([1])
-        figures = _snapshot(llm).items()
+        figures = snapshot(llm).items()
         return sum(value for key, value in figures if key.partition("{")[0] == f"vllm:cuvee_{name}")
 
     def wait_for(stored: int) -> None:
@@ -1186,12 +1217,15 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
         assert llm.reset_prefix_cache()
         return ask(prompt)[0]
 
+    def files() -> set[Path]:
+        return {path for path in Path(store).rglob("*") if path.is_file() and len(path.name) > 20}
+
+    others, stored = files(), int(count("stored_chunks")) + 2 * CHUNKS
     (first,) = ask(prompt)
     expected = tokens(first)
-    wait_for(2 * CHUNKS)
-    paths = sorted(path for path in Path(store).rglob("*") if path.is_file() and len(path.name) > 20)
+    wait_for(stored)
+    paths = sorted(files() - others)
     assert len(paths) == 2 * CHUNKS
-    stored = 2 * CHUNKS
     for damage in ("deleted", "truncated", "garbage"):
         name = f"rank_{damage}"
         try:
@@ -1218,10 +1252,10 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
             record.note(name, traceback.format_exc())
 
     workers = [child for child in psutil.Process().children(recursive=True) if "Worker" in " ".join(child.cmdline())]
-    before = sum(path.is_file() for path in Path(store).rglob("*"))
+    before = len(files())
 
     def kill() -> None:
-        while sum(path.is_file() for path in Path(store).rglob("*")) < before + 3:
+        while len(files()) < before + 3:
             time.sleep(0.001)
         workers[-1].kill()
 
@@ -1252,6 +1286,7 @@ REDIS: dict[str, Callable[..., None]] = {
 }
 MODES = ("async", "sync")
 WITHOUT_REDIS = [
+    "crash",
     *(f"{name}-{mode}" for name in INJECTED for mode in MODES),
     *(f"{name}-async" for name in ASYNC_ONLY),
     *DISK,
@@ -1259,12 +1294,30 @@ WITHOUT_REDIS = [
 ]
 WITH_REDIS = [f"{name}-{mode}" for name in REDIS for mode in MODES]
 RANKS = ("rank_deleted", "rank_truncated", "rank_garbage", "rank_killed")
-GROUPS: dict[str, Callable[..., None]] = {"crash": run_crash, "served": run_served, "ranks": run_ranks}
+GROUPS: dict[str, Callable[..., None]] = {"served": run_served, "ranks": run_ranks}
+
+
+def run_group(group: str, folder: Path, model: Path, *arguments: str, **variables: str) -> tuple[int | str, str]:
+    """Run a group of scenarios in a new process: its exit status, or that it took too long, and its output.
+
+    Args:
+        group: one of `GROUPS`.
+        folder: for results.
+        model: checkpoint.
+        arguments: of the group.
+        variables: of the environment.
+    """
+    path = os.pathsep.join((environment()["PYTHONPATH"], str(ROOT)))
+    return run_script(
+        folder, __file__, group, str(folder), str(model), *arguments, timeout=PATIENCE, PYTHONPATH=path, **variables
+    )
 
 
 def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:
     faulthandler.dump_traceback_later(PATIENCE - 5, exit=True)
-    _let_engines_follow_each_other()
+    import vllm  # noqa: F401 - before the process forks
+
+    let_engines_follow_each_other()
     GROUPS[group](model, folder, *arguments)
     faulthandler.cancel_dump_traceback_later()
 

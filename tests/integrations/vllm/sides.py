@@ -1,0 +1,230 @@
+"""The two sides of the connector, each with a store that tests can break: `Desk` and `Bench`."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.redis_server import wait_until
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.identity import Identity, PrefixChain, Scope, store_key
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profile import Profile
+from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.messages import Load, Save, StepPlan
+from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.scheduler import SchedulerSide
+from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.worker import WorkerSide
+
+BLOCK, CHUNK, BLOCKS = 8, 16, 24
+LAYOUT = KVLayout("synthetic", (LayerLayout(2, 16, 16, Rope((1.0,) * 8)),) * 3, "bfloat16", 4096)
+TENANT = "somebody"
+IDENTITY = Identity("model", "tokenizer", b"l" * 16, b"", "lossless")
+
+
+def make_request(name: str = "r", tokens: int = 100, **changes: Any) -> SimpleNamespace:
+    """A request with the attributes that vLLM's have."""
+    ids = [7 * index % 61 for index in range(tokens)]
+    fields: dict[str, Any] = {
+        "request_id": name,
+        "prompt_token_ids": ids,
+        "prompt_embeds": None,
+        "all_token_ids": list(ids),
+        "num_tokens": tokens,
+        "num_prompt_tokens": tokens,
+        "num_computed_tokens": 0,
+        "cache_salt": None,
+        "lora_request": None,
+        "mm_features": [],
+        "skip_reading_prefix_cache": False,
+        "resumable": False,
+    }
+    return SimpleNamespace(**{**fields, **changes})
+
+
+def generate(request: SimpleNamespace, tokens: int) -> None:
+    """The engine generates tokens for a request."""
+    request.all_token_ids += [11] * tokens
+    request.num_tokens += tokens
+
+
+class Desk:
+    """A scheduler's side with its store and a clock that tests turn."""
+
+    def __init__(
+        self,
+        shards: int = 1,
+        loads: bool = True,
+        stores: bool = True,
+        own_store: bool = False,
+        prefix_caching: bool = True,
+        **options: Any,
+    ) -> None:
+        self.now = 1000.0
+        self.store = DictStore()
+        self.recorder = Recorder()
+        self.shards = shards
+        opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
+        setup = Setup(opts, LAYOUT, Profile.generic(LAYOUT), "lossless", BLOCK, shards, loads, stores, prefix_caching)
+        self.side = SchedulerSide(
+            setup, IDENTITY, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now
+        )
+
+    def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
+        chain = PrefixChain(IDENTITY, scope or Scope(), CHUNK)
+        return chain.digests(request.all_token_ids, request.num_tokens // CHUNK)
+
+    def put(
+        self,
+        request: SimpleNamespace,
+        chunks: int,
+        tenant: str = "",
+        shards: int | None = None,
+        key_id: bytes = b"",
+        first: int = 0,
+    ) -> None:
+        for digest in self.digests(request, Scope(tenant))[first:chunks]:
+            for rank in range(self.shards if shards is None else shards):
+                self.store.entries[store_key(tenant, digest, rank, key_id)] = b"blob"
+
+    def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
+        """Ask as the engine does until there is an answer."""
+        for _ in range(5000):
+            tokens, later = self.side.matched_tokens(request, computed)
+            if tokens is not None:
+                return tokens, later
+            self.plan()  # another request's step
+        raise AssertionError("no answer")
+
+    def plan(self, *steps: tuple[SimpleNamespace, int, int], new: bool = True) -> StepPlan:
+        """The plan of a step that computes `(request, tokens before, tokens in this step)`."""
+        fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
+        old = [(r.request_id, before) for r, before, _ in steps if not new]
+        state = SimpleNamespace(get_block_ids=lambda name: (list(range(100, 200)),))
+        return self.side.plan(
+            SimpleNamespace(
+                scheduled_new_reqs=fresh,
+                scheduled_cached_reqs=SimpleNamespace(
+                    req_ids=[name for name, _ in old], num_computed_tokens=[before for _, before in old]
+                ),
+                num_scheduled_tokens={r.request_id: count for r, _, count in steps},
+                total_num_scheduled_tokens=sum(count for _, _, count in steps),
+                kv_connector_block_state=state,
+            )
+        )
+
+    def lookups(self) -> dict[str, float]:
+        return {label: value for (name, label), value in self.recorder.totals().items() if name == "lookups"}
+
+
+def _pages(layout: KVLayout, device: torch.device) -> PagedCache:
+    """Pages of NaN: whatever is not restored shows."""
+
+    def page(heads: int, size: int) -> torch.Tensor:
+        return torch.full((BLOCKS, BLOCK, heads, size), torch.nan, dtype=layout.torch_dtype, device=device)
+
+    return PagedCache(
+        layout,
+        [page(layer.kv_heads, layer.head_dim) for layer in layout.layers],
+        [page(layer.kv_heads, layer.value_dim) for layer in layout.layers],
+    )
+
+
+class Bench:
+    """A worker, its store, its pages, and a sequence of 8 chunks."""
+
+    def __init__(
+        self,
+        rank: int = 0,
+        codec: dict[str, Any] | None = None,
+        store: DictStore | None = None,
+        sequence: KVChunk | None = None,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> None:
+        self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
+        profile = Profile.generic(LAYOUT)
+        self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
+        self.store = store or DictStore()
+        self.recorder = Recorder()
+        self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
+        self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
+        self.cache = _pages(LAYOUT, device or torch.device("cpu"))
+        self.worker.attach(self.cache)
+        noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()
+        self.sequence = sequence or KVChunk(noise[0], noise[1], LAYOUT)
+        self.digests = [bytes([index]) * 32 for index in range(8)]
+        self.rank = rank
+
+    def key(self, chunk: int) -> str:
+        return store_key(TENANT, self.digests[chunk], self.rank, *self.codec.key_ids[:1])
+
+    def fill(self, blocks: list[int], tokens: int) -> None:
+        """The engine computes the sequence's first tokens into `blocks`."""
+        self.cache.write(
+            [keys[:tokens].to(self.cache.device) for keys in self.sequence.keys],
+            [values[:tokens].to(self.cache.device) for values in self.sequence.values],
+            _slots(blocks, 0, tokens).to(self.cache.device),
+        )
+
+    def saves(self, blocks: list[int], chunks: range) -> list[Save]:
+        per_chunk = CHUNK // BLOCK
+        return [Save(TENANT, self.digests[c], c, blocks[c * per_chunk : (c + 1) * per_chunk]) for c in chunks]
+
+    def store_all(self, chunks: int = 8) -> None:
+        blocks = list(range(2 * chunks))
+        self.fill(blocks, chunks * CHUNK)
+        self.worker.save(self.saves(blocks, range(chunks)))
+        self.drain()
+        for tensor in self.cache.keys + self.cache.values:
+            tensor.fill_(torch.nan)
+
+    def drain(self) -> None:
+        """Wait until nothing is being stored."""
+        wait_until(lambda: not self.worker._saving, "chunks are stored")
+
+    def load(self, blocks: list[int], start: int, end: int, request: str = "r") -> Load:
+        first = start // CHUNK
+        return Load(request, TENANT, self.digests[first : end // CHUNK], first, start, end, blocks)
+
+    def wait(self, *requests: str) -> None:
+        """Poll as the engine does until the loads have arrived."""
+        missing = set(requests or ("r",))
+        pause = threading.Event()
+        for _ in range(3000):
+            missing -= self.worker.take_arrived()
+            if not missing:
+                return
+            pause.wait(0.01)
+        raise AssertionError(f"{missing} never arrived")
+
+    def held(self, blocks: list[int], start: int, end: int, first: int = 0) -> bool:
+        """Whether the pages hold tokens `start … end` of the sequence; `blocks` begin at token `first`."""
+        chunk = self.cache.read(_slots(blocks, start - first, end - first).to(self.cache.device), start)
+        return _same(chunk, self.sequence, start, end)
+
+    def counts(self) -> dict[str, Any]:
+        return _flat(self.recorder)
+
+
+def _slots(blocks: list[int], start: int, end: int) -> torch.Tensor:
+    tokens = torch.arange(start, end)
+    return torch.tensor(blocks)[tokens // BLOCK] * BLOCK + tokens % BLOCK
+
+
+def _same(chunk: KVChunk, sequence: KVChunk, start: int, end: int) -> bool:
+    return all(
+        torch.equal(mine.cpu(), theirs[start:end])
+        for mine, theirs in zip(chunk.keys + chunk.values, sequence.keys + sequence.values, strict=True)
+    )
+
+
+def _flat(recorder: Recorder) -> dict[str, float]:
+    return {name + f"{{{label}}}" * bool(label): value for (name, label), value in recorder.totals().items()}
