@@ -1,17 +1,17 @@
-"""Position-independent reuse: prompts put together from cached chunks, of which only some tokens are recomputed.
+"""Prompts put together from cached chunks at any position. Only some of their tokens are recomputed.
 
-Segment, Blender         a prompt's pieces; blends them into a cache that generation continues on
-BlendResult, BlendRecord what comes out, and what was recomputed
-ChunkCache               chunks by content, over any store
+Segment, Blender          the pieces of a prompt; blends them into a cache that generation continues on
+BlendResult, BlendRecord  what comes out, and what was recomputed
+ChunkCache                chunks by content, kept in any store
 HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Sum, Product, Union: which tokens are recomputed
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
-from cuvee.blend.library import BlobStore, ChunkCache, ChunkCounters
+from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters
+from cuvee.blend.hkvd import HKVD
 from cuvee.blend.model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import (
-    HKVD,
     Boundary,
     Nothing,
     Overlap,

@@ -1,9 +1,9 @@
-"""`Blender`: a prompt of cached chunks and text -> a cache that generation continues on.
+"""Turns a prompt of cached chunks and text into a cache that generation continues on.
 
-    segments --place--> keys, values [H, T, D] per layer      chunks decoded or turned to their new positions
+    segments --place--> keys, values [H, T, D] per layer     chunks decoded, or rotated to their new positions
              --select-> positions                            what is recomputed (selectors.py)
-             --compute> layer by layer, text and selected    each token looks at all KV before it, cached or new,
-                        tokens only                          and what it computes replaces what was cached there
+             --compute> text and selected tokens only,       each token looks at all KV before it, cached or new,
+                        layer by layer                       and what it computes replaces what was cached there
 
 After Yao et al., CacheBlend (arXiv:2405.16444), with positions restored by RoPE as in EPIC (arXiv:2410.15332).
 """
@@ -30,11 +30,11 @@ from cuvee.codec.rope import rotate, unrotate
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-_BLOCK_ROWS = 1024  # tokens computed together: a mask takes as many times the prompt's length
+_BLOCK_ROWS = 1024  # tokens computed together; their mask has so many rows, each as long as the prompt
 _PROBES = 16  # tokens of a chunk that are compared with its text
 _FEWEST_PROBES = 4
-# Of the mean distance between tokens: measured are 0.2 at quality "small", 0.73 where nothing but the mean is left, and
-# 0.96 to 1.05 for other tokens.
+# A chunk is refused above this error, as a share of the mean distance between tokens. Measured: 0.2 at quality "small",
+# 0.73 if nothing but the mean is left, and 0.96 to 1.05 for other tokens.
 _MISMATCH = 0.85
 
 
@@ -43,10 +43,10 @@ class SegmentRecord:
     """What became of one segment.
 
     Attributes:
-        start, end: its positions.
+        start, end: its positions, `start <= position < end`.
         cached: whether it came with a chunk.
-        leading: whether its chunk was exact where it stands.
-        computed: of its tokens, how many went through each layer.
+        leading: whether its chunk is exact where it stands.
+        computed: how many of its tokens went through each layer.
     """
 
     start: int
@@ -61,15 +61,16 @@ class BlendRecord:
     """What was recomputed, and why.
 
     Attributes:
-        tokens: of the prompt, T.
-        cached: of them, how many came with a chunk.
-        layers: of the model.
-        computed: cached tokens that went through each layer.
-        query_token_layers: spent by the selector on passes of the query.
-        depth: int64 `[T]`: through how many layers per token went; all of them for text.
-        text: bool `[T]`: computed because nothing was cached. What else has a depth was chosen by the selector.
-        segments: what became of each.
-        selector: which one decided, as Python writes it.
+        tokens: number of tokens of the prompt, T.
+        cached: how many of them came with a chunk.
+        layers: number of layers of the model.
+        computed: how many cached tokens went through each layer.
+        query_token_layers: token-layers that the selector spent on passes of the query.
+        depth: how many layers each token went through, int64 `[T]`. Text goes through all of them.
+        text: which tokens were computed because nothing was cached, bool `[T]`. The selector chose all others that have
+            a depth.
+        segments: what became of each segment.
+        selector: the `repr` of the selector that decided.
     """
 
     tokens: int
@@ -84,7 +85,7 @@ class BlendRecord:
 
     @property
     def cost(self) -> float:
-        """Token-layers spent on cached tokens over those of recomputing them all; 0 where none were cached."""
+        """Token-layers spent, as a share of recomputing all cached tokens; 0 if none were cached."""
         whole = self.cached * self.layers
         return (sum(self.computed) + self.query_token_layers) / whole if whole else 0.0
 
@@ -93,15 +94,15 @@ class BlendRecord:
 class BlendResult:
     """A blended prompt.
 
-    Generation goes on from the token that is likeliest next (`generate` wants all tokens, and changes the cache):
+    Generation goes on from the likeliest next token (`generate` wants all tokens, and changes the cache):
 
         seen = torch.cat([result.tokens, result.logits[-1:].argmax(-1).cpu()])[None]
         model.generate(seen.to(model.device), past_key_values=result.cache)
 
     Attributes:
-        tokens: int64 `[T]`, of all segments.
-        cache: keys and values `[1, H, T, D]` per layer in the model's dtype.
-        logits: float32 `[n, V]` after the last n tokens.
+        tokens: the tokens of all segments, int64 `[T]`.
+        cache: keys and values `[1, H, T, D]` per layer, in the model's dtype.
+        logits: float32 `[n, V]`, after the last n tokens.
         record: what was recomputed.
     """
 
@@ -114,16 +115,32 @@ class BlendResult:
 class Blender:
     """Puts prompts together from cached chunks and text.
 
+        >>> from cuvee.blend import Boundary
+        >>> from cuvee.codec.layout import KVLayout
+        >>> from cuvee.codec.model import prefill
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> layout = KVLayout.from_config(config, dtype=model.dtype)
+        >>> (chunk,) = prefill(model, torch.tensor([[1, 2, 3, 4]]), layout, "cpu")  # a document, computed once
+        >>> blender = Blender(model, selector=Boundary(tokens=1))
+        >>> result = blender.blend([Segment([9, 8]), Segment([1, 2, 3, 4], chunk), Segment([5])])
+        >>> result.record.depth  # layers that each token went through: three of the chunk's four came from its cache
+        tensor([2, 2, 2, 0, 0, 0, 2])
+        >>> result.record.cost, tuple(result.logits.shape)
+        (0.25, (1, 64))
+
     Args:
-        model: a transformers causal language model in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
+        model: a causal language model of transformers in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
             anything else behind the `BlendModel` protocol.
-        codec: decodes blobs; without one chunks must be `KVChunk`s.
+        codec: decodes blobs. Without it chunks must be `KVChunk`s.
         selector: what to recompute; default: `default_selector()`, 15 % of the cached tokens.
 
     Raises:
-        UnsupportedModel: sliding windows, MLA, M-RoPE, a family that was not checked: refused by name.
+        UnsupportedModel: sliding windows, MLA, M-RoPE, or a family that was not checked; each is refused by name.
         ProfileMismatch: the codec's profile belongs to another model.
-        InputError: as `TransformersModel`.
+        InputError: as for `TransformersModel`.
     """
 
     def __init__(
@@ -145,19 +162,19 @@ class Blender:
     ) -> BlendResult:
         """Blend a prompt.
 
-        Text is always computed, and so is the last token even if a chunk holds it: its logits are wanted.
+        Text is always computed. So is the last token even if a chunk holds it, because its logits are wanted.
 
         Args:
             segments: the prompt, in order; at least one.
-            logits_to_keep: for how many of the last tokens, all of them text (or one).
-            selector: instead of the blender's own.
+            logits_to_keep: how many of the last tokens to return logits for. All of them must be text, unless it is 1.
+            selector: used instead of the blender's own.
 
         Raises:
-            InputError: no segments, tokens that the model does not have, a chunk of other tokens (a sample of each is
-                compared in the first layer), more tokens than the model has positions, logits of cached tokens, a blob
-                without a codec, or a selector's cost that cannot be kept.
-            ProfileMismatch: a chunk of another model or profile.
-            FormatError, VersionError, CorruptError: a damaged blob.
+            InputError: there are no segments; tokens are outside the vocabulary, or more than the model has positions;
+                a chunk belongs to other tokens (a sample of each is compared in the first layer); logits of cached
+                tokens are asked for; there is a blob but no codec; the selector's cost cannot be kept.
+            ProfileMismatch: a chunk belongs to another model or profile.
+            FormatError, VersionError, CorruptError: a blob is damaged.
         """
         chosen = self.selector if selector is None else selector
         _check_selector(chosen)
@@ -166,11 +183,11 @@ class Blender:
 
 def _check_selector(selector: Selector) -> None:
     if not hasattr(selector, "begin"):
-        raise InputError(f"selector: must be one of cuvee.blend's, got {selector!r}")
+        raise InputError(f"selector: must have begin(), as the selectors of cuvee.blend do, got {selector!r}")
 
 
 class _Run:
-    """One prompt."""
+    """Blends one prompt."""
 
     def __init__(
         self,
@@ -195,12 +212,12 @@ class _Run:
         self._check()
         self.segment = torch.repeat_interleave(torch.arange(len(segments)), lengths)
         self.cached = torch.tensor([segment.chunk is not None for segment in segments])[self.segment]
-        # A chunk that ends the prompt leaves its last token to be computed: the logits after it are wanted.
+        # If a chunk ends the prompt, its last token is computed all the same: the logits after it are wanted.
         self.cached[-1] = False
         text = int((~self.cached).flip(0).long().cumprod(0).sum())
         if type(logits_to_keep) is not int or not 1 <= logits_to_keep <= text:
             raise InputError(
-                f"logits_to_keep: must be 1 … {text}, the tokens of text that end this prompt, got {logits_to_keep!r}"
+                f"logits_to_keep: must be 1 … {text}, as many as end this prompt in text, got {logits_to_keep!r}"
             )
         self.kept = logits_to_keep
         self.query_token_layers = 0
@@ -254,11 +271,11 @@ class _Run:
     # Cached KV -----------------------------------------------------------------------------------------------------
 
     def _place(self) -> bool:
-        """Put every chunk where its segment stands; whether the first is exact there."""
+        """Put every chunk where its segment stands; return whether the first one is exact there."""
         layout, device, total = self.model.layout, self.model.device, len(self.tokens)
 
         def zeros(heads: int, size: int) -> torch.Tensor:
-            # Zeros, not garbage: what a mask hides still takes part in the product, and 0 * NaN is NaN.
+            # Zeros instead of garbage, because masked values still take part in the product, and 0 * NaN is NaN.
             return torch.zeros(heads, total, size, dtype=layout.torch_dtype, device=device)
 
         self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
@@ -275,7 +292,7 @@ class _Run:
             elif segment.chunk is not None:
                 if self.codec is None:
                     raise InputError(f"segments[{index}]: holds a blob, but the blender was given no codec")
-                header = read_header(segment.chunk)  # of which nothing is believed before decoding checks it
+                header = read_header(segment.chunk)  # not trusted until decoding has verified it
                 if header.tokens != end - start:
                     raise InputError(f"segments[{index}]: {end - start} tokens, its blob holds {header.tokens}")
                 blobs.append(segment.chunk)
@@ -300,13 +317,13 @@ class _Run:
         for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
             rope, moved = layout.layers[layer].rope, keys
             if start != chunk.start:
-                # By way of the model's own angles at both places: float32 rounds that of the distance otherwise.
+                # Via the model's own angles at both places: the angle of the distance would be rounded otherwise.
                 moved = rotate(unrotate(keys, rope, at + chunk.start), rope, at + start)
             self.keys[layer][:, start : start + chunk.tokens] = moved.transpose(0, 1).to(self.keys[layer])
             self.values[layer][:, start : start + chunk.tokens] = values.transpose(0, 1).to(self.values[layer])
 
     def _check_tokens(self) -> None:
-        """Refuse chunks of other tokens: the first layer's values depend on the token alone."""
+        """Refuse chunks of other tokens. The first layer's values show them: they depend on the token alone."""
         probes: dict[int, torch.Tensor] = {}
         for index, (segment, start, end) in enumerate(zip(self.segments, self.starts, self.ends, strict=True)):
             if segment.chunk is not None:
@@ -320,14 +337,14 @@ class _Run:
         apart = torch.cdist(own, own)
         distances = apart[apart > 0]
         if not len(distances):
-            return  # one token all over: nothing to tell it from
+            return  # all probes are the same token, so there is nothing to compare
         error = (own - held).norm(dim=1) / distances.mean()
         done = 0
         for index, probe in probes.items():
-            # A few tokens may lie far apart by chance.
+            # A handful of probes may be off by chance.
             if len(probe) >= _FEWEST_PROBES and error[done : done + len(probe)].mean() > _MISMATCH:
                 raise InputError(
-                    f"segments[{index}]: its chunk is not that of its tokens (first layer's values differ)"
+                    f"segments[{index}]: its chunk belongs to other tokens (the first layer's values differ)"
                 )
             done += len(probe)
 
@@ -338,7 +355,7 @@ class _Run:
         total = len(self.tokens)
         positions = (~self.cached).nonzero()[:, 0][-queries:]
         there = self.cached.clone()
-        there[positions] = True  # other text is not computed yet
+        there[positions] = True  # the rest of the text is not computed yet
         visible = (positions[:, None] >= torch.arange(total)) & there
         rows = self.model.rows(positions, visible)
         hidden = self.model.embed(self.tokens[positions])
@@ -356,14 +373,14 @@ class _Run:
         return mass
 
     def _blocks(self, positions: torch.Tensor) -> list[_Block]:
-        """Cut the tokens of a pass, so that masks stay small: each block looks at what the ones before it wrote."""
+        """Cut the tokens of a pass into blocks, to keep masks small. Each block sees what those before it wrote."""
         return [
             _Block(part, int(part[-1]) + 1, self.model.rows(part, self._visible(part)))
             for part in positions.split(_BLOCK_ROWS)
         ]
 
     def _visible(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """What tokens at `positions` look at: all up to themselves; None where these are the first of the prompt."""
+        """What the tokens at `positions` look at: all up to themselves. None if these are the first of the prompt."""
         end = int(positions[-1]) + 1
         return None if len(positions) == end else positions[:, None] >= torch.arange(end)
 
@@ -397,7 +414,7 @@ class _Run:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Block:
-    """Tokens that go through a layer together, the position after them, what the model needs to know."""
+    """Tokens that go through a layer together, the position after them, and what the model needs to know of them."""
 
     positions: torch.Tensor
     end: int
@@ -415,9 +432,10 @@ class _Exchange:
         self.seen: list[torch.Tensor] = []
 
     def watch(self, cached: torch.Tensor) -> None:
-        """See how far the new KV of cached tokens (bool `[T]`) is from what they came with.
+        """Measure how far the new KV of `cached` tokens (bool `[T]`) is from the KV that they came with.
 
-        `seen` will hold four float32 `[n]`: squared distances of keys and of values, squared new keys and values.
+        `seen` will hold four tensors float32 `[n]`: the squared distances of keys and of values, then the squared new
+        keys and new values.
         """
         self._watched = cached[self._positions.cpu()].nonzero()[:, 0].to(self._keys.device)
 

@@ -1,8 +1,8 @@
-"""What blending asks of a model (`BlendModel`), and transformers' models as they are (`TransformersModel`).
+"""What blending needs of a model (`BlendModel`), and how models of transformers provide it (`TransformersModel`).
 
-Selected tokens go through unmodified decoder layers. A layer hands its new keys and values to an object in the place of
-its cache; that object writes them among the cached ones and gives all of them back, and a mask by position says what
-each selected token may look at.
+Selected tokens go through unmodified decoder layers. Each layer hands its new keys and values to an object in place of
+its cache. That object writes them among the cached ones and returns all of them. A mask by position says what each
+selected token may look at.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FAMILIES = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
-"""Model types whose layers were checked against a full prefill."""
+"""The model types whose layers were checked against a full prefill."""
 
 Exchange = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Takes a layer's new keys and values `[H, S, D]`, returns those of the whole prompt `[H, T, D]`."""
 
 
 class BlendModel(Protocol):
-    """A model of which some tokens can be computed at a time. S tokens of a prompt of T; C: the model's width."""
+    """A model that can compute some tokens of a prompt: S tokens of T. C is the width of the model."""
 
     layout: KVLayout
     vocabulary: int
@@ -42,17 +42,17 @@ class BlendModel(Protocol):
         ...
 
     def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> Any:
-        """What `layer` and `queries` need to know of tokens at `positions` `[S]`.
+        """What `layer` and `queries` need to know of the tokens at `positions` `[S]`.
 
         Args:
             positions: int64, rising.
-            visible: bool `[S, T]`: which tokens of the prompt each may look at; None: these are all tokens of the
-                prompt, and each sees itself and those before it.
+            visible: bool `[S, T]`: which tokens of the prompt each of them may look at. None means that these are all
+                tokens of the prompt, and each sees itself and those before it.
         """
         ...
 
     def layer(self, index: int, hidden: torch.Tensor, rows: Any, exchange: Exchange) -> torch.Tensor:
-        """Hidden states `[S, C]` before a layer -> after it."""
+        """Hidden states `[S, C]` before a layer -> hidden states after it."""
         ...
 
     def queries(self, index: int, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
@@ -76,11 +76,11 @@ class _Rows:
 
 
 class TransformersModel:
-    """A transformers decoder, unmodified. In eval mode; its attention must be "sdpa" or "eager".
+    """A decoder of transformers, unmodified. It must be in eval mode, with "sdpa" or "eager" attention.
 
     Raises:
-        UnsupportedModel: another family, sliding windows, or whatever `KVLayout.from_config` refuses.
-        InputError: not a transformers model, one in training mode, or another implementation of attention.
+        UnsupportedModel: another family, sliding windows, or whatever else `KVLayout.from_config` refuses.
+        InputError: not a model of transformers, one in training mode, or another implementation of attention.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -90,7 +90,7 @@ class TransformersModel:
         self.layout = KVLayout.from_config(config, dtype=model.dtype)
         if any(layer.sliding_window is not None for layer in self.layout.layers):
             raise UnsupportedModel(
-                f"{config.model_type}: sliding windows cannot be blended: a layer does not see what it dropped"
+                f"{config.model_type}: sliding windows cannot be blended, since a layer does not see what it dropped"
             )
         base: Any = model.base_model
         if config.model_type not in FAMILIES or not hasattr(base, "rotary_emb"):
@@ -102,7 +102,7 @@ class TransformersModel:
         self._attention = config._attn_implementation
         if self._attention not in ("sdpa", "eager"):
             raise InputError(
-                f"model: attends by {self._attention!r}, which takes no mask by position: load it with "
+                f"model: uses {self._attention!r} attention, which takes no mask by position: load it with "
                 'attn_implementation="sdpa"'
             )
         self._model: Any = model
@@ -116,7 +116,7 @@ class TransformersModel:
         return device
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See `BlendModel`; so for the methods below."""
+        """See `BlendModel`, also for the methods below."""
         hidden: torch.Tensor = self._model.get_input_embeddings()(tokens.to(self.device))
         return hidden
 
@@ -124,7 +124,7 @@ class TransformersModel:
         position_ids = positions.to(self.device)[None]
         cos, sin = self._base.rotary_emb(torch.empty(0, dtype=self._model.dtype, device=self.device), position_ids)
         mask: torch.Tensor | None = None
-        if visible is None and self._attention == "eager":  # which takes no mask for no restriction
+        if visible is None and self._attention == "eager":  # eager attention takes "no mask" as "no restriction"
             count = position_ids.shape[1]
             visible = torch.ones(count, count, dtype=torch.bool).tril()
         if visible is not None:
@@ -167,7 +167,7 @@ class TransformersModel:
         return heads * self.layout.layers[index].head_dim
 
     def _projected(self, index: int, hidden: torch.Tensor, name: str, part: slice) -> tuple[Any, torch.Tensor]:
-        """A layer's attention, and its projection `[S, heads, D]`: its own, or a part of the fused one (Phi-3)."""
+        """The attention of a layer, and its projection `[S, heads, D]`, which is part of a fused one in Phi-3."""
         block = self._base.layers[index]
         attention = block.self_attn
         normed = block.input_layernorm(hidden)
@@ -181,7 +181,7 @@ class TransformersModel:
 
 
 class _Cache:
-    """Stands in the place of a transformers cache during one layer."""
+    """Stands in for a transformers cache during one layer."""
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange

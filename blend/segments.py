@@ -1,4 +1,4 @@
-"""What a blended prompt is made of: `Segment`s, and the `Prompt` that selectors look at."""
+"""The pieces of a blended prompt (`Segment`), and what selectors know of the whole (`Prompt`)."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from cuvee.codec.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Segment:
-    """A run of a prompt's tokens, with their cached KV or as text to be computed.
+    """A run of a prompt's tokens: with their cached KV, or as text to be computed.
 
-    A segment stands where the segments before it end: in any order, as often as wanted, next to any other.
+    A segment begins where the one before it ends. Segments may come in any order, and as often as you like.
+
+        >>> question = Segment([17, 4, 25])  # text
+        >>> question.tokens, question.chunk
+        (tensor([17,  4, 25]), None)
 
     Args:
         tokens: token ids, at least one: a list, an array or an integer tensor `[T]`.
-        chunk: their cache: a blob, a `KVChunk`, or None for text. It may come from any position. One that was computed
-            with nothing before it starts at position 0; only such a one is exact at the beginning of a prompt.
-        associated: what a blob was bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
+        chunk: their cache: a blob, a `KVChunk`, or None for text. It may have been computed at any position. One that
+            was computed with nothing before it starts at position 0. Only such a chunk is exact at the beginning of a
+            prompt.
+        associated: what a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
 
     Raises:
-        InputError: no tokens, something else than a row of integers, or a chunk of another number of tokens. What a
-            blob holds is looked at by `Blender.blend`.
+        InputError: there are no tokens, they are not a row of integers, or the chunk has another number of tokens.
+            `Blender.blend` checks what a blob holds.
     """
 
     tokens: torch.Tensor
@@ -58,15 +63,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What a selector knows of a prompt. T tokens on the CPU; positions are those of the prompt.
+    """What a selector knows of a prompt. All tensors are on the CPU; positions are those of the prompt.
+
+        >>> from cuvee.blend import Boundary
+        >>> prompt = Prompt(  # two chunks of three tokens, then a question of two
+        ...     tokens=torch.tensor([5, 6, 7, 5, 8, 9, 5, 8]),
+        ...     segment=torch.tensor([0, 0, 0, 1, 1, 1, 2, 2]),
+        ...     offset=torch.tensor([0, 1, 2, 0, 1, 2, 0, 1]),
+        ...     cached=torch.tensor([1, 1, 1, 1, 1, 1, 0, 0]).bool(),
+        ...     leading=torch.tensor([1, 1, 1, 0, 0, 0, 0, 0]).bool(),
+        ...     layers=6,
+        ...     attend=lambda queries, layers: torch.ones(8),
+        ... )
+        >>> Boundary(ratio=1 / 3).begin(prompt).tokens(0)  # where the second chunk begins; the first one is exact
+        tensor([3, 4])
 
     Attributes:
-        tokens: int64 `[T]`.
-        segment: int64 `[T]`, index of the segment a token belongs to.
-        offset: int64 `[T]`, its place in that segment.
-        cached: bool `[T]`: it came with a chunk.
-        leading: bool `[T]`: its cached KV is exact, because nothing stands before its chunk, here or where it was made.
-        layers: of the model.
+        tokens: token ids, int64 `[T]`.
+        segment: index of the segment that each token belongs to, int64 `[T]`.
+        offset: the token's place in that segment, int64 `[T]`.
+        cached: whether the token came with a chunk, bool `[T]`.
+        leading: whether its cached KV is exact, because nothing stands before its chunk, here or where it was made;
+            bool `[T]`.
+        layers: number of layers of the model.
         attend: `attend(queries, layers)` runs the last `queries` tokens of the prompt's text over the chunks as they
             are cached, and returns the attention `[T]` that they pay to each token, summed over heads, queries and
             `layers`. Its cost is added to the record.
@@ -87,20 +106,20 @@ class Prompt:
 
     @property
     def suffix(self) -> torch.Tensor:
-        """Of type bool, `[T]`: the text after the last chunk; all text where a chunk ends the prompt."""
+        """The text after the last chunk, or all text if a chunk ends the prompt; bool `[T]`."""
         text = ~self.cached
-        # A chunk that ends the prompt leaves its last token as text; it asks for nothing.
+        # A chunk that ends the prompt leaves its last token as text. That token asks for nothing.
         if bool(self.cached[self.segment == self.segment[-1]].any()):
             return text
         return text & (torch.cumsum(self.cached.flip(0), 0).flip(0) == 0)
 
     def best(self, score: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
-        """Positions of the `count` cached tokens with the highest score `[T]`, in order; leading ones only at last.
+        """Positions of the `count` cached tokens with the highest scores, rising. Leading tokens are taken last.
 
         Args:
-            score: float `[T]`; of equal ones the first token comes first.
+            score: float `[T]`. Of tokens with equal scores, the first one goes first.
             count: how many; at most all there are.
-            among: int64, positions to choose from; default: all cached ones.
+            among: positions to choose from, int64; default: all cached tokens.
         """
         positions = self.cached.nonzero()[:, 0] if among is None else among
         order = torch.argsort(score[positions], descending=True, stable=True)

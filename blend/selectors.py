@@ -2,20 +2,20 @@
 
     Prompt --Selector.begin--> Selection --tokens(layer)--> positions that go through that layer
                                   ^
-                                  └── observe(layer, …): how far new KV is from the cached, where it asks for that
+                                  └── observe(layer, …): how far new KV is from the cached, if it asks for that
 
-The KV of a token can only be renewed in a layer if the token went through all layers below: the sets shrink from layer
-to layer, never grow. Text is always computed and is no concern of a selector.
+The KV of a token can only be renewed in a layer if the token went through all layers below. So the sets shrink from
+layer to layer and never grow. Text is always computed, and selectors do not deal with it.
 
-Costs are counted in token-layers: cached tokens recomputed, summed over layers, over cached tokens times layers. A
-check of deviations has its price in the layers before it, and so has an attention pass of the query. A selector takes
-either
+Costs are counted in token-layers: cached tokens recomputed, summed over layers, as a share of cached tokens times
+layers. A check of deviations costs the layers before it, and an attention pass of the query costs its own. A selector
+takes either
 
-    ratio   share of the cached tokens that it selects, whatever finding them costs on top, or
-    cost    share of the token-layers that it may spend in all.
+    ratio   share of the cached tokens to select, whatever it costs to find them, or
+    cost    share of the token-layers to spend in all.
 
-Scores (`Scorer`) say how much a token matters; a selector made of a score selects once, before the first layer:
-`Random`, `Boundary`, `Overlap`, `QueryGuided`, their sums and products. `HKVD` looks at what the first layers show.
+A score (`Scorer`) says how much each token matters. A selector made of a score selects once, before the first layer:
+`Random`, `Boundary`, `Overlap`, `QueryGuided`, and their sums and products. `HKVD` looks at what the first layers show.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from typing import Protocol
 
 import torch
 
+from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_layers, check_share
 from cuvee.blend.segments import Prompt
 from cuvee.codec.errors import InputError
 
-DEFAULT_RATIO = 0.15
-_BASE = 0.6  # of a score whose mean is 1: what a token gets that the query does not look at (0.3 and 1 measured worse)
-_QUERY_SHARE = 0.1  # of the budget: what the default selector's pass of the query may take
-_PAIR = 4.0  # weight of a match of two tokens in a row beside that of one
+_BASE = 0.6  # added to scores of mean 1, for tokens that the query does not look at (0.3 and 1 measured worse)
+_QUERY_SHARE = 0.1  # share of the budget that the query's pass may take in the default selector
+_PAIR = 4.0  # weight of a match of two tokens in a row, relative to a match of one
 
 
 class Selection(Protocol):
-    """What a selector chose for one prompt; the blender asks layer by layer."""
+    """What a selector chose for one prompt. The blender asks layer by layer."""
 
     def tokens(self, layer: int) -> torch.Tensor:
-        """Positions of cached tokens that go through `layer`, int64, rising; some of those of the layer before."""
+        """Positions of the cached tokens that go through `layer`: int64, rising, a subset of the layer before."""
         ...
 
     def watches(self, layer: int) -> bool:
@@ -49,33 +49,33 @@ class Selection(Protocol):
         ...
 
     def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Squared deviation of new from cached keys and values of `tokens(layer)`, over the mean square of the new.
+        """Take note of how far the new keys and values of `tokens(layer)` are from the cached ones.
 
         Args:
-            layer: it was measured in.
-            keys: float32, one number per token.
-            values: likewise.
+            layer: the layer that measured it.
+            keys: squared deviation of each token's keys, divided by the mean square of the new keys; float32.
+            values: the same for values.
         """
         ...
 
 
 class Selector(Protocol):
-    """Chooses the tokens to recompute. Immutable: it serves any number of prompts."""
+    """Chooses the tokens to recompute. It is immutable, and serves any number of prompts."""
 
     def begin(self, prompt: Prompt) -> Selection:
         """Start on a prompt.
 
         Raises:
-            InputError: a cost that does not pay for what the selector has to look at.
+            InputError: the cost does not pay for what the selector has to look at.
         """
         ...
 
 
 class Scorer(Protocol):
-    """How much it matters that a token be recomputed."""
+    """Says how much it matters to recompute each token."""
 
     def score(self, prompt: Prompt) -> torch.Tensor:
-        """Numbers above 0, float32 `[T]`, of which only the ratios matter; what stands at text is ignored."""
+        """Numbers above 0, float32 `[T]`. Only their ratios matter, and those of text are ignored."""
         ...
 
     def overhead(self, prompt: Prompt) -> int:
@@ -101,7 +101,11 @@ class _Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """Recomputes no cached token: the floor."""
+    """Recomputes no cached token: the floor that selectors have to beat.
+
+    >>> Nothing()
+    Nothing()
+    """
 
     def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
         return _Fixed(torch.empty(0, dtype=torch.int64))
@@ -109,18 +113,18 @@ class Nothing:
 
 @dataclass(frozen=True, slots=True)
 class _Scored(ABC):
-    """Selects the tokens of the highest score, before the first layer.
+    """Selects the tokens with the highest scores, before the first layer.
 
     Args:
-        ratio: share of the cached tokens; default 0.15.
-        cost: instead of it, share of the token-layers.
+        ratio: share of the cached tokens to select; default 0.15.
+        cost: instead of it, share of the token-layers to spend.
     """
 
     ratio: float | None = None
     cost: float | None = None
 
     def __post_init__(self) -> None:
-        _check_budget(self.ratio, self.cost)
+        check_budget(self.ratio, self.cost)
 
     def __repr__(self) -> str:
         said = [f"{f.name}={getattr(self, f.name)!r}" for f in fields(self) if getattr(self, f.name) != f.default]
@@ -142,9 +146,13 @@ class _Scored(ABC):
 class Random(_Scored):
     """Any tokens: the control that a selector has to beat.
 
+        >>> Random(0.15, seed=1)
+        Random(ratio=0.15, seed=1)
+
     Args:
-        ratio, cost: see above.
-        seed: of the draw, the same for every prompt.
+        ratio: share of the cached tokens to select; default 0.15.
+        cost: instead of it, share of the token-layers to spend.
+        seed: seed of the draw, the same for every prompt.
     """
 
     seed: int = 0
@@ -157,26 +165,30 @@ class Random(_Scored):
 class Boundary(_Scored):
     """The first tokens of each chunk, which miss most of what they would have looked at (EPIC, arXiv:2410.15332).
 
-    The first tokens of the prompt, its attention sinks, are among them unless they are exact already.
+    They include the first tokens of the prompt, its attention sinks, unless those are exact already.
+
+        >>> Boundary(tokens=16)
+        Boundary(tokens=16)
 
     Args:
-        ratio, cost: see above.
-        tokens: instead of both, so many tokens of each chunk.
+        ratio: share of the cached tokens to select; default 0.15.
+        cost: instead of it, share of the token-layers to spend.
+        tokens: instead of both, how many tokens of each chunk to select.
     """
 
     tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_budget(self.ratio, self.cost)
+        check_budget(self.ratio, self.cost)
         if self.tokens is not None:
             if (self.ratio, self.cost) != (None, None):
-                raise InputError("Boundary.tokens: leave ratio and cost out beside it")
+                raise InputError("Boundary.tokens: give either tokens or a ratio or cost, not both")
             if type(self.tokens) is not int or self.tokens < 0:
                 raise InputError(f"Boundary.tokens: must be an int of at least 0, got {self.tokens!r}")
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        # Alone only the order counts. In a product this fall measured better than that of its root, which is about how
-        # the deviation of isolated chunks falls.
+        # On its own only the order counts. In a product this curve measured better than its square root, although the
+        # deviation of isolated chunks falls about like the root.
         return 1.0 / (1.0 + prompt.offset.float())
 
     def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
@@ -187,19 +199,27 @@ class Boundary(_Scored):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overlap(_Scored):
-    """Tokens that occur in the text after the chunks, and those that follow them: where a model looks to copy from.
+    """Tokens that also occur in the text after the chunks, and their successors: where a model looks to copy from.
 
-    Each token of the query shares one vote among its occurrences in the chunks, an occurrence after the same token as
-    in the query counting five times; half of it goes to the token, half to the one after it, whose key says what stood
-    before it (induction heads: Olsson et al., arXiv:2209.11895). No pass of the model: costs nothing.
+    Each token of the query divides one vote among its occurrences in the chunks. An occurrence counts five times if it
+    follows the same token as in the query. Half of a vote goes to the token itself, half to the one after it, whose key
+    says what stood before it (induction heads: Olsson et al., arXiv:2209.11895). This takes no pass of the model, so it
+    costs nothing.
+
+        >>> Overlap(cost=0.2)
+        Overlap(cost=0.2)
+
+    Args:
+        ratio: share of the cached tokens to select; default 0.15.
+        cost: instead of it, share of the token-layers to spend.
     """
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
         tokens, positions = prompt.tokens.tolist(), prompt.cached.nonzero()[:, 0].tolist()
         goes_on = ~prompt.cached
-        goes_on[1:] &= ~prompt.cached[:-1]  # text after text is one text, in however many segments
+        goes_on[1:] &= ~prompt.cached[:-1]  # adjacent segments of text are one text
         first = (prompt.offset == 0) & ~goes_on
-        pairs = list(zip([-1, *tokens[:-1]], tokens, strict=True))  # of a token and the one before it
+        pairs = list(zip([-1, *tokens[:-1]], tokens, strict=True))  # each token with the one before it
         pairs = [(-1, pair[1]) if starts else pair for pair, starts in zip(pairs, first.tolist(), strict=True)]
         singles, doubles = Counter(tokens[p] for p in positions), Counter(pairs[p] for p in positions)
         single_votes: dict[int, float] = defaultdict(float)
@@ -224,12 +244,16 @@ class Overlap(_Scored):
 class QueryGuided(_Scored):
     """Tokens that the query attends to over the chunks as they are cached (ProphetKV, arXiv:2602.02579).
 
+        >>> QueryGuided(0.15, queries=16, most=0.02)
+        QueryGuided(ratio=0.15, queries=16, most=0.02)
+
     Args:
-        ratio, cost: see above; the pass of the query counts as recomputed tokens.
-        queries: how many of the last tokens of the text after the chunks ask.
-        layers: in which layers their attention is summed; default: the one at two thirds of the depth.
-        most: share of the token-layers that the pass may take: where it would take more, fewer tokens ask, one at
-            least. Default: no limit.
+        ratio: share of the cached tokens to select; default 0.15. The query's pass costs extra.
+        cost: instead of it, share of the token-layers to spend, the query's pass included.
+        queries: how many tokens form the query: the last ones of the text after the chunks.
+        layers: the layers whose attention is summed; default: the one at two thirds of the depth.
+        most: share of the token-layers that the pass may take. If it would take more, the query is cut to fewer
+            tokens, but to one at least. Default: no limit.
     """
 
     queries: int = 32
@@ -237,11 +261,11 @@ class QueryGuided(_Scored):
     most: float | None = None
 
     def __post_init__(self) -> None:
-        _check_budget(self.ratio, self.cost)
+        check_budget(self.ratio, self.cost)
         if type(self.queries) is not int or self.queries < 1:
             raise InputError(f"QueryGuided.queries: must be an int of at least 1, got {self.queries!r}")
-        _check_layers("QueryGuided.layers", self.layers)
-        _check_share("QueryGuided.most", self.most)
+        check_layers("QueryGuided.layers", self.layers)
+        check_share("QueryGuided.most", self.most)
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
         return _lifted(prompt.attend(self._count(prompt), self._layers(prompt)), prompt)
@@ -264,19 +288,22 @@ class QueryGuided(_Scored):
 
 
 class _Combination(ABC):
-    """Tokens that several scores agree on in some way.
+    """Tokens that rank highest by several scores together.
 
     Args:
-        scorers: at least one; their own ratios do not matter.
-        ratio, cost: see above.
+        scorers: at least one. Their own ratios and costs do not matter.
+        ratio: share of the cached tokens to select; default 0.15.
+        cost: instead of it, share of the token-layers to spend.
     """
 
     __slots__ = ("cost", "ratio", "scorers")
 
     def __init__(self, *scorers: Scorer, ratio: float | None = None, cost: float | None = None) -> None:
-        _check_budget(ratio, cost)
+        check_budget(ratio, cost)
         if not scorers or not all(hasattr(scorer, "score") for scorer in scorers):
-            raise InputError("scorers: must be selectors with a score (Random, Boundary, Overlap, QueryGuided, Sum …)")
+            raise InputError(
+                "scorers: must be selectors with a score, such as Random, Boundary, Overlap or QueryGuided"
+            )
         self.scorers = scorers
         self.ratio = ratio
         self.cost = cost
@@ -299,7 +326,11 @@ class _Combination(ABC):
 
 
 class Product(_Combination):
-    """Tokens whose scores have the largest product: those that matter to all of them."""
+    """Tokens whose scores have the largest product: those that matter by every score.
+
+    >>> Product(Overlap(), Boundary(), ratio=0.1)
+    Product(Overlap(), Boundary(), ratio=0.1)
+    """
 
     __slots__ = ()
 
@@ -309,7 +340,11 @@ class Product(_Combination):
 
 
 class Sum(_Combination):
-    """Tokens whose scores have the largest sum: those that matter to any of them."""
+    """Tokens whose scores have the largest sum: those that matter by any score.
+
+    >>> Sum(Overlap(), QueryGuided(), cost=0.2)
+    Sum(Overlap(), QueryGuided(), cost=0.2)
+    """
 
     __slots__ = ()
 
@@ -319,10 +354,13 @@ class Sum(_Combination):
 
 
 class Union:
-    """Every token that one of several selectors selects; each keeps to its own ratio or cost.
+    """Every token that any of several selectors selects. Each keeps to its own ratio or cost.
+
+        >>> Union(Boundary(tokens=16), Overlap(0.1))
+        Union(Boundary(tokens=16), Overlap(ratio=0.1))
 
     Args:
-        selectors: at least one, such as `Boundary(tokens=16)` and `HKVD(0.15)`.
+        selectors: at least one.
     """
 
     __slots__ = ("selectors",)
@@ -359,157 +397,29 @@ class _UnionSelection:
                 part.observe(layer, keys[own], values[own])
 
 
-@dataclass(frozen=True, slots=True)
-class HKVD:
-    """High KV deviation (CacheBlend, arXiv:2405.16444): tokens whose new KV is farthest from the cached.
-
-    All cached tokens (but those at the beginning that are exact) go through the layers up to the last check layer; from
-    there on only those that deviated most. That costs (check layer + 1) / layers before anything is selected: little in
-    a deep model, a third in one of six layers.
-
-    Args:
-        ratio, cost: see above; `cost` includes the check layers.
-        check_layers: layers, rising, whose deviations are summed. At layer 0 there are none: its KV depends on the
-            token alone.
-        of: "keys", "values" or "both".
-        shrink: CacheBlend's gradual filtering: how many times the final number of tokens go through the layers after
-            the last check layer, falling, such as (1.5, 1.2); after each the deviation there decides who stays.
-        weight: deviations are multiplied by this score.
-
-    Raises:
-        InputError: an argument out of range.
-    """
-
-    ratio: float | None = None
-    cost: float | None = None
-    check_layers: tuple[int, ...] = (1,)
-    of: str = "both"
-    shrink: tuple[float, ...] = ()
-    weight: Scorer | None = None
-
-    def __post_init__(self) -> None:
-        _check_budget(self.ratio, self.cost)
-        _check_layers("HKVD.check_layers", self.check_layers)
-        if self.of not in ("keys", "values", "both"):
-            raise InputError(f"HKVD.of: must be 'keys', 'values' or 'both', got {self.of!r}")
-        if list(self.shrink) != sorted(self.shrink, reverse=True) or any(factor < 1 for factor in self.shrink):
-            raise InputError(f"HKVD.shrink: must be falling numbers of at least 1, got {self.shrink}")
-        if self.weight is not None and not hasattr(self.weight, "score"):
-            raise InputError(f"HKVD.weight: must have a score, as Boundary() has, got {self.weight!r}")
-
-    def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
-        return _Deviating(self, prompt)
-
-
-class _Deviating:
-    """HKVD on one prompt."""
-
-    def __init__(self, selector: HKVD, prompt: Prompt) -> None:
-        self._of = selector.of
-        self._checks = selector.check_layers
-        self._prompt = prompt
-        self._last = max(self._checks)
-        after = prompt.layers - self._last - 1  # layers that the selected tokens go through
-        if after < 1 or len(selector.shrink) > after:
-            raise InputError(
-                f"HKVD: check_layers {self._checks} and {len(selector.shrink)} shrinking layers do not fit a model of "
-                f"{prompt.layers} layers"
-            )
-        overhead = 0 if selector.weight is None else selector.weight.overhead(prompt)
-        weights = [*selector.shrink, *[1.0] * (after - len(selector.shrink))]
-        candidates = prompt.cached & ~prompt.leading
-        for pool in (candidates, prompt.cached):
-            self._pool = pool.nonzero()[:, 0]
-            spent = overhead + len(self._pool) * (self._last + 1)
-            count = _affordable(selector.ratio, selector.cost, prompt, spent, sum(weights), "HKVD's check layers")
-            # What a cost below 1 leaves over is not spent on tokens that are exact.
-            if count <= len(self._pool) or selector.cost not in (None, 1):
-                break
-        count = min(count, len(self._pool))
-        self._weight = torch.ones(len(prompt.tokens))
-        if selector.weight is not None and 0 < count < len(self._pool):  # scored only where there is a choice
-            self._weight = selector.weight.score(prompt)
-        self._score = torch.zeros(len(prompt.tokens))
-        self._counts = {self._last + 1 + i: int(count * weight + 1e-9) for i, weight in enumerate(weights)}
-        self._chosen = dict.fromkeys(range(self._last + 1), self._pool)
-
-    def tokens(self, layer: int) -> torch.Tensor:
-        return self._chosen[layer]
-
-    def watches(self, layer: int) -> bool:
-        following = self._counts.get(layer + 1)
-        return layer in self._checks or (following is not None and following < self._counts.get(layer, 0))
-
-    def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        chosen = self._chosen[layer]
-        seen = torch.zeros_like(self._score)
-        seen[chosen] = {"keys": keys, "values": values, "both": keys + values}[self._of]
-        self._score = self._score + seen if layer <= self._last else seen
-        if layer >= self._last:
-            kept = self._prompt.best(self._score * self._weight, self._counts[layer + 1], chosen)
-            # No decision comes any more until the counts fall again.
-            for later in range(layer + 1, self._prompt.layers):
-                self._chosen[later] = kept
-
-
 def default_selector(*, ratio: float | None = None, cost: float | None = None) -> Product:
-    """What measured best: tokens that the text names or attends to, those near the beginnings of chunks first.
+    """What measured best: tokens that the text names or attends to, above all near the beginnings of chunks.
 
-    The pass of the query takes a tenth of the budget at most, unless that is less than one token's; beside a ratio it
-    comes on top.
+    The pass of the query takes at most a tenth of the budget, but always one token's. With a ratio it costs extra.
+
+        >>> default_selector(ratio=0.5)
+        Product(Sum(Overlap(), QueryGuided(queries=16, most=0.05)), Boundary(), ratio=0.5)
     """
-    _check_budget(ratio, cost)
+    check_budget(ratio, cost)
     budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)
     query = QueryGuided(queries=16, most=_QUERY_SHARE * budget)
     return Product(Sum(Overlap(), query), Boundary(), ratio=ratio, cost=cost)
 
 
 def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prompt) -> Selection:
-    """The tokens that score highest; scored only where there is a choice."""
-    count = _affordable(ratio, cost, prompt, scorer.overhead(prompt), prompt.layers, "the pass of the query")
+    """The tokens that score highest. They are only scored if there is a choice."""
+    count = affordable(ratio, cost, prompt, scorer.overhead(prompt), prompt.layers, "the pass of the query")
     if count in (0, prompt.cached_tokens):
         return _Fixed(prompt.cached.nonzero()[:count, 0])
     return _Fixed(prompt.best(scorer.score(prompt), count))
 
 
 def _lifted(score: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-    """Scaled to mean 1 over the cached tokens, and raised, so that nothing is without a chance."""
+    """The score scaled to mean 1 over the cached tokens, and raised, so that no token is left without a chance."""
     mean = score[prompt.cached].mean() if prompt.cached_tokens else torch.tensor(0.0)
     return (score / mean if mean > 0 else torch.zeros_like(score)) + _BASE
-
-
-def _affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: int, layers: float, what: str) -> int:
-    """How many tokens can go through so many layers, after `spent` token-layers."""
-    cached = prompt.cached_tokens
-    if cost is None:
-        return round((DEFAULT_RATIO if ratio is None else ratio) * cached)
-    if not cached:
-        return 0
-    if cost == 1:
-        return cached
-    left = cost * cached * prompt.layers - spent
-    if left < -1e-9:
-        raise InputError(
-            f"cost={cost:g} does not pay for {what}: {spent / cached / prompt.layers:.3f} of the token-layers of this "
-            "prompt; raise it, or say ratio= instead"
-        )
-    return int(left / layers + 1e-9)
-
-
-def _check_budget(ratio: float | None, cost: float | None) -> None:
-    if ratio is not None and cost is not None:
-        raise InputError("ratio, cost: give one of them")
-    _check_share("ratio", ratio)
-    _check_share("cost", cost)
-
-
-def _check_share(name: str, value: object) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
-        raise InputError(f"{name}: must be a number from 0 to 1, got {value!r}")
-
-
-def _check_layers(name: str, layers: tuple[int, ...] | None) -> None:
-    if layers is None:
-        return
-    if not layers or list(layers) != sorted(set(layers)) or any(type(n) is not int or n < 0 for n in layers):
-        raise InputError(f"{name}: must be rising layer numbers, at least one, got {layers!r}")

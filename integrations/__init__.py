@@ -1,1 +1,4 @@
-"""Adapters to transformers, vLLM, LMCache and stores: thin, no mathematics here."""
+"""Where cuvee meets other software: caches of transformers, the KV connector of vLLM, and stores of blobs.
+
+These adapters are thin. Whatever calculates is in `cuvee.codec` and `cuvee.kernels`.
+"""

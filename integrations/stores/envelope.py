@@ -1,4 +1,4 @@
-"""What a persistent store writes around a blob, so that a reader can tell a good entry from a bad one.
+"""The envelope that a persistent store puts around a blob, so that a reader can tell a good entry from a bad one.
 
     offset  bytes  field (numbers little-endian, checksums in their canonical, big-endian form)
          0      4  magic "cuvS"
@@ -11,8 +11,8 @@
         56      8  XXH3-64 of bytes 0 to 55
         64      .  the payload
 
-The checksums find damage, not malice: whoever can write to a store can forge them. What resists that is a blob's own
-tag, bound to the store key (`Codec(key=)`); without it a store must be trusted.
+The checksums find damage, not malice: anyone who can write to a store can forge them. The tag of a blob, bound to its
+store key (`Codec(key=)`), resists that. Without a tag the store has to be trusted.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Expired(CuveeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """The checked header of an entry.
+class EntryHeader:
+    """The header of an entry, its own checksum verified.
 
     Attributes:
         written: seconds since 1970.
@@ -53,12 +53,12 @@ class Header:
     digest: bytes
     key_digest: bytes
 
-    def check(self, key: str, ttl: float | None = None, now: float | None = None) -> None:
+    def verify(self, key: str, ttl: float | None = None, now: float | None = None) -> None:
         """Refuse an entry that belongs to another key or is older than `ttl` seconds.
 
         Raises:
             CorruptError: it was written under another key.
-            Expired: written more than `ttl` before `now` (default: the clock).
+            Expired: it was written more than `ttl` before `now` (default: the clock).
         """
         if self.key_digest != xxh3_128_digest(key.encode()):
             raise CorruptError("entry: it belongs to another key")
@@ -69,8 +69,8 @@ class Header:
         """Whether the entry was written more than `ttl` seconds before `now` (default: the clock)."""
         return ttl is not None and (time.time() if now is None else now) - self.written > ttl
 
-    def check_payload(self, payload: bytes | memoryview) -> None:
-        """Refuse a payload that is not the one that was written.
+    def verify_payload(self, payload: bytes | memoryview) -> None:
+        """Refuse a payload other than the one that was written.
 
         Raises:
             CorruptError: its length or its checksum differs.
@@ -82,18 +82,18 @@ class Header:
 
 
 def make_header(key: str, blob: bytes, written: float) -> bytes:
-    """The `HEADER_BYTES` that go before `blob`: writing both parts one after the other saves a copy of the blob."""
+    """The header, `HEADER_BYTES` long, that goes before `blob`. Writing the two one after the other saves a copy."""
     fields = _FIELDS.pack(
         _MAGIC, _VERSION, bytes(3), written, len(blob), xxh3_128_digest(blob), xxh3_128_digest(key.encode())
     )
     return fields + xxh3_64_digest(fields)
 
 
-def parse_header(data: bytes | memoryview) -> Header:
+def parse_header(data: bytes | memoryview) -> EntryHeader:
     """The header at the start of `data`.
 
     Raises:
-        CorruptError: too short, not an entry, of an unknown version, or changed after it was written.
+        CorruptError: the data are too short, not an entry, of an unknown version, or changed after they were written.
     """
     if len(data) < HEADER_BYTES:
         raise CorruptError(f"entry: {len(data)} bytes, a header alone has {HEADER_BYTES}")
@@ -103,7 +103,7 @@ def parse_header(data: bytes | memoryview) -> Header:
     magic, version, reserved, written, length, digest, key_digest = _FIELDS.unpack(fields)
     if magic != _MAGIC or version != _VERSION or any(reserved) or not math.isfinite(written):
         raise CorruptError(f"entry: magic {magic!r}, version {version}: not one that this build reads")
-    return Header(written, length, digest, key_digest)
+    return EntryHeader(written, length, digest, key_digest)
 
 
 def seal(key: str, blob: bytes, written: float) -> bytes:
@@ -115,26 +115,17 @@ def unseal(key: str, data: bytes, ttl: float | None = None, now: float | None = 
     """The blob of an entry.
 
     Args:
-        key: what it was asked for by.
+        key: the key that was asked for.
         data: what the store returned.
-        ttl: seconds an entry lives after it was written; None for ever.
-        now: seconds since 1970; default the clock.
+        ttl: seconds an entry lives after it was written; None means forever.
+        now: seconds since 1970; default: the clock.
 
     Raises:
-        CorruptError: wrong magic, length or checksum, or the entry of another key.
-        Expired: older than `ttl`.
+        CorruptError: a wrong magic, length or checksum, or the entry of another key.
+        Expired: it is older than `ttl`.
     """
     header = parse_header(data)
-    header.check(key, ttl, now)
+    header.verify(key, ttl, now)
     payload = memoryview(data)[HEADER_BYTES:]
-    header.check_payload(payload)
+    header.verify_payload(payload)
     return bytes(payload)
-
-
-def read_written(header: bytes) -> float:
-    """When the entry that begins with `header` was written, seconds since 1970.
-
-    Raises:
-        CorruptError: it is no header of an entry.
-    """
-    return parse_header(header).written

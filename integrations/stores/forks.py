@@ -1,4 +1,4 @@
-"""Forked processes: a child has a copy of every lock, and none of the threads that would give them back."""
+"""Forked processes: a child gets a copy of every lock, but none of the threads that would release them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """What has to know that it lives in a child now."""
+    """An object that has to know when it wakes up in a child process."""
 
     def after_fork(self) -> None:
-        """Make new locks, and whatever else belongs to threads; called in the child, where there is one thread."""
+        """Make new locks, and renew whatever else belongs to threads. Called in the child, which has one thread."""
 
 
 _OWNERS: weakref.WeakSet[Forked] = weakref.WeakSet()

@@ -1,13 +1,13 @@
-"""A store that may fail, in front of code that must not: a failure becomes a miss, an outage costs a try now and then.
+"""A guard for code that must not fail in front of a store that may: failures become misses, outages cost little.
 
                failure                     backoff over
     closed ───────────────▶ open: misses ────────────────▶ one probe ── success ──▶ closed
                              ▲                                │
                              └─── failure: backoff doubles ───┘
 
-Reading and writing each have such a circuit breaker (M. Nygard, *Release It!*, ch. 5): a full disk, or credentials that
-may only read, must not cost the hits. The first failure holds up the other direction, too, for the first backoff: most
-outages are of both, and a store that is gone may take a whole timeout to say so.
+Reading and writing each have a circuit breaker of this kind (M. Nygard, *Release It!*, ch. 5), because a full disk or
+read-only credentials must not cost the hits. The first failure also holds up the other direction, for the first
+backoff: most outages hit both, and a store that is gone may take a whole timeout to show it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters
 from cuvee.integrations.stores.forks import tell_after_fork
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
@@ -32,11 +32,11 @@ class _Circuit:
     """One direction: reading or writing.
 
     Attributes:
-        retry_at: when a probe may go, on the guard's clock; None: closed.
-        failed: whether its own operations fail; if not, it is only held up because the other direction's do.
+        retry_at: when the next probe may start, on the guard's clock; None while the circuit is closed.
+        failed: whether its own operations fail. If not, it is only held up because the other direction failed.
         backoff: seconds from the last failure to the next probe.
         probing: whether a probe is under way.
-        outages: how often it opened: tells a late answer of an operation that began before.
+        outages: how often it has opened. This exposes late answers of operations that began before an outage.
     """
 
     retry_at: float | None = None
@@ -59,9 +59,11 @@ class _Call:
 
     Attributes:
         operation: its name.
-        circuit: that let it through; `probe`: as the one that tries; `outages`: of the circuit until then.
-        began: on the guard's clock.
-        given_up: whether it was counted as a failure before its end.
+        circuit: the circuit that let it through.
+        began: when it began, on the guard's clock.
+        probe: whether it is the probe of an open circuit.
+        outages: how often the circuit had opened by then.
+        given_up: whether it was counted as a failure before it ended.
     """
 
     operation: str
@@ -76,24 +78,24 @@ class _Call:
 
 
 class GuardedStore(Store):
-    """Delegates to `store`; its failures are answered as a miss, or as not kept, and counted as `errors` of its tier.
+    """Delegates to `store`, and answers its failures as a miss or as "not kept", counted as `errors` of its tier.
 
-    A store counts each `StoreError` that it raises; this counts any other exception that comes out of it.
-    After a failure, operations are answered at once (counted as `skipped`) until the backoff is over; then one of them,
-    in its own thread, finds out whether the store is back. An outage is logged when it begins and when it ends.
-    `InputError` is the caller's fault and raised. No lock is held while the store works.
+    A store counts each `StoreError` that it raises; the guard counts any other exception that comes out of it. After a
+    failure, operations are answered at once and counted as `skipped` until the backoff is over. Then one of them, in
+    its own thread, finds out whether the store is back. An outage is logged when it begins and when it ends. An
+    `InputError` is the caller's fault, and is raised. No lock is held while the store works.
 
-    **What it does not do:** end an operation that hangs. Timeouts are the store's own; a file system that hangs (NFS)
-    hangs its callers, until one who waits for them says so (`overdue`): that is a failure like any other. From then on
-    it hangs one probe in each direction at most.
+    **The guard does not end an operation that hangs.** Timeouts are up to the store. A file system that hangs (NFS)
+    hangs its callers, until someone who waits for them says so with `overdue`, which counts as a failure like any
+    other. From then on it hangs at most one probe in each direction.
 
     Args:
-        store: what is guarded.
-        first_backoff, max_backoff: seconds; the backoff doubles with each probe that fails.
-        clock: seconds, monotonic.
+        store: the store to guard.
+        first_backoff, max_backoff: seconds. The backoff doubles with each probe that fails.
+        clock: monotonic clock, in seconds.
 
     Raises:
-        InputError: backoffs that are not `0 < first_backoff <= max_backoff`.
+        InputError: the backoffs do not satisfy `0 < first_backoff <= max_backoff`.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class GuardedStore(Store):
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Whoever probed, or hung, did so in the parent."""
+        """Forget the calls under way: their threads exist only in the parent."""
         self._lock = threading.Lock()
         self._calls = set()
         self._reads.probing = self._writes.probing = False
@@ -131,13 +133,13 @@ class GuardedStore(Store):
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
         """`get` of each key; all None if the store fails."""
-        # No keys would be answered without the store: a probe that proves nothing.
+        # An empty list needs no store. As a probe it would prove nothing.
         none: list[bytes | None] = [None] * len(keys)
         return self._run("get_many", self._reads, lambda: self._store.get_many(keys), none) if keys else []
 
     def put(self, key: str, blob: bytes) -> bool:
         """Keep `blob` under `key`; False if it was given up or the store fails."""
-        # False (larger than the budget, say) may come from a store that never asked its server: it proves nothing.
+        # A store may say False without asking its server, to a blob larger than the budget, say. That proves nothing.
         return self._run("put", self._writes, lambda: self._store.put(key, blob), False, proves=bool)
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
@@ -150,7 +152,7 @@ class GuardedStore(Store):
         return self._run("delete", self._writes, lambda: self._store.delete(key), False)
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant. An administrative act: always tried, and its failure raised.
+        """Delete every entry of a tenant. This is an administrative act: it is always tried, and failures are raised.
 
         Raises:
             StoreError: the store failed; entries may be left.
@@ -164,7 +166,7 @@ class GuardedStore(Store):
             raise
 
     def counters(self) -> dict[str, TierCounters]:
-        """The store's own, with `errors` and `skipped` of this guard added to its tier."""
+        """The counters of the store, with the `errors` and `skipped` of this guard added to its tier."""
         counters = self._store.counters()
         tier = counters.setdefault(self.name, TierCounters())
         with self._lock:
@@ -173,7 +175,7 @@ class GuardedStore(Store):
         return counters
 
     def overdue(self, operation: str, seconds: float) -> None:
-        """Count calls of `operation` that began `seconds` ago or earlier, and have not ended, as failed; each once."""
+        """Count as failed, once each, the calls of `operation` that began `seconds` ago or earlier and still run."""
         with self._lock:
             now = self._clock()
             late = [call for call in self._calls if call.operation == operation and now - call.began >= seconds]
@@ -185,21 +187,21 @@ class GuardedStore(Store):
         self._store.overdue(operation, seconds)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for what the store itself queues; False if that fails."""
+        """Wait for what the store itself has queued; False if that fails."""
         try:
             return self._store.flush(timeout)
         except Exception as error:
             self._count(error)
-            _LOG.warning("the %s store could not be flushed: %s", self.name, _describe(error))
+            _log.warning("the %s store could not be flushed: %s", self.name, _describe(error))
             return False
 
     def close(self) -> None:
-        """Close the store. A failure is counted and logged: there is nothing left to save by raising it."""
+        """Close the store. A failure is counted and logged, but not raised: the caller could do nothing about it."""
         try:
             self._store.close()
         except Exception as error:
             self._count(error)
-            _LOG.warning("the %s store could not be closed: %s", self.name, _describe(error))
+            _log.warning("the %s store could not be closed: %s", self.name, _describe(error))
 
     def _run(
         self,
@@ -209,7 +211,7 @@ class GuardedStore(Store):
         otherwise: _T,
         proves: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
-        """`work()`, or `otherwise` if it fails or is not tried; `proves`: whether its answer shows the store works."""
+        """`work()`, or `otherwise` if it fails or is not tried. `proves` tells if an answer shows a working store."""
         with self._lock:
             now, probe = self._clock(), circuit.retry_at is not None
             if circuit.retry_at is not None:
@@ -233,7 +235,7 @@ class GuardedStore(Store):
                 self._fail(call, error)
             return otherwise
         finally:
-            # Also after InputError or KeyboardInterrupt: neither shows anything, so the next operation is the probe.
+            # InputError and KeyboardInterrupt show nothing about the store, so the next operation is a probe again.
             with self._lock:
                 self._calls.discard(call)
                 if call.probe:
@@ -243,8 +245,8 @@ class GuardedStore(Store):
         self._count(error)
         circuit = call.circuit
         with self._lock:
-            # Of many operations under way at once, the first to fail opens the circuit. The others add nothing, nor
-            # does one that ends only when the outage it belongs to is over.
+            # When many operations are under way at once, the first failure opens the circuit. The others add nothing,
+            # and neither does one that ends only after the outage it belongs to.
             if not call.probe and circuit.outages != call.outages:
                 return
             report = circuit.retry_at is None
@@ -256,10 +258,10 @@ class GuardedStore(Store):
                 self._down_since, self._skipped_before = now, self._skipped
                 self._other(circuit).open(now + self._first)
         if report:
-            _LOG.warning(
-                "%s of the %s store failed: %s. Check that it is running, reachable and has room. Until it answers it "
+            _log.warning(
+                "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers it "
                 "counts as empty, work goes on without it, and it is tried again every %.3g to %.3g s.",
-                "writing" if circuit is self._writes else "reading",
+                "writing to" if circuit is self._writes else "reading from",
                 self.name,
                 _describe(error),
                 self._first,
@@ -276,7 +278,7 @@ class GuardedStore(Store):
             other.close()
             seconds, skipped = self._clock() - self._down_since, self._skipped - self._skipped_before
             self._down_since = None
-        _LOG.info("the %s store answers again after %.1f s; %d operations were skipped", self.name, seconds, skipped)
+        _log.info("the %s store answers again after %.1f s; %d operations were skipped", self.name, seconds, skipped)
 
     def _other(self, circuit: _Circuit) -> _Circuit:
         return self._reads if circuit is self._writes else self._writes
@@ -288,6 +290,6 @@ class GuardedStore(Store):
 
 
 def _describe(error: Exception) -> str:
-    """The message of a `StoreError`, which names the store; of anything else the type, too."""
+    """The message of a `StoreError`, which names the store; for any other error, its type and message."""
     text = " ".join(str(error).split())
     return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

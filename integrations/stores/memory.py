@@ -1,19 +1,18 @@
-"""Blobs in this process's RAM, least recently used out first."""
+"""Blobs in this process's RAM. What was used longest ago is evicted first."""
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
     Store,
     TierCounters,
     check_key,
+    check_max_bytes,
     check_max_entry,
     check_max_tenant,
     check_tenant,
@@ -23,9 +22,9 @@ from cuvee.integrations.stores.forks import tell_after_fork
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Cache:
-    """Entries, least recently used first, with the handles (`MemoryStore`) that share them.
+    """Entries, least recently used first. `handles` counts the open `MemoryStore`s that use them.
 
-    With a budget for each tenant, `own` has the keys of each in the same order, and `own_used` its bytes.
+    If each tenant has a budget, `own` holds the keys of each tenant in the same order, and `own_used` its bytes.
     """
 
     max_bytes: int
@@ -41,7 +40,7 @@ class _Cache:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """The entries stay; another thread may have been at them, so they are counted anew."""
+        """The entries stay. Another thread may have been changing them, so they are counted anew."""
         self.lock = threading.Lock()
         entries, self.entries, self.used = self.entries, OrderedDict(), 0
         self.own, self.own_used = {}, {}
@@ -79,7 +78,7 @@ class _Cache:
         return True
 
     def make_room(self, key: str, size: int) -> int:
-        """Evict what `size` bytes more under `key` take, of their tenant first; how many entries that were."""
+        """Evict until `size` more bytes fit under `key`, first from its own tenant; return how many entries went."""
         evicted, tenant = 0, _tenant(key)
         while self.max_tenant is not None and self.own_used.get(tenant, 0) + size > self.max_tenant:
             self.pop(next(iter(self.own[tenant])))
@@ -100,32 +99,42 @@ def _tenant(key: str) -> str:
     return key.partition("/")[0]
 
 
-# What `memory://` URLs of this process share, by budgets; guarded by the lock.
-_shared: dict[tuple[int, int | None], _Cache] = {}
-_shared_lock = threading.Lock()
+class _ProcessWide:
+    """The entries of all `process_wide` stores, by budget. The lock also guards the `handles` of every cache."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.caches: dict[tuple[int, int | None], _Cache] = {}
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        self.lock = threading.Lock()
 
 
-def _renew_shared_lock() -> None:
-    global _shared_lock  # noqa: PLW0603 - of a child that was forked while another thread held it
-    _shared_lock = threading.Lock()
-
-
-os.register_at_fork(after_in_child=_renew_shared_lock)
+_process_wide = _ProcessWide()
 
 
 class MemoryStore(Store):
-    """Blobs by reference (never copied), with a budget for their bytes and those of their keys.
+    """Blobs in RAM, kept by reference and never copied. The budget counts their bytes and those of their keys.
 
-    An entry larger than the whole budget, or than `max_entry`, is given up (counted `dropped`). The counters are this
-    object's own, also where the entries are shared; an eviction counts where the put was that caused it. A closed store
-    keeps nothing.
+    An entry larger than the whole budget or than `max_entry` is given up, and counted as `dropped`. Each store has
+    counters of its own, even if it uses the same entries as others; an eviction counts where the put was that caused
+    it. A closed store keeps nothing.
+
+        >>> store = MemoryStore(max_bytes=1000)
+        >>> store.put("ab/01", b"blob")
+        True
+        >>> store.get("ab/01"), store.get("ab/02")
+        (b'blob', None)
+        >>> store.counters()["memory"].hits
+        1
 
     Args:
         max_bytes: the budget.
-        shared: share the entries with every other open store of this process that has `shared` and the same budgets;
-            they go when the last one closes.
-        max_entry: bytes of a blob.
-        max_tenant_bytes: budget of each tenant, kept at the expense of its own entries; None for none.
+        process_wide: use the same entries as every other open store of this process that is `process_wide` and has the
+            same budgets. They go when the last of these stores is closed.
+        max_entry: largest blob, in bytes.
+        max_tenant_bytes: budget of each tenant, kept by evicting the tenant's own entries; None means no such limit.
 
     Raises:
         InputError: an argument is out of range.
@@ -138,18 +147,19 @@ class MemoryStore(Store):
         self,
         max_bytes: int,
         *,
-        shared: bool = False,
+        process_wide: bool = False,
         max_entry: int = MAX_ENTRY_BYTES,
         max_tenant_bytes: int | None = None,
     ) -> None:
-        if max_bytes < 1:
-            raise InputError(f"max_bytes: must be a positive number of bytes, got {max_bytes!r}")
+        check_max_bytes(max_bytes)
+        budgets = max_bytes, check_max_tenant(max_tenant_bytes, max_bytes)
         self._max_entry = check_max_entry(max_entry)
         self._counters = TierCounters()
         self._closed = False
-        with _shared_lock:
-            budgets = max_bytes, check_max_tenant(max_tenant_bytes, max_bytes)
-            self._cache = _shared.setdefault(budgets, _Cache(*budgets)) if shared else _Cache(*budgets)
+        with _process_wide.lock:
+            self._cache = _Cache(*budgets)
+            if process_wide:
+                self._cache = _process_wide.caches.setdefault(budgets, self._cache)
             self._cache.handles += 1
 
     def get(self, key: str) -> bytes | None:
@@ -163,9 +173,9 @@ class MemoryStore(Store):
             return blob
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob`, evicting what was not used for longest; False if it is larger than the budget."""
+        """Keep `blob`, evicting what was used longest ago; False if it is larger than the budget."""
         check_key(key)
-        # No copy of bytes; a buffer that the caller may still change is copied.
+        # This does not copy bytes. A buffer is copied, since the caller may still change it.
         blob = bytes(blob)
         size = len(key) + len(blob)
         cache, counters = self._cache, self._counters
@@ -189,13 +199,13 @@ class MemoryStore(Store):
             return [not self._closed and key in self._cache.entries for key in keys]
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; whether it was there."""
+        """Delete an entry; return whether it was there."""
         check_key(key)
         with self._cache.lock:
             return not self._closed and self._cache.pop(key)
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant; how many there were. Looks at every key."""
+        """Delete every entry of a tenant; return how many there were. This looks at every key."""
         prefix = check_tenant(tenant) + "/"
         with self._cache.lock:
             keys = [] if self._closed else [key for key in self._cache.entries if key.startswith(prefix)]
@@ -204,15 +214,15 @@ class MemoryStore(Store):
             return len(keys)
 
     def counters(self) -> dict[str, TierCounters]:
-        """A snapshot; `entries` and `bytes` (those of keys and blobs) are exact."""
+        """A snapshot. `entries` and `bytes` are exact; bytes of keys count, too."""
         with self._cache.lock:
             entries, used = (0, 0) if self._closed else (len(self._cache.entries), self._cache.used)
             return {self.name: replace(self._counters, entries=entries, bytes=used)}
 
     def close(self) -> None:
-        """Let go of the entries, unless another open store shares them."""
+        """Release the entries, unless another open store uses the same ones."""
         cache = self._cache
-        with _shared_lock, cache.lock:
+        with _process_wide.lock, cache.lock:
             if self._closed:
                 return
             self._closed = True

@@ -1,11 +1,16 @@
-"""Blobs in object storage (S3, Google Cloud Storage, Azure, and whatever else fsspec speaks), one object an entry.
+"""Blobs in object storage: S3, Google Cloud Storage, Azure, and whatever else fsspec speaks. Each entry is one object.
 
     <prefix>/<tenant>/<first two digits of the id>/<id>
 
-There is no byte budget: lifecycle rules of the bucket delete what is old. An object store shows an object when all of
-it has arrived; a local file system does not, so there an entry is written under another name and renamed. On file
-systems that are neither (SFTP, SMB) a reader may meet half an entry, which its checksum turns into a counted miss.
-Timeouts and retries are those of the protocol's client: s3fs takes some 10 s to say that nobody answers.
+**There is no byte budget.** Object storage knows neither when an object was last read nor how much a prefix holds. A
+budget would cost a write for every read, to note the use, and regular listings of the whole prefix. What the storage
+does for free is to delete by age: give the bucket a lifecycle rule that deletes objects of this prefix some days after
+they were written. `ttl` does not replace that rule: an expired entry is only deleted when somebody asks for it.
+
+An object store shows an object once all of it has arrived. A local file system does not, so there an entry is written
+under another name and renamed. On file systems that are neither (SFTP, SMB) a reader may meet half an entry, which its
+checksum turns into a counted miss. Timeouts and retries are those of the protocol's client: s3fs takes some 10 s to
+report that nobody answers.
 """
 
 from __future__ import annotations
@@ -28,14 +33,16 @@ from cuvee.integrations.stores.base import (
     Store,
     StoreError,
     TierCounters,
+    WarnOnce,
     check_key,
     check_max_entry,
     check_tenant,
+    check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, Expired, seal, unseal
 from cuvee.integrations.stores.forks import tell_after_fork
+from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import Crew
-from cuvee.integrations.stores.urls import redacted, scrubbed, secrets_of
 
 try:
     from fsspec import get_filesystem_class
@@ -45,23 +52,30 @@ except ImportError as missing:
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 16  # requests under way at once: each mostly waits for the network
+_THREADS = 16  # requests under way at once; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
 _LOCAL = {"file", "local"}
 
-T = TypeVar("T")
+_T = TypeVar("_T")
 
 
 class ObjectStore(Store):
-    """Sealed entries as objects. Connects when it is first used.
+    """Sealed entries as objects. The store connects when it is first used.
 
     On a local file system folders are made 0700 and files 0600: they hold prompts.
+
+        >>> store = ObjectStore("memory://bucket/kv")  # fsspec's own object storage in RAM
+        >>> store.put("ab/01", b"blob"), store.get("ab/01")
+        (True, b'blob')
+        >>> store.delete_tenant("ab")
+        1
 
     Args:
         url: as fsspec takes it: `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`, `file:///…`. Credentials come
             from the environment, as the protocol's package documents.
-        ttl: seconds an entry lives after it was written; None for ever. An old one is deleted when it is asked for.
-        max_entry: bytes of a blob; larger ones are neither kept nor read.
+        ttl: seconds an entry lives after it was written; None means forever. An expired entry is deleted when it is
+            asked for; a lifecycle rule of the bucket deletes the others.
+        max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
 
     Raises:
         InputError: `ttl` is out of range, or fsspec does not know the protocol.
@@ -72,8 +86,7 @@ class ObjectStore(Store):
     shared = True
 
     def __init__(self, url: str, ttl: float | None = None, *, max_entry: int = MAX_ENTRY_BYTES) -> None:
-        if ttl is not None and not ttl > 0:
-            raise InputError(f"ttl: must be above 0 seconds, got {ttl}")
+        self._ttl = check_ttl(ttl)
         self._url, self._where = url, redacted(url)
         self._secrets = secrets_of(url)
         try:
@@ -84,27 +97,26 @@ class ObjectStore(Store):
             raise ImportError(f"object store {self._where}: {error}") from error
         self._local = not _LOCAL.isdisjoint((kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol)
         self._max_data = HEADER_BYTES + check_max_entry(max_entry)
-        self._ttl = ttl
         self.after_fork()
         tell_after_fork(self)
         self._counters = TierCounters()
-        self._warned: set[str] = set()
+        self._warn = WarnOnce(_log, f"object store {self._where}")
 
     def after_fork(self) -> None:
-        """New locks, threads and connections: those there were are the parent's."""
+        """Make new locks, threads and connections: the present ones belong to the parent."""
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._threads: Crew | None = None
         self._place: tuple[Any, str] | None = None
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`, checked; None if it is not there."""
+        """The blob of `key`, its checksum verified; None if it is not there."""
         path = _path(key)
         data = self._call(self._read, path)
         blob: bytes | None = None
         problem: Exception | None = None
         if data is not None and len(data) > self._max_data:
-            # Others may be allowed to read it: it stays.
+            # It stays: others may be allowed to read it.
             self._odd(path, f"more than the {self._max_data - HEADER_BYTES} bytes that max_entry_mb allows")
         elif data is not None:
             try:
@@ -127,8 +139,8 @@ class ObjectStore(Store):
         if HEADER_BYTES + len(blob) > self._max_data:
             with self._lock:
                 self._counters.dropped += 1
-            limit = f"{len(blob)} bytes, max_entry_mb allows {self._max_data - HEADER_BYTES}"
-            self._warn("entries too large are dropped", limit)
+            text = "drops entries that are too large; the first has %d bytes, max_entry_mb allows %d"
+            self._warn("large", text, len(blob), self._max_data - HEADER_BYTES)
             return False
         try:
             fs, root = self._connected()
@@ -144,12 +156,12 @@ class ObjectStore(Store):
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is there now, 16 requests at once. An entry past its time counts until it is asked for."""
-        # Not fs.exists, which takes every failure for an absent object.
+        """Whether each key is there now, 16 requests at once. An expired entry counts until somebody asks for it."""
+        # `fs.exists` would take every failure for an absent object.
         return self._map(self._there, [_path(key) for key in keys])
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; whether it was there (deleting what is not there is no error of an object store)."""
+        """Delete an entry; return whether it was there. To an object store, deleting what is absent is no error."""
         path = _path(key)
         there = self._there(path)
         if there:
@@ -157,7 +169,7 @@ class ObjectStore(Store):
         return there
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every object of a tenant, half-written ones included; how many there were."""
+        """Delete every object of a tenant, half-written ones included; return how many there were."""
         fs, _ = self._connect()
         paths = self._call(lambda fs, path: fs.find(path), check_tenant(tenant)) or []
 
@@ -178,17 +190,17 @@ class ObjectStore(Store):
             return {self.name: replace(self._counters)}
 
     def close(self) -> None:
-        """Stop the threads; one whose request hangs is waited for 10 s. May be called again."""
+        """Stop the threads, waiting at most 10 s for requests that hang. May be called again."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
             _log.warning("object store %s was closed while requests hang", self._where)
 
     def _connected(self) -> tuple[Any, str]:
-        """The file system, and the path of our folder in it; of some protocols this is the moment it connects."""
+        """The file system, and the path of our folder in it. Some protocols connect at this moment."""
         with self._connecting:
             if self._place is None:
-                # Directory listings that fsspec remembers would hide what other processes write and delete.
+                # Directory listings in fsspec's cache would hide what other processes write and delete.
                 fs, root = url_to_fs(self._url, use_listings_cache=False)
                 self._place = fs, root.rstrip("/")
             return self._place
@@ -197,7 +209,7 @@ class ObjectStore(Store):
         """As `_connected`.
 
         Raises:
-            StoreError: nobody answers, or lets us in.
+            StoreError: nobody answers, or access is denied.
         """
         try:
             return self._connected()
@@ -205,17 +217,17 @@ class ObjectStore(Store):
             raise self._failure(error) from error
 
     def _read(self, fs: Any, path: str) -> Any:
-        """An object, or one byte too many of it."""
+        """An object; of one that is too large, one byte more than the limit."""
         if self._local:
             info = fs.info(path)
             if info["type"] != "file" or info["islink"]:
-                raise IsADirectoryError(f"{path}: no regular file")  # a FIFO, perhaps, that nobody writes to
+                raise IsADirectoryError(f"{path}: no regular file")  # perhaps a FIFO that nobody writes to
         try:
             return fs.cat_file(path, start=0, end=self._max_data + 1)
         except FileNotFoundError:
             raise
         except Exception as error:
-            # Of nothing there is no first byte: some servers refuse to send a range of it.
+            # An empty object has no first byte, so some servers refuse to send a range of it.
             if "range" in str(error).lower() and fs.info(path)["size"] == 0:
                 return b""
             raise
@@ -239,23 +251,23 @@ class ObjectStore(Store):
         info = self._call(lambda fs, path: fs.info(path), path)
         if info is None or info.get("type", "file") != "file" or (self._local and info["islink"]):
             return False
-        # Of what is too large to be read we say that it is not there: a smaller one may take its place.
+        # An object that is too large to be read counts as absent, so that a smaller one may take its place.
         return (info.get("size") or 0) <= self._max_data
 
     def _discard(self, path: str, problem: Exception) -> None:
-        """Delete a bad or expired entry. That this fails is counted, and does not turn the miss into an error."""
+        """Delete a bad or expired entry. If that fails it is counted, and the miss remains a miss."""
         if not isinstance(problem, Expired):
-            self._warn("bad entries are deleted and missed", problem)
+            self._warn("corrupt", "deletes bad entries and counts them as misses; the first: %s", problem)
         try:
             self._call(_remove, path)
         except StoreError as error:
-            self._warn("bad entries could not be deleted", error)
+            self._warn("discard", "cannot delete a bad entry; it stays a miss: %s", error)
 
-    def _call(self, function: Callable[[Any, str], T], path: str) -> T | None:
-        """What `function(file system, path)` returns, `path` being below our folder; None if there is no such object.
+    def _call(self, function: Callable[[Any, str], _T], path: str) -> _T | None:
+        """What `function(file system, path)` returns, with `path` below our folder; None if there is no such object.
 
         Raises:
-            StoreError: any other failure. fsspec's file systems pass on the exceptions of their clients, of any class.
+            StoreError: any other failure. fsspec passes on the exceptions of its clients, which may be of any class.
         """
         fs, root = self._connect()
         try:
@@ -269,19 +281,19 @@ class ObjectStore(Store):
             return None
 
     def _is_odd(self, error: Exception) -> bool:
-        """Whether an entry is to blame, and not the store."""
+        """Whether this is the fault of one entry, and not of the store."""
         if isinstance(error, (IsADirectoryError, NotADirectoryError)):
             return True
         return self._local and isinstance(error, OSError) and error.errno in ODD_ENTRY | BAD_SECTORS
 
     def _odd(self, path: str, why: object) -> None:
-        """Count an entry that cannot be used, where the rest of the store can."""
+        """Count an entry that cannot be used while the rest of the store can."""
         with self._lock:
             self._counters.errors += 1
-        self._warn("entries that cannot be used are missed", f"{path}: {why}")
+        self._warn("odd", "cannot use an entry; it is a miss, as others like it will be: %s: %s", path, why)
 
-    def _map(self, function: Callable[[str], T], items: Sequence[str]) -> list[T]:
-        """The function of each item, in order, in threads if there are several."""
+    def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
+        """`function` of each item, in order; in threads if there are several."""
         if len(items) < 2:
             return [function(item) for item in items]
         with self._lock:
@@ -291,22 +303,14 @@ class ObjectStore(Store):
         return [future.result() for future in futures]
 
     def _failure(self, error: Exception) -> StoreError:
-        """Count a failure and say what it was."""
+        """Count a failure, and describe it."""
         with self._lock:
             self._counters.errors += 1
         return StoreError(f"object store {self._where}: {type(error).__name__}: {scrubbed(error, self._secrets)}")
 
-    def _warn(self, what: str, why: object) -> None:
-        """Log the first time that something happens."""
-        with self._lock:
-            first = what not in self._warned
-            self._warned.add(what)
-        if first:
-            _log.warning("object store %s: %s (said once): %s", self._where, what, why)
-
 
 def _path(key: str) -> str:
-    """Where an entry lies below our folder."""
+    """The path of an entry below our folder."""
     tenant, entry = check_key(key)
     return f"{tenant}/{entry[:2]}/{entry}"
 
@@ -316,7 +320,7 @@ def _remove(fs: Any, path: str) -> None:
 
 
 def _make_folders(path: str) -> None:
-    """Create a folder of the local file system and those above it, as far as they are missing, for us alone."""
+    """Create a folder of the local file system and its missing parents, accessible to us alone."""
     if path and not os.path.isdir(path):
         _make_folders(os.path.dirname(path))
         with suppress(FileExistsError):

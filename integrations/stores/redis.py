@@ -1,21 +1,24 @@
-r"""Blobs in Redis or Valkey, one server or a cluster, shared by all processes that are given the same URL.
+"""Blobs in Redis or Valkey, one server or a cluster, for all processes that are given the same URL.
 
     cuvee:{b}:tenant/id   one sealed entry: written by SET, read by GET, expired by the server
-    cuvee:{b}:lru         sorted set, entry -> when it was last used, a count the server keeps  \
-    cuvee:{b}:size        hash, entry -> its bytes                                               the books, only
-    cuvee:{b}:sums        hash: bytes of all, clock of lru, cursor of the sweep, counted        |  with a budget
-    cuvee:{b}:lru:tenant  as lru, of a tenant whose bytes sums has, too                         /  (of each tenant)
 
-`{b}` is the bucket and, as a hash tag, keeps all of this in one slot of a cluster, which a script needs. One server has
-bucket 0. A cluster has 64, chosen by a hash of the key, and each gets 1/64 of the budget: a full bucket evicts although
-another has room, so with n entries a bucket about 1/sqrt(n) of the budget stays unused. Within a bucket the least
-recently used entry goes first, over all processes.
+With a budget the server also keeps books:
+
+    cuvee:{b}:lru         sorted set: entry -> when it was last used, by a clock that counts uses
+    cuvee:{b}:size        hash: entry -> its bytes
+    cuvee:{b}:sums        hash: the bytes of all entries, the clock of lru, the cursor of the sweep, "counted"
+    cuvee:{b}:lru:tenant  like lru, for one tenant; only if each tenant has a budget. Its bytes are in sums, too
+
+`{b}` is the bucket. As a hash tag it keeps all of this in one slot of a cluster, which a script needs. A single server
+has bucket 0. A cluster has 64 buckets, chosen by a hash of the key, and each gets 1/64 of the budget. A full bucket
+evicts even if another has room, so with n entries per bucket about 1/sqrt(n) of the budget stays unused. Within a
+bucket the least recently used entry goes first, over all processes.
 
 Payloads do not pass through Lua, which copies them several times (a put of 1 MB took six times as long). They travel by
-SET and GET, and in the same round trip one script brings the books up to date. It looks at what the server has now and
-can be repeated without harm, so an entry that the server expired, evicted or lost is put right when it is next asked
-for, and otherwise by a sweep: every put looks at the next 16 entries of the books. Books that were lost themselves, or
-never kept, are written anew from a SCAN.
+SET and GET, and one script (`redis_scripts`) brings the books up to date in the same round trip. It looks at what the
+server has now and can be repeated without harm. An entry that the server expired, evicted or lost is therefore put
+right when it is next asked for, and otherwise by a sweep: every put looks at the next 16 entries of the books. If the
+books themselves were lost, or never kept, they are rewritten from a SCAN.
 """
 
 from __future__ import annotations
@@ -38,14 +41,17 @@ from cuvee.integrations.stores.base import (
     Store,
     StoreError,
     TierCounters,
+    WarnOnce,
     check_key,
     check_max_entry,
     check_max_tenant,
     check_tenant,
+    check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, Expired, seal, unseal
 from cuvee.integrations.stores.forks import tell_after_fork
-from cuvee.integrations.stores.urls import redacted, scrubbed, secrets_of
+from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
+from cuvee.integrations.stores.redis_scripts import ACCOUNT, DISCARD
 
 try:
     import redis
@@ -62,114 +68,11 @@ _CLUSTER_BUCKETS = 64
 _MIN_BUCKET_BYTES = 16_000_000
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # proto-max-bulk-len, the server's default limit of one value
 _CONNECTIONS = 64
-_READ_BYTES = 1 << 20  # redis-py reads 32 or 64 KiB at a time: half as fast from 1 MB on
-_GET_BATCH = 32  # payloads in one round trip: the server holds its replies in memory until they are read
+_READ_BYTES = 1 << 20  # by default redis-py reads 32 or 64 KiB at a time, which is half as fast from 1 MB on
+_GET_BATCH = 32  # payloads in one round trip; the server holds its replies in memory until they are read
 _SCAN_PAGE = 1000
 _SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 _ENTRY = re.compile(rb"cuvee:\{(\d{1,4})\}:([0-9a-f]+/[0-9a-f]+)")
-
-# KEYS: lru, size, sums. ARGV: prefix of the entries, budget in bytes (-1: neither sweep nor evict), budget of each
-# tenant (-1: none), entries to look at, whose tenants are kept within that. Once a store asked for it the books tell
-# tenants apart, whoever keeps them.
-# Returns: evicted, bytes, entries, whether the books are complete (0: they have to be written anew).
-_ACCOUNT = """
-local lru, sizes, sums, prefix, budget = KEYS[1], KEYS[2], KEYS[3], ARGV[1], tonumber(ARGV[2])
-local share = tonumber(ARGV[3])
-
-local function tenant_of(entry)
-  return string.match(entry, '^[^/]+')
-end
-
-local function wipe()
-  for _, field in ipairs(redis.call('HKEYS', sums)) do
-    if string.sub(field, 1, 3) == 'of:' then redis.call('UNLINK', lru .. string.sub(field, 3)) end
-  end
-  redis.call('UNLINK', lru, sizes, sums)
-  if share >= 0 then redis.call('HSET', sums, 'tenants', 1) end
-end
-
--- A server that evicts by itself may have evicted a part of the books.
-local entries = redis.call('HLEN', sizes)
-if entries ~= redis.call('ZCARD', lru) or (entries > 0 and redis.call('EXISTS', sums) == 0) then
-  wipe()
-end
-if share >= 0 and redis.call('HEXISTS', sums, 'tenants') == 0 then wipe() end
-local apart = redis.call('HEXISTS', sums, 'tenants') == 1
-
-local function add_to_tenant(tenant, bytes, count)
-  redis.call('HINCRBY', sums, 'of:' .. tenant, bytes)
-  if redis.call('HINCRBY', sums, 'in:' .. tenant, count) <= 0 then
-    redis.call('HDEL', sums, 'of:' .. tenant, 'in:' .. tenant)
-  end
-end
-
-local function drop(entry)
-  local size = redis.call('HGET', sizes, entry)
-  if apart then redis.call('ZREM', lru .. ':' .. tenant_of(entry), entry) end
-  if size then
-    redis.call('HDEL', sizes, entry)
-    redis.call('ZREM', lru, entry)
-    redis.call('HINCRBY', sums, 'bytes', -tonumber(size))
-    if apart then add_to_tenant(tenant_of(entry), -tonumber(size), -1) end
-  end
-end
-
-for i = 4, #ARGV do
-  local entry, size = ARGV[i], 0
-  local key = prefix .. entry
-  if redis.call('TYPE', key).ok == 'string' then size = redis.call('STRLEN', key) end
-  if size == 0 then
-    drop(entry)
-  else
-    local known = tonumber(redis.call('HGET', sizes, entry) or 0)
-    redis.call('HSET', sizes, entry, size)
-    redis.call('HINCRBY', sums, 'bytes', size - known)
-    local clock = redis.call('HINCRBY', sums, 'clock', 1)
-    redis.call('ZADD', lru, clock, entry)
-    if apart then
-      redis.call('ZADD', lru .. ':' .. tenant_of(entry), clock, entry)
-      add_to_tenant(tenant_of(entry), size - known, known == 0 and 1 or 0)
-    end
-  end
-end
-
-local evicted = 0
-if budget >= 0 then
-  local page = redis.call('HSCAN', sizes, redis.call('HGET', sums, 'cursor') or '0', 'COUNT', 16)
-  redis.call('HSET', sums, 'cursor', page[1])
-  for i = 1, #page[2], 2 do
-    if redis.call('EXISTS', prefix .. page[2][i]) == 0 then drop(page[2][i]) end
-  end
-  for i = 4, #ARGV do
-    local tenant = tenant_of(ARGV[i])
-    local order = lru .. ':' .. tenant
-    if share >= 0 and redis.call('ZCARD', order) ~= tonumber(redis.call('HGET', sums, 'in:' .. tenant) or 0) then
-      redis.call('UNLINK', order)
-      wipe()
-    end
-    while share >= 0 and tonumber(redis.call('HGET', sums, 'of:' .. tenant) or 0) > share do
-      local oldest = redis.call('ZRANGE', order, 0, 0)[1]
-      evicted = evicted + redis.call('UNLINK', prefix .. oldest)
-      drop(oldest)
-    end
-  end
-  while tonumber(redis.call('HGET', sums, 'bytes') or 0) > budget do
-    local oldest = redis.call('ZRANGE', lru, 0, 0)[1]
-    evicted = evicted + redis.call('UNLINK', prefix .. oldest)
-    drop(oldest)
-  end
-end
-return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
-        redis.call('HEXISTS', sums, 'counted')}
-"""
-
-# KEYS: an entry. ARGV: SHA-1 of the bytes found bad, or '' for a value that is no string. Deletes nothing newer.
-_DISCARD = """
-local kind = redis.call('TYPE', KEYS[1]).ok
-if kind == 'string' and redis.sha1hex(redis.call('GET', KEYS[1])) ~= ARGV[1] then return 0 end
-if kind ~= 'string' and ARGV[1] ~= '' then return 0 end
-return redis.call('UNLINK', KEYS[1])
-"""
 
 _Command = tuple[Any, ...]
 
@@ -177,23 +80,30 @@ _Command = tuple[Any, ...]
 class RedisStore(Store):
     """Sealed entries in a Redis or Valkey server (5 or newer) or cluster.
 
-    Without `max_bytes` the server's own `maxmemory` and `maxmemory-policy` rule what is evicted. With it, entries are
-    evicted by us, and the server's `maxmemory` should be some 10 % larger, for what Redis needs beside the payloads.
-    All stores on one server should be given the same budget: the smallest one evicts.
+    Without `max_bytes`, the server evicts by its own `maxmemory` and `maxmemory-policy`. With it, the store evicts, and
+    the server's `maxmemory` should be some 10 % larger, for what Redis needs beside the payloads. Give all stores on
+    one server the same budget: the smallest one decides.
 
-    An operation fails after about `timeout`: nothing that timed out is tried again. Sending a blob has to take less; to
-    read one, every part of it has to arrive within `timeout`.
+    An operation fails after about `timeout`, and nothing that timed out is tried again. Sending a blob has to take less
+    than that. When one is read, every part of it has to arrive within `timeout`.
+
+        >>> store = RedisStore("redis://localhost:6379/0", max_bytes=8_000_000_000, ttl=3600)  # does not connect yet
+        >>> try:
+        ...     blob = store.get("ab/01")  # None: a miss
+        ... except StoreError:
+        ...     blob = None  # nobody answers; a GuardedStore does this for you
+        >>> store.close()
 
     Args:
         url: `redis://[user:password@]host[:port][/db]`, `rediss://` (TLS), `valkey://`, `valkeys://` or `unix://path`,
             with redis-py's query parameters.
         max_bytes: budget for entries, their 64-byte envelopes included. A cluster takes no less than 1.024 GB.
-        ttl: seconds an entry lives after it was written; None for ever.
+        ttl: seconds an entry lives after it was written; None means forever.
         timeout: seconds to wait for a connection and for an answer.
         cluster: whether the URL names a node of a Redis Cluster.
-        max_entry: bytes of a blob; larger ones are neither kept nor read.
-        max_tenant_bytes: budget of each tenant, kept at the expense of its own entries; needs `max_bytes`, and no less
-            in a cluster than that. None for none.
+        max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
+        max_tenant_bytes: budget of each tenant, kept by evicting its own entries. It needs `max_bytes`, and has the
+            same minimum in a cluster. None means no limit.
 
     Raises:
         InputError: an argument is out of range, or redis-py cannot read the URL.
@@ -221,20 +131,18 @@ class RedisStore(Store):
         self._buckets = _CLUSTER_BUCKETS if cluster else 1
         if cluster and scheme == "unix":
             raise InputError("url: a cluster is reached by host and port, not by a socket")
-        if ttl is not None and not ttl > 0:
-            raise InputError(f"ttl: must be above 0 seconds, got {ttl}")
+        self._ttl = check_ttl(ttl)
         if not timeout > 0:
             raise InputError(f"timeout: must be above 0 seconds, got {timeout}")
         least = self._buckets * _MIN_BUCKET_BYTES if cluster else 1
         if max_bytes is not None and max_bytes < least:
-            shared = f": it is divided among {self._buckets} buckets" if cluster else ""
-            raise InputError(f"max_bytes: must be at least {least}, got {max_bytes}{shared}")
+            why = f": it is divided among {self._buckets} buckets" if cluster else ""
+            raise InputError(f"max_bytes: must be at least {least}, got {max_bytes}{why}")
         check_max_tenant(max_tenant_bytes, max_bytes)
         if max_tenant_bytes is not None and (max_bytes is None or max_tenant_bytes < least):
             raise InputError(f"max_tenant_bytes: must be at least {least}, and takes max_bytes, got {max_tenant_bytes}")
-        self._share = None if max_tenant_bytes is None else max_tenant_bytes // self._buckets
+        self._tenant_budget = None if max_tenant_bytes is None else max_tenant_bytes // self._buckets
         self._budget = None if max_bytes is None else max_bytes // self._buckets
-        self._ttl = ttl
         self._max_data = HEADER_BYTES + check_max_entry(max_entry)
         self._timeout = timeout
         self._where = redacted(url)
@@ -243,7 +151,7 @@ class RedisStore(Store):
         tell_after_fork(self)
         self._counters = TierCounters()
         self._held: dict[int, tuple[int, int]] = {}
-        self._warned: set[str] = set()
+        self._warn_once = WarnOnce(_log, f"redis store {self._where}")
         self._options: dict[str, Any] = {
             "socket_timeout": timeout,
             "socket_connect_timeout": timeout,
@@ -254,27 +162,27 @@ class RedisStore(Store):
         self._cluster: Any = None
         self._stale = False
         try:
-            # Connections that the server closed while idle are found when they are taken from the pool; the one retry
-            # is for those it closes just then. redis-py's default is ten, with pauses, timeouts included.
+            # The pool notices connections that the server closed while they were idle. The one retry is for those
+            # that it closes at that very moment. By default redis-py retries ten times, with pauses, even timeouts.
             retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
             pool = BlockingConnectionPool.from_url(self._url, timeout=timeout, retry=retry, **self._options)
             self._client = redis.Redis(connection_pool=pool)  # of a cluster, only to check the URL
         except ValueError:
-            # Its message may quote a part of the password.
+            # The message of the ValueError may quote a part of the password.
             raise InputError("url: redis-py cannot read it; percent-encode what is special in a password") from None
 
     def after_fork(self) -> None:
-        """New locks; redis-py finds out by itself that its connections are the parent's."""
+        """Make new locks. redis-py itself notices that its connections belong to the parent."""
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._recounting = threading.Lock()
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`, checked; None if it is not there."""
+        """The blob of `key`, its checksum verified; None if it is not there."""
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """`get` of each key, 32 in a round trip to each node."""
+        """`get` of each key, 32 in one round trip to each node."""
         for key in keys:
             check_key(key)
         blobs: list[bytes | None] = []
@@ -284,9 +192,10 @@ class RedisStore(Store):
             for key, data in zip(batch, replies, strict=False):
                 blobs.append(self._open(key, data))
             for reply in replies[len(batch) :]:
-                # The blobs are there; that a full server or a read-only replica takes no notes must not lose them.
+                # The blobs are here. They must not be lost because a full server or a read-only replica takes no notes.
                 if isinstance(reply, Exception):
-                    self._warn("use of entries is not recorded", self._failure(reply))
+                    text = "cannot note the use of entries; they will be evicted as if unused"
+                    self._warn("touch", text, self._failure(reply))
         return blobs
 
     def put(self, key: str, blob: bytes) -> bool:
@@ -294,18 +203,20 @@ class RedisStore(Store):
         check_key(key)
         bucket = self._bucket(key)
         data = seal(key, blob, time.time())
-        budgets = [limit for limit in (self._budget, self._share) if limit is not None]
+        budgets = [limit for limit in (self._budget, self._tenant_budget) if limit is not None]
         limit = min(_MAX_VALUE_BYTES, self._max_data, *budgets)
         if len(data) > limit:
             with self._lock:
                 self._counters.dropped += 1
-            self._warn("entries too large are dropped", f"{len(data)} bytes, at most {limit}")
+            text = "drops entries that are too large; the first has %d bytes with its envelope, the limit is %d"
+            self._warn_once("large", text, len(data), limit)
             return False
         expiry = () if self._ttl is None else ("PX", max(1, round(1000 * self._ttl)))
         commands: list[_Command] = [("SET", self._name(key), data, *expiry)]
         if self._budget is not None:
-            # As plain commands, not as redis-py's transaction: that one puts the blob into the text of its errors.
-            commands = [("MULTI",), *commands, self._account(bucket, [key], self._budget, self._share), ("EXEC",)]
+            # Plain commands, because redis-py's own transactions put the blob into the text of their errors.
+            account = self._account(bucket, [key], self._budget, self._tenant_budget)
+            commands = [("MULTI",), *commands, account, ("EXEC",)]
         last = self._checked(self._send([(bucket, command) for command in commands]))[-1]
         with self._lock:
             self._counters.puts += 1
@@ -326,19 +237,19 @@ class RedisStore(Store):
         """Whether each key is there now, in one round trip to each node."""
         for key in keys:
             check_key(key)
-        # Of what is too large to be read we say that it is not there: a smaller one may take its place.
+        # An entry that is too large to be read counts as absent, so that a smaller one may take its place.
         bounded = self._max_data < _MAX_VALUE_BYTES
         commands = [(self._bucket(key), ("STRLEN" if bounded else "EXISTS", self._name(key))) for key in keys]
         replies = [0 if _is_no_string(reply) else reply for reply in self._send(commands)]
         return [0 < reply <= self._max_data for reply in self._checked(replies)]
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; whether it was there."""
+        """Delete an entry; return whether it was there."""
         check_key(key)
         return self._delete([key]) == 1
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant, found by SCAN; how many there were."""
+        """Delete every entry of a tenant, found by SCAN; return how many there were."""
         return sum(self._delete(keys) for keys in self._scan(f"{check_tenant(tenant)}/*"))
 
     def counters(self) -> dict[str, TierCounters]:
@@ -360,27 +271,28 @@ class RedisStore(Store):
                 self._cluster = None
 
     def _read(self, key: str) -> _Command:
-        """What asks for an entry, and for no more than one byte too many of it."""
+        """The command that reads an entry; of one that is too large, one byte more than the limit."""
         if self._max_data >= _MAX_VALUE_BYTES:
             return ("GET", self._name(key))  # the server has no larger ones
         return ("GETRANGE", self._name(key), 0, self._max_data)
 
     def _open(self, key: str, reply: Any) -> bytes | None:
-        """The blob in a reply to GET; a bad or expired one is counted, deleted and missed."""
+        """The blob in a reply to GET. A bad or expired one is counted, deleted, and a miss."""
         if isinstance(reply, Exception) and not _is_no_string(reply):
             raise self._failure(reply) from reply
         blob: bytes | None = None
         problem: Exception | None = None
         if isinstance(reply, bytes) and len(reply) > self._max_data:
-            # Others may be allowed to read it: it stays.
+            # It stays: others may be allowed to read it.
             with self._lock:
                 self._counters.answer(None)
                 self._counters.errors += 1
-            self._warn("entries too large are missed", f"more than {self._max_data - HEADER_BYTES} bytes")
+            text = "cannot read entries that are too large; the first has more than %d bytes"
+            self._warn_once("large read", text, self._max_data - HEADER_BYTES)
             return None
         if isinstance(reply, Exception):
             problem = reply
-        elif reply is not None and (reply or self._max_data >= _MAX_VALUE_BYTES):  # GETRANGE of nothing is empty
+        elif reply is not None and (reply or self._max_data >= _MAX_VALUE_BYTES):  # GETRANGE of no entry is empty
             try:
                 blob = unseal(key, reply, self._ttl)
             except (CorruptError, Expired) as error:
@@ -389,33 +301,33 @@ class RedisStore(Store):
             self._counters.answer(blob, problem)
         if problem is not None:
             if not isinstance(problem, Expired):
-                self._warn("bad entries are deleted and missed", problem)
+                self._warn("corrupt", "deletes bad entries and counts them as misses; the first", problem)
             self._discard(key, reply)
         return blob
 
     def _discard(self, key: str, reply: bytes | Exception) -> None:
-        """Delete an entry if it still is what was read; a failure is counted, and the miss remains a miss."""
+        """Delete an entry if it still is what was read. A failure is counted, and the miss remains a miss."""
         digest = hashlib.sha1(reply, usedforsecurity=False).hexdigest() if isinstance(reply, bytes) else ""
-        command = (self._bucket(key), ("EVAL", _DISCARD, 1, self._name(key), digest))
+        command = (self._bucket(key), ("EVAL", DISCARD, 1, self._name(key), digest))
         try:
             self._checked(self._send([command, *self._touch([key])]))
         except StoreError as error:
-            self._warn("bad entries could not be deleted", error)
+            self._warn("discard", "cannot delete a bad entry; it stays a miss", error)
 
     def _delete(self, keys: Sequence[str]) -> int:
-        """Delete entries and strike them off the books; how many there were."""
+        """Delete entries and take them off the books; return how many there were."""
         commands = [(self._bucket(key), ("UNLINK", self._name(key))) for key in keys]
         return sum(self._checked(self._send(commands + self._touch(keys)))[: len(keys)])
 
     def _recount(self) -> None:
-        """Write the books of all buckets anew, in the order in which SCAN finds the entries."""
+        """Rewrite the books of all buckets, in the order in which SCAN finds the entries."""
         for keys in self._scan("*/*"):
             self._checked(self._send(self._touch(keys)))
         done = [(b, ("HSET", f"{self._prefix(b)}sums", "counted", 1)) for b in range(self._buckets)]
         self._checked(self._send(done))
 
     def _scan(self, pattern: str) -> Iterator[list[str]]:
-        """Keys of entries that match, a page at a time, from every primary."""
+        """The keys of entries that match, a page at a time, from every primary."""
         match = f"cuvee:{{{'*' if self._clustered else '0'}}}:{pattern}"
         try:
             for client in self._primaries():
@@ -437,11 +349,12 @@ class RedisStore(Store):
     def _name(self, key: str) -> str:
         return self._prefix(self._bucket(key)) + key
 
-    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1, share: int | None = None) -> _Command:
-        """The script in full, not by its digest: after MULTI it is too late to learn that a server has forgotten it."""
+    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1, tenant: int | None = None) -> _Command:
+        """The command that brings the books up to date about `keys`, and evicts if budgets are given (in bytes)."""
+        # The script in full, not by its digest: after MULTI it is too late to learn that a server has forgotten it.
         prefix = self._prefix(bucket)
         books = [prefix + book for book in ("lru", "size", "sums")]
-        return ("EVAL", _ACCOUNT, len(books), *books, prefix, budget, -1 if share is None else share, *keys)
+        return ("EVAL", ACCOUNT, len(books), *books, prefix, budget, -1 if tenant is None else tenant, *keys)
 
     def _touch(self, keys: Sequence[str]) -> list[tuple[int, _Command]]:
         """Commands that bring the books up to date about some entries, if books are kept."""
@@ -455,15 +368,15 @@ class RedisStore(Store):
     def _send(self, commands: Sequence[tuple[int, _Command]]) -> list[Any]:
         """Run commands, each on the node of its bucket, in one round trip to each node.
 
-        In a cluster the nodes are asked as servers of their own, since redis-py's cluster pipeline refuses scripts. If
-        slots have moved or a node has gone, all is sent once more, to where the slots are then: each of our commands
-        may be repeated.
+        In a cluster each node is addressed as a server of its own, since redis-py's cluster pipeline refuses scripts.
+        If slots have moved or a node is gone, everything is sent once more, to where the slots are then. That is safe:
+        each of our commands may be repeated.
 
         Returns:
             The replies in order, error replies as exceptions.
 
         Raises:
-            StoreError: no answer.
+            StoreError: a server did not answer.
         """
         again = self._clustered
         while True:
@@ -508,7 +421,7 @@ class RedisStore(Store):
         return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
 
     def _topology(self) -> Any:
-        """The cluster, whose slots are read at the first use and again after a failure."""
+        """The cluster. Its slots are read at the first use, and again after a failure."""
         with self._connecting:
             if self._cluster is None:
                 self._cluster = redis.RedisCluster.from_url(self._url, retry=Retry(NoBackoff(), 0), **self._options)
@@ -518,7 +431,7 @@ class RedisStore(Store):
             return self._cluster
 
     def _checked(self, replies: list[Any]) -> list[Any]:
-        """The replies, none of which, nor any reply of a transaction, is an error.
+        """The replies, if none of them is an error, and neither is any reply inside a transaction.
 
         Raises:
             StoreError: the first error among them.
@@ -530,10 +443,10 @@ class RedisStore(Store):
         return replies
 
     def _failure(self, error: Exception) -> StoreError:
-        """Count a failure and say what it was."""
+        """Count a failure, and describe it."""
         with self._lock:
             self._counters.errors += 1
-        # Servers and proxies that do not know AUTH send its arguments back.
+        # Servers and proxies that do not know AUTH send its arguments back, and with them the password.
         cause = f"{type(error).__name__}: {scrubbed(error, self._secrets)}"
         if isinstance(error, redis.TimeoutError):
             cause += f" (no answer within timeout={self._timeout:g} s)"
@@ -541,16 +454,11 @@ class RedisStore(Store):
             cause += " (the server is full and may not evict: raise its maxmemory, lower max_gb or set allkeys-lru)"
         return StoreError(f"redis store {self._where}: {cause}")
 
-    def _warn(self, what: str, why: object) -> None:
-        """Log the first time that something happens."""
-        with self._lock:
-            first = what not in self._warned
-            self._warned.add(what)
-        if first:
-            told = scrubbed(why, self._secrets) if isinstance(why, BaseException) else why
-            _log.warning("redis store %s: %s (said once): %s", self._where, what, told)
+    def _warn(self, kind: str, text: str, error: Exception) -> None:
+        """Log `text` and the error, without secrets, the first time that something of this kind happens."""
+        self._warn_once(kind, "%s: %s", text, scrubbed(error, self._secrets))
 
 
 def _is_no_string(reply: Any) -> bool:
-    """Whether a reply says that what stands under the key of an entry is a list, say."""
+    """Whether a reply says that the key of an entry holds something else than a string, such as a list."""
     return isinstance(reply, Exception) and "wrong kind of value" in str(reply)

@@ -1,8 +1,8 @@
-"""Threads that wait for stores: a call that hangs costs one of them, and never the process its end.
+"""Threads that wait for stores. A call that hangs costs one thread; the process can still work, and still end.
 
-`concurrent.futures` keeps a thread that hangs in its pool, so that a few of them stop all work, and waits for it when
-the interpreter ends. A `Crew` starts another thread in the place of one that has been at a job for too long, and leaves
-it behind when it is dismissed.
+A pool of `concurrent.futures` keeps a thread that hangs: a few of those stop all work, and the interpreter waits for
+them when it exits. A `Crew` starts another thread in place of one that is stuck in a job, and leaves stuck threads
+behind when it is dismissed.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# Threads that one crew may leave to jobs that hang; more would only hang, too.
+# How many threads of one crew may be replaced because they hang. More replacements would only hang, too.
 MAX_STUCK = 32
 
 
 class Crew:
     """A thread pool whose `submit` is that of an `Executor`. Safe to call from several threads.
 
-    Its threads are daemons: they start with the first jobs, and end when they are dismissed and idle.
+    Its threads are daemons. They start with the first jobs and end once they are dismissed and idle.
 
     Args:
-        threads: jobs at a time, those not counted that are stuck.
-        name: of the threads.
-        patience: seconds after which a job counts as stuck: then another thread may start in its place. A job that was
-            only slow ends as usual, and the thread that is one too many goes.
-        clock: seconds, monotonic.
+        threads: how many jobs run at a time, not counting those that are stuck.
+        name: name of the threads.
+        patience: seconds after which a job counts as stuck, so that another thread may start in its place. If the job
+            was merely slow it ends as usual, and the surplus thread ends with it.
+        clock: monotonic clock, in seconds.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Crew:
         self._name, self._patience, self._clock = name, patience, clock
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._began: dict[int, float] = {}  # of the job of a thread, by the thread's number; those that work
+        self._began: dict[int, float] = {}  # when the job of each busy thread began, by the number of the thread
         self._idle = 0
         self._alive = 0
         self._started = 0
@@ -50,10 +50,10 @@ class Crew:
         self._dismissed = False
 
     def submit(self, work: Callable[..., _T], *arguments: Any) -> Future[_T]:
-        """Have `work(*arguments)` done.
+        """Run `work(*arguments)` in one of the threads.
 
         Raises:
-            RuntimeError: the crew was dismissed, or not one thread can be started.
+            RuntimeError: the crew was dismissed, or not even one thread can be started.
         """
         future: Future[_T] = Future()
         with self._changed:
@@ -68,24 +68,24 @@ class Crew:
 
     @property
     def waiting(self) -> int:
-        """Jobs that no thread has begun, cancelled ones included."""
+        """How many jobs no thread has begun, cancelled ones included."""
         with self._changed:
             return len(self._jobs)
 
     def dismiss(self, timeout: float | None = None, *, cancel: bool = False) -> bool:
-        """Take no more jobs and wait for those there are.
+        """Take no more jobs, and wait for the present ones.
 
         Args:
-            timeout: seconds to wait; None: until all are done.
-            cancel: cancel those that wait. Otherwise they are when the time is over.
+            timeout: seconds to wait; None waits until all are done.
+            cancel: cancel the jobs that no thread has begun now, and not only once the time is over.
 
         Returns:
-            Whether every thread has ended; those that have not are left behind.
+            Whether every thread has ended. Any that has not is left behind.
         """
         with self._changed:
             self._dismissed = True
             if self._jobs and not cancel:
-                self._hire()  # all may be stuck
+                self._hire()  # perhaps all threads are stuck
             self._changed.notify_all()
         if cancel:
             self._cancel()
@@ -97,7 +97,7 @@ class Crew:
     def _cancel(self) -> None:
         with self._changed:
             jobs, self._jobs = self._jobs, deque()
-        # Without the lock: who is told of it may take locks of its own.
+        # Not under the lock: callbacks of a future may take locks of their own.
         for future, _ in jobs:
             future.cancel()
 
@@ -106,11 +106,11 @@ class Crew:
         return sum(now - began > self._patience for began in self._began.values())
 
     def _hire(self) -> None:
-        """Start a thread if there are fewer than there may be."""
+        """Start another thread, if there may be more."""
         stuck = self._stuck()
         if stuck and not self._reported:
             self._reported = True
-            _LOG.warning(
+            _log.warning(
                 "%s: a job has not ended within %g s; another thread starts in its place", self._name, self._patience
             )
         if self._alive - min(stuck, MAX_STUCK) >= self.threads:
@@ -121,7 +121,7 @@ class Crew:
         try:
             thread.start()
         except RuntimeError:
-            # There may be a limit to threads, and a process that is ending starts none.
+            # The system may limit threads, and a process that is exiting cannot start any.
             if not self._alive and not self._dismissed:
                 self._jobs.pop()
                 raise
@@ -133,7 +133,7 @@ class Crew:
             pass
 
     def _step(self, number: int) -> bool:
-        """Do one job; False: this thread is done. A call each, so that no job is held in between."""
+        """Do one job; False if this thread should end. Each job is a call of its own, so that none is kept alive."""
         with self._changed:
             self._began.pop(number, None)
             while not self._jobs and not self._dismissed and self._alive - self._stuck() <= self.threads:

@@ -6,25 +6,24 @@
     get ──▶ tier 0, queue, tier 1, queue, tier 2: each is asked only for what is still missing
             what a lower tier has is put into those above it (promotion)
 
-A deletion must win over copies that are on their way: queued puts are taken back; a put that a thread is writing is
-hidden at once and deleted as soon as it is written; nothing is promoted that was read before a deletion ended.
+A deletion has to win over copies that are on their way. Queued puts are taken back. A put that a thread is writing is
+hidden at once, and deleted as soon as it is written. Nothing is promoted that was read before a deletion ended.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_tenant
+from cuvee.integrations.stores.base import Store, StoreError, TierCounters, WarnOnce, check_tenant
+from cuvee.integrations.stores.forks import tell_after_fork
 
-_LOG = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 DEFAULT_QUEUE_BYTES = 256 << 20
 DRAIN_SECONDS = 10.0
@@ -32,7 +31,7 @@ DRAIN_SECONDS = 10.0
 
 @dataclass(slots=True)
 class _Write:
-    """A put under way in the tier's thread; `deleted`: asked to be gone since it began."""
+    """A put under way in the tier's thread. `deleted` says that a deletion asked for it since it began."""
 
     key: str
     blob: bytes
@@ -40,9 +39,9 @@ class _Write:
 
 
 class _Tier:
-    """A store, its write-behind queue and the thread that empties it (tier 0 uses neither).
+    """A store, its write-behind queue, and the thread that empties the queue. Tier 0 uses neither queue nor thread.
 
-    The thread starts with the first entry. `counts` is what happens to entries before the store sees them.
+    The thread starts with the first entry. `_counts` counts what happens to entries before the store sees them.
     """
 
     def __init__(self, store: Store, level: int, max_bytes: int) -> None:
@@ -52,11 +51,11 @@ class _Tier:
         self._counts = TierCounters()
         self._closed = False
         self._close_late = False
-        self._reported: set[str] = set()
+        self._warn = WarnOnce(_log, self._label)
         self.reset()
 
     def reset(self) -> None:
-        """An empty queue and no thread: at the start, and in a forked child, which has neither thread nor lock."""
+        """Begin with an empty queue and no thread, at the start and in a forked child, which has no threads."""
         self._changed = threading.Condition()
         self._waiting: dict[str, bytes] = {}
         self._write: _Write | None = None
@@ -64,7 +63,7 @@ class _Tier:
         self._thread: threading.Thread | None = None
 
     def offer(self, key: str, blob: bytes) -> bool:
-        """Queue a put, in the place of an older one of the same key if that still waits; False: dropped."""
+        """Queue a put; it replaces an older one of the same key that still waits. False if it was dropped."""
         with self._changed:
             size = self._bytes + len(blob) - len(self._waiting.get(key, b""))
             full = size > self._max_bytes
@@ -77,18 +76,21 @@ class _Tier:
         if closed:
             return False
         if full:
-            self._report_once(
-                f"the write-behind queue of {self._label} is full ({self._max_bytes:,} bytes): it is slower than what "
-                "is stored. Entries are dropped for this tier until it catches up; max_queue_bytes is the dial."
+            self._warn(
+                "full",
+                "the write-behind queue is full (%s bytes): the tier is slower than what is stored. Entries are "
+                "dropped for this tier until it catches up; a larger max_queue_bytes drops fewer.",
+                f"{self._max_bytes:,}",
             )
         else:
-            self._report_once(f"no thread can be started to write to {self._label}: entries are dropped for this tier")
+            self._warn("thread", "no thread can be started to write to it: entries are dropped for this tier")
         return False
 
     def look(self, keys: Sequence[str], count: bool) -> tuple[dict[str, bytes], list[str]]:
-        """What the queue holds of `keys`, and which keys to ask the store for: not one that is deleted while written.
+        """What the queue holds of `keys`, and which keys to ask the store for.
 
-        Ask the store afterwards, never before: an entry leaves the queue only when the store has it.
+        A key that is deleted while its entry is written is in neither. Ask the store afterwards, never before: an
+        entry leaves the queue only once the store has it.
         """
         with self._changed:
             found = {key: self._waiting[key] for key in keys if key in self._waiting}
@@ -102,7 +104,7 @@ class _Tier:
         return found, [key for key in keys if key not in found and key != hidden]
 
     def forget(self, matches: Callable[[str], bool]) -> bool:
-        """Take back queued puts, and hide and then delete one that is being written; whether there was any."""
+        """Take back queued puts; hide and later delete one that is being written. Return whether there was any."""
         with self._changed:
             gone = [key for key in self._waiting if matches(key)]
             for key in gone:
@@ -114,18 +116,18 @@ class _Tier:
         return writing or bool(gone)
 
     def delete_tenant(self, tenant: str) -> int:
-        """`delete_tenant` of the store, as soon as no entry that was deleted is still being written."""
+        """`delete_tenant` of the store, as soon as no deleted entry is still being written."""
         with self._changed:
             self._changed.wait_for(lambda: self._write is None or not self._write.deleted)
         return self.store.delete_tenant(tenant)
 
     def drain(self, timeout: float | None) -> bool:
-        """Wait until the queue is empty and its last entry written; False if not within `timeout` seconds."""
+        """Wait until the queue is empty and its last entry is written; False if that takes over `timeout` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._waiting and self._write is None, timeout)
 
     def close(self) -> None:
-        """Give up what waits, end the thread and close the store; if it is still writing, the thread closes it."""
+        """Give up what waits, end the thread, and close the store. If the thread still writes, it closes the store."""
         with self._changed:
             lost, size = len(self._waiting), sum(map(len, self._waiting.values()))
             self._counts.dropped += lost
@@ -136,20 +138,18 @@ class _Tier:
             thread = self._thread
             self._changed.notify_all()
         if busy is not None:
-            _LOG.warning(
-                "%s was closed while it writes: %d entries (%d bytes) were not written and are lost, and one of %d "
-                "bytes is if the process ends first",
-                self._label, lost, size, len(busy.blob),
-            )  # fmt: skip
+            text = "%s was closed while it writes: %d entries (%d bytes) were not written and are lost"
+            text += "; one more of %d bytes is lost if the process ends before it is written"
+            _log.warning(text, self._label, lost, size, len(busy.blob))
             return
         if lost:
-            _LOG.warning("%s was closed with %d entries (%d bytes) not written: they are lost", self._label, lost, size)
+            _log.warning("%s was closed with %d entries (%d bytes) not written: they are lost", self._label, lost, size)
         if thread is not None:
             thread.join()
         self.store.close()
 
     def counters(self) -> dict[str, TierCounters]:
-        """The store's own, with what became of queued entries."""
+        """The counters of the store, with what became of queued entries."""
         counters = self.store.counters()
         own = counters.setdefault(self.store.name, TierCounters())
         with self._changed:
@@ -161,14 +161,14 @@ class _Tier:
         return counters
 
     def failed(self, error: Exception) -> None:
-        """Count and once log what the caller of `put` or `get` has nothing to do with."""
+        """Count a failed copy, and log the first one. The caller of `put` or `get` never sees it."""
         if not isinstance(error, StoreError):  # a store counts those that it raises
             with self._changed:
                 self._counts.errors += 1
-        self._report_once(f"a copy was not written to {self._label}: %s", error)
+        self._warn("failed", "a copy was not written: %s", error)
 
     def _start(self) -> bool:
-        """Whether the thread runs: there may be a limit to threads, and a process that is ending starts none."""
+        """Start the thread if need be; return whether it runs. The system may limit threads, as does process exit."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name=f"cuvee {self._label}", daemon=True)
             try:
@@ -188,7 +188,7 @@ class _Tier:
                 self.failed(error)
 
     def _step(self) -> bool:
-        """Write one entry; False: closed, nothing left to do. A call each, so that no blob is held in between."""
+        """Write one entry; False once the tier is closed. Each entry is a call of its own, so that no blob is kept."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closed)
             if not self._waiting:
@@ -216,33 +216,32 @@ class _Tier:
         self._bytes -= len(write.blob)
         self._changed.notify_all()
 
-    def _report_once(self, message: str, *details: object) -> None:
-        with self._changed:
-            if message in self._reported:
-                return
-            self._reported.add(message)
-        _LOG.warning(message, *details)
-
-
-_TIERED: weakref.WeakSet[TieredStore] = weakref.WeakSet()
-
 
 class TieredStore(Store):
-    """Stores of different speed as one: the fastest answers, the slower ones get copies in the background.
+    """Stores of different speeds as one. The fastest answers first; the slower ones get copies in the background.
 
-    A lower tier's failure to take a copy is counted there and never reaches the caller. Any other failure of a tier is
-    raised as the `Store` contract says; wrap tiers that may fail in `GuardedStore`.
+    If a lower tier fails to take a copy, that is counted there and never reaches the caller. Any other failure of a
+    tier is raised, as the contract of `Store` says; wrap tiers that may fail in a `GuardedStore`.
 
-    A process that ends without `close` loses at most what is queued. In a forked child the queues are empty (the parent
-    writes what they hold) and its own threads start with its first `put`.
+    A process that ends without `close` loses at most what is queued. In a forked child the queues are empty, since the
+    parent writes what they hold, and the child's own threads start with its first `put`.
+
+        >>> from cuvee.integrations.stores.memory import MemoryStore
+        >>> small, large = MemoryStore(1000), MemoryStore(1_000_000)
+        >>> store = TieredStore([small, large])
+        >>> store.put("ab/01", bytes(600)), store.put("ab/02", bytes(600)), store.flush()
+        (True, True, True)
+        >>> store.contains(["ab/01", "ab/02"]), small.contains(["ab/01", "ab/02"])
+        ([True, True], [False, True])
+        >>> store.close()
 
     Args:
         stores: fastest first, at least one. They belong to this store and are closed with it.
-        max_queue_bytes: of each lower tier's queue, the entry that is being written included. An entry that does not
-            fit is dropped for that tier.
+        max_queue_bytes: limit of each lower tier's queue, counting the entry that is being written. An entry that does
+            not fit is dropped for that tier.
 
     Raises:
-        InputError: no store, or a queue without room.
+        InputError: there is no store, or a queue has no room.
     """
 
     name = "tiered"
@@ -257,7 +256,13 @@ class TieredStore(Store):
         self._closed = False
         self._epoch = 0  # deletions that ended
         self._reset()
-        _TIERED.add(self)
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Begin with empty queues and no threads: the parent writes what is queued."""
+        self._reset()
+        for tier in self._tiers:
+            tier.reset()
 
     @property
     def tiers(self) -> tuple[Store, ...]:
@@ -269,7 +274,7 @@ class TieredStore(Store):
         return self.get_many([key])[0]
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """`get` of each key: a tier is asked once, for what those before it do not have."""
+        """`get` of each key. A tier is asked once, for what the tiers before it do not have."""
         epoch = self._epoch
         found: dict[str, bytes] = {}
         missing = list(dict.fromkeys(keys))
@@ -309,9 +314,9 @@ class TieredStore(Store):
         return [key in there for key in keys]
 
     def delete(self, key: str) -> bool:
-        """Delete an entry from all tiers and queues; whether any had it.
+        """Delete an entry from all tiers and queues; return whether any had it.
 
-        Does not wait for a thread that is writing it: the copy is never seen, and deleted when it is written.
+        This does not wait for a thread that is writing the entry: that copy is never seen, and is deleted once written.
 
         Raises:
             StoreError: a tier failed; the others were asked all the same.
@@ -321,9 +326,9 @@ class TieredStore(Store):
             return any([*self._in_all(lambda tier: tier.store.delete(key)), *queued])
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant from all tiers and queues; how many copies the tiers held.
+        """Delete every entry of a tenant from all tiers and queues; return how many copies the tiers held.
 
-        Waits for threads that are writing one of them, so that it is gone when this returns.
+        This waits for threads that are writing one of them, so that all are gone when it returns.
 
         Raises:
             StoreError: a tier failed; the others were asked all the same.
@@ -335,7 +340,7 @@ class TieredStore(Store):
             return sum(self._in_all(lambda tier: tier.delete_tenant(tenant)))
 
     def counters(self) -> dict[str, TierCounters]:
-        """Each tier's own, a hit in its queue being a hit of the tier; a second "redis" is called "redis-2"."""
+        """The counters of each tier. A hit in a queue is a hit of its tier; a second "redis" is called "redis-2"."""
         counters: dict[str, TierCounters] = {}
         for tier in self._tiers:
             for name, own in tier.counters().items():
@@ -347,39 +352,37 @@ class TieredStore(Store):
         return counters
 
     def overdue(self, operation: str, seconds: float) -> None:
-        """Tell every tier: the one that hangs knows."""
+        """Tell every tier. The one that hangs recognizes its calls."""
         for tier in self._tiers:
             tier.store.overdue(operation, seconds)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait at most `timeout` seconds until the queues are empty and every tier is flushed; whether they are."""
+        """Wait at most `timeout` seconds until all queues are empty and all tiers flushed; return whether they are."""
         deadline = None if timeout is None else time.monotonic() + timeout
 
         def left() -> float | None:
             return None if deadline is None else max(0.0, deadline - time.monotonic())
 
-        done = [
-            tier.drain(left()) and tier.store.flush(left()) for tier in self._tiers
-        ]  # each, whatever the others say
+        # A list, so that every tier is flushed whatever the others answer.
+        done = [tier.drain(left()) and tier.store.flush(left()) for tier in self._tiers]
         return all(done)
 
     def close(self, timeout: float = DRAIN_SECONDS) -> None:
-        """Write what is queued, for at most `timeout` seconds, and close the tiers; what is lost is logged."""
+        """Write what is queued, for at most `timeout` seconds, then close the tiers. What is lost is logged."""
         with self._changed:
             if self._closed:
                 return
             self._closed = True
-        _TIERED.discard(self)
-        with ExitStack() as stack:  # every tier is closed, whatever another one raises
+        with ExitStack() as stack:  # closes every tier, whatever another one raises
             for tier in reversed(self._tiers):
                 stack.callback(tier.close)
             self.flush(timeout)
 
     def _promote(self, entries: dict[str, bytes], level: int, epoch: int) -> None:
-        """Put what tier `level` had into the tiers above it, unless a deletion might mean it.
+        """Put what tier `level` had into the tiers above it, unless a deletion may concern it.
 
-        A deletion that began later waits for this; one that is under way, or ended since `epoch` was read, may have
-        deleted an entry after it was read: then it stays where it is or is not.
+        A deletion that begins later waits for this. One that is under way, or that ended since `epoch` was read, may
+        have deleted an entry after it was read; then nothing is promoted.
         """
         with self._changed:
             if self._deleting or self._epoch != epoch:
@@ -413,7 +416,7 @@ class TieredStore(Store):
                 self._epoch += 1
 
     def _in_all(self, work: Callable[[_Tier], int]) -> list[int]:
-        """`work` of every tier, of the rest even if one fails; then the first failure is raised."""
+        """`work` of every tier. If one fails the rest are still done, and then the first failure is raised."""
         done, failures = [], []
         for tier in self._tiers:
             try:
@@ -427,16 +430,3 @@ class TieredStore(Store):
     def _reset(self) -> None:
         self._changed = threading.Condition()
         self._promoting = self._deleting = 0
-
-    def _after_fork(self) -> None:
-        self._reset()
-        for tier in self._tiers:
-            tier.reset()
-
-
-def _after_fork_in_child() -> None:
-    for store in tuple(_TIERED):
-        store._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -8,15 +8,14 @@
     s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs and fsspec+<protocol>
     tiered:memory://?max_gb=8,redis://host:6379/0    several, fastest first (a comma inside a URL is written %2C)
 
-A password need not stand in the URL, which servers log: `password_env=NAME` takes it from an environment variable,
-`password_file=/path` from a file. `max_gb` is in 10^9 bytes, `max_mb` in 10^6; with `max_gb_per_tenant` no tenant may
-exceed that; `ttl` takes s, m, h or d; `timeout` is in seconds. Every store takes `max_entry_mb`, the largest blob that
-it keeps and reads.
+Servers log URLs, so a password need not be part of one: `password_env=NAME` takes it from an environment variable, and
+`password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. With `max_gb_per_tenant` no tenant may
+exceed that much. `ttl` takes s, m, h or d; `timeout` is in seconds. Every store takes `max_entry_mb`, the largest blob
+that it keeps and reads.
 """
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Collection, Sequence
@@ -25,15 +24,17 @@ from urllib.parse import quote, unquote, urlsplit
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.keys import read_secret
+from cuvee.codec.suggest import suggestion
 from cuvee.integrations.stores.base import MAX_ENTRY_BYTES, Store
+from cuvee.integrations.stores.redaction import redacted
 
 _BUDGET = ("max_gb", "max_mb")
-_SHARE = "max_gb_per_tenant"
+_TENANT_BUDGET = "max_gb_per_tenant"
 _ENTRY = "max_entry_mb"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
-# What redis-py reads from its own URLs and a private certificate authority needs.
+# Options of redis-py's own URLs that a private certificate authority needs.
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 _CLUSTERS = {f"{scheme}+cluster": plain for scheme, plain in _REDIS.items()}
@@ -44,26 +45,29 @@ _SCHEMES = ("memory", "file", *_REDIS, *_CLUSTERS, *_SOCKETS, *_BUCKETS)
 _KNOWN = ", ".join(f"{scheme}://" for scheme in (*_SCHEMES, "fsspec+<protocol>"))
 _TIERED = "tiered:"
 _PASSWORD = ("password_env", "password_file")
-_LEAST_SECRET = 4  # characters: a shorter one is no secret, and hiding it would garble messages
-# Options that a message may show; anything else may be a secret.
-_HARMLESS = {*_BUDGET, _SHARE, _ENTRY, "ttl", "timeout", "db"}
 _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
-    """The store that a URL describes; a list of URLs, or `tiered:`, makes a `TieredStore`. Connects to nothing yet.
+    """The store that a URL describes. A list of URLs, or `tiered:`, makes a `TieredStore`. Nothing connects yet.
 
-    Two opens of one `memory://` budget in a process share one store, which goes with the last one closed.
+    If one process opens `memory://` twice with the same budgets, both stores hold the same entries, which go when the
+    last of the two is closed.
+
+        >>> store = open_store("tiered:memory://?max_mb=100,memory://?max_gb=2")
+        >>> store.put("ab/01", b"blob"), store.get("ab/01")
+        (True, b'blob')
+        >>> store.close()
 
     Args:
-        url: see the module; a list is fastest first.
+        url: see the module's docstring; a list is fastest first.
         guarded: wrap every store but `memory://` in a `GuardedStore`, which turns its errors into counted misses.
 
     Raises:
-        InputError: the URL or an option is not valid; passwords do not appear in the message.
-        ImportError: the client's package is missing.
+        InputError: the URL or an option is not valid. The message shows no passwords.
+        ImportError: the package of the store's client is missing.
     """
-    tiers: list[Any]  # a list may come from a file, with anything in it
+    tiers: list[Any]  # a list may come from a configuration file, with anything in it
     if isinstance(url, str):
         if not url.startswith(_TIERED):
             return _open(url, guarded)
@@ -86,56 +90,6 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
         raise
 
 
-def redacted(url: str) -> str:
-    """`url`, of one store or `tiered:`, as messages and logs may show it: rather too little of it than a password."""
-    # Not every comma ends a URL: one in a password should have been written %2C, and must not be shown either.
-    return ",".join(_redacted(part) for part in re.split(r",(?=\s*[a-zA-Z][a-zA-Z0-9+.-]*://)", url))
-
-
-def _redacted(url: str) -> str:
-    head, separator, rest = url.partition("://")
-    if not separator:
-        head, rest = "", url
-    # The last @: a password may hold more of them, and / and ? too, where somebody forgot to quote it.
-    user, at, place = rest.rpartition("@")
-    name, colon, _ = user.partition(":")
-    if at and (colon or "/" not in user):
-        rest = (f"{name}:***@" if colon else "***@") + place
-    elif not at and (broken := re.match(r"([^/?\[]*?):(?![0-9]*([/?]|$))", rest)):
-        rest = f"{broken[1]}:***"
-    place, question, query = rest.partition("?")
-    names = ((pair, pair.partition("=")[0]) for pair in query.split("&"))
-    shown = "&".join(pair if name in _HARMLESS else f"{name}=***" for pair, name in names) if question else ""
-    return head + separator + place + question + shown
-
-
-def secrets_of(url: str) -> tuple[str, ...]:
-    """What `redacted` hides of the URL of one store, as written and unquoted: servers may send it back in messages."""
-    place, _, query = url.partition("://")[2].partition("?")
-    user, _, _ = place.rpartition("@")
-    found = [user.partition(":")[2]]
-    found += [value for name, _, value in (pair.partition("=") for pair in query.split("&")) if name not in _HARMLESS]
-    both = [form for secret in found for form in (secret, unquote(secret))]
-    return tuple(dict.fromkeys(form for form in both if len(form) >= _LEAST_SECRET))
-
-
-def scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
-    """The message of an error without the secrets, which are taken out of the errors behind it, too: logs show them."""
-    one: BaseException | None = error
-    for _ in range(16):  # a chain of errors may be a ring
-        if one is None:
-            break
-        one.args = tuple(_without(part, secrets) if isinstance(part, str) else part for part in one.args)
-        one = one.__cause__ or one.__context__
-    return _without(str(error), secrets)
-
-
-def _without(text: str, secrets: Sequence[str]) -> str:
-    for secret in secrets:
-        text = text.replace(secret, "***")
-    return text
-
-
 def _open(url: str, guarded: bool) -> Store:
     if url.startswith(_TIERED):
         raise InputError(
@@ -150,37 +104,41 @@ def _open(url: str, guarded: bool) -> Store:
         raise InputError(f"url: write ? as %3F in a password, and @ as %40 in an option; got {redacted(url)}")
     fsspec = _FSSPEC.fullmatch(scheme)
     if scheme not in _SCHEMES and not fsspec:
-        near = difflib.get_close_matches(scheme, _SCHEMES, 1)
-        hint = f"did you mean {near[0]}://?" if near else f"there are {_KNOWN}"
+        hint = suggestion(scheme, (*_SCHEMES, "fsspec+<protocol>"), form="{}://")
         raise InputError(f"url: no store is called {scheme}://; {hint}")
     options = _Options(url, scheme, query)
 
     if scheme == "memory":
         from cuvee.integrations.stores.memory import MemoryStore
 
-        options.only((*_BUDGET, _SHARE, _ENTRY))
+        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY))
         if location:
             raise InputError(f"url: memory:// takes options only, such as memory://?max_gb=8; got {redacted(url)}")
         size = options.budget() or _MEMORY_BYTES
-        share = options.share(size)
-        return MemoryStore(size, shared=True, max_entry=options.entry(), max_tenant_bytes=share)
+        per_tenant = options.tenant_budget(size)
+        return MemoryStore(size, process_wide=True, max_entry=options.entry(), max_tenant_bytes=per_tenant)
 
     store: Store
     if scheme == "file":
         from cuvee.integrations.stores.disk import DiskStore
 
-        options.only((*_BUDGET, _SHARE, _ENTRY, "ttl"))
+        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl"))
         path = unquote(location)
         if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
             raise InputError(
                 f"url: a folder is written file:///absolute/path, with %23 for # and %3F for ?; got {redacted(url)}"
             )
         budget = options.budget()
-        share = options.share(budget)
-        store = DiskStore(path, budget, options.ttl(), max_entry=options.entry(), max_tenant_bytes=share)
+        per_tenant = options.tenant_budget(budget)
+        store = DiskStore(path, budget, options.ttl(), max_entry=options.entry(), max_tenant_bytes=per_tenant)
     elif scheme in _BUCKETS or fsspec:
         from cuvee.integrations.stores.objects import ObjectStore
 
+        for name in (*_BUDGET, _TENANT_BUDGET):
+            if name in options.values:
+                options.refuse(
+                    name, "object storage has no budget; let a lifecycle rule of the bucket delete old objects"
+                )
         options.only(("ttl", _ENTRY))
         if not location or (not fsspec and location.startswith("/")):
             raise InputError(f"url: an object store is written {scheme}://bucket/prefix, got {redacted(url)}")
@@ -192,7 +150,7 @@ def _open(url: str, guarded: bool) -> Store:
         socket = scheme in _SOCKETS
         plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
         own = ("db",) if socket else _TLS if plain == "rediss" else ()
-        options.only((*_BUDGET, _SHARE, _ENTRY, "ttl", "timeout", *_PASSWORD, *own))
+        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl", "timeout", *_PASSWORD, *own))
         _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
         location = _with_password(location, options)
         passed = "&".join(f"{name}={options.values[name]}" for name in own if name in options.values)
@@ -203,7 +161,7 @@ def _open(url: str, guarded: bool) -> Store:
             options.number("timeout", "seconds") or _REDIS_TIMEOUT,
             scheme in _CLUSTERS,
             max_entry=options.entry(),
-            max_tenant_bytes=options.share(options.budget(), needed=True),
+            max_tenant_bytes=options.tenant_budget(options.budget(), needs_budget=True),
         )
     if not guarded:
         return store
@@ -213,7 +171,7 @@ def _open(url: str, guarded: bool) -> Store:
 
 
 def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> None:
-    # An unquoted / or # of a password ends the host early: what is left has no valid port, or an odd path.
+    # An unquoted / or # in a password ends the host early. Then the port is not valid, or the path is odd.
     form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
     try:
         parts = urlsplit(f"redis://{location}")
@@ -228,7 +186,7 @@ def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> Non
 
 
 def _with_password(location: str, options: _Options) -> str:
-    """The location with the password that `password_env` or `password_file` name, if one does."""
+    """The location, with the password that `password_env` or `password_file` names, if one of them is given."""
     env, file = (options.values.get(name) for name in _PASSWORD)
     if env is None and file is None:
         return location
@@ -258,15 +216,14 @@ class _Options:
     def only(self, known: Collection[str]) -> None:
         for name in self.values:
             if name not in known:
-                near = difflib.get_close_matches(name, known, 2)
-                hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+                hint = suggestion(name, known, most=2, form="{}")
                 raise InputError(f"{name}: no option of {self._scheme}:// stores, {hint} {self._where}")
 
     def refuse(self, name: str, why: str) -> NoReturn:
         raise InputError(f"{name}: {why} {self._where}")
 
     def number(self, name: str, unit: str) -> float | None:
-        """A number above 0; None if it was not given."""
+        """A number above 0; None if it is missing."""
         text = self.values.get(name)
         if text is None:
             return None
@@ -276,7 +233,7 @@ class _Options:
         return value
 
     def budget(self) -> int | None:
-        """Bytes of `max_gb` or `max_mb`; None without either."""
+        """Bytes of `max_gb` or `max_mb`; None if both are missing."""
         if all(name in self.values for name in _BUDGET):
             raise InputError(f"max_mb: give max_gb or max_mb, not both {self._where}")
         for name, unit, scale in (("max_gb", "gigabytes (10^9 bytes)", 10**9), ("max_mb", "megabytes", 10**6)):
@@ -287,28 +244,29 @@ class _Options:
                 return round(value * scale)
         return None
 
-    def share(self, budget: int | None, *, needed: bool = False) -> int | None:
-        """Bytes of `max_gb_per_tenant`; None without it. `needed`: whether it takes a budget of all."""
-        value = self.number(_SHARE, "gigabytes (10^9 bytes)")
+    def tenant_budget(self, budget: int | None, *, needs_budget: bool = False) -> int | None:
+        """Bytes of `max_gb_per_tenant`; None without it. `needs_budget`: the store also needs a `budget` of all."""
+        name = _TENANT_BUDGET
+        value = self.number(name, "gigabytes (10^9 bytes)")
         if value is None:
             return None
-        if needed and budget is None:
-            raise InputError(f"{_SHARE}: takes max_gb, too, at {self._scheme}:// stores {self._where}")
-        share = round(value * 10**9)
-        if share < 1 or (budget is not None and share > budget):
+        if needs_budget and budget is None:
+            raise InputError(f"{name}: takes max_gb, too, at {self._scheme}:// stores {self._where}")
+        size = round(value * 10**9)
+        if size < 1 or (budget is not None and size > budget):
             most = "" if budget is None else f" and at most the budget of all, {budget / 1e9:g}"
-            raise InputError(f"{_SHARE}: must be at least one byte{most}, got {self.values[_SHARE]!r} {self._where}")
-        return share
+            raise InputError(f"{name}: must be at least one byte{most}, got {self.values[name]!r} {self._where}")
+        return size
 
     def entry(self) -> int:
-        """Bytes of `max_entry_mb`; the default without it."""
+        """Bytes of `max_entry_mb`; the default if it is missing."""
         value = self.number(_ENTRY, "megabytes")
         if value is not None and value * 10**6 < 1:
             raise InputError(f"{_ENTRY}: must be at least one byte, got {self.values[_ENTRY]!r} {self._where}")
         return MAX_ENTRY_BYTES if value is None else round(value * 10**6)
 
     def ttl(self) -> float | None:
-        """Seconds of `ttl`; None without it."""
+        """Seconds of `ttl`; None if it is missing."""
         text = self.values.get("ttl")
         if text is None:
             return None

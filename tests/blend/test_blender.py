@@ -654,7 +654,7 @@ def test_chunks_of_other_weights(llama: Any, build: Build) -> None:
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
     chunk = alone(other, PROMPT[:16])
-    message = r"^segments\[0\]: its chunk is not that of its tokens"
+    message = r"^segments\[0\]: its chunk belongs to other tokens"
     refused(llama, [Segment(PROMPT[:16], chunk), Segment([2])], InputError, message)
 
 
@@ -714,7 +714,7 @@ def test_other_tokens_than_the_chunks(llama: Any, held: str, wrong: str) -> None
     given = {"others": ids(32, seed=9), "shifted": tokens[1:33], "reversed": tokens[:32].flip(0)}[wrong]
     right = [Segment([1]), Segment(tokens[:32], chunk), Segment([2])]
     Blender(llama, codec).blend(right)
-    message = r"^segments\[1\]: its chunk is not that of its tokens \(first layer's values differ\)"
+    message = r"^segments\[1\]: its chunk belongs to other tokens \(the first layer's values differ\)"
     refused(llama, [right[0], Segment(given, chunk), right[2]], InputError, message, codec)
     message = message.replace(r"\[1\]", r"\[3\]")  # the one at fault is named
     refused(llama, [*right, Segment(given, chunk), right[2]], InputError, message, codec)
@@ -773,7 +773,7 @@ def test_more_tokens_than_positions(build: Build) -> None:
 @pytest.mark.parametrize("kept", [0, -1, 9, True, 2.0, None])
 def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
     segments = [Segment([5]), Segment(PROMPT[:16], alone(llama, PROMPT[:16])), Segment(PROMPT[16:])]
-    message = rf"^logits_to_keep: must be 1 … 8, the tokens of text that end this prompt, got {kept}"
+    message = rf"^logits_to_keep: must be 1 … 8, as many as end this prompt in text, got {kept}"
     refused(llama, segments, InputError, message, logits_to_keep=kept)
     message = r"^logits_to_keep: must be 1 … 1, "
     refused(llama, segments[:2], InputError, message, logits_to_keep=2)
@@ -781,9 +781,9 @@ def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
 
 def test_selectors_that_are_none(llama: Any) -> None:
     for selector in ("hkvd", 0.15, Overlap().score):
-        with pytest.raises(InputError, match=r"^selector: must be one of cuvee.blend's, got "):
+        with pytest.raises(InputError, match=r"^selector: must have begin\(\), as the selectors of"):
             Blender(llama, selector=selector)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"^selector: must be one of cuvee.blend's, got "):
+        with pytest.raises(InputError, match=r"^selector: must have begin\(\), as the selectors of"):
             Blender(llama).blend([Segment([1])], selector=selector)  # type: ignore[arg-type]
 
 
@@ -832,7 +832,7 @@ def test_models_in_the_wrong_state(llama: Any) -> None:
     llama.eval()
     for attention in ("flash_attention_2", "flex_attention"):
         llama.config._attn_implementation = attention
-        with pytest.raises(InputError, match=rf"^model: attends by '{attention}'.*attn_implementation=\"sdpa\""):
+        with pytest.raises(InputError, match=rf"^model: uses '{attention}'.*attn_implementation=\"sdpa\""):
             Blender(llama)
 
 
@@ -845,14 +845,14 @@ def test_what_is_no_language_model(llama: Any) -> None:
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
-        (HKVD(0.2, check_layers=(4,)), r"^HKVD: check_layers \(4,\) .* do not fit a model of 4 layers"),
-        (HKVD(0.2, check_layers=(3,)), r"^HKVD: check_layers \(3,\) .* do not fit a model of 4 layers"),
-        (HKVD(0.2, shrink=(3, 2, 1.5)), r"^HKVD: check_layers \(1,\) and 3 shrinking layers do not fit"),
+        (HKVD(0.2, check_layers=(4,)), r"^HKVD.check_layers: \(4,\) .* do not fit a model of 4 layers"),
+        (HKVD(0.2, check_layers=(3,)), r"^HKVD.check_layers: \(3,\) .* do not fit a model of 4 layers"),
+        (HKVD(0.2, shrink=(3, 2, 1.5)), r"^HKVD.check_layers: \(1,\) and 3 shrinking layers do not fit"),
         (QueryGuided(0.2, layers=(1, 4)), r"^QueryGuided.layers: 4 is not among the 4 layers"),
-        (HKVD(cost=0.4), r"^cost=0.4 does not pay for HKVD's check layers: 0.500 of the token-layers"),
-        (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost=0.6 does not pay for HKVD's check layers: 0.875 of"),
-        (QueryGuided(cost=0.3, queries=8), r"^cost=0.3 does not pay for the pass of the query: 0.375 of"),
-        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost=0.1 does not pay for the pass of the query"),
+        (HKVD(cost=0.4), r"^cost: 0.4 does not pay for the check layers of HKVD: that takes 0.500 of the token-layers"),
+        (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost: 0.6 does not pay for the check .* takes 0.875 of"),
+        (QueryGuided(cost=0.3, queries=8), r"^cost: 0.3 does not pay for the pass of the query: that takes 0.375 of"),
+        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost: 0.1 does not pay for the pass of the query"),
     ],
     ids=repr,
 )  # fmt: skip

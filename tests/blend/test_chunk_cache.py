@@ -20,9 +20,9 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from cuvee.blend import library as module
+from cuvee.blend import chunk_cache as module
 from cuvee.blend.blender import Blender
-from cuvee.blend.library import BlobStore, ChunkCache, ChunkCounters
+from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing, Random
 from cuvee.codec.chunk import KVChunk

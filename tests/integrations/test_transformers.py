@@ -210,7 +210,7 @@ def test_sliding_layers_that_dropped_tokens_are_refused(static: bool, tiny_model
             return StaticCache(config=model.config, max_cache_len=64)
         return DynamicCache(config=model.config)
 
-    with pytest.raises(UnsupportedModel, match=r"layer 1 .*holds [78] of 21 tokens: prefill .*DynamicCache\(\)"):
+    with pytest.raises(UnsupportedModel, match=r"layer 1 .*holds [78] of 21 tokens; prefill .*DynamicCache\(\)"):
         encode_cache(codec, prefill(model, prompt(1), empty()))
     short = prefill(model, prompt(1)[:, :6], empty())
     same(decode_cache(codec, encode_cache(codec, short), model.config), prefill(model, prompt(1)[:, :6]))
@@ -227,19 +227,19 @@ class FakeQuantized(QuantizedCache):
 def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
     codec = memory_codec(layout)
     full = prefill(model, prompt(1))
-    with pytest.raises(InputError, match="must be a transformers Cache, got tuple: build a DynamicCache"):
+    with pytest.raises(InputError, match=r"^cache: must be a transformers Cache, got tuple; build a DynamicCache"):
         encode_cache(codec, ((1, 2),))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModel, match="EncoderDecoderCache"):
         encode_cache(codec, EncoderDecoderCache(full, DynamicCache()))
-    with pytest.raises(InputError, match="the cache is empty"):
+    with pytest.raises(InputError, match=r"^cache: is empty"):
         encode_cache(codec, DynamicCache())
-    with pytest.raises(InputError, match="layer 0 of the cache is empty"):
+    with pytest.raises(InputError, match=r"^cache: layer 0 is empty"):
         encode_cache(codec, DynamicCache(config=model.config))
 
     class QuantizedLayer(type(full.layers[0])):  # type: ignore[misc]
         pass
 
-    with pytest.raises(UnsupportedModel, match="layer 0 of the cache is a QuantizedLayer"):
+    with pytest.raises(UnsupportedModel, match=r"^cache: layer 0 is a QuantizedLayer"):
         encode_cache(codec, FakeQuantized([QuantizedLayer()]))
     full.offloading = True
     with pytest.raises(InputError, match="DynamicCache offloads"):
@@ -268,11 +268,11 @@ def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_mode
 def test_bad_arguments(model: Any, layout: KVLayout) -> None:
     codec, cache = memory_codec(layout), prefill(model, prompt(2))
     for size in (0, -1, 2.0, True):
-        with pytest.raises(InputError, match="chunk_tokens must be"):
+        with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
             encode_cache(codec, cache, size)  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="row must be an int from 0 to 1"):
+    with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1"):
         chunks_from_cache(cache, layout, row=2)
-    with pytest.raises(InputError, match="padding must be an int from 0 to 20"):
+    with pytest.raises(InputError, match=r"^padding: must be an int from 0 to 20"):
         chunks_from_cache(cache, layout, padding=TOKENS)
 
 
@@ -280,9 +280,9 @@ def test_bad_arguments(model: Any, layout: KVLayout) -> None:
     ("mask", "message"),
     [
         ([[1, 1, 1]], r"shape \[B, T\] = \[2, 4\] \(cached tokens only\), got \[1, 3\]"),
-        ([[1, 1, 1, 1], [1, 1, 1, 0]], "attention_mask row 1 must be zeros, then"),
-        ([[1, 0, 1, 1], [1, 1, 1, 1]], "attention_mask row 0 must be zeros, then"),
-        ([[1, 1, 1, 1], [0, 0, 0, 0]], "attention_mask row 1 must be zeros, then"),
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], "^attention_mask: row 1 must be zeros, then"),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], "^attention_mask: row 0 must be zeros, then"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "^attention_mask: row 1 must be zeros, then"),
     ],
 )
 def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, model: Any, layout: KVLayout) -> None:
@@ -330,6 +330,29 @@ def test_a_mask_notices_missing_rows_and_tails(model: Any, layout: KVLayout) -> 
         decode(6, 1)
 
 
+@pytest.mark.parametrize("where", ["cpu", "device"])
+def test_blobs_are_bound_to_their_row(
+    where: str, device: torch.device, model: Any, layout: KVLayout, both: Callable[..., Both]
+) -> None:
+    codec, to = (both("lossless", key=bytes(range(32))).cpu, torch.device("cpu"))
+    if where == "device":
+        codec, to = both("lossless", key=bytes(range(32))).device, device
+    cache, names = filled(layout, 2, 7, torch.float32, to), [b"aa/one", b"aa/two"]
+    blobs = encode_cache(codec, cache, 4, associated=names)
+    same(decode_cache(codec, blobs, model.config, to, associated=names), cache)
+    for stored, bound in ((blobs, names[::-1]), (blobs[2:] + blobs[:2], names), (blobs, None)):
+        with pytest.raises(CorruptError, match="tag"):
+            decode_cache(codec, stored, model.config, to, associated=bound)
+    with pytest.raises(
+        InputError, match=r"^associated: must be a list with one entry per row, 2 in all, got 1 entries"
+    ):
+        encode_cache(codec, cache, 4, associated=names[:1])
+    with pytest.raises(InputError, match=r"^associated: must be .*, got bytes"):
+        decode_cache(codec, blobs, model.config, to, associated=names[0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"only a cuvee\.Codec binds blobs, not MemoryCodec"):
+        encode_cache(memory_codec(layout), filled(layout, 1, 7, torch.float32, to), associated=names[:1])
+
+
 def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
     with pytest.raises(InputError, match="non-empty list"):
         decode_cache(memory_codec(layout), b"0", model.config)  # type: ignore[arg-type]
@@ -338,9 +361,9 @@ def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
 def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
     codec = memory_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
-    with pytest.raises(ProfileMismatch, match=r"config has 3 layers, .* with 2"):
+    with pytest.raises(ProfileMismatch, match=r"^config: has 3 layers, .* with 2"):
         decode_cache(codec, blobs, tiny_config("llama", num_hidden_layers=3))
-    with pytest.raises(ProfileMismatch, match=r"\(qwen3\) and the codec's profile \(llama\)"):
+    with pytest.raises(ProfileMismatch, match=r"\(qwen3\) than the codec's profile \(llama\)"):
         decode_cache(codec, blobs, tiny_config("qwen3"))
     with pytest.raises(ProfileMismatch, match="RoPE"):
         decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
@@ -607,7 +630,7 @@ def test_bad_caches_on_a_device(
     device: torch.device, layout: KVLayout, both: Callable[..., Both], whole_batches: list[str]
 ) -> None:
     codec = both("high").device
-    with pytest.raises(InputError, match="chunk_tokens must be"):
+    with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
         encode_cache(codec, filled(layout, 1, 3, torch.float32, device), 0)
     with pytest.raises(InputError, match=r"torch\.float64, the layout says float32"):
         encode_cache(codec, filled(layout, 1, 3, torch.float64, device))

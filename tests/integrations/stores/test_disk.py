@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.integrations.stores import disk
+from cuvee.integrations.stores import disk, folder_budget, safe_files
 from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import (
@@ -29,7 +29,6 @@ from cuvee.integrations.stores.envelope import (
     Expired,
     make_header,
     parse_header,
-    read_written,
     seal,
     unseal,
 )
@@ -73,7 +72,7 @@ def age(path: Path, seconds: float) -> None:
 
 def scan(store: DiskStore) -> None:
     with store._opened() as root:
-        store._scan(root)
+        store._budget.scan(root)
 
 
 # --- the envelope ---
@@ -84,7 +83,7 @@ def test_envelope_layout_and_round_trip() -> None:
     assert len(data) == HEADER_BYTES + 7 == 71
     assert data[:8] == b"cuvS\x01\0\0\0" and data[16:24] == (7).to_bytes(8, "little")
     assert data == make_header(KEY, b"payload", 1234.5) + b"payload"
-    assert unseal(KEY, data) == b"payload" and read_written(data[:HEADER_BYTES]) == 1234.5
+    assert unseal(KEY, data) == b"payload" and parse_header(data[:HEADER_BYTES]).written == 1234.5
     assert unseal(KEY, seal(KEY, b"", 0.0)) == b""
 
 
@@ -285,7 +284,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_scanned(
     store = DiskStore(root, max_bytes=10_000, ttl=60)
     store.put(KEY, b"x")
     before = content(treasure)
-    folder = disk._folder
+    folder = safe_files.open_folder
 
     def swap(parent: int, name: str, *, create: bool = False) -> Any:
         if name == "ab" and not (root / "ab").is_symlink():
@@ -293,7 +292,7 @@ def test_a_folder_that_becomes_a_link_while_it_is_scanned(
             (root / "ab").symlink_to(treasure)
         return folder(parent, name, create=create)
 
-    monkeypatch.setattr(disk, "_folder", swap)
+    monkeypatch.setattr(folder_budget, "open_folder", swap)
     with suppress(OSError):
         scan(store)
     assert (root / "ab").is_symlink() and content(treasure) == before
@@ -539,7 +538,7 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(root: Pa
         age(path, 10**6)
     dead, young, gone = root / ".tmp-dead", root / ".tmp-young", root / ".gone-0"
     dead.write_bytes(b"half")
-    age(dead, 2 * disk._STALE_SECONDS)
+    age(dead, 2 * folder_budget.STALE_SECONDS)
     young.write_bytes(b"its writer is about to lock it")
     gone.joinpath("01").mkdir(parents=True)
     gone.joinpath("01", "0123").write_bytes(b"of a tenant that was being deleted")
@@ -557,7 +556,7 @@ def test_every_scan_looks_for_what_the_dead_left(root: Path) -> None:
     store = DiskStore(root, max_bytes=1000)
     store.put(KEY, b"x")
     (root / ".tmp-dead").write_bytes(b"half")
-    age(root / ".tmp-dead", 2 * disk._STALE_SECONDS)
+    age(root / ".tmp-dead", 2 * folder_budget.STALE_SECONDS)
     for name in range(20):
         store.put(f"ab/{name:04x}", bytes(100))
     assert not (root / ".tmp-dead").exists()
@@ -940,7 +939,7 @@ def test_an_entry_that_is_too_large_is_not_read(
     large.put(KEY, bytes(1001))
     large.put("ab/4567", bytes(1000))
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "_read_exactly", lambda *_: pytest.fail("it was read"))
+        patch.setattr(disk, "read_exactly", lambda *_: pytest.fail("it was read"))
         assert store.get(KEY) is None and store.get(KEY) is None
     assert store.contains([KEY, "ab/4567"]) == [False, True] and store.get("ab/4567") == bytes(1000)
     assert (counters(store).misses, counters(store).errors, counters(store).corrupt) == (2, 2, 0)
@@ -1027,7 +1026,7 @@ def test_entries_that_nobody_asks_for_expire_too(root: Path) -> None:
     age(file_of(root, "ab/4567"), 61)
     store.put("ab/89ab", b"y")
     assert file_of(root, "ab/4567").exists(), "not at every put"
-    store._scan_time -= 61
+    store._budget._scan_time -= 61
     store.put("ab/89ab", b"y")
     assert not file_of(root, "ab/4567").exists() and counters(store).expired == 2
 
@@ -1146,15 +1145,15 @@ def test_an_entry_used_since_the_scan_is_not_evicted(root: Path, monkeypatch: py
     for position, key in enumerate(keys):
         store.put(key, bytes(900))
         age(file_of(root, key), 1000 - position)
-    unlink_same = disk._unlink_same
+    unlink_same = safe_files.unlink_same
 
     def meanwhile(name: str, seen: int, folder: int) -> bool | None:
-        monkeypatch.setattr(disk, "_unlink_same", unlink_same)
+        monkeypatch.setattr(folder_budget, "unlink_same", unlink_same)
         other.get(keys[0])
         other.delete(keys[1])
         return unlink_same(name, seen, folder)
 
-    monkeypatch.setattr(disk, "_unlink_same", meanwhile)
+    monkeypatch.setattr(folder_budget, "unlink_same", meanwhile)
     store.put("ab/0003", bytes(900))
     assert store.contains([*keys, "ab/0003"]) == [True, False, False, True]
     assert counters(store).evictions == 1, "the second one was somebody else's deletion"
@@ -1222,7 +1221,7 @@ def test_threads_keep_the_budget_exactly(root: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_lock_that_is_never_given_back(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_LOCK_SECONDS", 0.05)
+    monkeypatch.setattr(safe_files, "LOCK_SECONDS", 0.05)
     store = DiskStore(root, max_bytes=10_000)
     for name in range(4):
         store.put(f"ab/{name:04x}", bytes(1000))

@@ -207,7 +207,7 @@ def test_an_outage_is_logged_twice(
         store.put(KEY, b"x")
         begin, end = caplog.records
         assert (begin.levelno, end.levelno) == (logging.WARNING, logging.INFO)
-        assert "reading of the fake store failed: fake store at nowhere: connection refused." in begin.message
+        assert "reading from the fake store failed: fake store at nowhere: connection refused." in begin.message
         assert "Check that it is running" in begin.message and not begin.exc_info
         # The first put was skipped; later ones probed in their own right.
         assert "answers again after 25.0 s; 1 operations were skipped" in end.message
@@ -216,7 +216,7 @@ def test_an_outage_is_logged_twice(
 def test_the_log_shows_where_a_bug_is(inner: Faulty, store: GuardedStore, caplog: pytest.LogCaptureFixture) -> None:
     inner.write_fault = RuntimeError("a\nbug")
     store.put(KEY, b"x")
-    assert "writing of the fake store failed: RuntimeError: a bug." in caplog.messages[0] and caplog.records[0].exc_info
+    assert "writing to the fake store failed: RuntimeError: a bug." in caplog.messages[0] and caplog.records[0].exc_info
 
 
 def test_a_store_that_can_only_be_read_goes_on_being_read(
@@ -232,11 +232,11 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
         assert store.get(KEY) == b"x" and not store.put(OTHER, b"y")
         clock.now += 1
     assert inner.calls.count("put") == 4 + 18  # at 0, 1, 3, 7; then every 5 s
-    assert len(caplog.messages) == 1 and "writing of the fake store failed" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "writing to the fake store failed" in caplog.messages[0]
     # Now reading fails, too: another outage of another kind.
     inner.read_fault = down()
     assert store.get(KEY) is None
-    assert len(caplog.messages) == 2 and "reading of the fake store failed" in caplog.messages[1]
+    assert len(caplog.messages) == 2 and "reading from the fake store failed" in caplog.messages[1]
     mend(inner)
     clock.now += 5
     assert store.get(KEY) == b"x" and len(caplog.messages) == 2
@@ -254,7 +254,7 @@ def test_one_probe_is_enough_for_a_direction_that_never_failed(
     inner.write_fault = down()
     caplog.clear()
     store.put(KEY, b"x")
-    assert "writing of the fake store failed" in caplog.text  # a new outage, not the rest of the old one
+    assert "writing to the fake store failed" in caplog.text  # a new outage, not the rest of the old one
     assert store.get(KEY) is None and figures(store)[1] == 1
 
 
@@ -389,7 +389,7 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     assert figures(store) == (3, 0), "each once"
     assert store.get(KEY) is None and not store.put(OTHER, b"y") and figures(store) == (3, 2)
     assert len(caplog.messages) == 1
-    assert "reading of the fake store failed: TimeoutError: contains has not ended within 2 s" in caplog.messages[0]
+    assert "reading from the fake store failed: TimeoutError: contains has not ended within 2 s" in caplog.messages[0]
     # That they end at last, well or not, is neither counted again nor does it show that the store is back.
     inner.read_fault = RuntimeError("late")
     release.set()

@@ -546,7 +546,7 @@ def test_bad_entries_are_counted_misses(
     assert store.get(key(1)) is None and counted(store).corrupt == 1  # it is gone
     if budget:
         assert_books_right(server)
-    assert "bad entries are deleted" in caplog.text
+    assert "deletes bad entries" in caplog.text
     assert store.put(key(1), b"new") and store.get(key(1)) == b"new"
 
 
@@ -569,7 +569,7 @@ def test_entries_have_a_largest_size(
     assert store.contains([key(1), key(2), key(3)]) == [False, True, False]
     found = counted(store)
     assert (found.misses, found.hits, found.errors, found.corrupt) == (2, 1, 1, 0)
-    assert caplog.text.count("entries too large are missed") == 1
+    assert caplog.text.count("cannot read entries that are too large") == 1
     assert large.contains([key(1)]) == [True], "it stays"
     assert not store.put(key(1), b"z" * 1001) and counted(store).dropped == 1
     with server.client() as client:
@@ -738,7 +738,7 @@ def test_out_of_memory(
         assert errors == 2
         assert store.get(key(1)) == b"before" and store.get(key(1)) == b"before"  # reading goes on
         assert counted(store).errors == errors + (2 if budget else 0)
-        assert caplog.text.count("not recorded") == (1 if budget else 0)
+        assert caplog.text.count("cannot note the use") == (1 if budget else 0)
         assert store.delete(key(1)) if budget is None else True
     finally:
         with server.client() as client:

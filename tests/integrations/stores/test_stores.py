@@ -118,7 +118,7 @@ def test_keys_are_checked(store: Store, key: str) -> None:
         lambda: store.delete_tenant(key + "/"),
     ]
     for action in actions:
-        with pytest.raises(InputError, match=r"^(key|tenant)="):
+        with pytest.raises(InputError, match=r"^(key|tenant): "):
             action()
 
 
@@ -254,7 +254,7 @@ def test_a_tenants_budget_among_threads(tmp_path: Path) -> None:
     for tenant in ("aa", "bb", "cc"):
         files = [path for path in (tmp_path / "store" / tenant).rglob("*") if path.is_file()]
         assert 10_000 < sum(path.stat().st_size for path in files) <= 20_000
-    assert set(store._tenants) == {"aa", "bb", "cc"}
+    assert set(store._budget._tenants) == {"aa", "bb", "cc"}
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk"])
@@ -295,11 +295,11 @@ from cuvee.integrations.stores.memory import MemoryStore
 
 kind, path = sys.argv[1:]
 if kind == "memory":
-    store = MemoryStore(1000, shared=True)
-    locks = lambda: [memory._shared_lock, store._cache.lock]
+    store = MemoryStore(1000, process_wide=True)
+    locks = lambda: [memory._process_wide.lock, store._cache.lock]
 elif kind == "disk":
     store = DiskStore(path, max_bytes=10_000)
-    locks = lambda: [store._lock]
+    locks = lambda: [store._lock, store._budget._lock]
 else:
     store = GuardedStore(DiskStore(path))
     locks = lambda: [store._lock]
@@ -323,7 +323,7 @@ if child == 0:
     ok = ok and store.contains(["ab/01", "ab/02"]) == [True, True]
     ok = ok and store.delete("ab/02") and store.counters()[store.name].hits == 1
     if kind == "memory":
-        other = MemoryStore(1000, shared=True)
+        other = MemoryStore(1000, process_wide=True)
         ok = ok and other.get("ab/01") == b"x"
         other.close()
     store.close()
@@ -396,7 +396,7 @@ def test_memory_keeps_blobs_by_reference_but_not_buffers_that_may_change() -> No
 
 
 def test_memory_shared_until_the_last_one_closes() -> None:
-    one, two, other = (MemoryStore(budget, shared=True) for budget in (5000, 5000, 5001))
+    one, two, other = (MemoryStore(budget, process_wide=True) for budget in (5000, 5000, 5001))
     alone = MemoryStore(5000)
     one.put("ab/1", b"x")
     assert two.get("ab/1") == b"x" and other.get("ab/1") is None and alone.get("ab/1") is None
@@ -407,7 +407,7 @@ def test_memory_shared_until_the_last_one_closes() -> None:
     assert one.get("ab/1") is None and one.put("ab/1", b"y") is False and not one.delete("ab/1")
     assert one.contains(["ab/1"]) == [False] and one.delete_tenant("ab") == 0
     two.close()
-    three = MemoryStore(5000, shared=True)
+    three = MemoryStore(5000, process_wide=True)
     assert three.get("ab/1") is None
     three.close()
     other.close()

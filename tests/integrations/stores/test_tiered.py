@@ -184,7 +184,9 @@ def test_a_hit_is_found_even_if_it_cannot_be_promoted(three: Three, caplog: pyte
     three.top.before["put"] = raising(OSError("full"))
     assert three.store.get(A) == b"a" and three.store.get(A) == b"a"
     assert three.store.counters()["top"].errors == 2
-    assert [message for message in caplog.messages if "tier 0 (top): full" in message] == caplog.messages[:1]
+    assert [
+        text for text in caplog.messages if "tier 0 (top): a copy was not written: full" in text
+    ] == caplog.messages[:1]
 
 
 def raising(error: Exception) -> Callable[[], None]:
@@ -282,7 +284,8 @@ def test_a_full_queue_drops_for_its_tier_only(caplog: pytest.LogCaptureFixture) 
     counters = three.store.counters()
     assert [counters[name].dropped for name in ("top", "low", "deep")] == [0, 4, 1]
     low, deep = (message for message in caplog.messages if "is full" in message)  # once a tier
-    assert "tier 1 (low) is full (10 bytes)" in low and "tier 2 (deep)" in deep and "max_queue_bytes" in low
+    assert "tier 1 (low): the write-behind queue is full (10 bytes)" in low and "max_queue_bytes" in low
+    assert "tier 2 (deep)" in deep
 
 
 @pytest.mark.parametrize("error", [StoreError("down"), RuntimeError("down")], ids=lambda error: type(error).__name__)
@@ -292,7 +295,7 @@ def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFi
     three.idle()
     # A store counts the StoreErrors that it raises itself.
     assert three.store.counters()["low"].errors == (2 if isinstance(error, RuntimeError) else 0)
-    assert caplog.messages == ["a copy was not written to tier 1 (low): down"]
+    assert caplog.messages == ["tier 1 (low): a copy was not written: down"]
     del three.low.before["put"]
     three.low.refuse = True
     assert three.store.put(C, b"c")
@@ -311,7 +314,7 @@ def test_without_a_thread_nothing_is_queued(
         assert three.store.put(A, b"a") and three.store.put(B, b"b")
     counters = three.store.counters()
     assert (counters["low"].dropped, counters["low"].queued) == (2, 0) and three.store.flush(0)
-    assert len(caplog.messages) == 2 and "no thread can be started to write to tier 1 (low)" in caplog.messages[0]
+    assert len(caplog.messages) == 2 and "tier 1 (low): no thread can be started to write to it" in caplog.messages[0]
     assert three.store.put(C, b"c")
     three.idle()
     assert three.low.entries == {C: b"c"}
@@ -581,7 +584,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     three.store.close(timeout=0.05)
     assert three.top.closed.is_set() and three.deep.closed.is_set() and not three.low.closed.is_set()
     (message,) = caplog.messages
-    assert "tier 1 (low)" in message and "2 entries (5 bytes)" in message and "one of 1 bytes" in message
+    assert "tier 1 (low)" in message and "2 entries (5 bytes)" in message and "one more of 1 bytes" in message
     counters = three.store.counters()["low"]
     assert (counters.dropped, counters.queued) == (2, 1)
     gate.open()

@@ -15,8 +15,8 @@ from cuvee.integrations.stores import Store, open_store
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.memory import MemoryStore
+from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.stores.urls import redacted, scrubbed, secrets_of
 
 SECRET = "s3cr"
 
@@ -150,7 +150,7 @@ def test_budgets_of_tenants(tmp_path: Path) -> None:
         ("file:///x?max_gb_per_tenant=1e-10", "at least one byte, got"),
         ("redis://host?max_gb_per_tenant=1", "takes max_gb, too, at redis:// stores"),
         ("redis://host?max_gb_per_tenant=2&max_gb=1", "at most the budget of all, 1"),
-        ("s3://b?max_gb_per_tenant=1", "no option of s3:// stores"),
+        ("s3://b?max_gb_per_tenant=1", "object storage has no budget; let a lifecycle rule"),
     ],
 )
 def test_budgets_of_tenants_that_are_refused(url: str, message: str) -> None:
@@ -254,13 +254,13 @@ def test_a_bad_tier_closes_those_before_it() -> None:
         ("/var/cache", r"^url: must begin with .*got /var/cache$"),
         ("file:/var/cache", r"^url: must begin with"),
         ("flie:///x", r"^url: no store is called flie://; did you mean file://\?"),
-        ("ftp+x://h", r"^url: no store is called ftp\+x://; there are memory://"),
+        ("ftp+x://h", r"^url: no store is called ftp\+x://; there are memory, file"),
         ("fsspec+://h", r"^url: no store is called fsspec\+://"),
         (
             "memory://?max_bg=8",
             r"^max_bg: no option of memory:// stores, did you mean max_mb or max_gb\? \(in memory://",
         ),
-        ("memory://?ttl=1d", r"^ttl: no option of memory:// stores, known: max_gb, max_mb"),
+        ("memory://?ttl=1d", r"^ttl: no option of memory:// stores, there are max_gb, max_mb"),
         ("memory://name", r"^url: memory:// takes options only"),
         (
             "memory://?max_gb=-1",
@@ -312,7 +312,7 @@ def test_a_bad_tier_closes_those_before_it() -> None:
         ("s3://", r"^url: an object store is written s3://bucket/prefix"),
         ("s3:///x", r"^url: an object store is written"),
         ("fsspec+file://", r"^url: an object store is written"),
-        ("s3://b?max_gb=1", r"^max_gb: no option of s3:// stores, known: ttl, max_entry_mb"),
+        ("s3://b?max_gb=1", r"^max_gb: object storage has no budget; let a lifecycle rule"),
         ("tiered:", r"^url: tiers are one or more URLs, none of them empty; got tiered:$"),
         ("tiered:memory://,,memory://", r"^url: tiers are"),
         ("tiered:tiered:memory://,memory://", r"^url: a tier cannot be tiered itself"),

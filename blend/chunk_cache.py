@@ -1,11 +1,11 @@
-"""Chunks that are computed once and found again by content: what a prompt is blended of.
+"""Chunks that are computed once and found again by content; prompts are blended from them.
 
     tokens ──> content key ──> store ── hit ──> blob
                                  └───── miss ─> model, codec ─> blob, which is stored
 
-A chunk that was computed alone never saw what a prompt puts before it. Computed behind several typical contexts, all at
-the same positions, its keys and values can be averaged: the mean over contexts minimizes the expected squared error to
-the keys and values that the next context would give.
+A chunk that is computed alone has not seen what a prompt puts before it. If it is computed behind several typical
+contexts instead, all at the same positions, its keys and values can be averaged. The mean over contexts minimizes the
+expected squared error to the keys and values that the next context would give.
 
            context 0 ─┐
            context 1 ─┼─> the chunk behind each: keys, values ──> mean ──> blob that starts at position C
@@ -36,7 +36,7 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.model import empty_cache, prefill
-from cuvee.codec.profile import LOSSLESS
+from cuvee.codec.quality import LOSSLESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 class BlobStore(Protocol):
-    """What is needed of a store, from several threads at once; the stores of `cuvee.integrations.stores` have it."""
+    """What `ChunkCache` needs of a store, from several threads; any of `cuvee.integrations.stores` will do."""
 
     def get(self, key: str) -> bytes | None:
         """The blob of `key`; None if it is not there."""
@@ -57,19 +57,19 @@ class BlobStore(Protocol):
         ...
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; whether it was there."""
+        """Delete an entry; return whether it was there."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCounters:
-    """What a `ChunkCache` did since it was made.
+    """What a `ChunkCache` has done since it was made.
 
     Attributes:
         hits: chunks that came from the store, or from another thread that was computing them.
         misses: chunks that were computed.
-        stored: of these, chunks that the store kept.
-        rejected: entries that were damaged or not what their key says: deleted, and computed anew.
+        stored: how many of those the store kept.
+        rejected: entries that were damaged or not what their key says. They were deleted and computed anew.
         errors: operations of the store that failed.
     """
 
@@ -81,30 +81,44 @@ class ChunkCounters:
 
 
 class ChunkCache:
-    """Blobs of chunks by content, computed where they are missing. Safe to share between threads.
+    """Blobs of chunks by content, computed if they are missing. Safe to share between threads.
 
-    The model runs one chunk at a time, and a chunk that several threads ask for at once is computed once. A store that
-    fails costs a computation, never an error: the first failure is logged, all are counted.
+    The model runs one chunk at a time. A chunk that several threads ask for at once is computed once. If the store
+    fails, the chunk is computed; that is never an error. The first failure is logged, and all are counted.
 
-    With a codec that has a key, each blob is bound to its store key: one that was copied from another tenant, model or
-    text is rejected. `segment` carries along what it is bound to.
+    If the codec has a key, each blob is bound to its store key, so one that was copied from another tenant, model or
+    text is rejected. `segment` carries along what a blob is bound to.
+
+        >>> import cuvee
+        >>> from cuvee.integrations.stores.memory import MemoryStore
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        ...                      num_attention_heads=2, num_key_value_heads=2)
+        >>> model = LlamaForCausalLM(config).eval()
+        >>> layout = cuvee.KVLayout.from_config(config, "float32")
+        >>> codec = cuvee.Codec(cuvee.Profile.generic(layout), quality="lossless")
+        >>> chunks = ChunkCache(model, codec, MemoryStore(10**6))
+        >>> for _ in range(2):
+        ...     segment = chunks.segment([1, 2, 3, 4])  # computed, then found
+        >>> chunks.counters.misses, chunks.counters.hits
+        (1, 1)
 
     Args:
-        model: a transformers causal language model that can be blended, in eval mode. Its weights are named once, here:
-            they must not change afterwards.
-        codec: codes the chunks; its profile and quality are part of the key.
-        store: where blobs are kept.
-        contexts: `[N, C]` int32 or int64, N runs of text like that which will stand before chunks, say eight other
-            chunks. A chunk costs N passes of the model instead of one, and N * C tokens of KV stay on the
-            model's device once the first chunk was computed. None: chunks are computed alone.
-        tenant: cache salt; chunks of different tenants never share a key.
-        tokenizer: names the tokenizer, where one store serves several (`Identity.tokenizer`).
+        model: a causal language model of transformers that can be blended, in eval mode. Its weights must not change
+            afterwards: their fingerprint is taken now, and is part of the key.
+        codec: encodes the chunks. Its profile and quality are part of the key.
+        store: keeps the blobs.
+        contexts: `[N, C]` int32 or int64: N runs of text like the ones that will stand before chunks, for example eight
+            other chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
+            model's device once the first chunk is computed. With None, chunks are computed alone.
+        tenant: cache salt. Chunks of different tenants never share a key.
+        tokenizer: name of the tokenizer, if one store serves several (`Identity.tokenizer`).
 
     Raises:
-        InputError: contexts of another shape or dtype, with tokens outside the vocabulary, or so long that no position
-            is left for a chunk; a codec whose backend does not serve the model's device; a model in training mode.
-        ProfileMismatch: the codec's profile is of another model.
-        UnsupportedModel: a model that cannot be blended.
+        InputError: the contexts have another shape or dtype, or tokens outside the vocabulary, or leave no position for
+            a chunk; the codec's backend does not serve the model's device; the model is in training mode.
+        ProfileMismatch: the codec's profile belongs to another model.
+        UnsupportedModel: the model cannot be blended.
     """
 
     def __init__(
@@ -122,7 +136,7 @@ class ChunkCache:
         fingerprint = model_fingerprint(model)
         if codec.profile.model not in (None, fingerprint):
             raise ProfileMismatch(
-                "codec: its profile was calibrated on other weights than the model's: make one for it"
+                "codec: its profile was calibrated on other weights than the model's; calibrate one for this model"
             )
         self._model: Any = model
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
@@ -138,9 +152,9 @@ class ChunkCache:
         )
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
-        self._before: list[KVChunk] = []  # the contexts' caches, once they are needed
+        self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
-        self._lock = threading.Lock()  # guards all below
+        self._lock = threading.Lock()  # guards everything below
         self._running: dict[str, Future[bytes]] = {}
         self._counts = Counter[str]()
         self._warned = False
@@ -152,7 +166,7 @@ class ChunkCache:
             return ChunkCounters(**self._counts)
 
     def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
-        """Tokens and their blob, ready to be blended.
+        """Tokens with their blob, ready to be blended.
 
         Args, Raises: as `get_or_compute`.
         """
@@ -161,26 +175,27 @@ class ChunkCache:
         return Segment(tokens, blob, associated=self._bound_to(digest))
 
     def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
-        """The blob of a chunk: from the store, or computed and stored.
+        """The blob of a chunk, from the store or newly computed and stored.
 
         Args:
             tokens: the chunk, `[T]` integers.
-            leading: for the beginning of a prompt: computed alone, which is exact there, even where there are contexts.
+            leading: whether the chunk is for the beginning of a prompt. It is then computed alone even if there are
+                contexts, which is exact there.
 
         Returns:
-            a blob of T tokens that start at position 0 if they were computed alone, else at C, behind the contexts. If
-            the codec has a key, it decodes with the `associated` of `segment`.
+            A blob of T tokens. They start at position 0 if they were computed alone, else at C, behind the contexts. If
+            the codec has a key, the blob only decodes with the `associated` of `segment`.
 
         Raises:
-            InputError: no tokens, something else than a row of integers, tokens outside the vocabulary, or more than
-                the model has positions for (contexts included); values that a lossy quality cannot code.
+            InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
+                contexts) they go beyond the model's positions; a lossy quality cannot encode the values.
         """
         return self._get_or_compute(*self._named(tokens, leading))
 
     def _named(
         self, tokens: Sequence[int] | torch.Tensor, leading: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, bytes]:
-        """The tokens, the contexts they are computed behind, and the digest that names both."""
+        """The tokens, the contexts that they are computed behind, and the digest that names both."""
         ids = Segment(tokens).tokens
         self._check_vocabulary("tokens", ids)
         contexts = None if leading else self._contexts
@@ -195,7 +210,7 @@ class ChunkCache:
         return ids, contexts, content_digest(self._identity, self._scope, ids.tolist(), context=context)
 
     def _bound_to(self, digest: bytes) -> bytes:
-        """What the tag of a chunk's blob covers besides the blob."""
+        """What the blob of a chunk is bound to, if the codec has a key."""
         return store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
 
     def _get_or_compute(self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes) -> bytes:
@@ -237,8 +252,8 @@ class ChunkCache:
                 return stored
         with self._computing, torch.no_grad():
             chunk = self._compute(ids[None].to(self._model.device), contexts)
-        # All tokens alike: a profile tells what a token is worth from how caches are usually read on, and a blend reads
-        # them behind other text. On books-3m, at `balanced`, classes cost a blend twice the KL and more.
+        # All tokens get the same importance. A profile predicts importance from how caches are usually read, but a
+        # blend reads them behind other text. On books-3m, at `balanced`, classes more than double the KL of a blend.
         alike = torch.ones(chunk.tokens) if self._codec.profile.learned else None
         blob = self._codec.encode(chunk, importance=alike, associated=associated)
         self._count("misses")
@@ -262,7 +277,7 @@ class ChunkCache:
             for index, (keys, values) in enumerate(zip(before.keys, before.values, strict=True)):
                 cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
             self._model(input_ids=ids, past_key_values=cache, use_cache=True)
-            # At the same positions behind every context, and rotation is linear: rotated keys have the mean's rotation.
+            # The positions are the same behind every context and rotation is linear, so rotated keys can be averaged.
             new = [tensor[0, :, start:].float() for layer in cache.layers for tensor in (layer.keys, layer.values)]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         means = [
@@ -271,13 +286,12 @@ class ChunkCache:
         return KVChunk(means[::2], means[1::2], self._layout, start)
 
     def _check_blob(self, blob: bytes, tokens: int, start: int, associated: bytes) -> None:
-        """Raise CuveeError unless `blob` is undamaged and what its key promises."""
-        self._codec.check_own(blob, tokens, start, self._layout.dtype)
-        header = self._codec.check(blob, associated=associated)
-        read_sections(blob, header, range(len(header.section_bytes)))
+        """Raise CuveeError unless `blob` is undamaged and is what its key promises."""
+        opened = self._codec.open_own(blob, tokens=tokens, start=start, dtype=self._layout.dtype, associated=associated)
+        read_sections(blob, opened.header, range(len(opened.header.section_bytes)))
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
-        """What the store answers, or `otherwise` if it fails, with whatever exception: the chunk can be computed."""
+        """The store's answer, or `otherwise` if it fails in any way: the chunk can still be computed."""
         try:
             return work()
         except Exception as error:
@@ -285,7 +299,7 @@ class ChunkCache:
                 self._counts["errors"] += 1
                 first, self._warned = not self._warned, True
             if first:
-                _log.warning("cuvee: the store of chunks fails, they are computed anew (said once): %s", error)
+                _log.warning("cuvee: the store of chunks failed; chunks are computed anew (logged once): %s", error)
             return otherwise
 
     def _count(self, name: str) -> None:
@@ -302,9 +316,9 @@ class ChunkCache:
         limit = self._layout.max_positions
         if limit is not None and contexts.shape[1] >= limit:
             raise InputError(
-                f"contexts: C = {contexts.shape[1]} leaves no room in the model's {limit} positions: cut them shorter"
+                f"contexts: C = {contexts.shape[1]} leaves no room in the model's {limit} positions; cut them shorter"
             )
-        # A copy: what the caller does with the tensor later must not give the key of these contexts to others.
+        # A copy, because the caller may change the tensor later, and other contexts must not get the key of these.
         copied: torch.Tensor = contexts.to("cpu", torch.int64, copy=True)
         return copied
 
@@ -316,12 +330,12 @@ class ChunkCache:
 
 
 def _start(contexts: torch.Tensor | None) -> int:
-    """Position of a chunk's first token behind the contexts `[N, C]`."""
+    """The position of a chunk's first token behind the contexts `[N, C]`."""
     return 0 if contexts is None else contexts.shape[1]
 
 
 def _name(contexts: torch.Tensor) -> bytes:
-    """32 bytes that name what an averaged chunk was computed behind."""
+    """32 bytes that name the contexts of an averaged chunk."""
     shape = np.array(contexts.shape, "<i8").tobytes()
     data = contexts.numpy().astype("<i8", copy=False).tobytes()
     return hashlib.blake2b(shape + data, digest_size=32, person=b"cuvee-contexts").digest()

@@ -1,0 +1,60 @@
+"""How many tokens a selector may recompute: a ratio of the cached tokens, or a cost in token-layers."""
+
+from __future__ import annotations
+
+from cuvee.blend.segments import Prompt
+from cuvee.codec.errors import InputError
+
+DEFAULT_RATIO = 0.15
+
+
+def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: int, layers: float, what: str) -> int:
+    """How many cached tokens may be recomputed.
+
+    Args:
+        ratio: share of the cached tokens; default 0.15. Exclusive with `cost`.
+        cost: share of the token-layers, `spent` included.
+        prompt: the prompt.
+        spent: token-layers that go into the selection itself.
+        layers: how many layers each selected token goes through.
+        what: what they are spent on, for the message.
+
+    Raises:
+        InputError: `cost` does not even pay for `spent`.
+    """
+    cached = prompt.cached_tokens
+    if cost is None:
+        return round((DEFAULT_RATIO if ratio is None else ratio) * cached)
+    if not cached:
+        return 0
+    if cost == 1:
+        return cached
+    left = cost * cached * prompt.layers - spent
+    if left < -1e-9:
+        raise InputError(
+            f"cost: {cost:g} does not pay for {what}: that takes {spent / cached / prompt.layers:.3f} of the "
+            "token-layers of this prompt; raise it, or give ratio= instead"
+        )
+    return int(left / layers + 1e-9)
+
+
+def check_budget(ratio: float | None, cost: float | None) -> None:
+    """Raise InputError unless at most one of `ratio` and `cost` is given, as a share."""
+    if ratio is not None and cost is not None:
+        raise InputError("ratio: give either ratio or cost, not both")
+    check_share("ratio", ratio)
+    check_share("cost", cost)
+
+
+def check_share(name: str, value: object) -> None:
+    """Raise InputError unless `value` is None or a number from 0 to 1."""
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
+        raise InputError(f"{name}: must be a number from 0 to 1, got {value!r}")
+
+
+def check_layers(name: str, layers: tuple[int, ...] | None) -> None:
+    """Raise InputError unless `layers` is None or holds rising layer numbers, at least one."""
+    if layers is None:
+        return
+    if not layers or list(layers) != sorted(set(layers)) or any(type(n) is not int or n < 0 for n in layers):
+        raise InputError(f"{name}: must be rising layer numbers, at least one, got {layers!r}")

@@ -1,0 +1,116 @@
+"""The Lua scripts that a Redis server runs for `RedisStore`. The module `redis` draws the keys they work on.
+
+A script runs as a whole, so no other client sees the books half changed.
+"""
+
+ACCOUNT = """
+local lru, sizes, sums, prefix, budget = KEYS[1], KEYS[2], KEYS[3], ARGV[1], tonumber(ARGV[2])
+local share = tonumber(ARGV[3])
+
+local function tenant_of(entry)
+  return string.match(entry, '^[^/]+')
+end
+
+local function wipe()
+  for _, field in ipairs(redis.call('HKEYS', sums)) do
+    if string.sub(field, 1, 3) == 'of:' then redis.call('UNLINK', lru .. string.sub(field, 3)) end
+  end
+  redis.call('UNLINK', lru, sizes, sums)
+  if share >= 0 then redis.call('HSET', sums, 'tenants', 1) end
+end
+
+-- A server that evicts on its own may have evicted a part of the books.
+local entries = redis.call('HLEN', sizes)
+if entries ~= redis.call('ZCARD', lru) or (entries > 0 and redis.call('EXISTS', sums) == 0) then
+  wipe()
+end
+if share >= 0 and redis.call('HEXISTS', sums, 'tenants') == 0 then wipe() end
+local apart = redis.call('HEXISTS', sums, 'tenants') == 1
+
+local function add_to_tenant(tenant, bytes, count)
+  redis.call('HINCRBY', sums, 'of:' .. tenant, bytes)
+  if redis.call('HINCRBY', sums, 'in:' .. tenant, count) <= 0 then
+    redis.call('HDEL', sums, 'of:' .. tenant, 'in:' .. tenant)
+  end
+end
+
+local function drop(entry)
+  local size = redis.call('HGET', sizes, entry)
+  if apart then redis.call('ZREM', lru .. ':' .. tenant_of(entry), entry) end
+  if size then
+    redis.call('HDEL', sizes, entry)
+    redis.call('ZREM', lru, entry)
+    redis.call('HINCRBY', sums, 'bytes', -tonumber(size))
+    if apart then add_to_tenant(tenant_of(entry), -tonumber(size), -1) end
+  end
+end
+
+for i = 4, #ARGV do
+  local entry, size = ARGV[i], 0
+  local key = prefix .. entry
+  if redis.call('TYPE', key).ok == 'string' then size = redis.call('STRLEN', key) end
+  if size == 0 then
+    drop(entry)
+  else
+    local known = tonumber(redis.call('HGET', sizes, entry) or 0)
+    redis.call('HSET', sizes, entry, size)
+    redis.call('HINCRBY', sums, 'bytes', size - known)
+    local clock = redis.call('HINCRBY', sums, 'clock', 1)
+    redis.call('ZADD', lru, clock, entry)
+    if apart then
+      redis.call('ZADD', lru .. ':' .. tenant_of(entry), clock, entry)
+      add_to_tenant(tenant_of(entry), size - known, known == 0 and 1 or 0)
+    end
+  end
+end
+
+local evicted = 0
+if budget >= 0 then
+  local page = redis.call('HSCAN', sizes, redis.call('HGET', sums, 'cursor') or '0', 'COUNT', 16)
+  redis.call('HSET', sums, 'cursor', page[1])
+  for i = 1, #page[2], 2 do
+    if redis.call('EXISTS', prefix .. page[2][i]) == 0 then drop(page[2][i]) end
+  end
+  for i = 4, #ARGV do
+    local tenant = tenant_of(ARGV[i])
+    local order = lru .. ':' .. tenant
+    if share >= 0 and redis.call('ZCARD', order) ~= tonumber(redis.call('HGET', sums, 'in:' .. tenant) or 0) then
+      redis.call('UNLINK', order)
+      wipe()
+    end
+    while share >= 0 and tonumber(redis.call('HGET', sums, 'of:' .. tenant) or 0) > share do
+      local oldest = redis.call('ZRANGE', order, 0, 0)[1]
+      evicted = evicted + redis.call('UNLINK', prefix .. oldest)
+      drop(oldest)
+    end
+  end
+  while tonumber(redis.call('HGET', sums, 'bytes') or 0) > budget do
+    local oldest = redis.call('ZRANGE', lru, 0, 0)[1]
+    evicted = evicted + redis.call('UNLINK', prefix .. oldest)
+    drop(oldest)
+  end
+end
+return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
+        redis.call('HEXISTS', sums, 'counted')}
+"""
+"""Bring the books up to date about some entries, then evict what exceeds the budgets.
+
+KEYS: lru, size and sums of a bucket. ARGV: the prefix of its entries; the budget in bytes (-1: neither sweep nor
+evict); the budget of each tenant (-1: none); then the entries to look at, whose tenants are kept within that budget.
+Once a store has asked for tenants' budgets, the books tell tenants apart, whichever store keeps them.
+
+Returns: entries evicted, bytes held, entries held, and whether the books are complete (0: they have to be rewritten).
+"""
+
+DISCARD = """
+local kind = redis.call('TYPE', KEYS[1]).ok
+if kind == 'string' and redis.sha1hex(redis.call('GET', KEYS[1])) ~= ARGV[1] then return 0 end
+if kind ~= 'string' and ARGV[1] ~= '' then return 0 end
+return redis.call('UNLINK', KEYS[1])
+"""
+"""Delete a bad entry, but nothing newer.
+
+KEYS: the entry. ARGV: the SHA-1 of the bytes that were found bad, or '' for a value that is not a string.
+
+Returns: how many keys were deleted.
+"""
