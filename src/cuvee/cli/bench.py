@@ -1,0 +1,127 @@
+"""`cuvee bench`: speed and memory on this machine's CPU, on its GPU, or in a serving engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cuvee.cli.files import check_absent, write_file
+from cuvee.cli.options import Force, Json, refuse_moved
+from cuvee.cli.output import make_console, print_json
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_ENGINE = "cuvee bench engine"
+_MOVED = {
+    "--device": "cuvee bench cpu` or `cuvee bench gpu",
+    "--engine": _ENGINE,
+    "--model": f"{_ENGINE} --model MODEL",
+    "-m": f"{_ENGINE} --model MODEL",
+    "--store": f"{_ENGINE} --store URL",
+}
+
+
+class _CpuUnlessNamed(typer.core.TyperGroup):
+    """Reads `cuvee bench --quick` as `cuvee bench cpu --quick`."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
+        """Find the command."""
+        if not args or (args[0].startswith("-") and args[0] not in ctx.help_option_names):
+            refuse_moved(ctx, args, _MOVED)
+            args = ["cpu", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(cls=_CpuUnlessNamed, help="Measure speed and memory: on the CPU (the default), on a GPU, or in vLLM.")
+
+_Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Write the report to this file, too, as JSON.", show_default=False)
+]
+
+
+@app.command("cpu")
+def bench_cpu(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: half a minute.")] = False,
+    out: _Out = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Measure every stage alone, whole encodes and decodes, how both scale, and peak memory.
+
+    Example: cuvee bench cpu --quick
+    """
+    from cuvee.eval.bench.cpu.run import run_cpu_bench
+    from cuvee.eval.bench.cpu.tables import print_cpu_report
+
+    _measure(lambda progress: run_cpu_bench(quick, progress), print_cpu_report, out, force, as_json)
+
+
+@app.command("gpu")
+def bench_gpu(
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: two minutes.")] = False,
+    out: _Out = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Measure encoding and decoding on a GPU, what the GPU could do at best, and a CacheGen-style decoder.
+
+    Example: cuvee bench gpu --out gpu.json
+    """
+    from cuvee.eval.bench.gpu.run import run_gpu_bench
+    from cuvee.eval.bench.gpu.tables import print_gpu_report
+
+    _measure(lambda progress: run_gpu_bench(quick, progress), print_gpu_report, out, force, as_json)
+
+
+@app.command("engine")
+def bench_engine(
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", help="Time this checkpoint instead of random weights.")
+    ] = None,
+    stores: Annotated[
+        list[str] | None,
+        typer.Option("--store", metavar="URL", help="Load from this store, too. Repeatable.", show_default=False),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: three minutes.")] = False,
+    out: _Out = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what compressed offload costs and saves in vLLM: sizes, and first tokens with and without a hit.
+
+    Takes ten minutes, on the device that vLLM was built for.
+
+    Example: cuvee bench engine --store redis://127.0.0.1:6379/0
+    """
+    from cuvee.eval.bench.engine.run import run_engine_bench
+    from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
+    from cuvee.eval.bench.engine.tables import print_engine_report
+
+    scope = ENGINE_QUICK if quick else ENGINE_FULL
+    _measure(
+        lambda progress: run_engine_bench(scope, model, stores or (), progress),
+        print_engine_report, out, force, as_json,
+    )  # fmt: skip
+
+
+def _measure(
+    run: Callable[[Console], dict[str, Any]],
+    print_report: Callable[[dict[str, Any], Console], None],
+    out: Path | None,
+    force: bool,
+    as_json: bool,
+) -> None:
+    if out is not None:
+        check_absent(out, force)
+    report = run(make_console(stderr=True))
+    if out is not None:
+        write_file(out, (json.dumps(report, indent=2, allow_nan=False) + "\n").encode(), force)
+    if as_json:
+        print_json(report)
+    else:
+        print_report(report, make_console())

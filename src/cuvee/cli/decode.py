@@ -1,0 +1,73 @@
+"""`cuvee decode`: blobs become a saved cache again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cuvee.cli.files import blob_files, check_absent, named, read_profile, write_file
+from cuvee.cli.options import Config, Force, Json, ProfileFile, need_one_of_profile_and_config
+from cuvee.cli.output import counted, print_json
+
+if TYPE_CHECKING:
+    from cuvee.codec.chunk import KVChunk
+    from cuvee.codec.codec import Codec
+
+
+def decode(
+    source: Annotated[
+        Path, typer.Argument(metavar="IN", help="What encode wrote: a .cuvee file, or a folder of them.")
+    ],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
+    profile: ProfileFile = None,
+    config: Config = None,
+    start: Annotated[
+        int | None, typer.Option(min=0, help="Position of the first token. Default: where it was.")
+    ] = None,
+    max_tokens: Annotated[
+        int, typer.Option(min=1, help="Refuse to restore more: a small file may claim a huge cache.")
+    ] = 1 << 17,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Restore a cache, where it was or at another position.
+
+    Example: cuvee decode blobs cache.safetensors --profile model.cuvee
+    """
+    need_one_of_profile_and_config(profile, config)
+
+    from safetensors.torch import save
+
+    from cuvee.codec.chunk import KVChunk
+    from cuvee.codec.codec import Codec, check_tokens
+    from cuvee.codec.container import inspect
+
+    check_absent(target, force)
+    chunks: list[KVChunk] = []
+    codec: Codec | None = None
+    tokens = 0
+    for path in blob_files(source):
+        blob = path.read_bytes()
+        with named(path):
+            info = inspect(blob)
+            tokens += info.tokens
+            check_tokens(tokens, max_tokens)
+            if codec is None:
+                # A codec decodes blobs of any quality of its profile; this one is always to be had.
+                codec = Codec(read_profile(profile, config, info.dtype), "lossless")
+                moved = 0 if start is None else start - info.start
+            chunks.append(codec.decode(blob, info.start + moved, max_tokens=max_tokens))
+    with named(source):
+        whole = KVChunk.concat(chunks)
+    tensors = {}
+    for layer, (keys, values) in enumerate(zip(whole.keys, whole.values, strict=True)):
+        tensors[f"layer.{layer}.keys"] = keys.contiguous()
+        tensors[f"layer.{layer}.values"] = values.contiguous()
+    write_file(target, save(tensors, {"start": str(whole.start)}), force)
+    report = {"out": str(target), "chunks": len(chunks), "tokens": whole.tokens, "start": whole.start}
+    if as_json:
+        print_json(report)
+    else:
+        print(f"{target}: {whole.tokens} tokens from position {whole.start} on, {counted(len(chunks), 'chunk')}")

@@ -1,0 +1,16 @@
+"""`cuvee eval`: lm-eval with contexts that go through the codec."""
+
+from __future__ import annotations
+
+import typer
+
+
+def evaluate(ctx: typer.Context) -> None:
+    """Run lm-eval's own command line, with the model cuvee and cuvee's tasks registered. Its help: cuvee eval --help.
+
+    Example: cuvee eval run --model_args pretrained=MODEL,profile=FILE,quality=balanced --tasks cuvee_local
+    """
+    from cuvee.eval.lm_command import run_cli
+
+    if code := run_cli(ctx.args):
+        raise typer.Exit(code)

@@ -1,0 +1,254 @@
+"""`cuvee profile`: learn a profile for a model, or look at one."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cuvee.cli.files import check_absent
+from cuvee.cli.options import MODEL_HELP, Dtype, Force, Json
+from cuvee.cli.output import make_console, make_table, print_json
+from cuvee.codec.errors import InputError
+
+if TYPE_CHECKING:
+    from cuvee.codec.profile import Profile
+
+app = typer.Typer(no_args_is_help=True, help="Learn a profile for a model, or look at one.")
+
+
+@app.command("learn")
+def profile_learn(
+    model_path: Annotated[str, typer.Argument(metavar="MODEL", help=MODEL_HELP)],
+    texts: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="TEXT",
+            help="Learn from these alone: text files; .jsonl files, where a line is a list of token ids or an object "
+            "with input_ids or text; hf:DATASET:SPLIT:COLUMN; or bundled texts by name. Default: a mixture of kinds "
+            "that come with cuvee and of the model's own samples.",
+        ),
+    ] = None,
+    *,
+    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")],
+    own: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            metavar="TEXT[=SHARE]",
+            help="Add a text to the mixture, as a kind of its own. SHARE of the sequences; default 0.25. Repeatable.",
+        ),
+    ] = None,
+    group: Annotated[
+        str,
+        typer.Option(
+            help="What one basis spans: head, unit, layer, layers:n, all, or auto, which is as many layers as decode "
+            "within --flops. A larger group makes smaller blobs."
+        ),
+    ] = "auto",
+    flops: Annotated[
+        float | None,
+        typer.Option(min=1, help="With auto: operations per decoded value. Default: 1536 on a CPU, else 4096."),
+    ] = None,
+    sequences: Annotated[
+        int | None, typer.Option(min=3, help="At most this many sequences. Default: 96, or 128 with TEXT.")
+    ] = None,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 512,
+    prefix: Annotated[
+        int | None, typer.Option(min=1, help="How many of them count as cached. Default: three quarters.")
+    ] = None,
+    repeat: Annotated[
+        bool,
+        typer.Option(
+            "--reread/--no-reread",
+            help="With TEXT: let the rest of every second sequence repeat a part of its cache, so that the cache "
+            "matters. The mixture has such a kind already.",
+        ),
+    ] = True,
+    seed: Annotated[int, typer.Option(help="Of the sampled texts and targets, and of --reread.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward and backward pass.")] = 4,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the model. auto: what its files say; on a CPU float32, which is faster there.")
+    ] = Dtype.auto,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
+    force: Force = False,
+    as_json: Json = False,
+) -> None:
+    """Learn a profile: which directions of the cache the model's loss depends on, and what each quality costs.
+
+    Under torchrun, processes share the work. Each holds the whole model; with --device cuda, each has its own GPU.
+
+    Example: cuvee profile learn smollm2 -o smollm2.cuvee
+    """
+    from cuvee.codec.profile import Profile
+    from cuvee.eval.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
+    from cuvee.eval.mixture import check_mixture_size, mixture
+    from cuvee.eval.protocol import reread
+
+    check_absent(out, force)
+    if texts and own:
+        raise InputError("--text adds to the mixture, TEXT takes its place: give one of them")
+    rank, distributed = _process_of_torchrun(device)
+    if distributed and device == "cuda":
+        device = f"cuda:{os.environ['LOCAL_RANK']}"
+    chosen = "float32" if dtype is Dtype.auto and device == "cpu" else dtype.value
+    tokens: Any
+    if texts:
+        tokens = spread_sequences([read_corpus(text, model_path) for text in texts], length, sequences or 128)
+        model = load_model(model_path, chosen, device)
+        if repeat:
+            tokens = reread(tokens, 3 * length // 4 if prefix is None else prefix, seed)
+    else:
+        count = sequences or 96
+        check_mixture_size(count, length)  # before a model is loaded
+        shares = [_text_and_share(text) for text in own or []]
+        added = {
+            Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(round(share * count), 3))
+            for name, share in shares
+        }
+        model = load_model(model_path, chosen, device)
+        # Before the added kinds, so that one of the same name takes the place of the mixture's.
+        tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=rank == 0) | added
+    profile = Profile.calibrate(
+        model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, distributed=distributed
+    )
+    if rank:
+        return
+    out.parent.mkdir(parents=True, exist_ok=True)
+    profile.save(out)
+    _show_profile(profile, out, as_json)
+
+
+def _process_of_torchrun(device: str) -> tuple[int, bool]:
+    """Rank of this process, and whether torchrun started it, in which case it joins the others."""
+    from torch import distributed
+
+    if not distributed.is_torchelastic_launched():
+        return 0, False
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    return distributed.get_rank(), True
+
+
+def _text_and_share(text: str) -> tuple[str, float]:
+    """NAME or NAME=SHARE, as --text gives it."""
+    name, found, share = text.rpartition("=")
+    if not found:
+        return text, 0.25
+    try:
+        value = float(share)
+    except ValueError:
+        return text, 0.25  # a name with an equals sign in it
+    if not 0 < value <= 100:
+        raise InputError(f"--text {text}: the share must lie above 0 and be at most 100")
+    return name, value
+
+
+@app.command("show")
+def profile_show(
+    file: Annotated[Path, typer.Argument(help="A profile.")],
+    as_json: Json = False,
+) -> None:
+    """Say which model a profile is for and what each quality costs with it.
+
+    Example: cuvee profile show smollm2.cuvee
+    """
+    from cuvee.codec.profile import Profile
+
+    _show_profile(Profile.load(file), file, as_json)
+
+
+def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
+    from cuvee.codec.family import step_value
+
+    layout = profile.layout
+    data = {
+        "file": str(path),
+        "bytes": path.stat().st_size,
+        "id": profile.id.hex(),
+        "source": profile.source,
+        "group": profile.group,
+        "model": profile.model,
+        "layout": {**layout.to_dict(), "fingerprint": layout.fingerprint.hex()},
+        "values_per_token": layout.values_per_token,
+        "sections": [
+            {
+                "first_layer": section.first_layer,
+                "end_layer": section.end_layer,
+                "values": section.values,
+                "blocks": list(section.blocks),
+                "components": len(learned.scale),
+                "prediction": learned.prediction.name.lower(),
+                "sinks": len(learned.basis.sinks),
+            }
+            for section, learned in zip(profile.sections, profile.learned, strict=bool(profile.learned))
+        ],
+        "curve": [{**asdict(point), "step": step_value(point.step)} for point in profile.curve],
+        "curves": {
+            kind: [{**asdict(point), "step": step_value(point.step)} for point in points]
+            for kind, points in profile.curves.items()
+        },
+    }
+    if as_json:
+        print_json(data)
+        return
+
+    from rich.table import Table
+
+    first, shapes = layout.layers[0], len(set(layout.layers))
+    shape = f"{layout.num_layers} layers" + (f" of {shapes} shapes, the first" if shapes > 1 else "")
+    facts = {
+        "profile": f"{path} ({data['bytes']:,} bytes)",
+        "id": data["id"],
+        "model": f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}",
+        "weights": profile.model or "not recorded",
+        "learned by": profile.source,
+        "group": f"{profile.group}: {len(profile.sections)} sections, {_predictions(profile)}",
+    }
+    console = make_console()
+    grid = Table.grid(padding=(0, 2))
+    for name, value in facts.items():
+        grid.add_row(f"[dim]{name}[/dim]", str(value))
+    console.print(grid)
+    if not profile.curve:
+        console.print("No curve was measured: ask for a quality by step.")
+        return
+    table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
+    width = 8 * layout.torch_dtype.itemsize
+    for point in profile.curve:
+        table.add_row(
+            f"{step_value(point.step):.3g}",
+            f"{point.bits_per_value:.3f}",
+            f"{width / point.bits_per_value:.1f}x",
+            _with_error(point.kl, point.kl_stderr),
+            _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
+            "" if point.top1 is None else f"{100 * point.top1:.1f} %",
+        )
+    console.print(table)
+    if profile.curves:
+        # No more steps than fit beside the names.
+        steps = sorted({point.step for points in profile.curves.values() for point in points})
+        steps = steps[:: -(-len(steps) // 6)]
+        kinds = make_table("kind of text", *(f"{step_value(step):.3g}" for step in steps))
+        for kind, points in profile.curves.items():
+            known = {point.step: point.kl for point in points if point.kl is not None}
+            kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
+        console.print("KL by kind and step; kl= and the presets go by the worst:")
+        console.print(kinds)
+
+
+def _predictions(profile: Profile) -> str:
+    kinds = {section.prediction.name.lower() for section in profile.learned} - {"none"}
+    return f"prediction {', '.join(sorted(kinds))}" if kinds else "no prediction between tokens"
+
+
+def _with_error(value: float | None, error: float | None, sign: str = "") -> str:
+    if value is None:
+        return ""
+    return f"{value:{sign}.5f}" + ("" if error is None else f" ± {error:.5f}")

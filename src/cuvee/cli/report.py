@@ -1,0 +1,142 @@
+"""`cuvee report`: what compression costs a model, beside the baselines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cuvee.cli.options import (
+    CHUNK_TOKENS,
+    Calibration,
+    Dtype,
+    Evaluation,
+    Json,
+    Model,
+    refuse_moved,
+    typed_command,
+)
+from cuvee.cli.output import make_console, print_json
+
+_COMPARE = "cuvee compare OLD.json NEW.json"
+_BLEND = "cuvee blend-report"
+_MOVED = {
+    "--compare": _COMPARE,
+    "--fail-if": f"{_COMPARE} --fail-if CONDITION",
+    "--allow-different": f"{_COMPARE} --allow-different",
+    "--blend": _BLEND,
+    "--multidoc": f"{_BLEND} --multidoc FILE.jsonl",
+}
+
+
+class ReportCommand(typer.core.TyperCommand):
+    """Names the commands that were options of this one."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
+        """Read the options."""
+        refuse_moved(ctx, args, _MOVED)
+        return super().parse_args(ctx, args)
+
+
+def report(
+    model: Model = "books-3m",
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the report.")] = Path("out/report"),
+    profiles: Annotated[
+        list[Path] | None,
+        typer.Option("--profile", help="Measure this profile instead of learning one. Repeatable.", show_default=False),
+    ] = None,
+    groups: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--group",
+            help="Learn a profile with this group. Repeatable. Default: layer, and all if the model is small enough.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration: Calibration = None,
+    calibration_sequences: Annotated[int, typer.Option(min=3, help="Learn from at most this many sequences.")] = 200,
+    samples: Annotated[
+        int, typer.Option(min=0, help="Learn from this many sequences sampled from the model, too.")
+    ] = 0,
+    evaluation: Evaluation = None,
+    sequences: Annotated[int, typer.Option(min=1, help="Measure on at most this many sequences.")] = 32,
+    length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 512,
+    prefix: Annotated[
+        int | None, typer.Option(min=1, help="How many of them are cached. Default: three quarters.")
+    ] = None,
+    repeat: Annotated[
+        bool, typer.Option("--reread/--no-reread", help="Let every second sequence repeat a part of its cache.")
+    ] = True,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens coded together.")] = CHUNK_TOKENS,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="lm-eval tasks, separated by commas; none for no tasks. Default: cuvee's local tasks."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="At most this many documents per task.")] = None,
+    num_fewshot: Annotated[
+        int | None, typer.Option(min=0, help="Examples before each question. Default: what the task says.")
+    ] = None,
+    chat_template: Annotated[
+        bool, typer.Option("--apply-chat-template", help="Put prompts into the tokenizer's chat template.")
+    ] = False,
+    include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own.")] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="For tasks that ask for it. Repeatable.", show_default=False),
+    ] = None,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Of the model. auto: float32 on a CPU, elsewhere what its files say.")
+    ] = Dtype.auto,
+    cache_dtype: Annotated[Dtype, typer.Option(help="Of the caches that are coded.")] = Dtype.bfloat16,
+    device: Annotated[str, typer.Option(help="Where the model runs and its caches are coded.")] = "cpu",
+    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 7,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Fewer sequences, methods and tasks: two minutes on the bundled model.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace another run in the folder.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Measure what compression costs a model, beside the baselines: sizes, KL, task scores, plots.
+
+    A TEXT is a file (.jsonl: one document per line), hf:DATASET:SPLIT:COLUMN, or the name of a bundled text.
+
+    Give an interrupted command again, and it goes on where it stopped.
+
+    Example: cuvee report --model smollm2 --quick -o out/smollm2
+    """
+    from cuvee.eval.report.config import ReportConfig, quick_config
+    from cuvee.eval.report.run import run_report
+
+    given: dict[str, Any] = {
+        "profiles": tuple(map(str, profiles or ())),
+        "groups": tuple(groups or ()),
+        "metadata": tuple(metadata or ()),
+        "include_path": None if include_path is None else str(include_path),
+    }
+    if calibration:
+        given["calibration"] = tuple(calibration)
+    if evaluation:
+        given["evaluation"] = tuple(evaluation)
+    if tasks is not None:
+        given["tasks"] = () if tasks == "none" else tuple(filter(None, tasks.split(",")))
+    if cache_dtype is Dtype.auto:
+        raise typer.BadParameter("must be a dtype; auto says none", param_hint="--cache-dtype")
+    config = ReportConfig(
+        model=model, calibration_sequences=calibration_sequences, samples=samples, sequences=sequences, length=length,
+        prefix=prefix, reread=repeat, chunk_tokens=chunk_tokens, limit=limit, dtype=dtype.value,
+        cache_dtype=cache_dtype.value, device=device, batch_size=batch_size, seed=seed, num_fewshot=num_fewshot,
+        chat_template=chat_template, **given,
+    )  # fmt: skip
+    if quick:
+        config = quick_config(config)
+    data = run_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+    if as_json:
+        print_json(data)
+        return
+
+    from cuvee.eval.report.render import print_summary
+
+    print_summary(data, make_console())
+    print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")

@@ -1,0 +1,173 @@
+"""`cuvee store`: look at a store, and delete what it holds of a tenant.
+
+A store inside the serving process (`memory://`) is out of reach from here; of a `tiered:` URL the others are used.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from typing import Annotated, Any
+
+import typer
+
+from cuvee.cli.options import Json
+from cuvee.cli.output import make_console, make_table, print_json
+from cuvee.codec.errors import InputError
+from cuvee.integrations.stores.base import Store, StoreError, check_tenant
+
+app = typer.Typer(no_args_is_help=True, help="Look at a store of compressed caches, or delete a tenant's entries.")
+
+_CHECK_BYTES = 64 << 10
+
+_Url = Annotated[str, typer.Argument(metavar="URL", help="What the server is given: file://, redis://, tiered:…")]
+
+
+@app.command("info")
+def store_info(
+    url: _Url,
+    check: Annotated[
+        bool, typer.Option("--check", help="Put an entry, get it back and delete it, and say how long that took.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Say whether a store can be reached and what it holds. Exit code 1 if it, or one of its tiers, cannot be reached.
+
+    Most stores count entries and bytes only if they have a budget (max_gb), from their first put (--check) on.
+
+    Example: cuvee store info redis://127.0.0.1:6379/0 --check
+    """
+    rows: list[dict[str, Any]] = []
+    with _tiers(url) as (shown, tiers):
+        for tier in tiers:
+            row: dict[str, Any] = {"tier": tier.name, "reachable": True, "seconds": None, "error": None}
+            try:
+                key = _check_key()
+                if check:
+                    row["seconds"] = _round_trip(tier, key)
+                else:
+                    tier.contains([key])
+            except StoreError as error:
+                row |= {"reachable": False, "error": str(error)}
+            own = tier.counters()[tier.name]
+            rows.append({**row, "entries": own.entries, "bytes": own.bytes})
+    if as_json:
+        print_json({"url": shown, "tiers": rows})
+    else:
+        _show(rows)
+    _fail(rows)
+
+
+@app.command("delete-tenant")
+def store_delete_tenant(
+    url: _Url,
+    salt: Annotated[
+        str | None, typer.Option("--salt", help="The tenant's cache_salt; '' for requests without one.")
+    ] = None,
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="HEX", help="Instead: the tenant as keys spell it.")
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete every entry of a tenant and say how many there were. Exit code 1 if entries may be left.
+
+    Stop the tenant's requests first, or servers may write more.
+
+    What servers hold in their own RAM stays there until it is evicted or they restart.
+
+    Example: cuvee store delete-tenant redis://127.0.0.1:6379/0 --salt customer-17
+    """
+    if (salt is None) == (tenant is None):
+        raise typer.BadParameter("give either --salt or --tenant")
+    if salt is not None:
+        from cuvee.codec.identity import tenant_id
+
+        tenant = tenant_id(salt)
+    tenant = check_tenant(tenant)
+    rows: list[dict[str, Any]] = []
+    with _tiers(url) as (shown, tiers):
+        if not yes:
+            typer.confirm(f"Delete every entry of tenant {tenant} in {shown}?", abort=True, err=True)
+        for tier in tiers:
+            try:
+                rows.append({"tier": tier.name, "deleted": tier.delete_tenant(tenant), "error": None})
+            except StoreError as error:
+                rows.append({"tier": tier.name, "deleted": None, "error": str(error)})
+    if as_json:
+        print_json({"url": shown, "tenant": tenant, "tiers": rows})
+    else:
+        for row in rows:
+            if row["error"] is None:
+                typer.echo(f"{row['tier']}: {row['deleted']} deleted")
+    _fail(rows)
+
+
+@contextmanager
+def _tiers(url: str) -> Iterator[tuple[str, list[Store]]]:
+    """The URL as it may be shown, and the stores it names that can be reached from this process."""
+    from cuvee.integrations.stores.redaction import redacted
+    from cuvee.integrations.stores.tiered import TieredStore
+    from cuvee.integrations.stores.urls import open_store
+
+    with closing(open_store(url, guarded=False)) as store:
+        tiers = store.tiers if isinstance(store, TieredStore) else (store,)
+        reachable = [tier for tier in tiers if tier.shared]
+        if not reachable:
+            raise InputError(f"url: {redacted(url)} lives inside the process that opened it; name a shared store")
+        if len(reachable) < len(tiers):
+            typer.echo("note: what servers hold in their own RAM is out of reach from here", err=True)
+        yield redacted(url), reachable
+
+
+def _check_key() -> str:
+    """A key that no server uses."""
+    from cuvee.codec.identity import store_key
+
+    return store_key("cuvee store info", secrets.token_bytes(32))
+
+
+def _round_trip(store: Store, key: str) -> float:
+    """Seconds to put, get and delete an entry.
+
+    Raises:
+        StoreError: one of them failed, or the entry did not come back.
+    """
+    blob = secrets.token_bytes(_CHECK_BYTES)
+    begin = time.perf_counter()
+    try:
+        if not store.put(key, blob):
+            raise StoreError(f"{store.name} store: gave up an entry of {_CHECK_BYTES} bytes: is its budget smaller?")
+        if store.get(key) != blob:
+            raise StoreError(f"{store.name} store: an entry of {_CHECK_BYTES} bytes did not come back: is it full?")
+        store.delete(key)
+        if store.contains([key])[0]:
+            raise StoreError(f"{store.name} store: an entry could not be deleted")
+    except StoreError:
+        with suppress(StoreError):
+            store.delete(key)
+        raise
+    return time.perf_counter() - begin
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    table = make_table("tier", "reachable", "entries", "bytes", "round trip")
+    for row in rows:
+        table.add_row(
+            row["tier"],
+            "yes" if row["reachable"] else "no",
+            *("not known" if row[name] is None else f"{row[name]:,}" for name in ("entries", "bytes")),
+            "" if row["seconds"] is None else f"{1000 * row['seconds']:.1f} ms",
+        )
+    make_console().print(table)
+
+
+def _fail(rows: list[dict[str, Any]]) -> None:
+    """One line on standard error for each tier that failed, and exit code 1 if one did."""
+    errors = [row["error"] for row in rows if row["error"] is not None]
+    for error in errors:
+        typer.echo(f"error: {' '.join(error.split())}", err=True)
+    if errors:
+        raise typer.Exit(1)

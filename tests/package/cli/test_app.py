@@ -1,0 +1,136 @@
+"""The command line as a whole: usage, errors, help, how it starts, and options that have moved."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from tests.package.cli.running import RUN, Files, fails, misused, run
+
+import cuvee
+from cuvee.cli import app
+
+
+def test_wrong_usage_is_exit_code_two(files: Files) -> None:
+    out = files.folder / "o"
+    encode = ("encode", files.cache, out)
+    for args in (
+        ("nonsense",),
+        ("encode", files.cache),
+        encode,
+        (*encode, "--profile", files.profile, "--config", files.folder),
+        (*encode, "--profile", files.profile, "--bits", "2", "--kl", "0.1"),
+        (*encode, "--profile", files.profile, "--chunk-tokens", "0"),
+        ("decode", files.cache, out),
+        ("inspect",),
+        ("bench", "--device", "abacus"),
+        ("bench", "--store", "memory://"),
+        ("bench", "--engine", "--device", "cuda"),
+        ("bench", "--quick", "gpu"),
+        ("bench", "gpu", "--device", "cuda"),
+        ("bench", "cpu", "--store", "memory://"),
+        ("compare", "old.json"),
+    ):
+        misused(*args)
+    assert not out.exists()
+
+
+def test_debug_shows_the_traceback(files: Files) -> None:
+    done = RUN.invoke(app, ["--debug", "inspect", str(files.cache)])
+    assert isinstance(done.exception, cuvee.FormatError)
+    fails("inspect", files.cache, match="not a cuvee blob")  # … and only where asked
+
+
+def commands(command: Any, name: str = "") -> Iterator[str]:
+    """Every command that does something: "encode", "profile learn"."""
+    if not hasattr(command, "commands"):
+        yield name.strip()
+    for word, below in getattr(command, "commands", {}).items():
+        yield from commands(below, f"{name} {word}")
+
+
+COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-eval explains that one
+
+
+def test_the_commands() -> None:
+    assert COMMANDS == [
+        "bench cpu", "bench engine", "bench gpu", "blend-report", "compare", "decode", "demo", "encode", "inspect",
+        "kernels", "profile learn", "profile show", "report", "store delete-tenant", "store info",
+    ]  # fmt: skip
+    for group in ("", "bench", "profile", "store"):
+        assert "Commands" in run(*group.split(), "--help").stdout
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_explains_itself(command: str) -> None:
+    shown = run(*command.split(), "--help").stdout
+    assert "Usage: " in shown and f"Example: cuvee {command} " in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_example_of_a_command_is_right(command: str) -> None:
+    found: Any = typer.main.get_command(app)
+    for word in command.split():
+        found = found.commands[word]
+    (example,) = re.findall(f"Example: cuvee {command} (.*)", found.help)
+    found.make_context(command, shlex.split(example))
+
+
+@pytest.mark.parametrize(
+    ("typed", "option", "command"),
+    [
+        ("report --compare a.json b.json", "--compare", "cuvee compare OLD.json NEW.json"),
+        ("report --compare=a.json b.json --allow-different", "--compare", "cuvee compare OLD.json NEW.json"),
+        ("report --fail-if kl>1%", "--fail-if", "cuvee compare OLD.json NEW.json --fail-if CONDITION"),
+        ("report --allow-different", "--allow-different", "cuvee compare OLD.json NEW.json --allow-different"),
+        ("report --quick --blend", "--blend", "cuvee blend-report"),
+        ("report --multidoc x.jsonl -o r", "--multidoc", "cuvee blend-report --multidoc FILE.jsonl"),
+        ("bench --device cpu", "--device", "cuvee bench cpu` or `cuvee bench gpu"),
+        ("bench --quick --device=cuda --json", "--device", "cuvee bench cpu` or `cuvee bench gpu"),
+        ("bench --quick --engine --store memory://", "--engine", "cuvee bench engine"),
+        ("bench --store memory:// --engine", "--store", "cuvee bench engine --store URL"),
+        ("bench --model m --engine", "--model", "cuvee bench engine --model MODEL"),
+        ("bench -m m --engine", "-m", "cuvee bench engine --model MODEL"),
+    ],
+)
+def test_an_option_that_has_moved_names_the_new_command(
+    typed: str, option: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert f"{option} has moved: it is now `{command}`." in misused(*typed.split())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("columns", "width"), [(None, 120), ("60", 60)])
+def test_a_pipe_is_wide_enough_for_tables(columns: str | None, width: int) -> None:
+    env = {k: v for k, v in os.environ.items() if k != "COLUMNS"} | ({"COLUMNS": columns} if columns else {})
+    code = "from cuvee.cli.output import make_console; print(make_console().width)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    assert done.stdout == f"{width}\n"
+
+
+def test_as_a_process(files: Files) -> None:
+    def cli(*args: str | Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "cuvee", *map(str, args)], capture_output=True, text=True, check=False
+        )
+
+    done = cli("--version")
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("cuvee")
+    done = cli("inspect", files.cache)
+    assert (done.returncode, done.stdout) == (1, "") and done.stderr.startswith("error: ")
+    assert cli("encode").returncode == 2
+
+
+def test_the_command_line_starts_without_torch() -> None:
+    code = "import sys, cuvee.cli; print(sorted({'torch', 'numpy', 'numba', 'transformers'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

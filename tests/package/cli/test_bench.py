@@ -1,0 +1,64 @@
+"""`cuvee bench`: which benchmark runs, with what, and where its report goes. The benchmarks: tests/eval/bench."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.package.cli.running import fails, run
+
+from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What the benchmarks are asked for, instead of running them."""
+    made: list[tuple[Any, ...]] = []
+    for kind in ("cpu", "gpu", "engine"):
+
+        def measure(*args: Any, kind: str = kind) -> dict[str, Any]:
+            made.append((kind, *args[:-1]))
+            args[-1].print("measuring")
+            return {"kind": kind}
+
+        def show(report: dict[str, Any], console: Any) -> None:
+            console.print(f"the table of {report['kind']}")
+
+        monkeypatch.setattr(f"cuvee.eval.bench.{kind}.run.run_{kind}_bench", measure)
+        monkeypatch.setattr(f"cuvee.eval.bench.{kind}.tables.print_{kind}_report", show)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("typed", "call"),
+    [
+        ("", ("cpu", False)),
+        ("--quick", ("cpu", True)),
+        ("cpu", ("cpu", False)),
+        ("cpu --quick", ("cpu", True)),
+        ("gpu", ("gpu", False)),
+        ("gpu --quick", ("gpu", True)),
+        ("engine", ("engine", ENGINE_FULL, None, ())),
+        (
+            "engine --quick --model m --store file:///a --store file:///b",
+            ("engine", ENGINE_QUICK, Path("m"), ["file:///a", "file:///b"]),
+        ),
+    ],
+)
+def test_what_runs(typed: str, call: tuple[Any, ...], calls: list[tuple[Any, ...]]) -> None:
+    done = run("bench", *typed.split())
+    assert done.stdout == f"the table of {call[0]}\n" and done.stderr == "measuring\n"
+    assert json.loads(run("bench", *typed.split(), "--json").stdout) == {"kind": call[0]}
+    assert calls == [call, call]
+
+
+def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:
+    path = tmp_path / "bench.json"
+    run("bench", "--out", path)
+    assert json.loads(path.read_text()) == {"kind": "cpu"}
+    fails("bench", "gpu", "--out", path, match="--force")
+    assert len(calls) == 1, "the GPU was not measured"
+    run("bench", "gpu", "--out", path, "--force")
+    assert json.loads(path.read_text()) == {"kind": "gpu"}

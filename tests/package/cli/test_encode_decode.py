@@ -1,0 +1,177 @@
+"""`cuvee encode` and `cuvee decode`: what they write and print, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from tests.package.cli.running import Files, fails, run, save_cache
+
+import cuvee
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import CurvePoint
+from cuvee.eval.data import bundled_model_path
+
+TOKENS, START = 150, 20  # of the cache of `files`
+
+
+def start_of(path: Path) -> str:
+    with safe_open(path, "pt") as file:
+        start: str = file.metadata()["start"]
+        return start
+
+
+def assert_same(path: Path, chunk: KVChunk) -> None:
+    tensors = load_file(path)
+    assert len(tensors) == 2 * chunk.layout.num_layers
+    for i, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+        assert torch.equal(tensors[f"layer.{i}.keys"].view(torch.int16), keys.contiguous().view(torch.int16))
+        assert torch.equal(tensors[f"layer.{i}.values"].view(torch.int16), values.contiguous().view(torch.int16))
+
+
+def test_lossless_comes_back_bit_for_bit(files: Files) -> None:
+    out, back = files.folder / "blobs", files.folder / "back.safetensors"
+    options = ("--profile", files.profile)
+    done = run("encode", files.cache, out, *options, "--quality", "lossless", "--chunk-tokens", "64", "--json")
+    report = json.loads(done.stdout)
+    assert sorted(p.name for p in out.iterdir()) == ["00000.cuvee", "00001.cuvee", "00002.cuvee"]
+    size = sum(p.stat().st_size for p in out.iterdir())
+    assert report == {
+        "out": str(out),
+        "chunks": 3,
+        "tokens": TOKENS,
+        "start": START,
+        "raw_bytes": files.chunk.nbytes,
+        "bytes": size,
+        "bits_per_value": pytest.approx(8 * size / (TOKENS * files.chunk.layout.values_per_token)),
+        "ratio": pytest.approx(files.chunk.nbytes / size),
+    }
+    run("decode", out, back, *options)
+    assert_same(back, files.chunk)
+    assert start_of(back) == str(START)
+
+
+def test_lossless_needs_no_profile_but_the_config(tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+    config = json.loads((bundled_model_path() / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    from transformers import AutoConfig
+
+    chunk = make_chunk(KVLayout.from_config(AutoConfig.from_pretrained(tmp_path), dtype="float16"), 9)
+    cache = save_cache(chunk, tmp_path / "c")
+    for where in (tmp_path, tmp_path / "config.json"):
+        blob = tmp_path / f"{where.name}.cuvee"
+        run("encode", cache, blob, "--config", where, "--quality", "lossless")
+        run("decode", blob, tmp_path / "back", "--config", where, "--force")
+        assert_same(tmp_path / "back", chunk)
+    run("encode", cache, tmp_path / "small.cuvee", "--config", tmp_path, "--quality", "small")
+    assert cuvee.inspect((tmp_path / "small.cuvee").read_bytes()).scheme == "generic"
+    run("decode", tmp_path / "small.cuvee", tmp_path / "lossy", "--config", tmp_path)
+    fails("encode", cache, tmp_path / "x", "--config", tmp_path / "none.json", match="none.json")
+
+
+def test_a_lossy_cache_is_the_codecs_and_moves(files: Files) -> None:
+    blob, back = files.folder / "x.cuvee", files.folder / "back"
+    done = run("encode", files.cache, blob, "--profile", files.profile, "--step", "0.25")
+    assert f"{blob}: 150 tokens" in done.stdout and "1 chunk\n" in done.stdout
+    codec = Codec(Profile.load(files.profile), step=0.25)
+    assert blob.read_bytes() == codec.encode(files.chunk)
+    run("decode", blob, back, "--profile", files.profile, "--start", "7")
+    assert_same(back, codec.decode(blob.read_bytes(), start=7))
+    fails("decode", blob, back, "--profile", files.profile, "--max-tokens", "3", "--force", match="max_tokens=3")
+    assert start_of(back) == "7"
+
+
+def test_chunks_move_together(files: Files) -> None:
+    out, back = files.folder / "blobs", files.folder / "back"
+    run("encode", files.cache, out, "--profile", files.profile, "--quality", "high", "--chunk-tokens", "100")
+    report = json.loads(run("decode", out, back, "--profile", files.profile, "--start", "0", "--json").stdout)
+    assert report == {"out": str(back), "chunks": 2, "tokens": TOKENS, "start": 0}
+
+
+@pytest.mark.parametrize("quality", [("--bits", "2"), ("--ratio", "8"), ("--quality", "small"), ()])
+def test_every_way_to_ask_for_quality(files: Files, quality: tuple[str, ...]) -> None:
+    learned = Profile.load(files.profile)
+    learned.with_curve([CurvePoint(-320, 6.0, 1e-4), CurvePoint(64, 0.5, 0.5)]).save(files.profile)
+    run("encode", files.cache, files.folder / "o", "--profile", files.profile, *quality)
+
+
+def test_nothing_is_replaced_without_force(files: Files) -> None:
+    out, back = files.folder / "blobs", files.folder / "back"
+    encode = ("encode", files.cache, out, "--profile", files.profile, "--quality", "lossless")
+    run(*encode, "--chunk-tokens", "50")
+    fails(*encode, match="--force")
+    assert len(list(out.iterdir())) == 3
+    run(*encode, "--force")
+    assert [p.name for p in out.iterdir()] == ["00000.cuvee"]
+    back.write_text("mine")
+    fails("decode", out, back, "--profile", files.profile, match="--force")
+    assert back.read_text() == "mine"
+    run("decode", out, back, "--profile", files.profile, "--force")
+    assert_same(back, files.chunk)
+    assert not [p for p in files.folder.iterdir() if p.name.startswith(".")]
+
+
+def test_force_spares_a_folder_of_other_things(files: Files) -> None:
+    out = files.folder / "home"
+    out.mkdir()
+    (out / "thesis.tex").write_text("x")
+    fails("encode", files.cache, out, "--profile", files.profile, "--quality", "lossless", "--force", match="leaves it")
+    assert (out / "thesis.tex").read_text() == "x"
+
+
+def test_one_file_holds_one_chunk(files: Files) -> None:
+    out = files.folder / "x.cuvee"
+    args = ("encode", files.cache, out, "--profile", files.profile, "--chunk-tokens", "64")
+    fails(*args, match="--chunk-tokens 150")
+    assert not out.exists()
+
+
+def test_missing_and_damaged_files_are_one_line(files: Files) -> None:
+    blob, none = files.folder / "x.cuvee", files.folder / "none"
+    profile = ("--profile", files.profile)
+    run("encode", files.cache, blob, *profile, "--quality", "lossless")
+    fails("decode", none, files.folder / "b", *profile, match="none: No such file")
+    fails("encode", none, files.folder / "b", *profile, match="none")
+    fails("encode", files.cache, files.folder / "b", "--profile", none, match="no profile at")
+    fails("encode", files.profile, files.folder / "b", *profile, match="mixes dtypes")
+    fails("encode", blob, files.folder / "b", *profile, match="not a safetensors file")
+    fails("inspect", none, match="none: No such file")
+    fails("inspect", files.folder, blob, files.cache, match="cache.safetensors: not a cuvee blob")
+    whole = blob.read_bytes()
+    blob.write_bytes(whole[:-1])
+    assert "truncated" in fails("inspect", blob, match="x.cuvee: the blob has")
+    fails("decode", blob, files.folder / "b", *profile, match="x.cuvee: the blob has")
+    blob.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    fails("decode", blob, files.folder / "b", *profile, match="checksum")
+    assert not (files.folder / "b").exists()
+
+
+def test_a_missing_chunk_is_noticed(files: Files) -> None:
+    out = files.folder / "blobs"
+    run("encode", files.cache, out, "--profile", files.profile, "--quality", "small", "--chunk-tokens", "50")
+    (out / "00001.cuvee").unlink()
+    fails("decode", out, files.folder / "b", "--profile", files.profile, match="adjacent")
+    empty = files.folder / "empty"
+    empty.mkdir()
+    fails("decode", empty, files.folder / "b", "--profile", files.profile, match="holds no .cuvee files")
+
+
+def test_a_cache_of_another_model_is_refused(files: Files) -> None:
+    tensors = load_file(files.cache)
+    profile = ("--profile", files.profile)
+    save_file({**tensors, "layer.9.keys": tensors["layer.0.keys"].clone()}, files.folder / "c")
+    fails("encode", files.folder / "c", files.folder / "b", *profile, match="layer.9.keys")
+    save_file({**tensors, "layer.0.keys": tensors["layer.0.keys"][:, :1].clone()}, files.folder / "c")
+    fails("encode", files.folder / "c", files.folder / "b", *profile, match="c: keys of layer 0 must have shape")
+    save_file({**tensors, "layer.0.keys": tensors["layer.0.keys"].float()}, files.folder / "c")
+    fails("encode", files.folder / "c", files.folder / "b", *profile, match="mixes dtypes")
+    save_file(tensors, files.folder / "c", {"start": "-1"})
+    fails("encode", files.folder / "c", files.folder / "b", *profile, match="start='-1'")

@@ -1,0 +1,113 @@
+"""`cuvee profile`: what is learned from which texts, and what a profile says of itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.package.cli.running import Files, fails, run
+
+from cuvee.codec.profile import Profile
+from cuvee.eval.data import bundled_model_path
+from cuvee.eval.mixture import KINDS
+
+
+def test_profile_show(files: Files) -> None:
+    profile = Profile.load(files.profile)
+    data = json.loads(run("profile", "show", files.profile, "--json").stdout)
+    assert data["id"] == profile.id.hex() and data["group"] == "layer" and len(data["sections"]) == 3
+    assert data["bytes"] == files.profile.stat().st_size and len(data["curve"]) == len(profile.curve)
+    assert profile.id.hex() in run("profile", "show", files.profile).stdout
+    fails("profile", "show", files.cache, match="not a cuvee profile")
+
+
+def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any) -> None:
+    rows = [{"input_ids": row} for row in books.harbour[:10].tolist()]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n" + json.dumps(rows[0]["input_ids"]))
+    (tmp_path / "b.txt").write_text("It rained. " * 300)
+    out = tmp_path / "profile"
+    args = ("profile", "learn", bundled_model_path(), tmp_path / "a.jsonl", tmp_path / "b.txt", "-o", out)
+    options = ("--length", "128", "--sequences", "20", "--group", "unit", "--dtype", "float32")
+    data = json.loads(run(*args, *options, "--json").stdout)
+    profile = Profile.load(out)
+    assert data["id"] == profile.id.hex() and profile.group == "unit" and profile.source == "calibrated"
+    assert all(point["kl"] is not None for point in data["curve"])
+    text = run("profile", "show", out).stdout
+    assert "±" in text and "6 layers 2 x 64" in text
+    fails(*args, *options, match="--force")
+    fails(*args[:-1], tmp_path / "q", "--length", "4096", match="no sequence of 4096 tokens")
+    fails("profile", "learn", tmp_path / "nowhere", tmp_path / "b.txt", "-o", tmp_path / "q", match="nowhere")
+    fails("profile", "learn", bundled_model_path(), tmp_path / "none", "-o", tmp_path / "q", match="none: no such text")
+    (tmp_path / "bad.jsonl").write_text('{"text": 3}')
+    fails("profile", "learn", bundled_model_path(), tmp_path / "bad.jsonl", "-o", tmp_path / "q", match="bad.jsonl:1")
+
+
+def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the mixture and a text of one's own, kind by kind."""
+    monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEPS", (-256, -128, 0))  # a few, for speed
+    (tmp_path / "own.txt").write_text("It rained. " * 300)
+    out = tmp_path / "profile"
+    options = ("--length", "64", "--sequences", "24", "--group", "unit", "--text", f"{tmp_path / 'own.txt'}=0.5")
+    data = json.loads(run("profile", "learn", bundled_model_path(), "-o", out, *options, "--json").stdout)
+    profile = Profile.load(out)
+    assert profile.group == "unit" and profile.source == "calibrated" and data["id"] == profile.id.hex()
+    assert tuple(profile.curves) == (*KINDS, "own.txt") == tuple(data["curves"])
+    assert [p["kl"] for p in data["curves"]["code"]] == [p.kl for p in profile.curves["code"]]
+    shown = run("profile", "show", out).stdout
+    assert "by the worst" in shown
+    table = shown[shown.index("kind of text") :].splitlines()
+    for kind in (*KINDS, "own.txt"):
+        (row,) = (line.split() for line in table if line.split()[:1] == [kind])
+        assert len(row) == 4 and all(float(kl) < 100 for kl in row[1:])
+
+
+def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[Any, str, dict[str, Any]]] = []
+
+    def calibrate(cls: type[Profile], /, model: Any, tokens: Any, group: str, **arguments: Any) -> Profile:
+        calls.append((tokens, group, arguments | {"dtype": model.dtype}))
+        return books.profile  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Profile, "calibrate", classmethod(calibrate))
+    (tmp_path / "prose").write_text("It rained. " * 3000)
+    (tmp_path / "a=b").write_text("It snowed. " * 3000)
+    learn = ("profile", "learn", bundled_model_path(), "--length", "64")
+    number = iter(range(100))
+
+    def learned(*options: str | Path) -> tuple[Any, str, dict[str, Any]]:
+        run(*learn, "-o", tmp_path / f"p{next(number)}", *options)
+        return calls[-1]
+
+    # The default: the mixture, whose kinds an added one of the same name replaces.
+    tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
+    assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
+    defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "distributed": False}
+    assert arguments == {**defaults, "dtype": torch.float32}
+    assert {kind: len(tokens[kind]) for kind in ("prose", "code", "a=b")} == {"prose": 10, "code": 8, "a=b": 10}
+    assert len({tuple(row[4:8].tolist()) for row in tokens["prose"]}) <= 4, "one sentence over and over"
+    for share, count in (("=0.5", 20), ("=0.01", 3), ("=1", 40)):
+        tokens, _, _ = learned("--sequences", "40", "--text", f"{tmp_path / 'prose'}{share}")
+        assert len(tokens["prose"]) == count
+    _, group, arguments = learned(
+        "--sequences", "24", "--flops", "4096", "--group", "layers:2", "--prefix", "40", "--dtype", "bfloat16"
+    )
+    assert (group, arguments["flops"], arguments["prefix"], arguments["dtype"]) == (
+        "layers:2", 4096.0, 40, torch.bfloat16,
+    )  # fmt: skip
+    # Texts take the mixture's place, as one kind.
+    tokens, _, _ = learned(tmp_path / "prose", "--sequences", "12")
+    assert tokens.shape == (12, 64)
+    for bad, match in (
+        ((tmp_path / "prose", "--text", tmp_path / "prose"), "give one of them"),
+        (("--text", f"{tmp_path / 'prose'}=0"), "the share must lie above 0"),
+        (("--text", f"{tmp_path / 'prose'}=101"), "the share must lie above 0"),
+        (("--text", f"{tmp_path / 'none'}=1"), "no such text"),
+    ):
+        fails(*learn, "-o", tmp_path / "q", *bad, match=match)
+    # Before a model is looked for.
+    missing = ("profile", "learn", tmp_path / "none", "-o", tmp_path / "q")
+    few = run(*missing, "--sequences", "23", "--length", "64", code=1)
+    assert few.stderr.endswith("error: sequences must be at least 24 and length 8, got 23 and 64\n")

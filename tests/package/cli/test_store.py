@@ -1,0 +1,186 @@
+"""`cuvee store`: what it says of a store, and the deletion of a tenant."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.package.cli import running
+from typer.testing import Result
+
+from cuvee.codec.identity import store_key, tenant_id
+from cuvee.integrations.stores.base import Store, StoreError
+from cuvee.integrations.stores.disk import DiskStore
+
+
+def run(*args: str, code: int = 0, answer: str | None = None) -> Result:
+    return running.run("store", *args, code=code, answer=answer)
+
+
+def read(*args: str, code: int = 0) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(run(*args, "--json", code=code).stdout)
+    return data
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A disk store with three entries of the tenant "alice" and one of those without a salt."""
+    store = DiskStore(tmp_path / "kv")
+    for number in range(3):
+        store.put(store_key("alice", bytes([number]) * 32), b"a" * 100)
+    store.put(store_key("", bytes(32)), b"x")
+    store.close()
+    return tmp_path / "kv"
+
+
+def held(folder: Path) -> list[bool]:
+    alice = [store_key("alice", bytes([number]) * 32) for number in range(3)]
+    return DiskStore(folder).contains([*alice, store_key("", bytes(32))])
+
+
+def test_info(folder: Path) -> None:
+    url = f"file://{folder}"
+    row = {"tier": "disk", "reachable": True, "seconds": None, "error": None, "entries": None, "bytes": None}
+    assert read("info", url) == {"url": url, "tiers": [row]}
+    assert "disk" in (text := run("info", url).stdout) and "yes" in text and "not known" in text
+
+
+def test_info_checks_with_an_entry_of_its_own(folder: Path) -> None:
+    before = sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    row = read("info", f"file://{folder}?max_gb=1", "--check")["tiers"][0]
+    assert row["reachable"] and row["seconds"] > 0 and row["error"] is None and row["bytes"] > 301
+    assert before == sorted(path for path in folder.rglob("*") if path.is_file() and not path.name.startswith("."))
+    assert " ms" in run("info", f"file://{folder}?max_gb=1", "--check").stdout
+
+
+def test_info_of_a_store_that_is_down(tmp_path: Path) -> None:
+    (tmp_path / "kv").write_text("not a folder")
+    done = run("info", f"file://{tmp_path}/kv", "--check", code=1)
+    assert "no" in done.stdout and done.stderr.startswith("error: disk store") and done.stderr.count("\n") == 1
+    data = read("info", f"tiered:file://{tmp_path}/good,file://{tmp_path}/kv", "--check", code=1)
+    assert [row["reachable"] for row in data["tiers"]] == [True, False]
+    assert data["tiers"][0]["error"] is None and "disk store" in data["tiers"][1]["error"]
+
+
+class Wrong(DiskStore):
+    """A folder that keeps nothing, loses what it keeps, or cannot let it go."""
+
+    fault = ""
+
+    def put(self, key: str, blob: bytes) -> bool:
+        return self.fault != "put" and super().put(key, blob)
+
+    def get(self, key: str) -> bytes | None:
+        if self.fault == "get raises":
+            raise StoreError("disk store: gone")
+        return None if self.fault == "get" else super().get(key)
+
+    def delete(self, key: str) -> bool:
+        return self.fault != "delete" and super().delete(key)
+
+    def contains(self, keys: Any) -> list[bool]:
+        return [True] if self.fault == "contains" else super().contains(keys)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message", "left"),
+    [
+        ("put", "gave up an entry of 65536 bytes", 0),
+        ("get", "did not come back", 0),
+        ("get raises", "gone", 0),
+        ("delete", "could not be deleted", 1),
+        ("contains", "could not be deleted", 0),
+    ],
+)
+def test_info_says_what_goes_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, message: str, left: int
+) -> None:
+    monkeypatch.setattr("cuvee.integrations.stores.disk.DiskStore", Wrong)
+    monkeypatch.setattr(Wrong, "fault", fault)
+    done = run("info", f"file://{tmp_path}/kv", "--check", code=1)
+    assert message in done.stderr
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and not path.name.startswith(".")]
+    assert len(files) == left
+
+
+def test_info_of_the_tiers_that_can_be_reached(folder: Path) -> None:
+    done = run("info", f"tiered:memory://?max_gb=1,file://{folder}", "--json")
+    assert [row["tier"] for row in json.loads(done.stdout)["tiers"]] == ["disk"]
+    assert done.stderr == "note: what servers hold in their own RAM is out of reach from here\n"
+    for command in (["info"], ["delete-tenant", "--salt", "x", "--yes"]):
+        done = run(*command, "memory://", code=1)
+        assert done.stdout == "" and done.stderr.startswith("error: url: memory:// lives inside the process")
+
+
+def test_a_password_is_not_shown() -> None:
+    done = run("info", "redis://user:secret@127.0.0.1:1/0?timeout=0.2", "--json", code=1)
+    assert "secret" not in done.output and json.loads(done.stdout)["url"].startswith("redis://user:***@127.0.0.1:1/0")
+
+
+def test_a_bad_url_is_one_line() -> None:
+    done = run("info", "fiel:///x", code=1)
+    assert done.stderr.startswith("error: url: ") and "file://" in done.stderr and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("by", ["salt", "hex"])
+def test_delete_tenant(folder: Path, by: str) -> None:
+    which = ["--salt", "alice"] if by == "salt" else ["--tenant", tenant_id("alice")]
+    done = run("delete-tenant", f"file://{folder}", *which, "--yes")
+    assert done.stdout == "disk: 3 deleted\n" and held(folder) == [False, False, False, True]
+    assert run("delete-tenant", f"file://{folder}", *which, "--yes").stdout == "disk: 0 deleted\n"
+
+
+def test_delete_those_without_a_salt(folder: Path) -> None:
+    data = read("delete-tenant", f"file://{folder}", "--salt", "", "--yes")
+    assert data == {
+        "url": f"file://{folder}",
+        "tenant": tenant_id(""),
+        "tiers": [{"tier": "disk", "deleted": 1, "error": None}],
+    }
+    assert held(folder) == [True, True, True, False]
+
+
+@pytest.mark.parametrize(("answer", "kept"), [("y\n", False), ("n\n", True), ("\n", True), (None, True)])
+def test_delete_tenant_asks(folder: Path, answer: str | None, kept: bool) -> None:
+    done = run("delete-tenant", f"file://{folder}", "--salt", "alice", code=int(kept), answer=answer)
+    assert held(folder)[:3] == [kept] * 3
+    assert f"Delete every entry of tenant {tenant_id('alice')} in file://{folder}?" in done.stderr
+    assert ("disk: 3 deleted" in done.stdout) is not kept
+
+
+def test_delete_tenant_that_fails(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = DiskStore.delete_tenant
+
+    def fail(store: DiskStore, tenant: str) -> int:
+        if store.root.endswith("bad"):
+            raise StoreError("disk store bad: I/O error")
+        return original(store, tenant)
+
+    monkeypatch.setattr(DiskStore, "delete_tenant", fail)
+    url = f"tiered:file://{tmp_path}/bad,file://{folder}"
+    data = read("delete-tenant", url, "--salt", "alice", "--yes", code=1)
+    assert [row["deleted"] for row in data["tiers"]] == [None, 3] and "I/O" in data["tiers"][0]["error"]
+    done = run("delete-tenant", url, "--salt", "alice", "--yes", code=1)
+    assert done.stdout == "disk: 0 deleted\n" and done.stderr == "error: disk store bad: I/O error\n"
+
+
+def test_delete_tenant_needs_one_tenant(folder: Path) -> None:
+    url = f"file://{folder}"
+    assert "either --salt or --tenant" in run("delete-tenant", url, "--yes", code=2).stderr
+    run("delete-tenant", url, "--salt", "a", "--tenant", "ab", "--yes", code=2)
+    done = run("delete-tenant", url, "--tenant", "../ab", code=1)
+    assert done.stderr.startswith("error: tenant: must be") and all(held(folder))
+
+
+def test_the_store_is_closed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[Store] = []
+
+    def close(store: DiskStore) -> None:
+        closed.append(store)
+
+    monkeypatch.setattr(DiskStore, "close", close)
+    run("info", f"file://{folder}")
+    run("delete-tenant", f"file://{folder}", "--salt", "a", "--yes")
+    assert len(closed) == 2
