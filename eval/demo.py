@@ -1,9 +1,9 @@
 """`cuvee demo`: what compressing a cache saves and costs, on the bundled model, in under a minute and offline.
 
-Any other model can be asked for, such as "smollm2", a real one: less is measured of it then, in a few minutes.
+It can also be run on any other model, such as "smollm2", a real one. Then it measures less, and takes a few minutes.
 
-The model runs in float32. The caches that are coded are bfloat16, as a serving engine keeps them, so the sizes are
-compared with 16 bits per value; all predictions are compared with those after the float32 cache.
+The model runs in float32. The caches that are coded are bfloat16, as a serving engine keeps them, so sizes are compared
+with 16 bits per value. All predictions are compared with those after the float32 cache.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from rich.text import Text
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
-from cuvee.codec.model import frozen, score
-from cuvee.codec.profile import PRESET_KL, Profile
-from cuvee.eval.baselines.quantizers import CacheGen, Float8, Identity, Kivi
-from cuvee.eval.bench.machine import torch_threads
+from cuvee.codec.model import empty_cache, frozen, score
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import PRESET_KL
+from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.corpus import (
     BUNDLED_MODEL,
     calibration_windows,
@@ -41,9 +41,10 @@ from cuvee.eval.corpus import (
     spread_sequences,
 )
 from cuvee.eval.data import load_bundled_model, load_smollm2
+from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
 from cuvee.eval.protocol import LENGTH, PREFIX, reread
-from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench
+from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
 from cuvee.eval.real_model import REAL_MODEL, REAL_MODEL_TITLE
 
 if TYPE_CHECKING:
@@ -59,8 +60,8 @@ WIDTH = 100
 GROUPS = {"none": "no profile", "layer": "by layer", "all": "all layers"}
 SPANS = {"layer": "one basis per layer", "all": "one basis for all layers"}
 
-BASELINES: dict[str, Method] = {
-    "bfloat16": Identity(),
+SHOWN_BASELINES: dict[str, Method] = {
+    "bfloat16": Uncompressed(),
     "FP8 e4m3": Float8(),
     "int4 (KIVI)": Kivi(4),
     "int2 (KIVI)": Kivi(2),
@@ -69,14 +70,14 @@ BASELINES: dict[str, Method] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class DemoScope:
     """How much is measured.
 
     Attributes:
-        windows: sequences to calibrate on: they overlap.
-        sequences: to measure on, at most; None: as many as the text holds.
-        groups: those that profiles are learned for.
-        octaves: extra steps for the plot, besides the presets.
+        windows: how many overlapping sequences to calibrate on.
+        sequences: how many to measure on at most; None for as many as the text holds.
+        groups: what to learn profiles for.
+        octaves: steps for the plot beside the presets, as powers of two.
     """
 
     windows: int
@@ -85,16 +86,16 @@ class Plan:
     octaves: tuple[int, ...]
 
 
-PLANS = {
-    BUNDLED_MODEL: Plan(windows=50, sequences=None, groups=("layer", "all"), octaves=(-5, -4, -3, -2, -1, 0)),
+SCOPES = {
+    BUNDLED_MODEL: DemoScope(windows=50, sequences=None, groups=("layer", "all"), octaves=(-5, -4, -3, -2, -1, 0)),
 }
-# smollm2 is 40 times as large. A basis for all of its layers would need the directions of 11,520 values.
-LARGER = Plan(windows=20, sequences=6, groups=("layer",), octaves=(-4, -2, 0))
+# For larger models: smollm2 is 40 times as large. A basis for all its layers would span 11,520 values.
+LARGER = DemoScope(windows=20, sequences=6, groups=("layer",), octaves=(-4, -2, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """One prompt, its cache through the codec, and what the model goes on to say."""
+    """One prompt, its cache before and after the codec, and how the model continues it."""
 
     raw_bytes: int
     blob_bytes: int
@@ -117,12 +118,12 @@ def run_demo(
 
     Args:
         console: where the report goes.
-        out: where the plot goes, or None for no plot. Without matplotlib there is a hint instead.
-        progress: where the progress goes; default: standard error.
+        out: where to write the plot, or None for no plot. Without matplotlib there is a hint instead.
+        progress: where to show the progress; default: standard error.
         model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.eval.corpus.load_model`).
 
     Returns:
-        All figures, JSON-ready.
+        All figures, as a dict for JSON.
 
     Raises:
         ImportError: transformers is not installed.
@@ -133,18 +134,18 @@ def run_demo(
         >>> from cuvee.eval.demo import run_demo
         >>> figures = run_demo(Console(), model="smollm2")  # doctest: +SKIP
     """
-    plan = PLANS.get(model, LARGER)
+    scope = SCOPES.get(model, LARGER)
     began = time.perf_counter()
-    # One thread of torch: for models this small more gain little, and on a busy machine they wait for each other:
-    # calibrating smollm2 took over three times as long with two of them beside another job.
-    with torch_threads(1), _steps(progress or Console(stderr=True), 6 + len(plan.groups)) as step:
+    # One thread for torch. With models this small more threads gain little, and on a busy machine they wait for each
+    # other: calibrating smollm2 took over three times as long with two threads beside another job.
+    with torch_threads(1), _steps(progress or Console(stderr=True), 6 + len(scope.groups)) as step:
         step("loading the model")
         lm, tokenizer = _load(model)
         harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
-        learning = reread(calibration_windows(harbour, LENGTH, plan.windows))
-        testing = reread(spread_sequences(orchard, LENGTH, plan.sequences))
+        learning = reread(calibration_windows(harbour, LENGTH, scope.windows))
+        testing = reread(spread_sequences(orchard, LENGTH, scope.sequences))
         profiles = {}
-        for group in plan.groups:
+        for group in scope.groups:
             step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}")
             profiles[group] = Profile.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
         step(f"exact predictions on “{EVALUATION}”")
@@ -155,7 +156,7 @@ def run_demo(
         codec = Codec(profiles["layer"])
         continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
         step("baselines")
-        baselines = [bench.run(name, method) for name, method in BASELINES.items()]
+        baselines = [bench.run(name, method) for name, method in SHOWN_BASELINES.items()]
 
         def measure(name: str, codec: Codec, group: str) -> Quality:
             step(f"{name}, {GROUPS[group]}", detail=True)
@@ -168,7 +169,7 @@ def run_demo(
             presets[group] = [measure(name, Codec(profile, name), group) for name in PRESET_KL]
         step("the curves")
         curves = {
-            group: presets[group] + [measure(f"step 2^{n}", Codec(profile, step=2.0**n), group) for n in plan.octaves]
+            group: presets[group] + [measure(f"step 2^{n}", Codec(profile, step=2.0**n), group) for n in scope.octaves]
             for group, profile in profiles.items()
         }
         shown_name = Path(model).name
@@ -209,7 +210,7 @@ def run_demo(
 
 
 def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model in float32 and its tokenizer; of the two small ones without a progress bar of their own."""
+    """Load a model in float32 and its tokenizer. The two small ones show no progress bar of their own."""
     if name == BUNDLED_MODEL:
         return load_bundled_model()
     if name == REAL_MODEL:
@@ -219,13 +220,13 @@ def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @contextmanager
 def _steps(console: Console, count: int) -> Iterator[Any]:
-    """A progress line; yields a function that names the next of `count` steps."""
+    """Show a progress line, and yield a function that names the next of `count` steps."""
     columns = (BarColumn(24), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
     with Progress(TextColumn("{task.description:48}"), *columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=count, completed=-1)
 
         def step(what: str, detail: bool = False) -> None:
-            """`detail`: what a step is at; in a file it would be one line too many."""
+            """With `detail`, say how far a step has come. In a log file that would be one line too many."""
             progress.update(task, description=f"  {what}" if detail else what, advance=0 if detail else 1)
             if not detail and not console.is_terminal:
                 console.print(f"{what} …", highlight=False)
@@ -237,7 +238,7 @@ def _steps(console: Console, count: int) -> Iterator[Any]:
 def _longest_repeat(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, caches: list[KVChunk], tokens: torch.Tensor
 ) -> tuple[int, int, int]:
-    """Where the model repeats its cache longest: row, first token, length. Found with the exact cache alone."""
+    """Where the model repeats its cache for longest: row, first token, length. Only the exact cache is used."""
     rows = range(0, len(tokens), 2)
     scored = tokens[::2, PREFIX:]
     predicted = score(model, [caches[row] for row in rows], scored).argmax(-1)
@@ -261,8 +262,8 @@ def _continue(
     count: int,
     codec: Codec,
 ) -> Continuation:
-    """Let the model go on after `tail[:first]` for `count` tokens."""
-    pieces = [cache.slice(t, min(t + CHUNK_TOKENS, cache.tokens)) for t in range(0, cache.tokens, CHUNK_TOKENS)]
+    """Let the model continue `tail[:first]` for `count` tokens."""
+    pieces = [cache.slice(*span) for span in spans(cache.tokens, CHUNK_TOKENS)]
     blobs = [codec.encode(piece) for piece in pieces]
     decoded = KVChunk.concat([codec.decode(blob) for blob in blobs])
     exact, after, empty = (greedy(model, chunk, tail[:first], count) for chunk in (cache, decoded, None))
@@ -289,10 +290,8 @@ def _continue(
 
 @torch.no_grad()
 def greedy(model: PreTrainedModel, chunk: KVChunk | None, prompt: torch.Tensor, count: int) -> torch.Tensor:
-    """The `count` most likely tokens, one after the other, after a cache (None: no cache) and a prompt `[t]`."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
+    """Generate the `count` most likely tokens, one by one, after a cache (None for no cache) and a prompt `[t]`."""
+    cache = empty_cache()
     if chunk is not None:
         for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
             cache.update(

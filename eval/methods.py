@@ -1,27 +1,28 @@
 """The methods of a report by key, and what to call them.
 
-key       family             what it is
-kivi4     kivi4              a baseline with one setting
-pca/kv@2  pca/kv             a baseline with a dial, learned from caches: its setting stands behind the @
-cuvee/layer@balanced         a codec with a profile: a preset, or a step ("2^-3") on the same curve
+key                   family       what it is
+kivi4                 kivi4        a baseline with one setting
+pca/kv@2              pca/kv       a baseline with a dial, learned from caches; its setting stands after the @
+cuvee/layer@balanced  cuvee/layer  a codec with a profile: a preset, or a step ("2^-3") on the same curve
 """
 
 from __future__ import annotations
 
-import difflib
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Identity, Int8, Kivi
-from cuvee.eval.quality import Method
+from cuvee.codec.suggest import suggestion
+from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Int8, Kivi, Uncompressed
+from cuvee.eval.quality import CodecMethod, Method
 
-__all__ = ["BASELINES", "EXACT", "Candidate", "baseline", "family_label"]
+__all__ = ["BASELINES", "UNCOMPRESSED", "baseline", "family_label", "method_identity"]
 
-EXACT = "bf16"  # the key of the cache as it is
+UNCOMPRESSED = "bf16"  # the key of the cache as it is
 
 BASELINES: dict[str, tuple[str, Callable[[], Method]]] = {
-    EXACT: ("16-bit cache", Identity),
+    UNCOMPRESSED: ("16-bit cache", Uncompressed),
     "fp8-e4m3": ("FP8 e4m3", Float8),
     "fp8-e5m2": ("FP8 e5m2", lambda: Float8("e5m2")),
     "int8": ("int8 per tensor", Int8),
@@ -32,7 +33,7 @@ BASELINES: dict[str, tuple[str, Callable[[], Method]]] = {
     "cachegen-tables-free": ("CacheGen, tables free", lambda: CacheGen(count_tables=False)),
     "destroyed": ("destroyed cache", Destroyed),
 }
-"""Baselines with one setting: key -> (label, how to make it)."""
+"""The baselines with one setting: key -> (label, how to make it)."""
 
 _GROUPS = {
     "head": "a basis per head",
@@ -43,43 +44,19 @@ _GROUPS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """One method of a report.
-
-    Attributes:
-        key: names it; unique in a report.
-        label: for people.
-        kind: "point" (one setting), "curve" (a setting of a dial) or "preset" (of the codec; on its curve, too).
-        make: builds the method, which may take the learning of a basis.
-    """
-
-    key: str
-    label: str
-    kind: str
-    make: Callable[[], Method]
-
-    @property
-    def family(self) -> str:
-        """What its settings have in common."""
-        return self.key.partition("@")[0]
-
-    @property
-    def setting(self) -> str:
-        """Where the dial stands; empty where there is none."""
-        return self.key.partition("@")[2]
-
-
 def baseline(name: str) -> Method:
-    """A baseline of `BASELINES` by its key.
+    """Make the baseline with this key in `BASELINES`.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: there is no baseline of that name.
+
+    Example:
+        >>> from cuvee.eval.methods import baseline
+        >>> baseline("kivi4")
+        Kivi(bits=4, group=32, counts='levels, and 2 x 16 bits per group for minimum and scale')
     """
     if name not in BASELINES:
-        near = difflib.get_close_matches(name, BASELINES, 1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(BASELINES)}"
-        raise InputError(f"method: {name!r} is not known; {hint}")
+        raise InputError(f"method: {name!r} is not known; {suggestion(name, BASELINES)}")
     return BASELINES[name][1]()
 
 
@@ -98,3 +75,33 @@ def family_label(family: str) -> str:
         spans = _GROUPS.get(group, group)
     name = {"pca": "PCA", "kvtc": "KVTC"}.get(kind, kind)
     return f"{name}, {spans}" if spans else name
+
+
+def method_identity(method: Method) -> dict[str, Any]:
+    """What sets a method apart from all others, as a dict for JSON: for digests and reports.
+
+    A codec is identified by its profile and its step. Any other method is identified by its attribute `identity` if it
+    has one, and by its `repr` otherwise.
+
+    Raises:
+        InputError: the `repr` does not show what the method holds (tensors, plain objects).
+    """
+    given = getattr(method, "identity", None)
+    if given is not None:
+        return dict(given)
+    if isinstance(method, CodecMethod):
+        codec = method.codec
+        return {
+            "method": "cuvee",
+            "profile": codec.profile.id.hex(),
+            "source": codec.profile.source,
+            "step": codec.step,
+            "lossless": codec.lossless,
+        }
+    text = repr(method)
+    if re.search(r"\b(tensor|array)\(| at 0x", text):
+        raise InputError(
+            f"method: the repr of {type(method).__name__} does not name its contents: make it a dataclass of plain "
+            "values, or give it an attribute `identity`, a dict"
+        )
+    return {"method": text}

@@ -1,18 +1,18 @@
 """The default calibration text: several kinds of text that come with cuvee, and samples of the model itself.
 
-What a profile is learned on decides what it is good for: learned on one novel, it needs twice the bits on source code.
-A mixture costs nothing on the novel and holds elsewhere, and the model's own samples stand for what nobody thought of.
+A profile is good for the kind of text it was learned on: learned on one novel, it needs twice the bits on source code.
+A mixture costs nothing on the novel and holds up elsewhere; the model's own samples cover what nobody thought of.
 
 | kind | what | written for this project |
 |---|---|---|
 | prose | novels, essays, letters, reportage | yes |
 | encyclopaedia | articles, dense with names and numbers | yes |
-| tokenized | the articles as corpora hold them: words and marks apart, rare words replaced | yes |
+| tokenized | the articles as they look in corpora: punctuation set apart from words, rare words replaced | yes |
 | code | source code and configuration in a dozen languages | yes |
 | dialogue | conversations, in the model's chat template where it has one | yes |
 | tables | tables, logs, lists, records | yes |
-| reread | prose and articles whose last quarter repeats an earlier part: the model must read its cache | yes |
-| samples | the model's own text, begun with words of the kinds above | drawn |
+| reread | prose and articles whose last quarter repeats an earlier part, so the model must read its cache | yes |
+| samples | the model's own text, started with words from the kinds above | sampled |
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.corpus import begun, leading_ids, token_ids
+from cuvee.eval.corpus import leading_ids, token_ids, with_leading
 from cuvee.eval.data import CALIBRATION_TEXTS, bundled_text
 from cuvee.eval.protocol import reread, sample_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["KINDS", "REREAD", "SAMPLES", "check_size", "mixture", "mixture_text", "tokenized"]
+__all__ = ["KINDS", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "tokenized"]
 
-REREAD, SAMPLES = "reread", "samples"  # the kinds that are made, not read
-# Shares of the sequences.
+REREAD, SAMPLES = "reread", "samples"  # the kinds that are made rather than read
+# The share of the sequences that each kind gets.
 SHARES: Mapping[str, float] = {
     "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
     REREAD: 0.08, SAMPLES: 0.12,
 }  # fmt: skip
 KINDS = tuple(SHARES)
-LEAST = 3  # sequences of a kind: two of them are kept apart to measure the curve
+LEAST = 3  # sequences of each kind: two of them are held out to measure the curve
 
 _FOLDER = Path(__file__).parent / "texts" / "mixture"
 
@@ -52,8 +52,8 @@ def mixture_text(kind: str, tokenizer: PreTrainedTokenizerBase | None = None) ->
     """The texts of one kind, each a document.
 
     Args:
-        kind: one of `KINDS` but "reread" and "samples".
-        tokenizer: renders dialogues in its chat template; without one, or where it has none, they are plain.
+        kind: any of `KINDS` except "reread" and "samples".
+        tokenizer: renders dialogues in its chat template. Without a tokenizer or a template they are plain text.
 
     Raises:
         InputError: there is no such kind.
@@ -68,8 +68,8 @@ def mixture_text(kind: str, tokenizer: PreTrainedTokenizerBase | None = None) ->
     return own + [bundled_text(name) for name in CALIBRATION_TEXTS] if kind == "prose" else own
 
 
-def check_size(sequences: int, length: int) -> None:
-    """Raise InputError if `mixture` cannot make so few sequences, or such short ones."""
+def check_mixture_size(sequences: int, length: int) -> None:
+    """Raise InputError if these are too few sequences for `mixture`, or too short ones."""
     if sequences < len(KINDS) * LEAST or length < 8:
         raise InputError(f"sequences must be at least {len(KINDS) * LEAST} and length 8, got {sequences} and {length}")
 
@@ -88,21 +88,30 @@ def mixture(
     Args:
         model: draws the samples; in evaluation mode.
         tokenizer: of the model.
-        sequences: about so many in all; at least three of each kind.
-        length: tokens of each, T.
+        sequences: roughly how many to return in all; there are at least three of each kind.
+        length: tokens in each, T.
         seed: of the samples.
-        samples: whether to draw them, which takes as long as generating `sequences / 7` texts of T tokens.
-        progress: show how far it is, on standard error.
+        samples: whether to draw samples, which takes as long as generating `sequences / 7` texts of T tokens.
+        progress: show on standard error how far the sampling has come.
 
     Returns:
-        int64 `[N, T]` on the CPU by kind; every sequence begins as the tokenizer begins a text (BOS). A text that is
-        too short for its share gives what it has; one that holds less than three sequences, which `Profile.calibrate`
-        needs of each kind, is left out.
+        int64 `[N, T]` on the CPU for each kind. Every sequence begins as the tokenizer begins a text (with BOS). A text
+        too short for its share gives what it has. `Profile.calibrate` needs three sequences of each kind, so a text
+        with fewer is left out.
 
     Raises:
         InputError: sequences or length out of range.
+
+    Example:
+        >>> from cuvee.eval.data import load_bundled_model
+        >>> from cuvee.eval.mixture import mixture
+        >>> kinds = mixture(*load_bundled_model(), sequences=24, length=64, samples=False)
+        >>> list(kinds)
+        ['prose', 'encyclopaedia', 'tokenized', 'code', 'dialogue', 'tables', 'reread']
+        >>> kinds["prose"].shape
+        torch.Size([4, 64])
     """
-    check_size(sequences, length)
+    check_mixture_size(sequences, length)
     leading = leading_ids(tokenizer)
     out: dict[str, torch.Tensor] = {}
     starts: list[torch.Tensor] = []
@@ -115,7 +124,7 @@ def mixture(
         whole = len(joined) // own
         if whole < LEAST:
             continue
-        rows = begun(leading, joined[: whole * own].view(whole, own))
+        rows = with_leading(leading, joined[: whole * own].view(whole, own))
         wanted = min(max(round(sequences * share), LEAST), whole)
         out[kind] = rows[torch.arange(wanted) * whole // wanted]
         starts.append(rows[:, : len(leading) + 1])
@@ -138,10 +147,10 @@ def mixture(
 
 
 def tokenized(text: str) -> str:
-    """A text as corpora of language modeling hold it: blanks around every mark, `@-@` within words, rare words gone.
+    """A text as language-modeling corpora have it: spaces around punctuation, `@-@` within words, no rare words.
 
-    Such files (Penn Treebank, WikiText) are what models are measured on, and nothing like what they usually read: a
-    profile that never saw their marks loses several times as much on them.
+    Models are measured on such files (Penn Treebank, WikiText), though these look nothing like what models usually
+    read. A profile that has never seen such punctuation loses several times as much on them.
 
     Example:
         >>> tokenized("A well-known river, 1,200 km long.")
@@ -149,7 +158,7 @@ def tokenized(text: str) -> str:
     """
     counts = Counter(re.findall(r"[A-Za-z]+", text))
     words = sum(counts.values())
-    # Every third of the long words that come once: about 3 % of all, as in WikiText-2.
+    # Every third of the long words that occur once: about 3 % of all words, as in WikiText-2.
     once = sorted(word for word, count in counts.items() if count == 1 and word.islower() and len(word) > 6)
     rare = set(once[::3])
     text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)

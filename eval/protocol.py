@@ -1,13 +1,13 @@
 """The re-read protocol: the token sequences on which cuvee measures what compression costs.
 
-A sequence has `LENGTH` tokens. The KV of the first `PREFIX` is cached and coded, the rest is scored given
-that cache. In every second sequence the scored part repeats a span of the cached part:
+A sequence has `LENGTH` tokens. The KV cache of the first `PREFIX` tokens is coded, and the other tokens are scored
+after the decoded cache. In every second sequence the scored part repeats a span of the cached part:
 
     even row   [ . . . . a b c d . . . . | a b c d ]    the model must read its cache to predict the tail
     odd row    [ . . . . . . . . . . . . | . . . . ]    ordinary text
                       cached and coded      scored
 
-Without the repeats a small model hardly looks at its cache, and any codec looks perfect on it.
+Without the repeats a small model hardly looks at its cache, and then any codec looks perfect.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.learning.calibrate import tracked
+from cuvee.codec.learning.progress import tracked
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,10 +40,10 @@ def split_sequences(token_ids: Tensor, count: int, length: int = LENGTH, offset:
         token_ids: the text, integer [n].
         count: sequences to cut, N.
         length: tokens in each, T.
-        offset: tokens to skip first (the front matter of a book, or what another split has used).
+        offset: tokens to skip at the beginning: the front matter of a book, or what another split has used.
 
     Returns:
-        int64 [N, T]; it may share memory with `token_ids`.
+        int64 [N, T], which may share memory with `token_ids`.
 
     Raises:
         InputError: an argument is out of range, or the text has fewer than `offset + count * length` tokens.
@@ -61,15 +61,15 @@ def split_sequences(token_ids: Tensor, count: int, length: int = LENGTH, offset:
 
 
 def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
-    """Make the tail of rows 0, 2, 4 … repeat a random span of their first `prefix` tokens.
+    """Let the end of rows 0, 2, 4 … repeat a random span of their first `prefix` tokens.
 
     The span starts at s, uniform in [0, prefix - tail - 1) with tail = T - prefix, so it ends at least two
-    tokens before the tail begins: copying it always takes a look back further than the last token.
+    tokens before the tail begins: to copy it, the model always has to look back further than the last token.
 
     Args:
         tokens: integer [N, T]; left unchanged.
         prefix: tokens of each row that are cached, at least T - prefix + 2 and less than T.
-        seed: of the draws of s, one for each even row in order, the same on every device.
+        seed: for drawing s, once for each even row in order; the same on every device.
 
     Returns:
         int64 [N, T].
@@ -104,18 +104,18 @@ def sample_text(
 ) -> Tensor:
     """Sample sequences from the model itself: calibration text for when there is no other.
 
-    Every row starts with tokens of `starts`, or with the model's BOS token, or its EOS token where it has no BOS.
-    An end-of-text token that comes up later does not end the row: what follows it is the model's next text.
+    Each row starts with its tokens in `starts`, else with the model's BOS token, or EOS if it has no BOS. An
+    end-of-text token that comes up later does not end the row: what follows is the model's next text.
 
     Args:
         model: a Hugging Face causal LM, in evaluation mode.
         count: rows, N.
         length: tokens in each row, T, the first one included.
         seed: of the draws. Equal arguments give equal rows on the same machine with the same number of
-            threads; elsewhere a rounding difference in the logits may turn a draw, and the row from there on.
+            threads. Elsewhere a rounding difference in the logits may change a draw, and all of the row after it.
         temperature: divides the logits; 1 is the model's own distribution.
-        starts: integer [N, S], the first tokens of each row; None: the model's own first token.
-        progress: show how far it is, on standard error.
+        starts: integer [N, S], the first tokens of each row; None for the model's own first token.
+        progress: show on standard error how far it has come.
 
     Returns:
         int64 [N, T] on the CPU.
@@ -140,12 +140,12 @@ def sample_text(
     tokens = torch.zeros((count, length), dtype=torch.long, device=model.device)
     tokens[:, :given] = starts.to(tokens)
     for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
-        # A growing cache would copy itself at every step, which takes most of the time of a small model.
+        # A cache that grows copies itself at every step, which would take most of a small model's time.
         cache = StaticCache(config=model.config, max_cache_len=length)
         for t in tracked(range(1, length), "sampling", progress):
             logits = model(input_ids=rows[:, t - 1 : t], past_key_values=cache, use_cache=True).logits[:, -1]
             cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
-            # Scaled by the total, which is not exactly 1, so that a draw never falls past the last token.
+            # Scaled by the total, which is not exactly 1, so that no draw falls past the last token.
             drawn = torch.searchsorted(cumulative, draws[t, :, None] * cumulative[:, -1:], right=True)
             if t >= given:
                 rows[:, t] = drawn.squeeze(1)

@@ -6,8 +6,8 @@
                           |                    |
     scored ------------ score -------------- score -----> KL, difference in NLL, top-1, one number per sequence
 
-The exact side is computed once (`QualityBench`) and serves any number of methods. Anything that stores chunks is a
-method: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines.quantizers`).
+The exact side is computed once (`QualityBench`) and serves any number of methods. A method is anything that stores
+chunks: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cuvee.codec.model import check_tokens, frozen, prefill, score
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["CHUNK_TOKENS", "CodecMethod", "LayerCost", "Method", "PerSequence", "Quality", "QualityBench"]
+__all__ = ["CHUNK_TOKENS", "CodecMethod", "LayerCost", "Method", "PerSequence", "Quality", "QualityBench", "spans"]
 
 CHUNK_TOKENS = 256
 
@@ -47,7 +47,7 @@ class Method(Protocol):
 
     @property
     def timed(self) -> bool:
-        """Whether `encode` and `decode` do the real work, so that their speed means something."""
+        """Whether `encode` and `decode` do all the work there is, so that their speed means something."""
         ...
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
@@ -65,7 +65,7 @@ class Method(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CodecMethod:
-    """A `Codec` as a method: its bits are all bytes of its blobs (the profile apart)."""
+    """A `Codec` as a method. Its bits are all the bytes of its blobs; the profile is not included."""
 
     codec: Codec
     counts: str = "every byte of the blob"
@@ -82,7 +82,7 @@ class CodecMethod:
         return self.codec.decode(blob, device=device)
 
     def layer_bits(self, stored: Any) -> list[float] | None:
-        """See `Method.layer_bits`: those of a blob with a section per layer; its header belongs to none."""
+        """See `Method.layer_bits`: known for blobs with a section per layer. The header belongs to none of them."""
         sizes = inspect(stored[0]).section_bytes
         layers = self.codec.profile.layout.num_layers
         return [8.0 * size for size in sizes] if len(sizes) == layers else None
@@ -90,7 +90,7 @@ class CodecMethod:
 
 @dataclass(frozen=True, slots=True)
 class PerSequence:
-    """The figures of each sequence, in order: what paired comparisons and error bars are made of."""
+    """The figures of each sequence, in order. Paired comparisons and error bars are made from them."""
 
     bits_per_value: list[float]
     kl: list[float]
@@ -119,15 +119,16 @@ class Quality:
     Attributes:
         name: of the method.
         counts: what its bits include.
-        bits_per_value: all-in.
+        bits_per_value: everything included.
         ratio: 16 bits over `bits_per_value`; None where nothing is stored.
-        kl: nats a scored token, of the predictions after the decoded cache against those after the exact one.
-        kl_stderr: standard error over sequences; None with a single sequence, as below.
-        nll: nats a token of the real next tokens after the decoded cache; its exponential is the perplexity.
-        delta_nll: how much of that the exact cache would have saved, paired; `delta_nll_stderr` as above.
-        top1: share of scored tokens whose most likely successor stays the same; `top1_stderr` as above.
-        encode_seconds, decode_seconds: for all sequences; None where the method does not do the real work.
-        encode_gb_per_s, decode_gb_per_s: 10**9 bytes of the cache, counted at 16 bits per value, a second.
+        kl: KL(after the exact cache ‖ after the decoded one) of the predictions, nats per scored token.
+        kl_stderr: standard error over sequences; None for a single sequence, as for the errors below.
+        nll: negative log-likelihood of the real next tokens after the decoded cache, nats per token. Its exponential
+            is the perplexity.
+        delta_nll: how much of that the exact cache would have saved, paired; `delta_nll_stderr` is its error.
+        top1: share of scored tokens whose most likely successor stays the same; `top1_stderr` is its error.
+        encode_seconds, decode_seconds: for all sequences; None if the method is not `timed`.
+        encode_gb_per_s, decode_gb_per_s: 10**9 bytes of the cache per second, counted at 16 bits per value.
         chunk_tokens: tokens coded together.
         sequences, cached_tokens, scored_tokens: what was measured.
         per_sequence: the figures of each sequence.
@@ -168,22 +169,34 @@ class Quality:
 
 
 class QualityBench:
-    """A model and sequences whose exact caches and predictions are computed once, to measure many methods on.
+    """A model and sequences to measure many methods on. Their exact caches and predictions are computed once.
 
     Args:
         model: a transformers causal language model.
         token_ids: int64 `[N, T]`.
-        prefix: leading tokens of a sequence that are cached and coded. Default: three quarters of T.
+        prefix: how many leading tokens of each sequence are cached and coded. Default: three quarters of T.
         dtype: of the cache that the methods get; default: the model's. Predictions are always compared with those
-            after the cache in the model's own dtype, so what a narrower cache costs is part of the figures.
+            after the cache in the model's own dtype, so the figures include what a narrower dtype costs.
         batch_size: sequences per forward pass.
-        device: where the caches are kept and coded; the model may be elsewhere.
+        device: where the caches are kept and coded; the model may be on another one.
 
-    Keeps the caches and the log-probabilities `[N, T - prefix - 1, V]` float32 in memory.
+    The caches and the log-probabilities `[N, T - prefix - 1, V]` float32 stay in memory.
 
     Raises:
-        InputError: `token_ids` of another shape, dtype or range, or `prefix` that leaves nothing to score.
+        InputError: `token_ids` has another shape, dtype or range, or `prefix` leaves nothing to score.
         UnsupportedModel: see `KVLayout.from_config`.
+
+    Example:
+        >>> from cuvee.eval.baselines.quantizers import Float8, Kivi
+        >>> from cuvee.eval.corpus import read_corpus, spread_sequences
+        >>> from cuvee.eval.data import load_bundled_model
+        >>> from cuvee.eval.quality import QualityBench
+        >>> model, _ = load_bundled_model()
+        >>> tokens = spread_sequences([read_corpus("orchard", "books-3m")], length=128, count=2)
+        >>> bench = QualityBench(model, tokens, dtype="bfloat16")
+        >>> fp8, kivi2 = bench.run("FP8", Float8()), bench.run("KIVI, 2 bits", Kivi(2))
+        >>> fp8.bits_per_value, fp8.kl < kivi2.kl
+        (8.0, True)
     """
 
     def __init__(
@@ -215,7 +228,7 @@ class QualityBench:
 
     @property
     def exact_nll(self) -> float:
-        """Nats per scored token after the exact caches, mean over the sequences."""
+        """Negative log-likelihood after the exact caches, nats per scored token, averaged over the sequences."""
         return float(np.mean(self._exact_nll))
 
     @property
@@ -232,12 +245,12 @@ class QualityBench:
             chunk_tokens: tokens coded together; the last chunk of a sequence may hold fewer.
 
         Raises:
-            InputError: `chunk_tokens` below one, or a method that gives back something else than it got.
+            InputError: `chunk_tokens` is below one, or the method gives back other chunks than it got.
         """
         if chunk_tokens < 1:
             raise InputError(f"chunk_tokens: must be at least 1, got {chunk_tokens}")
         pieces = [chunk.slice(*span) for chunk in self.caches for span in spans(chunk.tokens, chunk_tokens)]
-        if method.timed:  # what is compiled or kept at the first call is no part of the figures
+        if method.timed:  # so that the figures do not include what the first call compiles or caches
             method.decode(method.encode(pieces[0])[0])
         began = time.perf_counter()
         stored = [method.encode(chunk) for chunk in pieces]
@@ -278,7 +291,7 @@ class QualityBench:
         )
 
     def _compare(self, decoded: list[KVChunk]) -> tuple[list[float], list[float], list[float]]:
-        """KL, loss on the true tokens and top-1 agreement, one entry per sequence."""
+        """KL, loss on the real tokens and top-1 agreement, one number per sequence."""
         kl: list[float] = []
         loss: list[float] = []
         same: list[float] = []
@@ -306,12 +319,12 @@ class QualityBench:
 
 
 def spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """First and end token of each chunk of `tokens` tokens."""
+    """Where each chunk of `tokens` tokens begins and ends."""
     return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
 
 
 def _relative_error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Squared error over variance of `[T, H, D]` tensors that came back as others; 0 where nothing varies."""
+    """Squared error over variance of `[T, H, D]` tensors and what they came back as; 0 if nothing varies."""
     exact = torch.cat([a for a, _ in pairs]).double()
     error = (exact - torch.cat([b for _, b in pairs]).double()).square().sum().item()
     variance = (exact - exact.mean(0)).square().sum().item()

@@ -3,80 +3,79 @@
     python -m cuvee.eval.rate MODEL PROFILE… --text NAME=FILE… [--sequences 6] [--length 512] [--cached 384] [--reread]
         [--kl 0.005…] [--no-curve] [--json OUT]
 
-Cuts sequences out of each text, stores the cache of their first three quarters in chunks of 256 tokens, with each
-profile at several steps and with each baseline, and scores the rest (`QualityBench`). Sizes at a KL are read off in
-(log bits, log KL); all bytes of a blob count. With `--kl` also what `Codec(profile, kl=…)` gives, against what it was
-asked for. The report (`cuvee report`) measures more, and takes hours where this takes minutes.
+It cuts sequences out of each text and stores the cache of their first three quarters in chunks of 256 tokens, with each
+profile at several steps and with each baseline. The rest of each sequence is scored after that cache (`QualityBench`).
+Sizes at a KL are read off in (log bits, log KL), and all bytes of a blob count. With `--kl` it also shows what
+`Codec(profile, kl=…)` gives, next to what was asked for. The report (`cuvee report`) measures more, but takes hours
+where this takes minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.family import OCTAVE, step_value
-from cuvee.codec.learning.calibrate import tracked
+from cuvee.codec.files import write_json
+from cuvee.codec.learning.progress import tracked
 from cuvee.codec.profile import Profile
-from cuvee.eval.bench.machine import hardware
 from cuvee.eval.corpus import load_model, read_corpus, spread_sequences
+from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, baseline
 from cuvee.eval.protocol import reread
 from cuvee.eval.quality import CodecMethod, Quality, QualityBench
+from cuvee.eval.stats import bits_at_kl
 
-__all__ = ["TARGETS", "bits_at", "main", "measure"]
+__all__ = ["TARGET_KLS", "bits_at", "main", "measure_rates"]
 
-TARGETS = (0.0034, 0.0088, 0.02)
+TARGET_KLS = (0.0034, 0.0088, 0.02)
 STEPS = tuple(range(-3 * OCTAVE, 3 * OCTAVE // 2 + 1, OCTAVE // 2))
-RIVALS = ("fp8-e4m3", "int8", "kivi4", "kivi3", "kivi2", "cachegen")
+COMPARED_BASELINES = ("fp8-e4m3", "int8", "kivi4", "kivi3", "kivi2", "cachegen")
 
 
 def bits_at(curve: Sequence[tuple[float, float]], kl: float) -> float | None:
-    """Bits per value at a KL, between two measured points; None where the curve does not pass it.
+    """Bits per value at a KL, as `bits_at_kl`; None if the curve does not pass it, or has fewer than two points.
 
     Args:
         curve: (bits per value, KL) of each point.
         kl: nats per token.
 
     Example:
-        >>> bits_at([(4.0, 0.001), (1.0, 0.004)], 0.002)
+        >>> round(bits_at([(4.0, 0.001), (1.0, 0.004)], 0.002), 6)
         2.0
     """
-    known = sorted(point for point in curve if point[1] > 0)
-    for (bits0, kl0), (bits1, kl1) in pairwise(known):
-        if min(kl0, kl1) <= kl <= max(kl0, kl1) and kl0 != kl1:
-            share = math.log(kl / kl0) / math.log(kl1 / kl0)
-            return float(bits0 * (bits1 / bits0) ** share)
-    return None
+    if len(curve) < 2:
+        return None
+    bits, divergences = zip(*curve, strict=True)
+    return bits_at_kl(bits, divergences, kl)
 
 
-def measure(
+def measure_rates(
     bench: QualityBench,
     profiles: dict[str, Profile],
-    rivals: Sequence[str] = RIVALS,
+    rivals: Sequence[str] = COMPARED_BASELINES,
     promises: Sequence[float] = (),
     steps: Sequence[int] = STEPS,
 ) -> dict[str, Any]:
-    """Curves of profiles, points of baselines, and what they are worth to each other; JSON-ready.
+    """Measure curves of profiles and points of baselines, and compare them. The result is a dict for JSON.
 
     Args:
         bench: the model and the sequences.
         profiles: by name.
-        rivals: keys of `cuvee.eval.methods.BASELINES`.
+        rivals: baselines, as keys of `cuvee.eval.methods.BASELINES`.
         promises: KLs to ask a codec for.
         steps: of the curves, in 1/64 octaves.
 
     Returns:
-        `exact`: perplexity after the exact cache; `profiles`: by name the points, the bits at TARGETS and what each
-        promise gave; `rivals`: by name the point, and by profile the bits
-        at the rival's KL and how many times smaller that is. None where a curve does not reach.
+        `exact`: the perplexity after the exact cache. `profiles`: by name the points, the bits at each KL of
+        `TARGET_KLS`, and what each promise gave. `rivals`: by name the point, and for each profile its bits at that KL
+        and how many times smaller that is; None if its curve does not reach.
     """
     out: dict[str, Any] = {"exact": {"perplexity": math.exp(bench.exact_nll)}, "profiles": {}, "rivals": {}}
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -89,7 +88,7 @@ def measure(
         out["profiles"][name] = {
             "group": profile.group,
             "points": [_figures(point) for point in points],
-            "bits_at": {f"{kl:g}": bits_at(curves[name], kl) for kl in TARGETS},
+            "bits_at": {f"{kl:g}": bits_at(curves[name], kl) for kl in TARGET_KLS},
             "promises": {
                 f"{kl:g}": _figures(bench.run(f"kl={kl:g}", CodecMethod(Codec(profile, kl=kl)))) for kl in promises
             },
@@ -128,7 +127,6 @@ def _table(title: str, result: dict[str, Any]) -> str:
     names = list(result["profiles"])
     lines = [f"## {title}", "", f"Perplexity after the exact cache: {result['exact']['perplexity']:.3f}", ""]
     profiles = result["profiles"]
-    profiles = result["profiles"]
     promises = [(name, kl, got) for name in names for kl, got in profiles[name]["promises"].items()]
     if promises:
         columns = ("profile, asked", "KL", "over asked", "worst over asked", "bits per value", "perplexity", "top-1")
@@ -140,8 +138,8 @@ def _table(title: str, result: dict[str, Any]) -> str:
         lines.append("")
     if not any(found["points"] for found in profiles.values()):
         return "\n".join(lines)
-    lines += ["| bits per value at KL | " + " | ".join(f"{kl:g}" for kl in TARGETS) + " |"]
-    lines.append("|---" * (len(TARGETS) + 1) + "|")
+    lines += ["| bits per value at KL | " + " | ".join(f"{kl:g}" for kl in TARGET_KLS) + " |"]
+    lines.append("|---" * (len(TARGET_KLS) + 1) + "|")
     for name, found in profiles.items():
         lines.append(f"| {name} ({found['group']}) | " + " | ".join(map(number, found["bits_at"].values())) + " |")
     lines += ["", "| baseline | bits per value | KL | top-1 | " + " | ".join(f"{n} is smaller" for n in names) + " |"]
@@ -161,11 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", action="append", required=True, metavar="NAME=FILE", help="what to measure on")
     parser.add_argument("--sequences", type=int, default=6, help="of each text")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
-    parser.add_argument("--cached", type=int, help="how many of them are cached; the rest is scored; default 3/4")
-    parser.add_argument("--kl", action="append", type=float, default=[], help="also see what asking for it gives")
-    parser.add_argument("--no-curve", action="store_true", help="of the profiles nothing but --kl")
+    parser.add_argument("--cached", type=int, help="how many of them are cached; the rest is scored (default: 3/4)")
+    parser.add_argument(
+        "--kl", action="append", type=float, default=[], help="also ask the codec for this KL and show what it gives"
+    )
+    parser.add_argument("--no-curve", action="store_true", help="measure nothing of the profiles but --kl")
     parser.add_argument("--reread", action="store_true", help="every second sequence repeats a part of its cache")
-    parser.add_argument("--methods", default=",".join(RIVALS), help=f"baselines: {', '.join(BASELINES)}")
+    parser.add_argument("--methods", default=",".join(COMPARED_BASELINES), help=f"baselines: {', '.join(BASELINES)}")
     parser.add_argument("--json", type=Path, help="write all figures here")
     asked = parser.parse_args(arguments)
     try:
@@ -177,7 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _told(asked: argparse.Namespace) -> dict[str, Any]:
-    """What was asked for, for the results: files by their names, for where they lie is nobody's business."""
+    """What was asked for, as the results record it. Files go by name, since their folders are nobody's business."""
     return {
         "model": Path(asked.model).name,
         "profiles": [path.name for path in asked.profiles],
@@ -207,15 +207,14 @@ def _run(asked: argparse.Namespace) -> None:
         tokens = spread_sequences([read_corpus(file, asked.model)], asked.length, asked.sequences)
         if asked.reread:
             tokens = reread(tokens, 3 * asked.length // 4 if asked.cached is None else asked.cached)
-        # Two at a time: their logits are kept, and long caches are large.
+        # Two at a time, because their logits are kept and long caches are large.
         bench = QualityBench(model, tokens, asked.cached, dtype="bfloat16", batch_size=2)
         steps = () if asked.no_curve else STEPS
-        results["texts"][name] = measure(bench, profiles, rivals, asked.kl, steps)
+        results["texts"][name] = measure_rates(bench, profiles, rivals, asked.kl, steps)
         title = f"{name}: {len(tokens)} sequences, {bench.prefix} tokens cached, {asked.length - bench.prefix} scored"
         print(_table(title + (", rereading" if asked.reread else ""), results["texts"][name]), flush=True)
     if asked.json is not None:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        write_json(asked.json, results)
 
 
 if __name__ == "__main__":

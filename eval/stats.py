@@ -1,4 +1,4 @@
-"""Sizes at equal loss, and how sure they are: what the report says beyond its measured points.
+"""Sizes at equal loss, and how certain they are: what the report says beyond its measured points.
 
     KL (log)
      |  o                      a family with a dial: measured at some settings, linear between them in
@@ -9,23 +9,22 @@
      |              `o         ratio at equal KL = bits of A / bits at x
      +------------------------ bits per value (log)
 
-Between settings a curve is a power law more nearly than an exponential. With every inner point left out in turn and
-the size at its KL predicted from the others, on books-3m with presets and whole octaves of the step, the error is
-4.7 % (one basis per layer) and 5.7 % (one for all layers) in (log bits, log KL), against 10.1 % and 9.9 % in
-(bits, log KL), which on average says 6 % and 5 % too much.
+Between settings a curve is closer to a power law than to an exponential. This was tried on books-3m with presets and
+whole octaves of the step, by leaving out each inner point and predicting the size at its KL from the others. The error
+is 4.7 % (one basis per layer) and 5.7 % (one for all layers) in (log bits, log KL), against 10.1 % and 9.9 % in
+(bits, log KL), which gives 6 % and 5 % too much on average.
 
-A measured curve may rise where its points are closer than their noise. Such neighbors are pooled: the closest
-decreasing curve in log KL takes their place (isotonic regression), each pool at the mean of its logarithms. Taking
-the lower envelope instead would reward noise.
+Where points are closer than their noise, a measured curve may rise. Such neighbors are pooled: the closest decreasing
+curve in log KL takes their place (isotonic regression), each pool at the mean of its logarithms. The lower envelope
+would reward noise instead.
 
-Intervals are percentile bootstraps over sequences: a draw takes the same sequences for all methods, so what makes a
-sequence hard for all of them cancels. References: Efron and Tibshirani, An introduction to the bootstrap, 1993;
+Intervals are percentile bootstraps over sequences. Each draw takes the same sequences for all methods, so what makes
+a sequence hard for all of them cancels. References: Efron and Tibshirani, An introduction to the bootstrap, 1993;
 Barlow et al., Statistical inference under order restrictions, 1972.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,26 +34,30 @@ import numpy.typing as npt
 
 from cuvee.codec.divergence import stderr
 from cuvee.codec.errors import InputError
+from cuvee.codec.suggest import suggestion
 
-__all__ = ["DRAWS", "Curve", "bits_at_kl", "bootstrap_ratio", "compare_at_equal_kl", "paired_difference"]
+__all__ = [
+    "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "bootstrap_ratio", "compare_at_equal_kl", "interval",
+    "paired_difference",
+]  # fmt: skip
 
 DRAWS = 1000
-_TAIL = 0.025  # left out at either end of a 95 % interval
-_LEAST_KL = 1e-12  # nats; float32 log-probabilities tell nothing so small from zero
+_TAIL = 0.025  # of the draws lie beyond either end of a 95 % interval
+_LEAST_KL = 1e-12  # nats; with float32 log-probabilities anything smaller cannot be told from zero
 
 F64 = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Curve:
-    """What the settings of one family took and lost on each sequence.
+class FamilyCurve:
+    """The size and the KL of one family's settings on each sequence.
 
     Attributes:
         bits: bits per value, float64 `[settings, sequences]`, in any order of settings.
         kl: nats per token, of the same shape.
 
     Raises:
-        InputError: other shapes, sizes that are not positive, or numbers that are not finite.
+        InputError: the shapes differ, a size is not positive, or a number is not finite.
     """
 
     bits: F64
@@ -67,8 +70,8 @@ class Curve:
             raise InputError("bits: must be positive, and kl finite")
 
     @classmethod
-    def of(cls, entries: Sequence[Mapping[str, Any]]) -> Curve:
-        """From entries of a report's "quality"."""
+    def of(cls, entries: Sequence[Mapping[str, Any]]) -> FamilyCurve:
+        """The curve through entries of a report's "quality"."""
         bits, kl = (
             np.array([entry["per_sequence"][name] for entry in entries], np.float64)
             for name in ("bits_per_value", "kl")
@@ -77,23 +80,30 @@ class Curve:
 
 
 def bits_at_kl(bits: Sequence[float] | F64, kl: Sequence[float] | F64, target: float) -> float | None:
-    """The size at which a measured curve has a KL.
+    """Read off a measured curve at which size it has a given KL.
 
-    Points are interpolated in (log bits, log KL) after neighbors that rise are pooled, as this module's docstring
-    says. Points with a KL of zero or below, which has no logarithm, are left out.
+    The size is interpolated in (log bits, log KL) after neighbors that rise are pooled, as the docstring of this
+    module says. Points with a KL of zero or below are left out, because that has no logarithm.
 
     Args:
-        bits: bits a value of each point, positive, in any order.
-        kl: nats a token of each.
+        bits: bits per value of each point, positive, in any order.
+        kl: nats per token of each point.
         target: the KL, nats per token.
 
     Returns:
-        Bits a value; None where the curve does not reach `target`. Nothing is extrapolated.
+        Bits per value; None if the curve does not reach `target`. Nothing is extrapolated.
 
     Raises:
-        InputError: `bits` and `kl` are no sequences of the same length, or no numbers a curve can have.
+        InputError: `bits` and `kl` differ in length, or hold numbers that a curve cannot have.
+
+    Example:
+        >>> from cuvee.eval.stats import bits_at_kl
+        >>> round(bits_at_kl([4.0, 1.0], [0.001, 0.004], 0.002), 6)
+        2.0
+        >>> bits_at_kl([4.0, 1.0], [0.001, 0.004], 0.1) is None
+        True
     """
-    curve = Curve(np.array(bits, np.float64, ndmin=2).T, np.array(kl, np.float64, ndmin=2).T)
+    curve = FamilyCurve(np.array(bits, np.float64, ndmin=2).T, np.array(kl, np.float64, ndmin=2).T)
     measured = curve.kl[:, 0] > 0
     if target <= 0 or not measured.any():
         return None
@@ -102,37 +112,42 @@ def bits_at_kl(bits: Sequence[float] | F64, kl: Sequence[float] | F64, target: f
 
 
 def bootstrap_ratio(
-    of: Curve, against: Curve, anchor_kl: float | Sequence[float] | F64, *, draws: int = DRAWS, seed: int = 0
+    of: FamilyCurve,
+    against: FamilyCurve,
+    anchor_kl: float | Sequence[float] | F64,
+    *,
+    draws: int = DRAWS,
+    seed: int = 0,
 ) -> tuple[float | None, float | None]:
-    """How sure a ratio of sizes at equal KL is.
+    """How certain a ratio of sizes at equal KL is.
 
     Args:
-        of: the denominator: what is said to be smaller.
-        against: the numerator. With a single setting it is taken at its own size, whatever its KL.
-        anchor_kl: the KL at which sizes are compared; one number per sequence is resampled with the rest.
+        of: the denominator, which is claimed to be smaller.
+        against: the numerator. If it has a single setting, it is taken at its own size, whatever its KL.
+        anchor_kl: the KL at which sizes are compared. If it is one number per sequence, it is resampled as well.
         draws: bootstrap samples.
         seed: of the samples.
 
     Returns:
-        Ends of the 95 % percentile interval of bits of `against` / bits of `of`; None for an end that lies where a
-        curve was not measured.
+        The ends of the 95 % percentile interval of bits of `against` / bits of `of`; None for an end that lies where
+        a curve was not measured.
 
     Raises:
         InputError: `draws` below 1, or different numbers of sequences.
     """
-    sample = _Sample(of.kl.shape[1], draws, seed)
+    sample = Resamples(of.kl.shape[1], draws, seed)
     target = sample.mean(np.broadcast_to(np.asarray(anchor_kl, np.float64), np.shape(anchor_kl) or of.kl.shape[1:]))
     size = sample.mean(against.bits[0]) if len(against.bits) == 1 else sample.size(against, target)
-    return _interval(_over(size, sample.size(of, target)))
+    return interval(_over(size, sample.size(of, target)))
 
 
 def compare_at_equal_kl(
     quality: Sequence[Mapping[str, Any]], anchors: Sequence[str], seed: int, draws: int = DRAWS
 ) -> list[dict[str, Any]]:
-    """The sizes of all families at the KL of each anchor: the "comparison" of a report.
+    """Compare the sizes of all families at the KL of each anchor: the "comparison" of a report.
 
-    A family is the entries that share "family": those of a single setting have no curve and are left out. An end of an
-    interval that lies where a curve was not measured is None.
+    A family is all entries with the same "family". Families with a single setting have no curve and are left out. If
+    an end of an interval lies where a curve was not measured, it is None.
 
     Args:
         quality: the report's entries: key, family, bits_per_value, kl and per_sequence of each.
@@ -141,8 +156,9 @@ def compare_at_equal_kl(
         draws: bootstrap samples.
 
     Returns:
-        For each anchor its KL and bits per value; of each family the bits per value at that KL with `low` and `high`,
-        or None and a `reason`; and the ratios of each family of cuvee against the anchor and against each other curve.
+        For each anchor: its KL and bits per value; for each family its bits per value at that KL with `low` and
+        `high`, or None and a `reason`; and the ratios of each of cuvee's families to the anchor and to each other
+        curve.
 
     Raises:
         InputError: an anchor that is not among the entries, or entries of different sequences.
@@ -150,23 +166,27 @@ def compare_at_equal_kl(
     entries = {str(entry["key"]): entry for entry in quality}
     for anchor in anchors:
         if anchor not in entries:
-            near = difflib.get_close_matches(anchor, entries, 1)
-            raise InputError(f"anchors: {anchor!r} was not measured" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise InputError(f"anchors: {anchor!r} was not measured; {suggestion(anchor, entries)}")
     if not anchors:
         return []
     members: dict[str, list[Mapping[str, Any]]] = {}
     for entry in quality:
         members.setdefault(str(entry["family"]), []).append(entry)
-    curves = {family: Curve.of(found) for family, found in members.items() if len(found) > 1}
-    sample = _Sample(len(entries[anchors[0]]["per_sequence"]["kl"]), draws, seed)
+    curves = {family: FamilyCurve.of(found) for family, found in members.items() if len(found) > 1}
+    sample = Resamples(len(entries[anchors[0]]["per_sequence"]["kl"]), draws, seed)
     return [_at_anchor(entries[anchor], curves, sample) for anchor in anchors]
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None]:
-    """The mean of `a - b`, entry by entry, and its standard error (None of a single entry).
+    """The mean of `a - b`, entry by entry, and its standard error, which is None for a single entry.
 
     Raises:
-        InputError: no entries, or different numbers of them.
+        InputError: there are no entries, or not as many in `a` as in `b`.
+
+    Example:
+        >>> from cuvee.eval.stats import paired_difference
+        >>> paired_difference([3.0, 5.0, 4.0], [1.0, 3.0, 2.0])
+        (2.0, 0.0)
     """
     if not len(a) or len(a) != len(b):
         raise InputError(f"b: must have as many entries as a, at least one, got {len(a)} and {len(b)}")
@@ -174,19 +194,28 @@ def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, fl
     return float(difference.mean()), stderr(difference.tolist())
 
 
-class _Sample:
-    """Sequences drawn with replacement, the same for every method."""
+class Resamples:
+    """Sequences drawn with replacement, the same ones for every method.
+
+    Args:
+        sequences: how many there are, and how many each draw takes.
+        draws: how many draws.
+        seed: of the draws.
+
+    Raises:
+        InputError: `draws` is below 1.
+    """
 
     def __init__(self, sequences: int, draws: int, seed: int) -> None:
         if draws < 1:
             raise InputError(f"draws: must be at least 1, got {draws}")
         generator = np.random.Generator(np.random.PCG64(seed))
         even = np.full(sequences, 1 / sequences)
-        # A draw is how often each sequence is in it: [draws, sequences].
+        # How often each sequence is in each draw: [draws, sequences].
         self.weights: F64 = generator.multinomial(sequences, even, size=draws) / sequences
 
     def mean(self, per_sequence: Sequence[float] | F64) -> F64:
-        """`[..., sequences]` -> `[draws, ...]`."""
+        """The mean over each draw: `[..., sequences]` -> `[draws, ...]`."""
         values = np.asarray(per_sequence, np.float64)
         if values.shape[-1] != self.weights.shape[1]:
             raise InputError(
@@ -195,15 +224,15 @@ class _Sample:
         means: F64 = self.weights @ values.T
         return means
 
-    def size(self, curve: Curve, target: F64) -> F64:
-        """Bits a value at `target [draws]`, each draw on its own curve. See `_size`."""
+    def size(self, curve: FamilyCurve, target: F64) -> F64:
+        """Bits per value at `target [draws]`, where each draw has a curve of its own. See `_size`."""
         measured = curve.kl.mean(1) > 0
         if not measured.any():
             return np.full(len(target), np.nan)
         return _size(self.mean(curve.bits[measured]), self.mean(curve.kl[measured]), target)
 
 
-def _at_anchor(anchor: Mapping[str, Any], curves: Mapping[str, Curve], sample: _Sample) -> dict[str, Any]:
+def _at_anchor(anchor: Mapping[str, Any], curves: Mapping[str, FamilyCurve], sample: Resamples) -> dict[str, Any]:
     key, kl, bits = str(anchor["key"]), float(anchor["kl"]), float(anchor["bits_per_value"])
     target = sample.mean(anchor["per_sequence"]["kl"])
     estimates: dict[str, float | None] = {key: bits}
@@ -217,7 +246,7 @@ def _at_anchor(anchor: Mapping[str, Any], curves: Mapping[str, Curve], sample: _
         if estimates[family] is None:
             reasons[family] = entry["reason"] = _reason(*means, kl)
         else:
-            entry["low"], entry["high"] = _interval(sizes[family])
+            entry["low"], entry["high"] = interval(sizes[family])
         families.append(entry)
     ratios = []
     others = [key, *(family for family in curves if not _is_ours(family))]
@@ -229,7 +258,7 @@ def _at_anchor(anchor: Mapping[str, Any], curves: Mapping[str, Curve], sample: _
                 entry["reason"] = "; ".join(f"{name}: {reasons[name]}" for name in (family, other) if name in reasons)
             else:
                 entry["ratio"] = above / below
-                entry["low"], entry["high"] = _interval(_over(sizes[other], sizes[family]))
+                entry["low"], entry["high"] = interval(_over(sizes[other], sizes[family]))
             ratios.append(entry)
     return {"anchor": key, "kl": kl, "bits_per_value": bits, "families": families, "ratios": ratios}
 
@@ -266,7 +295,7 @@ def _size(bits: F64, kl: F64, target: F64) -> F64:
 
 
 def _curve(bits: F64, kl: F64) -> tuple[F64, F64]:
-    """Log bits, rising, and log KL, falling, of curves `[draws, points]`."""
+    """Log bits, in rising order, and log KL, made to fall, of curves `[draws, points]`."""
     order = bits.argsort(1, kind="stable")
     x = np.log(np.take_along_axis(bits, order, 1))
     y = np.log(np.maximum(np.take_along_axis(kl, order, 1), _LEAST_KL))
@@ -292,17 +321,20 @@ def _pooled(x: F64, y: F64) -> tuple[F64, F64]:
 
 
 def _over(above: F64, below: F64) -> F64:
-    """A ratio of sizes; NaN where both lie beyond the same end of their curves."""
+    """A ratio of sizes, which is NaN if both lie beyond the same end of their curves."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return above / below
 
 
-def _interval(found: F64) -> tuple[float | None, float | None]:
-    """Ends of the 95 % percentile interval; None for an end outside what was measured.
+def interval(drawn: F64, lowest: float = 0.0) -> tuple[float | None, float | None]:
+    """Ends of the 95 % percentile interval of what was found in each draw; None for an end outside what was measured.
 
-    No quantile mixes two draws, as draws may be infinite; a draw that could be anything (NaN) widens both ends.
+    Args:
+        drawn: one number per draw. It may be infinite, and NaN where it could be anything: that widens both ends.
+        lowest: what stands for an end that lies below all that was measured; infinity stands for one above.
     """
-    unknown = np.isnan(found)
-    low = np.quantile(np.where(unknown, 0.0, found), _TAIL, method="lower")
-    high = np.quantile(np.where(unknown, np.inf, found), 1 - _TAIL, method="higher")
-    return (float(low) if low > 0 else None), (float(high) if high < np.inf else None)
+    unknown = np.isnan(drawn)
+    # No interpolation: a quantile between a finite and an infinite draw would be infinite.
+    low = np.quantile(np.where(unknown, lowest, drawn), _TAIL, method="lower")
+    high = np.quantile(np.where(unknown, np.inf, drawn), 1 - _TAIL, method="higher")
+    return (float(low) if lowest < low < np.inf else None), (float(high) if high < np.inf else None)

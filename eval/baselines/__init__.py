@@ -1,1 +1,1 @@
-"""What others do, rebuilt to be compared with: casts, KIVI, CacheGen, KVTC."""
+"""What others do, rebuilt so that cuvee can be compared with it: casts, KIVI, CacheGen, PCA, KVTC."""

@@ -1,7 +1,7 @@
-"""The incumbent's decoder, so that the GPU bench can time both in one run: CacheGen's, as LMCache 0.5.6 ships it.
+"""CacheGen's decoder as LMCache 0.5.6 ships it, so that the GPU bench can time it and ours in the same run.
 
-Own code, written from the description of the format. The levels are those of `baselines.CacheGen`; here they become
-bytes. Per chunk and unit (K or V of a layer):
+This is our own code, written from the description of the format. It quantizes as `quantizers.CacheGen` does, and turns
+the levels into bytes. For each chunk and unit (K or V of a layer) they are:
 
     bfloat16 [T]       the largest magnitude of each token, over all channels
     uint16 [C, 33]     cumulative frequencies of each channel's 32 symbols; the last, 2**16, is written as 0
@@ -9,8 +9,8 @@ bytes. Per chunk and unit (K or V of a layer):
     bytes              the streams: all tokens of a channel, binary arithmetic coding with 32-bit bounds that are
                        renormalized bit by bit (Witten, Neal, Cleary, CACM 30(6), 1987)
 
-Decoding takes one lane a channel: a 64-bit division and a binary search in the lane's own table for every symbol, and
-a step for every bit. A second kernel scales the levels and writes them to their slots.
+The decoder has a lane for each channel. Every symbol takes a 64-bit division and a binary search in the lane's own
+table, and every bit takes a step. A second kernel scales the levels and writes them to their slots.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import triton.language as tl
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import InputError
+from cuvee.eval.baselines.quantizers import cachegen_bins
 
 __all__ = [
-    "Coded",
-    "bins",
+    "CodedChunks",
     "decode",
     "decode_reference",
     "dequantize",
@@ -38,28 +38,28 @@ __all__ = [
     "quantize",
 ]
 
-SYMBOLS = 32
-ENTRIES = SYMBOLS + 1
+MOST_SYMBOLS = 32
+CDF_ENTRIES = MOST_SYMBOLS + 1
 _TOTAL = 1 << 16
-_AHEAD = 8  # bytes that a decoder may read past the last stream
+_AHEAD = 8  # bytes that a decoder may read beyond the last stream
 
-_SYMBOLS = tl.constexpr(SYMBOLS)
-_ENTRIES = tl.constexpr(ENTRIES)
-_LANES = 32  # one warp a program: a lane that needs fewer bits waits for its own warp only
+_MOST_SYMBOLS = tl.constexpr(MOST_SYMBOLS)
+_CDF_ENTRIES = tl.constexpr(CDF_ENTRIES)
+_LANES = 32  # one warp per program, so a lane that needs fewer bits waits for its own warp only
 
 
 @dataclass(frozen=True, slots=True)
-class Coded:
-    """Chunks alike in tokens, units and channels. S = chunks * units * channels streams, in this order.
+class CodedChunks:
+    """Coded chunks of equal size, in S = chunks * units * channels streams, in that order.
 
     Attributes:
-        chunks, units, channels, tokens: how many; unit 2 * l is K, 2 * l + 1 is V of layer l.
-        tops: `[units]` int32, the largest level M of each unit; symbol s stands for level s - M.
+        chunks, units, channels, tokens: how many there are. Unit 2 * l is K and unit 2 * l + 1 is V of layer l.
+        tops: `[units]` int32, the largest level M of each unit. Symbol s stands for level s - M.
         peaks: `[chunks, units, tokens]` bfloat16.
         cdf: `[S, 33]` uint16.
         lengths: `[S]` int32, bytes of each stream.
-        starts: `[S]` int64, where each stream begins in `data`; this is not stored.
-        data: `[bytes]` uint8, all streams in a row, and padding.
+        starts: `[S]` int64, where each stream begins in `data`. This is not stored.
+        data: `[bytes]` uint8, all streams in a row, then padding.
     """
 
     chunks: int
@@ -80,21 +80,21 @@ class Coded:
 
     @property
     def values(self) -> int:
-        """Values of all chunks."""
+        """How many values all chunks hold."""
         return self.streams * self.tokens
 
     @property
     def nbytes(self) -> int:
-        """What is stored: streams; tables of 33 x 2 and lengths of 4 bytes per channel; 2 bytes per token and unit."""
-        return int(self.lengths.sum()) + self.streams * (2 * ENTRIES + 4) + 2 * self.peaks.numel()
+        """Bytes stored: the streams, tables of 33 x 2 and lengths of 4 per channel, and 2 per token and unit."""
+        return int(self.lengths.sum()) + self.streams * (2 * CDF_ENTRIES + 4) + 2 * self.peaks.numel()
 
-    def to(self, device: torch.device) -> Coded:
+    def to(self, device: torch.device) -> CodedChunks:
         """A copy on another device."""
         arrays = (self.tops, self.peaks, self.cdf, self.lengths, self.starts, self.data)
-        return Coded(self.chunks, self.units, self.channels, self.tokens, *(array.to(device) for array in arrays))
+        return CodedChunks(self.chunks, self.units, self.channels, self.tokens, *(array.to(device) for array in arrays))
 
-    def repeat(self, times: int) -> Coded:
-        """The same chunks `times` over, each with bytes of its own."""
+    def repeat(self, times: int) -> CodedChunks:
+        """The same chunks, `times` times, each with bytes of its own."""
         size = len(self.data) - _AHEAD
         shift = size * torch.arange(times, device=self.starts.device)
         return replace(
@@ -108,7 +108,7 @@ class Coded:
             data=torch.cat([self.data[:size].repeat(times), self.data[size:]]),
         )
 
-    def part(self, first: int, end: int) -> Coded:
+    def part(self, first: int, end: int) -> CodedChunks:
         """The chunks `first … end - 1` (views)."""
         each = self.units * self.channels
         at = slice(first * each, end * each)
@@ -122,60 +122,56 @@ class Coded:
         )
 
 
-def bins(layers: int) -> tuple[int, ...]:
-    """Levels of each unit, K before V: 32 for the first 10/32 of the keys and 2/32 of the values, 16 for the rest."""
-    fine_keys, fine_values = layers * 10 / 32, max(1.0, layers * 2 / 32)
-    return tuple(32 if fine else 16 for layer in range(layers) for fine in (layer < fine_keys, layer < fine_values))
-
-
 def quantize(chunk: KVChunk) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scale every token of every unit by its largest magnitude and round.
+    """Scale every token of every unit by its largest magnitude, and round.
 
     Args:
-        chunk: bfloat16, all units of as many channels, on any device.
+        chunk: bfloat16, on any device. All units must have the same number of channels.
 
     Returns:
         symbols `[units, T, C]` uint8, peaks `[units, T]` bfloat16 and tops `[units]` int32.
 
     Raises:
-        InputError: another dtype, or units that differ in size.
+        InputError: the dtype is another one, or units differ in size.
     """
     pairs = zip(chunk.keys, chunk.values, strict=True)
     units = [tensor.flatten(1) for pair in pairs for tensor in pair]
     if chunk.layout.torch_dtype != torch.bfloat16 or len({unit.shape for unit in units}) > 1:
-        raise InputError("chunk: the incumbent's decoder takes bfloat16 units that are alike in size")
+        raise InputError("chunk: CacheGen's decoder takes bfloat16 units that all have the same size")
     x = torch.stack(units).float()
-    tops = torch.tensor([count // 2 - 1 for count in bins(len(units) // 2)], dtype=torch.int32, device=x.device)
+    tops = torch.tensor(
+        [count // 2 - 1 for count in cachegen_bins(len(units) // 2)], dtype=torch.int32, device=x.device
+    )
     peaks = x.abs().amax(2).clamp_min(1e-30).bfloat16()
     levels = (x * (peaks.float().reciprocal() * tops[:, None])[..., None]).round()
     return (levels + tops[:, None, None]).to(torch.uint8), peaks, tops
 
 
 def _tables(symbols: torch.Tensor) -> torch.Tensor:
-    """Cumulative frequencies `[S, 33]` uint16 of streams `[S, T]`; every symbol has at least one of 2**16."""
-    counts = torch.zeros(len(symbols), SYMBOLS, dtype=torch.int64, device=symbols.device)
+    """Cumulative frequencies `[S, 33]` uint16 of streams `[S, T]`. Every symbol gets at least 1 of 2**16."""
+    counts = torch.zeros(len(symbols), MOST_SYMBOLS, dtype=torch.int64, device=symbols.device)
     counts.scatter_add_(1, symbols.long(), torch.ones_like(symbols, dtype=torch.int64))
-    frequency = 1 + counts * (_TOTAL - SYMBOLS) // symbols.shape[1]
+    frequency = 1 + counts * (_TOTAL - MOST_SYMBOLS) // symbols.shape[1]
     most = counts.argmax(1, keepdim=True)
     frequency.scatter_add_(1, most, _TOTAL - frequency.sum(1, keepdim=True))
     cdf = torch.cat([torch.zeros_like(most), frequency.cumsum(1)], 1) % _TOTAL
     return cdf.to(torch.int32).to(torch.uint16)
 
 
-def encode(chunk: KVChunk) -> Coded:
-    """One chunk as the incumbent stores it, on the CPU. Arguments and errors: see `quantize`."""
+def encode(chunk: KVChunk) -> CodedChunks:
+    """Code one chunk as CacheGen stores it, on the CPU. Arguments and errors: see `quantize`."""
     return encode_symbols(*quantize(chunk))
 
 
-def encode_symbols(symbols: torch.Tensor, peaks: torch.Tensor, tops: torch.Tensor) -> Coded:
-    """Code what `quantize` returned."""
+def encode_symbols(symbols: torch.Tensor, peaks: torch.Tensor, tops: torch.Tensor) -> CodedChunks:
+    """Code what `quantize` returns."""
     units, tokens, channels = symbols.shape
     streams = symbols.transpose(1, 2).reshape(units * channels, tokens).contiguous()
     cdf = _tables(streams).cpu()
-    room = 2 * tokens + tokens // 8 + 16  # a symbol costs at most 16 bits, and rounding a little more
+    room = 2 * tokens + tokens // 8 + 16  # a symbol costs at most 16 bits, plus a little for rounding
     buffer, ends = np.empty(len(streams) * room, np.uint8), np.empty(len(streams), np.int64)
     size = _encode(streams.cpu().numpy(), cdf.numpy(), buffer, ends)
-    return Coded(
+    return CodedChunks(
         1,
         units,
         channels,
@@ -191,7 +187,7 @@ def encode_symbols(symbols: torch.Tensor, peaks: torch.Tensor, tops: torch.Tenso
 
 @compiled
 def _encode(symbols, cdf, data, ends):  # type: ignore[no-untyped-def]
-    """Code streams `[S, T]` one after the other; returns the number of bytes."""
+    """Code streams `[S, T]` one after the other, and return the number of bytes."""
     half, quarter = np.uint64(1 << 31), np.uint64(1 << 30)
     mask, one = np.uint64(0xFFFFFFFF), np.uint64(1)
     size = 0
@@ -207,7 +203,7 @@ def _encode(symbols, cdf, data, ends):  # type: ignore[no-untyped-def]
                 span = high - low + one
                 high = low + (span * above >> np.uint64(16)) - one
                 low = low + (span * below >> np.uint64(16))
-            else:  # two more bits name a number within the bounds, whatever follows
+            else:  # two more bits name a number within the bounds, no matter what follows
                 pending += 1
             while True:
                 if t == symbols.shape[1]:
@@ -243,7 +239,7 @@ def _encode(symbols, cdf, data, ends):  # type: ignore[no-untyped-def]
 # Decoding --------------------------------------------------------------------------------------------------------
 
 
-def decode(coded: Coded, symbols: torch.Tensor) -> None:
+def decode(coded: CodedChunks, symbols: torch.Tensor) -> None:
     """Decode all streams.
 
     Args:
@@ -257,7 +253,7 @@ def decode(coded: Coded, symbols: torch.Tensor) -> None:
     )  # fmt: skip
 
 
-def decode_reference(coded: Coded, symbols: torch.Tensor) -> None:
+def decode_reference(coded: CodedChunks, symbols: torch.Tensor) -> None:
     """See `decode`, on the CPU."""
     out = np.empty((coded.streams, coded.tokens), np.uint8)
     _decode_streams(coded.cdf.numpy(), coded.starts.numpy(), coded.data.numpy(), out)
@@ -303,7 +299,7 @@ def _decode(  # type: ignore[no-untyped-def]
 ):
     stream = tl.program_id(0) * LANES + tl.arange(0, LANES)
     live = stream < streams
-    table = cdf + stream.to(tl.int64) * _ENTRIES
+    table = cdf + stream.to(tl.int64) * _CDF_ENTRIES
     source = data + tl.load(starts + stream, mask=live, other=0)
     out = symbols + (stream // channels).to(tl.int64) * tokens * channels + stream % channels
     low = tl.full([LANES], 0, tl.uint32)
@@ -317,7 +313,7 @@ def _decode(  # type: ignore[no-untyped-def]
         span = (high - low).to(tl.uint64) + 1
         target = (((((value - low).to(tl.uint64) + 1) << 16) - 1) // span).to(tl.uint32)
         symbol = tl.full([LANES], 0, tl.int32)
-        step: tl.constexpr = _SYMBOLS // 2
+        step: tl.constexpr = _MOST_SYMBOLS // 2
         for i in tl.static_range(5):
             middle = symbol + (step >> i)
             bound = tl.load(table + middle, mask=live, other=0).to(tl.uint32)
@@ -336,7 +332,7 @@ def _decode(  # type: ignore[no-untyped-def]
             fresh = going & ((at & 7) == 0)
             byte = tl.where(fresh, tl.load(source + (at >> 3), mask=fresh, other=0).to(tl.uint32), byte)
             bit = (byte >> (7 - (at & 7)).to(tl.uint32)) & 1
-            # Bounds in the middle half of the range lose their second bit, all others their first.
+            # Bounds in the middle half of the range lose their second bit; all others lose their first.
             flip = tl.where(same, 0, 0x80000000).to(tl.uint32)
             low = tl.where(going, (low << 1) ^ flip, low)
             high = tl.where(going, ((high << 1) | 1) ^ flip, high)
@@ -347,12 +343,12 @@ def _decode(  # type: ignore[no-untyped-def]
             going = live & (same | middle_half)
 
 
-def dequantize(coded: Coded, symbols: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
-    """Levels to values in a paged cache.
+def dequantize(coded: CodedChunks, symbols: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+    """Turn levels into values in a paged cache.
 
     Args:
         coded: on the device.
-        symbols: of `decode`.
+        symbols: from `decode`.
         slots: `[chunks, tokens]` int64, where each token goes.
         out: `[units, slots, channels]` bfloat16, written at those slots.
     """
@@ -365,7 +361,7 @@ def dequantize(coded: Coded, symbols: torch.Tensor, slots: torch.Tensor, out: to
     )  # fmt: skip
 
 
-def dequantize_reference(coded: Coded, symbols: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+def dequantize_reference(coded: CodedChunks, symbols: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
     """See `dequantize`."""
     scale = coded.peaks.float() / coded.tops[:, None]
     x = (symbols.float() - coded.tops[:, None, None]) * scale[..., None]
@@ -391,7 +387,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     slot = tl.load(slots + (row // units).to(tl.int64) * tokens + token, mask=inside, other=0)
     x = level.to(tl.float32) * scale[:, None]
     place = unit.to(tl.int64) * unit_stride + slot[:, None] * channels + channel[None, :]
-    # To the nearest, ties to even: spelled out, for Triton's interpreter cuts off instead.
+    # To the nearest, ties to even. This is spelled out because Triton's interpreter truncates instead.
     bits = x.to(tl.uint32, bitcast=True)
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
     tl.store(out + place, bits.to(tl.float32, bitcast=True).to(tl.bfloat16), mask=mask)

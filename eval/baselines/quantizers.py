@@ -1,16 +1,16 @@
-"""What others do to a cache, written from their descriptions, so that a report can show them in the same run.
+"""What others do to a cache, written from their descriptions, so that a report can measure it in the same run.
 
 | method | keys | values | bits per value |
 |---|---|---|---|
-| `Identity` | as they are | as they are | 8 x the dtype's bytes |
+| `Uncompressed` | as they are | as they are | 8 x the dtype's bytes |
 | `Destroyed` | zeros | zeros | 0 |
-| `Float8` | e4m3 or e5m2, by value | the same | 8; no scales |
+| `Float8` | e4m3 or e5m2, each value alone | the same | 8; no scales |
 | `Int8` | absmax by unit and chunk | the same | 8 + a scale |
-| `Kivi` | min/max by channel, 32 tokens per group | min/max by token, 32 channels a group | b + 32 per group |
+| `Kivi` | min/max by channel, 32 tokens per group | min/max by token, 32 channels per group | b + 32 per group |
 | `CacheGen` | absmax by token over all heads, 5 or 4 bits | the same | entropy + tables + scales |
 
-All work on the keys as cached, after RoPE. `Kivi` and `CacheGen` count their bits and do not make the bytes: their
-speed would say nothing, so it is not reported.
+All of them work on the keys as they are cached, after RoPE. None makes the bytes it counts, so their speed would say
+nothing and is not reported.
 
 References: KIVI, arXiv:2402.02750; CacheGen, arXiv:2310.07240, as shipped in LMCache 0.5.6: no anchor tokens, one
 frequency table per channel stored with every chunk.
@@ -26,12 +26,13 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
+from cuvee.eval.baselines.untimed import Simulated
 
-__all__ = ["CacheGen", "Destroyed", "Float8", "Identity", "Int8", "Kivi"]
+__all__ = ["CacheGen", "Destroyed", "Float8", "Int8", "Kivi", "Uncompressed", "cachegen_bins"]
 
 
 def _map(chunk: KVChunk, code: Callable[[str, int, torch.Tensor], tuple[torch.Tensor, float]]) -> tuple[KVChunk, float]:
-    """Send every unit (K or V of a layer) through `code(kind, layer, [T, C] float32)`."""
+    """Send every unit (K or V of a layer) through `code(kind, layer, [T, C] float32)`, and add up the bits."""
     bits = 0.0
     out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
     for kind, tensors in (("keys", chunk.keys), ("values", chunk.values)):
@@ -42,24 +43,20 @@ def _map(chunk: KVChunk, code: Callable[[str, int, torch.Tensor], tuple[torch.Te
     return KVChunk(out["keys"], out["values"], chunk.layout, chunk.start), bits
 
 
-class _Simulated:
-    """A method whose stored form is the decoded chunk itself."""
-
-    timed = False
-
-    def decode(self, stored: Any) -> KVChunk:
-        """See `Method.decode`."""
-        chunk: KVChunk = stored
-        return chunk
-
-    def layer_bits(self, stored: Any) -> list[float] | None:
-        """See `Method.layer_bits`: not counted apart."""
-        return None
-
-
 @dataclass(frozen=True)
-class Identity(_Simulated):
-    """The cache as it is."""
+class Uncompressed(Simulated):
+    """The cache as it is.
+
+    Example:
+        >>> import torch
+        >>> from cuvee.codec.chunk import KVChunk
+        >>> from cuvee.codec.layout import KVLayout, LayerLayout
+        >>> layout = KVLayout("llama", (LayerLayout(1, 4, 4, None),), "bfloat16", None)
+        >>> chunk = KVChunk([torch.ones(3, 1, 4).bfloat16()], [torch.ones(3, 1, 4).bfloat16()], layout)
+        >>> stored, bits = Uncompressed().encode(chunk)
+        >>> bits / (3 * 8)
+        16.0
+    """
 
     counts: str = "the values"
 
@@ -69,8 +66,8 @@ class Identity(_Simulated):
 
 
 @dataclass(frozen=True)
-class Destroyed(_Simulated):
-    """A cache of zeros: what predictions are worth when nothing of it is left."""
+class Destroyed(Simulated):
+    """A cache of zeros: what predictions are worth when nothing is left of it."""
 
     counts: str = "nothing is kept"
 
@@ -80,8 +77,8 @@ class Destroyed(_Simulated):
 
 
 @dataclass(frozen=True)
-class Float8(_Simulated):
-    """FP8 by value, without scales: what engines call an fp8 KV cache. Values beyond the format's range saturate.
+class Float8(Simulated):
+    """FP8 without scales, which is what engines call an fp8 KV cache. Values beyond the range of the format saturate.
 
     Args:
         format: `"e4m3"` (3 bits of mantissa, up to 448) or `"e5m2"` (2 bits, up to 57,344).
@@ -100,7 +97,7 @@ class Float8(_Simulated):
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
         dtype = _FLOAT8[self.format]
-        limit = torch.finfo(dtype).max  # the cast itself makes NaN or infinities of what lies beyond
+        limit = torch.finfo(dtype).max  # the cast itself would turn larger values into NaN or infinities
         return _map(chunk, lambda kind, layer, x: (x.clamp(-limit, limit).to(dtype).float(), 8.0 * x.numel()))
 
 
@@ -108,30 +105,30 @@ _FLOAT8 = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 @dataclass(frozen=True)
-class Int8(_Simulated):
-    """Levels -127 … 127 under one scale for all of a unit's values in a chunk: its largest magnitude over 127."""
+class Int8(Simulated):
+    """Levels -127 … 127 with a single scale for each unit of a chunk: its largest magnitude over 127."""
 
-    counts: str = "8 bits per value, 16 bits of scale per unit (K or V of a layer) a chunk"
+    counts: str = "8 bits per value, 16 bits of scale per unit (K or V of a layer) and chunk"
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
         return _map(chunk, self._code)
 
     def _code(self, kind: str, layer: int, x: torch.Tensor) -> tuple[torch.Tensor, float]:
-        # Rounding the scale to 16 bits can make it smaller: the largest level is held at 127.
+        # Rounding the scale to 16 bits can make it smaller, so the largest level is held at 127.
         scale = (x.abs().amax() / 127).clamp_min(1e-30).bfloat16().float()
         return (x / scale).round().clamp(-127, 127) * scale, 8.0 * x.numel() + 16.0
 
 
 @dataclass(frozen=True)
-class Kivi(_Simulated):
+class Kivi(Simulated):
     """Min/max quantization in groups: keys by channel over tokens, values by token over channels.
 
-    Unlike KIVI itself no recent tokens stay at 16 bits: all are coded, and all bits are counted.
+    Unlike in KIVI itself, no recent tokens stay at 16 bits: all are coded, and all bits are counted.
 
     Args:
-        bits: levels are `2**bits`.
-        group: values that share a minimum and a scale of 16 bits each; the last group may be shorter.
+        bits: there are `2**bits` levels.
+        group: how many values share a minimum and a scale of 16 bits each. The last group may be smaller.
     """
 
     bits: int
@@ -161,16 +158,24 @@ class Kivi(_Simulated):
         return torch.cat(back, dim), size
 
 
-@dataclass(frozen=True)
-class CacheGen(_Simulated):
-    """CacheGen as LMCache 0.5.6 ships it; the entropy coder is taken as ideal, which favors it.
+def cachegen_bins(layers: int) -> tuple[int, ...]:
+    """Bins of each unit, K before V: 32 in the first 10/32 of the layers for K and 2/32 for V, and 16 in all others.
 
-    One scale per token and unit, over all heads and dimensions. Levels `-M … M` with `M = bins / 2 - 1`; 32 bins for
-    the first 10/32 of the key layers and the first 2/32 of the value layers, 16 for the others (what it does with
-    models of 32 layers, scaled to the depth). Each channel of each chunk has a frequency table of its own.
+    That is what CacheGen does with models of 32 layers, scaled to the depth.
+    """
+    fine_keys, fine_values = layers * 10 / 32, max(1.0, layers * 2 / 32)
+    return tuple(32 if fine else 16 for layer in range(layers) for fine in (layer < fine_keys, layer < fine_values))
+
+
+@dataclass(frozen=True)
+class CacheGen(Simulated):
+    """CacheGen as LMCache 0.5.6 ships it. The entropy coder is taken to be ideal, which favors it.
+
+    There is one scale per token and unit, over all heads and dimensions. Levels are `-M … M` with `M = bins / 2 - 1`,
+    and the bins are those of `cachegen_bins`. Each channel of each chunk has a frequency table of its own.
 
     Args:
-        count_tables: False leaves the tables out, which no decoder can do without: a bound for the idea itself.
+        count_tables: False leaves out the tables, without which nothing can be decoded: a bound on the idea itself.
     """
 
     count_tables: bool = True
@@ -178,14 +183,13 @@ class CacheGen(_Simulated):
     @property
     def counts(self) -> str:
         """See `Method.counts`."""
-        tables = "a table of 33 x 16 + 32 bits per channel a chunk" if self.count_tables else "NO tables"
+        tables = "a table of 33 x 16 + 32 bits per channel and chunk" if self.count_tables else "NO tables"
         return f"ideal entropy, {tables}, 16 bits of scale per token and unit"
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
         """See `Method.encode`."""
-        layers = chunk.layout.num_layers
-        fine = {"keys": layers * 10 / 32, "values": max(1.0, layers * 2 / 32)}
-        return _map(chunk, lambda kind, layer, x: self._code(x, 32 if layer < fine[kind] else 16))
+        bins = cachegen_bins(chunk.layout.num_layers)
+        return _map(chunk, lambda kind, layer, x: self._code(x, bins[2 * layer + (kind == "values")]))
 
     def _code(self, x: torch.Tensor, bins: int) -> tuple[torch.Tensor, float]:
         tokens, channels = x.shape

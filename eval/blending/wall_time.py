@@ -1,8 +1,9 @@
 """The time a blend takes, over that of a full prefill, as prompts grow.
 
-A Llama with random weights, on the CPU, so that no model has to be there. Chunks of 256 tokens, each computed alone,
-and 64 tokens of text. In a round everything runs once, in turn; ratios are those of a round, so that a machine that
-slows down slows both. Nothing is reported unless the blend that recomputes everything has the logits of the prefill.
+It is measured on the CPU with a Llama of random weights, so no model is needed. Prompts are chunks of 256 tokens, each
+computed alone, and 64 tokens of text. In each round everything runs once, in turn, and ratios are taken within a round,
+so that a machine that slows down slows both sides. Nothing is reported unless the blend that recomputes everything has
+the logits of the prefill.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import empty_cache, prefill
 from cuvee.codec.profile import Profile
-from cuvee.eval.blending.methods import COMPARED, DEFAULT, NOTHING, SELECTORS
+from cuvee.eval.blending.selectors import COMPARED, DEFAULT, NOTHING, SELECTORS
+from cuvee.eval.timing import Timing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,12 +33,12 @@ if TYPE_CHECKING:
 __all__ = ["LEAST_TOKENS", "measure_wall_time"]
 
 CHUNK, SUFFIX = 256, 64  # tokens
-LEAST_TOKENS = 4 * SUFFIX  # of a prompt: the default selector cannot look around in a shorter one for 15 %
+LEAST_TOKENS = 4 * SUFFIX  # in a shorter prompt the default selector cannot do its looking around for 15 %
 TIMED = ((NOTHING, 0.0), *((key, cost) for cost in COMPARED for key in ("boundary", DEFAULT)), ("boundary", 1.0))
-ROUNDS = (3, 9)  # at least, and at most while they take less than …
-SECONDS = 8.0  # … so long, a prompt length
-TOLERANCE = 1e-3  # of a logit, at cost 1
-MODEL: dict[str, Any] = {
+ROUNDS = (3, 9)  # at least three; up to nine while they take less than …
+SECONDS = 8.0  # … this for one prompt length
+TOLERANCE = 1e-3  # difference of a logit at cost 1
+RANDOM_LLAMA: dict[str, Any] = {
     "vocab_size": 4096,
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -50,12 +52,12 @@ MODEL: dict[str, Any] = {
 
 @torch.no_grad()
 def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], None]) -> dict[str, Any]:
-    """Seconds of full prefill and of blends as prompts grow, on a Llama with random weights, on the CPU.
+    """Measure the seconds of a full prefill and of blends as prompts grow.
 
     Args:
-        lengths: of prompts, tokens.
+        lengths: tokens in the prompts.
         seed: of weights and tokens.
-        step: told what comes next.
+        step: called with what comes next.
 
     Raises:
         CuveeError: the blend that recomputes everything has other logits than the full prefill.
@@ -65,11 +67,11 @@ def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], N
     step("wall time: a model and its chunks")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(LlamaConfig(**MODEL)).eval()
-        text = torch.randint(MODEL["vocab_size"], (max(lengths),))
+        model = LlamaForCausalLM(LlamaConfig(**RANDOM_LLAMA)).eval()
+        text = torch.randint(RANDOM_LLAMA["vocab_size"], (max(lengths),))
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
     codec = Codec(Profile.generic(layout), "balanced")
-    # The chunks of all lengths are the same but for the last one of each, which is shorter.
+    # All lengths have the same chunks, except that the last one may be shorter.
     pieces = text[: max(lengths) - SUFFIX].split(CHUNK)
     chunks = list(chain.from_iterable(prefill(model, piece[None], layout) for piece in pieces))
     measured = []
@@ -77,7 +79,7 @@ def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], N
         step(f"wall time: {length} tokens")
         measured.append(_wall_time(model, codec, chunks, text[:length]))
     return {
-        "model": {**MODEL, "parameters": sum(p.numel() for p in model.parameters()), "dtype": layout.dtype},
+        "model": {**RANDOM_LLAMA, "parameters": sum(p.numel() for p in model.parameters()), "dtype": layout.dtype},
         "threads": torch.get_num_threads(),
         "chunk_tokens": CHUNK,
         "suffix": SUFFIX,
@@ -144,8 +146,8 @@ def _timed(call: Callable[[], Any], taken: list[float]) -> Any:
 
 
 def _quantiles(seconds: Sequence[float]) -> dict[str, Any]:
-    p20, median, p80 = np.quantile(seconds, [0.2, 0.5, 0.8]).tolist()
-    return {"seconds": list(seconds), "median": median, "p20": p20, "p80": p80}
+    timing = Timing.of(seconds)
+    return {"seconds": list(seconds), "median": timing.median, "p20": timing.p20, "p80": timing.p80}
 
 
 def _over(seconds: Sequence[float], full: Sequence[float]) -> dict[str, Any]:

@@ -1,31 +1,28 @@
 """The regression gate: what changed between two reports, and whether that is too much.
 
-    cuvee report --compare a.json b.json --fail-if 'kl>5%' --fail-if 'bits>1%@cuvee/*'
+    cuvee compare a.json b.json --fail-if 'kl>5%' --fail-if 'bits>1%@cuvee/*'
 
     a.json, b.json --load_report--> same model, texts, chunks? --> changes b - a, with paired errors --> failures
 
-A condition says what must not be:
+A condition says what must not happen:
 
     METRIC (>|<) NUMBER[%|se] [@METHODS[:TASKS]]
 
     kl>0.001               the KL of some method rose by more than 0.001 nats
     kl>5%@cuvee/*          ... of some method of cuvee, by more than 5 % of what it was
     top1<-2se              top-1 agreement fell by more than two standard errors of the change
-    score<-2se@cuvee/*:cuvee_kv_*    a score of such a method on such a task did
+    score<-2se@cuvee/*:cuvee_kv_*    ... or a score of such a method on such a task did
 
-Where both reports measured the same tokens or documents, the standard error is that of the paired differences.
+If both reports measured the same tokens or documents, the standard error is that of the paired differences.
 """
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,40 +32,20 @@ from rich.table import Table
 from rich.text import Text
 
 from cuvee.codec.divergence import stderr
-from cuvee.codec.errors import FormatError, InputError, VersionError
+from cuvee.codec.errors import InputError
+from cuvee.codec.suggest import suggestion
+from cuvee.eval.documents import Entry, ReportData
+from cuvee.eval.report.load import METRIC_FIELDS, SPEEDS
 from cuvee.eval.stats import paired_difference
 
-__all__ = [
-    "METRICS", "Change", "Comparison", "Condition", "Failure", "Missing", "compare_reports", "load_report",
-    "print_comparison",
-]  # fmt: skip
+__all__ = ["Change", "Comparison", "Condition", "Failure", "Missing", "compare_reports", "print_comparison"]
 
-FORMAT, VERSION = "cuvee-report", 1
-
-METRICS: dict[str, str] = {
-    "bits": "bits_per_value",
-    "ratio": "ratio",
-    "kl": "kl",
-    "nll": "nll",
-    "top1": "top1",
-    "encode": "encode_gb_per_s",
-    "decode": "decode_gb_per_s",
-    "score": "score",
-}
-"""Name in a condition -> field of the report: the last of "scores", the others of "quality"."""
-
-_SPEEDS = ("encode", "decode")
-_PER_SEQUENCE = ("bits_per_value", "kl", "delta_nll", "top1")
 _NOTICEABLE_ERRORS, _NOTICEABLE_SHARE = 2.0, 0.01
 _ROUNDING = 1e-12  # relative
-_MOST = 1e300  # a number beyond is a damaged file, and would overflow
-
 _CONDITION = re.compile(
     r"\s*(?P<metric>\w+)\s*(?P<sign>[<>])\s*(?P<limit>[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)\s*(?P<unit>%|se)?"
     r"\s*(?:@\s*(?P<where>\S+))?\s*"
 )
-
-Report = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +54,13 @@ class Change:
 
     Attributes:
         key: of the method.
-        metric: of `METRICS`.
-        task: where the metric is the score.
+        metric: of `METRIC_FIELDS`.
+        task: if the metric is the score.
         a, b: the figure before and after.
-        stderr: of `b - a`; None where it is not known.
-        paired: whether `stderr` is that of differences on the same tokens or documents.
-        conditions: those that look at this figure.
-        failed: those of them that it meets.
+        stderr: of `b - a`; None if it is not known.
+        paired: whether `stderr` is that of the differences on the same tokens or documents.
+        conditions: those that watch this figure.
+        failed: those of them that are met.
     """
 
     key: str
@@ -98,18 +75,18 @@ class Change:
 
     @property
     def change(self) -> float:
-        """`b - a`; 0 where that is what another order of the same sum may leave."""
+        """`b - a`, or 0 if that is no more than summing in another order may leave."""
         change = self.b - self.a
         return change if abs(change) > _ROUNDING * max(abs(self.a), abs(self.b)) else 0.0
 
     @property
     def relative(self) -> float | None:
-        """The change as a share of `a`; None where there is none."""
+        """The change as a share of `a`; None if `a` is zero and the change is not."""
         return _ratio(self.change, abs(self.a))
 
     @property
     def in_errors(self) -> float | None:
-        """The change in standard errors; None where there is none, or it is not known."""
+        """The change in standard errors; None if there is no such error, or it is not known."""
         return None if self.stderr is None else _ratio(self.change, self.stderr)
 
     @property
@@ -136,8 +113,8 @@ class Missing:
 
     Attributes:
         key: of the method.
-        metric: None where the whole method is missing from "quality".
-        task: where the metric is the score.
+        metric: None if the whole method is missing from "quality".
+        task: if the metric is the score.
         reason: why the second report left the method out, if it says so.
     """
 
@@ -149,7 +126,7 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A condition that is met: `what` says by what, in a few words."""
+    """A condition that is met; `what` says by what, in a few words."""
 
     condition: str
     key: str
@@ -163,13 +140,13 @@ class Comparison:
     """Two reports side by side.
 
     Attributes:
-        a, b: what each was made with: versions, date, machine.
+        a, b: what each report was made with: versions, date, machine.
         different: what makes their figures hard to compare; empty unless that was allowed.
         conditions: as they were given.
-        changes: every figure that both have.
-        missing: what only the first has.
-        added: keys of methods that only the second has.
-        failures: why the gate is closed; empty: it is open.
+        changes: every figure that both reports have.
+        missing: what only the first one has.
+        added: keys of methods that only the second one has.
+        failures: why the gate is closed; if there are none, it is open.
     """
 
     a: dict[str, Any]
@@ -197,14 +174,14 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must not be: a change of a metric above or below a limit.
+    """What must not happen: a metric changes by more or less than a limit.
 
     Attributes:
         text: as it was given.
-        metric: of `METRICS`.
+        metric: of `METRIC_FIELDS`.
         sign: ">" or "<".
-        limit: what the change is held against, in `unit`.
-        unit: "" as the metric itself, "%" of the first report's figure, "se" standard errors of the change.
+        limit: what the change is compared with, in `unit`.
+        unit: "" for the metric's own unit, "%" of the first report's figure, or "se" for standard errors of the change.
         methods, tasks: shell patterns of method keys and task names, case-sensitive.
     """
 
@@ -220,11 +197,17 @@ class Condition:
     def parse(cls, text: str) -> Condition:
         """Read `METRIC (>|<) NUMBER[%|se] [@METHODS[:TASKS]]`.
 
-        A method's key may hold a colon. For scores what follows the last one is the pattern of tasks; for other
-        metrics there is none.
+        The key of a method may contain a colon. For scores, the pattern of the tasks comes after the last colon; other
+        metrics have no tasks.
 
         Raises:
-            InputError: the text is no condition, or its metric is not known or has no standard error.
+            InputError: the text is not a condition, or its metric is not known or has no standard error.
+
+        Example:
+            >>> from cuvee.eval.report.compare import Condition
+            >>> condition = Condition.parse("kl>5%@cuvee/*")
+            >>> condition.metric, condition.sign, condition.limit, condition.unit, condition.methods
+            ('kl', '>', 5.0, '%', 'cuvee/*')
         """
         found = _CONDITION.fullmatch(text)
         if found is None:
@@ -233,11 +216,9 @@ class Condition:
                 "@METHODS or @METHODS:TASKS, such as 'kl>5%@cuvee/*'"
             )
         metric, unit, where = found["metric"], found["unit"] or "", found["where"] or "*"
-        if metric not in METRICS:
-            near = difflib.get_close_matches(metric, METRICS, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(METRICS)}"
-            raise InputError(f"fail_if: no metric {metric!r} in {text!r}; {hint}")
-        if metric in _SPEEDS and unit == "se":
+        if metric not in METRIC_FIELDS:
+            raise InputError(f"fail_if: no metric {metric!r} in {text!r}; {suggestion(metric, METRIC_FIELDS)}")
+        if metric in SPEEDS and unit == "se":
             raise InputError(f"fail_if: {text!r}: a speed has no standard error here; give GB/s or %")
         methods, tasks = where, "*"
         if metric == "score" and ":" in where:
@@ -247,17 +228,17 @@ class Condition:
         return cls(text.strip(), metric, found["sign"], float(found["limit"]), unit, methods, tasks)
 
     def covers(self, key: str, metric: str | None, task: str | None) -> bool:
-        """Whether it looks at a figure; metric None: at any but the score."""
+        """Whether it watches a figure. If `metric` is None: any figure but the score."""
         mine = self.metric != "score" if metric is None else self.metric == metric
         return mine and fnmatchcase(key, self.methods) and (task is None or fnmatchcase(task, self.tasks))
 
     def met(self, change: Change) -> bool:
-        """Whether a change it covers is what must not be.
+        """Whether a change that it covers is what must not happen.
 
-        A change from zero is infinite in %, and one without any spread infinite in standard errors.
+        In %, a change from zero is infinite; in standard errors, so is a change without any spread.
 
         Raises:
-            InputError: in standard errors, of a change whose standard error is not known.
+            InputError: the unit is standard errors, and that of the change is not known.
         """
         amount, unit = change.change, 1.0
         if self.unit == "%":
@@ -271,119 +252,25 @@ class Condition:
         return amount > self.limit if self.sign == ">" else amount < self.limit
 
 
-# Reading ---------------------------------------------------------------------------------------------------------
+def compare_reports(
+    a: ReportData, b: ReportData, conditions: Sequence[Condition], allow_different: bool = False
+) -> Comparison:
+    """Find out what changed from one report to another.
 
-
-def load_report(path: Path) -> dict[str, Any]:
-    """Read a finished report.
-
-    Raises:
-        FormatError: the file is not a report, or misses or doubles what a comparison needs.
-        InputError: the report of a run that has not finished.
-        OSError: the file cannot be read.
-        VersionError: a report of a newer version.
-    """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from error
-    if not isinstance(data, dict) or data.get("format") != FORMAT:
-        raise FormatError(f"{path} is not a report: give the report.json that `cuvee report` writes")
-    version = data.get("version")
-    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
-        raise FormatError(f"{path}: version: must be a whole number from 1, got {version!r}")
-    if version > VERSION:
-        raise VersionError(f"{path} is a report of version {version}; this cuvee reads up to {VERSION}: update it")
-    if data.get("complete") is not True:
-        raise InputError(f"report: {path} is of a run that has not finished; give its command again to go on")
-    try:
-        _check_report(data)
-    except FormatError as error:
-        raise FormatError(f"{path}: {error}") from error
-    return data
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}")
-
-
-def _check_report(data: Report) -> None:
-    for name in ("configuration", "environment", "model", "text"):
-        _require(isinstance(data.get(name), dict), name, "must be an object")
-    for name in ("quality", "tasks", "scores"):
-        entries = data.get(name)
-        _require(isinstance(entries, list) and all(isinstance(e, dict) for e in entries), name, "must list objects")
-    skipped = data.get("skipped", [])
-    whole = isinstance(skipped, list) and all(isinstance(e, dict) and isinstance(e.get("key"), str) for e in skipped)
-    _require(whole, "skipped", "must list objects with a key")
-    for name in ("calibration", "evaluation"):
-        texts = data["text"].get(name)
-        _require(isinstance(texts, list) and all(isinstance(t, dict) for t in texts), f"text.{name}", "must list texts")
-    _check_unique("quality", [entry.get("key") for entry in data["quality"]])
-    _check_unique("tasks", [task.get("name") for task in data["tasks"]])
-    _check_unique("scores", [score.get("key") for score in data["scores"]], [s.get("task") for s in data["scores"]])
-    for entry in data["quality"]:
-        for metric, field in METRICS.items():
-            if metric != "score":
-                where = f"quality {entry['key']}: {field}"
-                optional = metric in ("ratio", *_SPEEDS)
-                known = field in entry and (_is_number(entry[field]) or (optional and entry[field] is None))
-                _require(known, where, "must be a number")
-        lists = entry.get("per_sequence")
-        _require(isinstance(lists, dict), f"quality {entry['key']}: per_sequence", "must be an object")
-        lengths = {len(lists[name]) if _is_list(lists.get(name)) else 0 for name in _PER_SEQUENCE}
-        whole = len(lengths) == 1 and 0 not in lengths
-        _require(whole, f"quality {entry['key']}: per_sequence", "must list as many numbers of each kind")
-    for score in data["scores"]:
-        where = f"scores {score['key']} {score['task']}"
-        _require(_is_number(score.get("score")), f"{where}: score", "must be a number")
-        _require(score.get("stderr") is None or _is_number(score["stderr"]), f"{where}: stderr", "must be a number")
-        per_doc = score.get("per_doc")
-        _require(per_doc is None or _is_list(per_doc), f"{where}: per_doc", "must list numbers")
-
-
-def _check_unique(name: str, *columns: list[Any]) -> None:
-    """Refuse rows whose names are no strings, or occur twice."""
-    rows = list(zip(*columns, strict=True))
-    _require(all(isinstance(part, str) for row in rows for part in row), name, "each must have a name")
-    twice = next((row for row in rows if rows.count(row) > 1), None)
-    _require(twice is None, name, f"{' '.join(twice or ())} is there twice")
-
-
-def _require(holds: bool, where: str, what: str) -> None:
-    if not holds:
-        raise FormatError(f"{where}: {what}")
-
-
-def _is_number(value: Any) -> bool:
-    # The comparison is false of NaN; infinities come of literals such as 1e999, too.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MOST
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_number, value))
-
-
-# Comparing -------------------------------------------------------------------------------------------------------
-
-
-def compare_reports(a: Report, b: Report, conditions: Sequence[Condition], allow_different: bool = False) -> Comparison:
-    """What changed from one report to another.
-
-    A method or a score that only the first report has is a failure of every condition that covers it: a gate that
-    lost what it watches is not open.
+    If only the first report has a method or a score, every condition that covers it fails: a gate must not open because
+    what it watches is gone.
 
     Args:
-        a: the report before, of `load_report`.
-        b: the one after.
-        conditions: what must not be.
-        allow_different: compare reports of different models, texts, chunks or machines all the same.
+        a: the report before, from `load_report`.
+        b: the report after.
+        conditions: what must not happen.
+        allow_different: compare the reports even if models, texts, chunks or machines differ.
 
     Raises:
-        InputError: the reports differ in what their figures depend on (the message lists it), or a condition covers
-            nothing, or asks for a standard error that is not known.
+        InputError: the reports differ in something their figures depend on (the message lists it), or a condition
+            covers nothing or needs a standard error that is not known.
     """
-    different = tuple(_differences(a, b, any(c.metric in _SPEEDS for c in conditions)))
+    different = tuple(_differences(a, b, any(c.metric in SPEEDS for c in conditions)))
     if different and not allow_different:
         raise InputError(
             "report: the figures of these two cannot be compared, they differ in " + "; ".join(different)
@@ -422,8 +309,8 @@ def compare_reports(a: Report, b: Report, conditions: Sequence[Condition], allow
     )
 
 
-def _differences(a: Report, b: Report, timed: bool) -> Iterator[str]:
-    """What figures depend on and differs, each with both values."""
+def _differences(a: ReportData, b: ReportData, timed: bool) -> Iterator[str]:
+    """What figures depend on and is not the same, each with both values."""
     fields = [
         "model.fingerprint", "configuration.dtype", "configuration.cache_dtype", "configuration.chunk_tokens",
         "text.calibration", "text.evaluation", "text.sequences", "text.length", "text.prefix", "text.tokens_sha256",
@@ -452,14 +339,14 @@ def _short(value: Any) -> str:
     return f"{text[:12]}…" if len(text) >= 32 else text
 
 
-def _quality_changes(a: Report, b: Report) -> Iterator[Change]:
+def _quality_changes(a: ReportData, b: ReportData) -> Iterator[Change]:
     entries = {entry["key"]: entry for entry in b["quality"]}
     same_tokens = _same(a, b, "text", "tokens_sha256") and _same(a, b, "text", "prefix")
-    # Of the NLL a report keeps what each sequence lost against its own exact cache: enough where that one is the same.
+    # A report keeps how much NLL each sequence lost against its own exact cache: enough if that cache is the same.
     same_model = _same(a, b, "model", "fingerprint") and _same(a, b, "configuration", "dtype")
     for before in a["quality"]:
         after = entries.get(before["key"])
-        for metric, field in METRICS.items():
+        for metric, field in METRIC_FIELDS.items():
             if after is None or metric == "score" or before[field] is None or after[field] is None:
                 continue
             values = _per_sequence(before, metric), _per_sequence(after, metric)
@@ -469,20 +356,20 @@ def _quality_changes(a: Report, b: Report) -> Iterator[Change]:
             yield Change(before["key"], metric, None, before[field], after[field], error, paired and error is not None)
 
 
-def _same(a: Report, b: Report, block: str, name: str) -> bool:
-    """Whether both have a value and it is the same."""
+def _same(a: ReportData, b: ReportData, block: str, name: str) -> bool:
+    """Whether both reports have a value and it is the same."""
     return a[block].get(name) is not None and a[block].get(name) == b[block].get(name)
 
 
-def _per_sequence(entry: Report, metric: str) -> list[float] | None:
-    """Numbers whose mean moves as the metric does; None for speeds."""
+def _per_sequence(entry: Entry, metric: str) -> list[float] | None:
+    """Numbers whose mean changes as the metric does; None for speeds."""
     lists = entry["per_sequence"]
     if metric == "ratio":
         # 16 over a mean, linear around it (delta method).
         bits, ratio = np.array(lists["bits_per_value"]), entry["ratio"]
         return [float(r) for r in ratio * (2 - bits / bits.mean())]
     name = {"bits": "bits_per_value", "nll": "delta_nll"}.get(metric, metric)
-    return None if metric in _SPEEDS else list(lists[name])
+    return None if metric in SPEEDS else list(lists[name])
 
 
 def _error(before: list[float] | None, after: list[float] | None, paired: bool) -> float | None:
@@ -498,7 +385,7 @@ def _root(first: float | None, second: float | None) -> float | None:
     return None if first is None or second is None else math.hypot(first, second)
 
 
-def _score_changes(a: Report, b: Report) -> Iterator[Change]:
+def _score_changes(a: ReportData, b: ReportData) -> Iterator[Change]:
     scores = {(score["key"], score["task"]): score for score in b["scores"]}
     before_tasks, after_tasks = ({task["name"]: task for task in report["tasks"]} for report in (a, b))
     for before in a["scores"]:
@@ -521,13 +408,13 @@ def _score_changes(a: Report, b: Report) -> Iterator[Change]:
         yield Change(key, "score", task, before["score"], after["score"], error, paired and error is not None)
 
 
-def _is_mean(score: Report) -> bool:
-    """Whether a score is the mean of its documents: differences of others say nothing about it."""
+def _is_mean(score: Entry) -> bool:
+    """Whether a score is the mean over its documents. If not, differences between documents say nothing about it."""
     per_doc: list[float] = score.get("per_doc") or []
     return len(per_doc) > 0 and math.isclose(float(np.mean(per_doc)), score["score"], rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _missing(a: Report, b: Report) -> Iterator[Missing]:
+def _missing(a: ReportData, b: ReportData) -> Iterator[Missing]:
     skipped = {entry["key"]: str(entry.get("reason")) for entry in b.get("skipped", [])}
     entries = {entry["key"]: entry for entry in b["quality"]}
     for before in a["quality"]:
@@ -535,7 +422,7 @@ def _missing(a: Report, b: Report) -> Iterator[Missing]:
         if key not in entries:
             yield Missing(key, None, None, skipped.get(key))
             continue
-        for metric, field in METRICS.items():
+        for metric, field in METRIC_FIELDS.items():
             if metric != "score" and before[field] is not None and entries[key][field] is None:
                 yield Missing(key, metric, None, None)
     scores = {(score["key"], score["task"]) for score in b["scores"]}
@@ -544,11 +431,11 @@ def _missing(a: Report, b: Report) -> Iterator[Missing]:
             yield Missing(score["key"], "score", score["task"], skipped.get(score["key"]) or skipped.get(score["task"]))
 
 
-def _what_there_is(report: Report, condition: Condition) -> str:
+def _what_there_is(report: ReportData, condition: Condition) -> str:
     if condition.metric == "score":
         pairs = [f"{score['key']}:{score['task']}" for score in report["scores"]]
         return f"there are scores of {_listed(pairs)}" if pairs else "the first report has no task scores"
-    keys = [entry["key"] for entry in report["quality"] if entry[METRICS[condition.metric]] is not None]
+    keys = [entry["key"] for entry in report["quality"] if entry[METRIC_FIELDS[condition.metric]] is not None]
     return f"there is {condition.metric} of {_listed(keys)}" if keys else f"no method has {condition.metric}"
 
 
@@ -556,24 +443,21 @@ def _listed(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _made_with(report: Report) -> dict[str, Any]:
+def _made_with(report: ReportData) -> dict[str, Any]:
     environment = report["environment"]
     names = ("cuvee", "commit", "torch", "transformers", "cpu", "gpu", "date")
     return {"model": report["model"].get("name"), **{name: environment.get(name) for name in names}}
 
 
 def _ratio(above: float, below: float) -> float | None:
-    """A share; zero of nothing is zero, anything else of it None."""
+    """A ratio. Zero over zero is zero, and anything else over zero is None."""
     if not above:
         return 0.0
     return above / below if below else None
 
 
-# Printing --------------------------------------------------------------------------------------------------------
-
-
 def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Print what changed noticeably, or at all where a condition looks, and why the gate is closed, if it is."""
+    """Print what changed noticeably, or at all if a condition watches it, and why the gate is closed, if it is."""
     for name, made in (("before", comparison.a), ("after", comparison.b)):
         words = [made["model"], f"cuvee {made['cuvee']}", made["commit"], made["gpu"] or made["cpu"], made["date"]]
         _line(console, f"{name:7} {', '.join(str(word) for word in words if word)}", "dim")
@@ -600,7 +484,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
 def _table(changes: Sequence[Change]) -> Table:
     table = Table(title="Changes", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("method", "figure"):
-        table.add_column(column, overflow="fold")  # where space is short, these give way
+        table.add_column(column, overflow="fold")  # these give way if space is short
     for column in ("before", "after", "change", "%", "± s.e."):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -622,7 +506,7 @@ def _table(changes: Sequence[Change]) -> Table:
 
 
 def _line(console: Console, text: str, style: str) -> None:
-    # A Text is not markup: keys and reasons may hold brackets.
+    # Not markup, because keys and reasons may contain brackets.
     console.print(Text(text, style), soft_wrap=True)
 
 
@@ -631,7 +515,7 @@ def _named(figure: Change | Missing | Failure) -> str:
 
 
 def _amount(change: Change, unit: str) -> str:
-    """A change in the unit of the condition that it meets."""
+    """A change, in the unit of the condition that it meets."""
     value = {"%": change.relative, "se": change.in_errors}.get(unit, change.change)
     if value is None:
         return f"{change.a:.4g} -> {change.b:.4g}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import hashlib
 import io
 import logging
@@ -17,8 +16,9 @@ import numpy as np
 import torch
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.suggest import suggestion
 from cuvee.eval.corpus import load_tokenizer
-from cuvee.eval.methods import EXACT, baseline
+from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
 from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH, chance, description, main_metric
 
@@ -31,22 +31,22 @@ __all__ = ["TaskScorer"]
 
 
 class TaskScorer:
-    """Runs tasks on one model for any number of methods, without loading it again.
+    """Scores any number of methods on tasks with one model, which is loaded once.
 
     Args:
         model: a transformers causal language model.
         model_name: where its tokenizer comes from (see `load_tokenizer`).
-        tasks: names of lm-eval's tasks, of cuvee's or of those in `include_path`; a group stands for its members.
+        tasks: names of tasks that come with lm-eval or cuvee, or are in `include_path`. A group stands for its members.
         include_path: a folder with further tasks.
-        metadata: for tasks that ask for it.
-        limit: at most so many documents of each task.
-        num_fewshot: examples before each question, where a task does not forbid them; default: as the task says.
+        metadata: for tasks that need it.
+        limit: how many documents of each task to use at most.
+        num_fewshot: examples before each question, unless a task forbids them; default: as the task says.
         chat_template: whether to put prompts into the tokenizer's chat template.
         chunk_tokens, cache_dtype, batch_size: as in `CuveeLM`.
         seed: of everything that lm-eval draws.
 
     Attributes:
-        names: of the tasks, groups replaced by their members.
+        names: of the tasks, with groups replaced by their members.
 
     Raises:
         ImportError: lm-eval is not installed.
@@ -81,13 +81,11 @@ class TaskScorer:
         paths = [str(TASKS_PATH), *([include_path] if include_path else [])]
         self._manager: Any = TaskManager(include_path=paths, metadata=dict(metadata or {}), include_defaults=False)
         if not all(self._manager.match_tasks([name]) for name in tasks):
-            # lm-eval's own tasks: reading their index takes seconds, so only where they are asked for.
+            # Reading the index of lm-eval's own tasks takes seconds, so this is done only if they are asked for.
             self._manager = TaskManager(include_path=paths, metadata=dict(metadata or {}))
         for name in tasks:
             if not self._manager.match_tasks([name]):
-                near = difflib.get_close_matches(name, self._manager.all_tasks, 3)
-                hint = f"; did you mean {', '.join(near)}?" if near else ""
-                raise InputError(f"tasks: {name!r} is not known{hint}")
+                raise InputError(f"tasks: {name!r} is not known; {suggestion(name, self._manager.all_tasks, most=3)}")
         with _quiet():
             self.names: list[str] = list(self._load(tasks)["tasks"])
 
@@ -98,14 +96,14 @@ class TaskScorer:
         return CuveeLM(
             pretrained=self._model,
             tokenizer=load_tokenizer(self._model_name),
-            method=baseline(EXACT),
+            method=baseline(UNCOMPRESSED),
             chunk_tokens=self._chunk_tokens,
             cache_dtype=self._cache_dtype,
             batch_size=self._batch_size,
         )
 
     def _load(self, names: Sequence[str]) -> Any:
-        """Tasks as lm-eval's `evaluate` takes them."""
+        """The tasks in the form that lm-eval's `evaluate` takes."""
         loaded = self._manager.load(list(names))
         for task in loaded["tasks"].values():
             default = task.get_config("num_fewshot")
@@ -115,20 +113,20 @@ class TaskScorer:
         return loaded
 
     def score(self, method: Method, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-        """One method on one task.
+        """Score one method on one task.
 
         Returns:
-            the task and the score, JSON-ready, as a report keeps them: "score" and its "stderr" over documents,
-            "per_doc" (None where the metric is not a mean over documents), "bits_per_value" of the caches coded.
+            The task and the score, as dicts for JSON in the form a report keeps: "score" and its "stderr" over
+            documents, "per_doc" (None if the metric is not a mean over documents), "bits_per_value" of the caches.
 
         Raises:
-            InputError: a task without contexts, or with contexts longer than the model.
+            InputError: the task has no contexts, or some that are too long for the model.
         """
         import lm_eval
 
         with _quiet():
             self._lm.use(method)
-            # `simple_evaluate` does the same, and each time looks through the whole environment, git included.
+            # Not `simple_evaluate`: it does the same, but looks through the whole environment each time, git included.
             random.seed(self._seed)
             np.random.seed(self._seed)  # noqa: NPY002, tasks draw from the global state
             torch.manual_seed(self._seed)
@@ -173,7 +171,7 @@ def _first_metric(results: Mapping[str, Any], name: str) -> tuple[str, bool]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep what lm-eval prints and logs to itself; where it fails, show it."""
+    """Hide what lm-eval prints and logs, unless it fails."""
     printed = io.StringIO()
     loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
     levels = [logger.level for logger in loggers]

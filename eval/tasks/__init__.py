@@ -1,6 +1,6 @@
-"""lm-eval tasks that need their context, made to tell a good KV codec from a bad one (see `README.md` here).
+"""Tasks for lm-eval that need their context, made to tell a good KV codec from a bad one (see `README.md` here).
 
-What the report needs to know of a task is read from its YAML file.
+What a report needs to know about a task is read from its YAML file.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ LOCAL_TASKS = (
 
 
 def chance(task_name: str) -> float | None:
-    """The score of a guess, or None where there is no such thing (likelihoods, free answers).
+    """The score of a guess, or None if there is no such thing (likelihoods, free answers).
 
     Raises:
-        InputError: no task of ours has that name; so for the functions below.
-        ImportError: lm-eval is not installed; so for the functions below.
+        InputError: none of our tasks has that name.
+        ImportError: lm-eval is not installed.
     """
     return cast("float | None", _config(task_name)["metadata"].get("chance"))
 
 
 def description(task_name: str) -> str:
-    """One line: what the model has to do."""
+    """What the model has to do, in one line. Errors: see `chance`."""
     return cast(str, _config(task_name)["metadata"]["description"])
 
 
 def main_metric(task_name: str) -> tuple[str, bool]:
-    """The metric to report, as lm-eval names it, and whether more of it is better."""
+    """The metric to report, by lm-eval's name, and whether more of it is better. Errors: see `chance`."""
     first = _config(task_name)["metric_list"][0]
     return first["metric"], first["higher_is_better"]
 

@@ -1,4 +1,4 @@
-"""What the YAML files call: documents from the files beside them, and likelihood as a metric."""
+"""What the YAML files call: documents from the files beside them, and a likelihood as a metric."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["load", "nats_per_word"]
 
 
 def load(documents: str, **metadata: Any) -> dict[str, Any]:
-    """The documents of one task, as lm-eval's `custom_dataset` wants them.
+    """Load the documents of one task, as lm-eval's `custom_dataset` wants them.
 
     Args:
-        documents: name of a JSONL file beside the YAML file. lm-eval would look for `data_files` in the working
+        documents: the name of a JSONL file beside the YAML file. With `data_files`, lm-eval would look in the working
             directory.
-        metadata: whatever else lm-eval passes; ignored.
+        metadata: whatever else lm-eval passes, which is ignored.
 
     Returns:
-        The split "test", a `datasets.Dataset` in memory.
+        The split "test" as a `datasets.Dataset` in memory.
 
     Raises:
         InputError: there is no such file.
@@ -36,11 +36,11 @@ def load(documents: str, **metadata: Any) -> dict[str, Any]:
 
 
 def nats_per_word(doc: Mapping[str, Any], results: list[tuple[float, bool]]) -> dict[str, float]:
-    """Negative log-likelihood of the continuation over its words: independent of the tokenizer.
+    """Negative log-likelihood of the continuation per word, which does not depend on the tokenizer.
 
     Args:
         doc: has a field `continuation`.
-        results: one pair of log-likelihood and greediness.
+        results: one pair of the log-likelihood and whether it was the greedy choice.
     """
     ((log_likelihood, _),) = results
     return {"nats_per_word": -log_likelihood / len(doc["continuation"].split())}

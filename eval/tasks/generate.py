@@ -1,8 +1,8 @@
 """Write the documents of the local tasks: `python -m cuvee.eval.tasks.generate`.
 
-Prose comes from the bundled evaluation texts alone, everything else from the lists below. Equal inputs give equal
-bytes. Answers are drawn so that nothing but the context tells them: which of the choices is right is a draw that
-neither the choices nor the last token of the context depends on. A model without its cache is left to chance.
+Prose comes only from the bundled evaluation texts, and everything else from the lists below. Equal inputs give equal
+bytes. Nothing but the context tells the answers: which of the choices is right is drawn, and neither the choices nor
+the last token of the context depends on that draw. A model without its cache has to guess.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from cuvee.codec.files import write_atomically
 from cuvee.eval.data import EVALUATION_TEXTS, bundled_text, load_bundled_model
-from cuvee.eval.files import write_atomically
 from cuvee.eval.tasks import TASKS_PATH
 
-__all__ = ["DOCUMENTS", "documents", "encode"]
+__all__ = ["DOCUMENTS", "documents", "encode_documents"]
 
 DOCUMENTS = 200  # of each multiple-choice task
 CHOICES = 8  # of kv and needle tasks
@@ -30,7 +30,7 @@ PASSAGE_TOKENS = 64
 
 CONTEXT_TOKENS = 384  # of likelihood tasks
 CONTINUATION_TOKENS = 96
-QUERY_WORDS = 8  # that begin the span to be repeated
+QUERY_WORDS = 8  # with which the span to be repeated begins
 
 FIRST_NAMES = """
     John Mary Thomas Anne William Jane Henry Sarah George Martha Robert Alice Edward Ruth Samuel Emma
@@ -61,17 +61,17 @@ NEEDLES = (
     "At {place} {first} {last} lost one {quality}",
     "The brig from {place} brought {first} {last} one {quality}",
 )
-"""How needles begin; the value follows."""
+"""How needles begin. The value comes after that."""
 
 _TITLES = ("Mr.", "Mrs.", "Dr.", "St.", "Messrs.")
 
 
 class Prose:
-    """A text as words, with the tokens that each takes.
+    """A text as words, with the number of tokens that each takes.
 
     Args:
-        text: paragraphs on lines; title and headings of chapters are left out.
-        count: tokens of a text.
+        text: a paragraph per line. The title and the headings of chapters are left out.
+        count: returns the number of tokens in a text.
     """
 
     def __init__(self, text: str, count: Callable[[str], int]) -> None:
@@ -81,10 +81,10 @@ class Prose:
         ends = [word.rstrip("\"'").endswith((".", "?", "!")) and word not in _TITLES for word in self.words]
         # `"Stop!" cried he.` is one sentence.
         self.starts = [0, *(i for i, word in enumerate(self.words) if i and ends[i - 1] and not word[0].islower())]
-        """Words that begin a sentence."""
+        """The words that begin a sentence."""
 
     def end(self, first: int, tokens: int) -> int | None:
-        """Where a span of at most `tokens` tokens ends that begins at a word; None where the text is too short."""
+        """Where a span of at most `tokens` tokens ends that begins at word `first`; None if the text is too short."""
         limit = self._before[first] + tokens
         return bisect_right(self._before, limit) - 1 if limit <= self._before[-1] else None
 
@@ -93,7 +93,7 @@ class Prose:
         return bisect_left(self._before, self._before[end] - tokens)
 
     def span(self, first: int, end: int) -> str:
-        """The words from `first` to before `end`."""
+        """The words from `first` up to, but not including, `end`."""
         return " ".join(self.words[first:end])
 
 
@@ -125,7 +125,7 @@ def needles(
 
 
 def passages(texts: list[Prose], count: Callable[[str], int], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """As `needles`, with one of the same kind in each of six passages; the choices are the values of all."""
+    """Like `needles`, but with a needle of the same kind in each of six passages, whose values are the choices."""
     for _ in range(DOCUMENTS):
         queries = _queries(PASSAGES, rng)
         choices = rng.sample(THINGS, PASSAGES)
@@ -137,7 +137,7 @@ def passages(texts: list[Prose], count: Callable[[str], int], rng: random.Random
 
 
 def _queries(number: int, rng: random.Random) -> list[str]:
-    """Beginnings of needles of one kind; no two share a name, a place or a quality."""
+    """How needles of one kind begin. No two share a name, a place or a quality."""
     kind = rng.choice(NEEDLES)
     first, last, quality, place = (rng.sample(words, number) for words in (FIRST_NAMES, LAST_NAMES, QUALITIES, PLACES))
     return [
@@ -146,7 +146,7 @@ def _queries(number: int, rng: random.Random) -> list[str]:
 
 
 def _hide(needle: str, tokens: int, texts: list[Prose], rng: random.Random) -> str:
-    """About `tokens` tokens of prose with the needle before one of its sentences."""
+    """About `tokens` tokens of prose, with the needle before one of its sentences."""
     text = rng.choice(texts)
     first, end = rng.choice([(i, end) for i in text.starts if (end := text.end(i, tokens)) is not None])
     cut = rng.choice([i for i in text.starts if first <= i < end])
@@ -154,16 +154,16 @@ def _hide(needle: str, tokens: int, texts: list[Prose], rng: random.Random) -> s
 
 
 def stories(texts: list[Prose]) -> Iterator[dict[str, Any]]:
-    """Prose and how it goes on; no two continuations share a word."""
+    """Prose and how it continues. No word is in two continuations."""
     for text, first, middle, end in _windows(texts):
         yield {"context": text.span(first, middle), "continuation": text.span(middle, end)}
 
 
 def repeats(texts: list[Prose], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prose and a few words of it again; how that goes on."""
+    """Prose, a few words of it again, and how that continues."""
     for text, first, middle, _ in _windows(texts):
         spans = [(i, end) for i in range(first, middle) if (end := text.end(i, CONTINUATION_TOKENS)) is not None]
-        # Words remain between span and query: otherwise repeating it would take no look back.
+        # Some words must remain between span and query, or repeating it would take no look back.
         start, end = rng.choice([span for span in spans if span[1] < middle - QUERY_WORDS])
         begun = start + QUERY_WORDS
         context = f"{text.span(first, middle)}\n\n{text.span(start, begun)}"
@@ -171,7 +171,7 @@ def repeats(texts: list[Prose], rng: random.Random) -> Iterator[dict[str, Any]]:
 
 
 def _windows(texts: list[Prose]) -> Iterator[tuple[Prose, int, int, int]]:
-    """Contexts and continuations (first, middle, end); a continuation begins where the one before it ended."""
+    """Contexts and continuations (first, middle, end). Each continuation begins where the one before it ended."""
     for text in texts:
         middle = text.end(0, CONTEXT_TOKENS)
         while middle is not None and (end := text.end(middle, CONTINUATION_TOKENS)) is not None:
@@ -198,15 +198,15 @@ def documents() -> dict[str, list[dict[str, Any]]]:
     return {name: list(docs) for name, docs in made.items()}
 
 
-def encode(docs: list[dict[str, Any]]) -> bytes:
-    """JSONL, ASCII."""
+def encode_documents(docs: list[dict[str, Any]]) -> bytes:
+    """Documents as JSONL in ASCII."""
     return b"".join(json.dumps(doc).encode("ascii") + b"\n" for doc in docs)
 
 
 def main(folder: Path = TASKS_PATH) -> None:
-    """Write all files."""
+    """Write the files of all tasks."""
     for name, docs in documents().items():
-        write_atomically(folder / f"{name}.jsonl", encode(docs))
+        write_atomically(folder / f"{name}.jsonl", encode_documents(docs))
         print(f"{name}: {len(docs)} documents", file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""MuSiQue in lm-eval's form: questions that need two to four of twenty paragraphs, answered in a few words.
+"""MuSiQue in the form lm-eval wants: questions that need two to four of twenty paragraphs, answered in a few words.
 
 Trivedi, Balasubramanian, Khot, Sabharwal: MuSiQue: Multihop Questions via Single-hop Question Composition, TACL 2022
 (arXiv:2108.00573). The data is not part of cuvee.
@@ -29,19 +29,19 @@ _TEXTS = ("title", "paragraph_text")
 
 
 def load(musique: str | Path | None = None, **metadata: Any) -> dict[str, Any]:
-    """The questions of a file in MuSiQue's published format, one JSON object a line.
+    """Load the questions in a file of MuSiQue's published format, one JSON object per line.
 
     Args:
         musique: the file, relative to the working directory, with the fields `id`, `paragraphs` (each with `title`
-            and `paragraph_text`), `question`, `answer`, `answer_aliases` and `answerable`; others are not kept.
-        metadata: whatever else lm-eval passes; ignored.
+            and `paragraph_text`), `question`, `answer`, `answer_aliases` and `answerable`. Others are not kept.
+        metadata: whatever else lm-eval passes, which is ignored.
 
     Returns:
-        The split "test", a `datasets.Dataset` in memory.
+        The split "test" as a `datasets.Dataset` in memory.
 
     Raises:
-        InputError: no file given, no such file, or one in another format; also questions without an answer, which
-            are in the "full" variant of the data and would need another metric.
+        InputError: no file is given, there is no such file, or it has another format. Questions without an answer,
+            as in the "full" variant of the data, are refused as well: they would need another metric.
     """
     from datasets import Dataset
 
@@ -54,7 +54,7 @@ def load(musique: str | Path | None = None, **metadata: Any) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"musique: {path} is not UTF-8 text: {_HOW}") from error
-    # Not splitlines(): JSON strings may hold U+2028 and other characters that it takes for ends of lines.
+    # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for the end of a line.
     questions = [_question(line, f"{path}, line {i}") for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not questions:
         raise InputError(f"musique: {path} is empty: {_HOW}")
@@ -83,14 +83,14 @@ def _question(line: str, where: str) -> dict[str, Any]:
 
 
 def prompt(doc: Mapping[str, Any]) -> str:
-    """All paragraphs in the file's order, then the question: the cache holds them, whichever are needed."""
+    """All paragraphs in the order of the file, then the question: the cache holds them all, whichever are needed."""
     paragraphs = [f"{p['title']}\n{p['paragraph_text']}" for p in doc["paragraphs"]]
     task = "Answer the question from the passages above, in as few words as possible."
     return "\n\n".join([*paragraphs, f"{task}\nQuestion: {doc['question']}\nAnswer:"])
 
 
 def score(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:
-    """F1 of words and exact match, each the best over the answer and its aliases, as MuSiQue's own script has it."""
+    """F1 of words and exact match, each the best over the answer and its aliases, as in MuSiQue's own script."""
     (given,) = results
     accepted = [doc["answer"], *doc["answer_aliases"]]
     return {

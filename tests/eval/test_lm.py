@@ -31,9 +31,12 @@ from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
-from cuvee.eval.baselines.quantizers import Destroyed, Identity, Kivi
+from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
+from cuvee.eval.cached_reading import Read
 from cuvee.eval.data import bundled_text, load_bundled_model
-from cuvee.eval.lm import CuveeLM, _complete, _Read, method_identity, run_cli
+from cuvee.eval.lm import CuveeLM
+from cuvee.eval.lm_command import complete_arguments, run_cli
+from cuvee.eval.methods import method_identity
 from cuvee.eval.quality import CodecMethod, Method
 from cuvee.eval.tasks import TASKS_PATH
 
@@ -79,7 +82,7 @@ def difference(a: Score, b: Score) -> float:
 
 
 @dataclass(frozen=True)
-class Recording(Identity):
+class Recording(Uncompressed):
     """Remembers the chunks that it got."""
 
     seen: list[KVChunk] = field(default_factory=list, repr=False)
@@ -94,7 +97,7 @@ class Recording(Identity):
 
 
 @dataclass(frozen=True)
-class Short(Identity):
+class Short(Uncompressed):
     """Forgets the last token of every chunk."""
 
     def decode(self, stored: Any) -> KVChunk:
@@ -146,7 +149,7 @@ def test_every_family_answers_like_hflm(family: str, lively: Callable[..., Any])
     ]
     for batch_size in (1, 4):
         arguments: dict[str, Any] = {"tokenizer": tokenizer, "batch_size": batch_size, "max_length": 60}
-        reference, lm = HFLM(model, **arguments), CuveeLM(model, method=Identity(), chunk_tokens=8, **arguments)
+        reference, lm = HFLM(model, **arguments), CuveeLM(model, method=Uncompressed(), chunk_tokens=8, **arguments)
         expected: Score = quiet(reference, "loglikelihood", scored)
         got: Score = quiet(lm, "loglikelihood", scored)
         assert difference(got, expected) < TOLERANCE
@@ -219,7 +222,7 @@ def test_the_bundled_model_gets_the_metrics_of_hflm(bundled: tuple[Any, Any]) ->
     model, tokenizer = bundled
     tasks = local_tasks(tokenizer)
     expected = figures(evaluate(HFLM(model, tokenizer=tokenizer, batch_size=4), tasks))
-    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Identity())
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
     results = evaluate(lm, tasks)
     got = figures(results)
     assert len(got) == 4 and got == pytest.approx(expected, rel=1e-6)
@@ -237,7 +240,7 @@ def test_one_batch_holds_contexts_at_the_end_of_the_positions(lively: Callable[.
     model, tokenizer = lively("gpt2", max_position_embeddings=24), word_tokenizer()
     requests = [*choices([22], [2]), *choices([3], [20])]
     expected = quiet(HFLM(model, tokenizer=tokenizer, batch_size=2), "loglikelihood", requests)
-    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=2, method=Identity())
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=2, method=Uncompressed())
     assert difference(quiet(lm, "loglikelihood", requests), expected) < TOLERANCE
 
 
@@ -249,7 +252,7 @@ def test_beams_and_repeated_prompts(lively: Callable[..., Any]) -> None:
             for count in (12, 5, 12)
         ]
         expected = quiet(HFLM(model, tokenizer=tokenizer, batch_size=4), "generate_until", begun)
-        lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Identity())
+        lm = CuveeLM(model, tokenizer=tokenizer, batch_size=4, method=Uncompressed())
         assert quiet(lm, "generate_until", begun) == expected
         assert lm.statistics.contexts == 2
         lm.use(Destroyed())
@@ -266,7 +269,7 @@ def test_mixed_precision_and_softmax_dtype(lively: Callable[..., Any]) -> None:
     assert difference(got, expected) < 0.1 < max(abs(value) for value, _ in expected)
     assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.float32}
     for softmax_dtype, dtype in ((None, torch.bfloat16), ("float32", torch.float32)):
-        lm = CuveeLM(model, method=Identity(), **{**arguments, "softmax_dtype": softmax_dtype})
+        lm = CuveeLM(model, method=Uncompressed(), **{**arguments, "softmax_dtype": softmax_dtype})
         assert lm._forward(torch.tensor([[3, 4]])).dtype == dtype
 
 
@@ -317,12 +320,12 @@ def test_half_of_each_rolling_window_is_scored_exactly(llama: Callable[..., Cuve
 
 
 def test_likeliest_are_all_targets_or_none(llama: Callable[..., CuveeLM]) -> None:
-    lm = llama(method=Identity())
+    lm = llama(method=Uncompressed())
     tokens = tuple(lm.tok_encode(words(12)))
     likeliest = lm._forward(torch.tensor([tokens]))[0].argmax(-1).tolist()
     for wrong in (None, 0, 11):  # before and after the split
         targets = tuple((token + (at == wrong)) % 61 for at, token in enumerate(likeliest))
-        ((_, greedy),) = lm._score([_Read(tokens, 6, targets)], lambda *_: None, tqdm(disable=True))
+        ((_, greedy),) = lm._reader.score([Read(tokens, 6, targets)], 1, lambda *_: None, tqdm(disable=True))
         assert greedy == (wrong is None)
 
 
@@ -353,7 +356,7 @@ def test_a_codec_changes_little_and_its_bits_are_those_of_its_blobs(bundled: tup
 
 def test_chunks_are_coded_in_the_dtype_asked_for(llama: Callable[..., CuveeLM]) -> None:
     recording, requests = Recording(), choices([20], [3, 2])
-    exact = quiet(llama(method=Identity()), "loglikelihood", requests)
+    exact = quiet(llama(method=Uncompressed()), "loglikelihood", requests)
     lm = llama(method=recording, cache_dtype="bfloat16")
     assert 0 < difference(quiet(lm, "loglikelihood", requests), exact) < 0.1
     assert {chunk.keys[0].dtype for chunk in recording.seen} == {torch.bfloat16} and lm.bits_per_value == 16
@@ -376,7 +379,7 @@ def test_the_bundled_model_goes_by_its_name(tmp_path: Path) -> None:
 
 
 def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    layout = llama(method=Identity()).layout
+    layout = llama(method=Uncompressed()).layout
     Profile.generic(layout).save(tmp_path / "p.safetensors")
     lm = llama(profile=str(tmp_path / "p.safetensors"), step=1)
     assert isinstance(lm.method, CodecMethod)
@@ -389,7 +392,7 @@ def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: P
 
 @pytest.mark.parametrize("kind", ["loglikelihood", "loglikelihood_rolling", "generate_until"])
 def test_a_task_without_context_is_refused(kind: str, llama: Callable[..., CuveeLM]) -> None:
-    lm = llama(method=Identity())
+    lm = llama(method=Uncompressed())
     rest: dict[str, tuple[Any, ...]] = {
         "loglikelihood": (" w7 w8",),
         "loglikelihood_rolling": (),
@@ -408,21 +411,21 @@ def test_two_tasks_may_ask_the_same(llama: Callable[..., CuveeLM]) -> None:
     shared = choices([9], [2], task="one")
     again = choices([9], [2], task="two")
     bare = [ask("loglikelihood", "", " w7", task="one")]
-    assert len(quiet(llama(method=Identity()), "loglikelihood", [*shared, *bare, *again])) == 3
+    assert len(quiet(llama(method=Uncompressed()), "loglikelihood", [*shared, *bare, *again])) == 3
 
 
 def test_a_request_without_a_task_is_scored(llama: Callable[..., CuveeLM]) -> None:
     requests = [ask("loglikelihood", words(9), " w7", task=None)]
-    assert len(quiet(llama(method=Identity()), "loglikelihood", requests)) == 1
+    assert len(quiet(llama(method=Uncompressed()), "loglikelihood", requests)) == 1
 
 
 def test_a_request_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None:
     model, tokenizer = lively("llama", max_position_embeddings=64), word_tokenizer()
     requests = choices([70, 62, 61, 10], [4, 2])
     with pytest.raises(InputError, match=r"tasks: recall has a request of 73 tokens, .* 64: only with truncation=True"):
-        quiet(CuveeLM(model, tokenizer=tokenizer, method=Identity()), "loglikelihood", requests)
+        quiet(CuveeLM(model, tokenizer=tokenizer, method=Uncompressed()), "loglikelihood", requests)
     expected = quiet(HFLM(model, tokenizer=tokenizer), "loglikelihood", requests)
-    lm = CuveeLM(model, tokenizer=tokenizer, method=Identity(), truncation=True)
+    lm = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed(), truncation=True)
     assert difference(quiet(lm, "loglikelihood", requests), expected) < TOLERANCE
     assert lm.statistics.truncated_requests == 3  # 62 + 2 and 61 + 4 read 63 and 64 tokens
     with pytest.raises(InputError, match="its continuation alone is too long"):
@@ -436,12 +439,12 @@ def test_a_prompt_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None
     requests = [ask("generate_until", words(count, count), stop) for count in (70, 54, 55, 8)]
     expected = quiet(HFLM(model, tokenizer=tokenizer, batch_size=4), "generate_until", requests)
     for batch_size in (1, 4):
-        lm = CuveeLM(model, tokenizer=tokenizer, method=Identity(), batch_size=batch_size)
+        lm = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed(), batch_size=batch_size)
         with pytest.raises(
             InputError, match=r"tasks: recall has a request of 70 tokens, .* 54: only with truncation=True"
         ):
             quiet(lm, "generate_until", requests)
-        lm = CuveeLM(model, tokenizer=tokenizer, method=Identity(), batch_size=batch_size, truncation=True)
+        lm = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed(), batch_size=batch_size, truncation=True)
         assert quiet(lm, "generate_until", requests) == expected
         assert lm.statistics.truncated_requests == 2
     greedy = [ask("generate_until", words(5), {"until": ["w5"], "max_gen_toks": 64})]
@@ -451,7 +454,7 @@ def test_a_prompt_too_long_is_refused_or_cut(lively: Callable[..., Any]) -> None
 
 def test_an_empty_continuation_is_refused(llama: Callable[..., CuveeLM]) -> None:
     with pytest.raises(InputError, match="tasks: recall has an empty continuation"):
-        quiet(llama(method=Identity()), "loglikelihood", [ask("loglikelihood", words(5), "")])
+        quiet(llama(method=Uncompressed()), "loglikelihood", [ask("loglikelihood", words(5), "")])
 
 
 def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) -> None:
@@ -466,21 +469,21 @@ def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) ->
     ("arguments", "message"),
     [
         ({}, r"method: nothing says .* give profile=, quality= or method="),
-        ({"method": Identity(), "profile": "p.safetensors", "kl": 0.1}, "method: .* leave profile=, kl= out"),
+        ({"method": Uncompressed(), "profile": "p.safetensors", "kl": 0.1}, "method: .* leave profile=, kl= out"),
         ({"method": "kivi4", "quality": "high"}, "method: .* leave quality= out"),
         ({"quality": "high", "bits": 2}, "quality: give at most one of .* got quality, bits"),
         ({"kl": "tiny"}, "kl: must be a number, got 'tiny'"),
         ({"quality": 3}, "quality: must be a name, got 3"),
         ({"quality": "lossy"}, "lossy"),
-        ({"method": Identity(), "chunk_tokens": 0}, "chunk_tokens: must be a whole number of at least 1, got 0"),
-        ({"method": Identity(), "chunk_tokens": "many"}, "chunk_tokens: .* got 'many'"),
-        ({"method": Identity(), "chunk_tokens": True}, "chunk_tokens: .* got True"),
-        ({"method": Identity(), "batch_size": "0"}, "batch_size: .* got '0'"),
-        ({"method": Identity(), "batch_size": "auto:4"}, "batch_size: 'auto' is not supported"),
-        ({"method": Identity(), "cache_dtype": "float8"}, "cache_dtype: must be one of bfloat16, .* got 'float8'"),
-        ({"method": Identity(), "backend": "seq2seq"}, "backend: seq2seq models are not supported"),
-        ({"method": Identity(), "tp_plan": "auto"}, "tp_plan: .* in one process"),
-        ({"method": Identity(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
+        ({"method": Uncompressed(), "chunk_tokens": 0}, "chunk_tokens: must be a whole number of at least 1, got 0"),
+        ({"method": Uncompressed(), "chunk_tokens": "many"}, "chunk_tokens: .* got 'many'"),
+        ({"method": Uncompressed(), "chunk_tokens": True}, "chunk_tokens: .* got True"),
+        ({"method": Uncompressed(), "batch_size": "0"}, "batch_size: .* got '0'"),
+        ({"method": Uncompressed(), "batch_size": "auto:4"}, "batch_size: 'auto' is not supported"),
+        ({"method": Uncompressed(), "cache_dtype": "float8"}, "cache_dtype: must be one of bfloat16, .* got 'float8'"),
+        ({"method": Uncompressed(), "backend": "seq2seq"}, "backend: seq2seq models are not supported"),
+        ({"method": Uncompressed(), "tp_plan": "auto"}, "tp_plan: .* in one process"),
+        ({"method": Uncompressed(), "max_length": 65}, "max_length: the model has 64 positions, got 65"),
         ({"method": "kivi5"}, "kivi5"),
         ({"quality": "high", "codec_backend": "cobol"}, "cobol"),
     ],
@@ -491,14 +494,14 @@ def test_bad_arguments(arguments: dict[str, Any], message: str, llama: Callable[
 
 
 def test_counts_may_come_from_a_command_line(llama: Callable[..., CuveeLM]) -> None:
-    lm = llama(method=Identity(), chunk_tokens="16", batch_size="2")
+    lm = llama(method=Uncompressed(), chunk_tokens="16", batch_size="2")
     assert (lm.chunk_tokens, lm.batch_size) == (16, 2)
 
 
 def test_several_processes_are_refused(llama: Callable[..., CuveeLM], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CuveeLM, "world_size", 2)
     with pytest.raises(InputError, match="accelerate: several processes are not supported"):
-        llama(method=Identity())
+        llama(method=Uncompressed())
 
 
 def test_the_generic_profile_has_no_curve(llama: Callable[..., CuveeLM]) -> None:
@@ -515,7 +518,7 @@ def test_what_cannot_work_fails_before_weights_are_read(
         CuveeLM(tmp_path / "llama", profile=other)
     transformers.OPTConfig().save_pretrained(tmp_path / "opt")
     with pytest.raises(UnsupportedModel, match="opt"):
-        CuveeLM(tmp_path / "opt", method=Identity())
+        CuveeLM(tmp_path / "opt", method=Uncompressed())
     with pytest.raises(FileNotFoundError):
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
 
@@ -527,7 +530,7 @@ def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM], layo
 
 
 def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = llama(method=Identity())
+    lm = llama(method=Uncompressed())
     forward = lm.model.forward
 
     def longer(input_ids: torch.Tensor, **arguments: Any) -> Any:
@@ -542,7 +545,7 @@ def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: 
 
 
 @dataclass(frozen=True)
-class Learned(Identity):
+class Learned(Uncompressed):
     """Holds a tensor."""
 
     basis: torch.Tensor = field(default_factory=lambda: torch.eye(2))
@@ -560,7 +563,7 @@ class Plain:
 def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
     profile = Profile.generic(layouts["gqa"])
     codecs = [CodecMethod(Codec(profile, quality)) for quality in ("high", "balanced", "lossless")]
-    methods: list[Method] = [Identity(), Destroyed(), Kivi(2), Kivi(3), Named(), *codecs]
+    methods: list[Method] = [Uncompressed(), Destroyed(), Kivi(2), Kivi(3), Named(), *codecs]
     assert len({json.dumps(method_identity(method)) for method in methods}) == len(methods)
     assert method_identity(codecs[0]) == {
         "method": "cuvee",
@@ -577,7 +580,7 @@ def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
 def test_each_configuration_has_a_response_cache_of_its_own(bundled: tuple[Any, Any], tmp_path: Path) -> None:
     model, tokenizer = bundled
     tasks = local_tasks(tokenizer)[:2]
-    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=8, method=Identity())
+    lm = CuveeLM(model, tokenizer=tokenizer, batch_size=8, method=Uncompressed())
     exact = evaluate(lm, tasks, use_cache=str(tmp_path / "exact"))
     lm.use(Destroyed())
     with pytest.raises(InputError, match=r"use_cache: .*exact_rank0.db holds .* \(method\): name a file of its own"):
@@ -585,32 +588,32 @@ def test_each_configuration_has_a_response_cache_of_its_own(bundled: tuple[Any, 
     spoilt = evaluate(lm, tasks, use_cache=str(tmp_path / "spoilt"))
     assert figures(spoilt) != figures(exact)
     # Both files serve their own configuration, and nothing is computed again.
-    for method, results, name in ((Identity(), exact, "exact"), (Named(), None, "named"), (Named(), None, "named")):
+    for method, results, name in ((Uncompressed(), exact, "exact"), (Named(), None, "named"), (Named(), None, "named")):
         lm.use(method)
         again = evaluate(lm, tasks, use_cache=str(tmp_path / name))
         assert results is None or figures(again) == figures(results)
     assert lm.statistics.contexts == 0
     for changes in ({"chunk_tokens": 128}, {"cache_dtype": "bfloat16"}, {"max_length": 1000}, {"truncation": True}):
-        other = CuveeLM(model, tokenizer=tokenizer, method=Identity(), **changes)
+        other = CuveeLM(model, tokenizer=tokenizer, method=Uncompressed(), **changes)
         with pytest.raises(InputError, match=rf"exact_rank0.db holds .*{next(iter(changes))}"):
             CachingLM(other, str(tmp_path / "exact_rank0.db"))
 
 
 def test_a_response_cache_does_not_survive_a_change_of_method(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    lm, requests = llama(method=Identity()), choices([9, 5], [2, 3])
+    lm, requests = llama(method=Uncompressed()), choices([9, 5], [2, 3])
     cached = CachingLM(lm, str(tmp_path / "a.db"))
     exact = cached.loglikelihood(requests)
     lm.use(Destroyed())
     with pytest.raises(AttributeError):  # closed
         cached.loglikelihood(requests)
     assert difference(quiet(lm, "loglikelihood", requests), exact) > 0.01  # and nothing of it goes into the file
-    lm.use(Identity())
+    lm.use(Uncompressed())
     assert CachingLM(lm, str(tmp_path / "a.db")).loglikelihood(requests) == exact
     assert lm.statistics.contexts == 0
 
 
 def test_a_response_cache_of_unknown_origin_is_refused(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    lm, requests = llama(method=Identity()), choices([9], [2])
+    lm, requests = llama(method=Uncompressed()), choices([9], [2])
     stranger = CachingLM(HFLM(lm.model, tokenizer=lm.tokenizer), str(tmp_path / "a.db"))
     stranger.loglikelihood(requests)
     stranger.dbdict.close()
@@ -621,9 +624,9 @@ def test_a_response_cache_of_unknown_origin_is_refused(llama: Callable[..., Cuve
 def test_an_interrupted_run_goes_on_with_its_responses(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
     # What is missing may be requests without context alone: the task was seen to have some.
     with_context, without = choices([9], [2, 3]), [ask("loglikelihood", "", " w7")]
-    lm = llama(method=Identity())
+    lm = llama(method=Uncompressed())
     first = CachingLM(lm, str(tmp_path / "a.db")).loglikelihood([*with_context, *without[:0]])
-    lm = llama(method=Identity())
+    lm = llama(method=Uncompressed())
     cached = CachingLM(lm, str(tmp_path / "a.db"))
     assert cached.loglikelihood([*with_context, *without])[:2] == first
     assert lm.statistics.contexts == 0 and lm.statistics.uncached_requests == 1
@@ -632,7 +635,7 @@ def test_an_interrupted_run_goes_on_with_its_responses(llama: Callable[..., Cuve
 
 
 def test_partial_results_reach_the_response_cache(llama: Callable[..., CuveeLM], tmp_path: Path) -> None:
-    lm = llama(method=Identity())
+    lm = llama(method=Uncompressed())
     database = CachingLM(lm, str(tmp_path / "a.db")).dbdict
     assert len(database) == 1
     quiet(lm, "loglikelihood", choices([9, 5], [2, 3]))
@@ -691,18 +694,18 @@ def test_the_command_line_runs_a_local_task(
 
 def test_arguments_are_completed_and_not_overruled(tmp_path: Path) -> None:
     ours, model = ["--include_path", str(TASKS_PATH)], ["--model", "cuvee"]
-    assert _complete(["run", "--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
-    assert _complete(["--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
+    assert complete_arguments(["run", "--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
+    assert complete_arguments(["--tasks", "a"]) == ["run", *ours, *model, "--tasks", "a"]
     # The user's own come last, and the last one counts.
-    assert _complete(["--model", "hf", "-t", "a"])[-4:] == ["--model", "hf", "-t", "a"]
-    assert _complete(["ls", "tasks"]) == ["ls", *ours, "tasks"]
-    assert _complete(["validate", "--tasks", "a"]) == ["validate", *ours, "--tasks", "a"]
+    assert complete_arguments(["--model", "hf", "-t", "a"])[-4:] == ["--model", "hf", "-t", "a"]
+    assert complete_arguments(["ls", "tasks"]) == ["ls", *ours, "tasks"]
+    assert complete_arguments(["validate", "--tasks", "a"]) == ["validate", *ours, "--tasks", "a"]
     for help_ in ([], ["--help"], ["-h"], ["run"]):
-        assert _complete(help_) == help_
+        assert complete_arguments(help_) == help_
     config = tmp_path / "c.yaml"
     config.write_text("model: hf\ntasks: [a]\n")
     for args in (["--config", str(config)], [f"--config={config}"], ["-C", str(config)]):
-        assert _complete(args) == ["run", *ours, *args]
+        assert complete_arguments(args) == ["run", *ours, *args]
 
 
 @pytest.mark.parametrize(("code", "status"), [(None, 0), (0, 0), (3, 3), ("no such task", 1)])

@@ -5,12 +5,17 @@ from __future__ import annotations
 import pytest
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.quantizers import Float8, Identity, Kivi
-from cuvee.eval.methods import BASELINES, EXACT, Candidate, baseline, family_label
+from cuvee.eval.baselines.quantizers import Float8, Kivi, Uncompressed
+from cuvee.eval.methods import BASELINES, UNCOMPRESSED, baseline, family_label
+from cuvee.eval.report.candidates import Candidate
 
 
 def test_baselines_go_by_name() -> None:
-    assert baseline(EXACT) == Identity() and baseline("kivi3") == Kivi(3) and baseline("fp8-e5m2") == Float8("e5m2")
+    assert (
+        baseline(UNCOMPRESSED) == Uncompressed()
+        and baseline("kivi3") == Kivi(3)
+        and baseline("fp8-e5m2") == Float8("e5m2")
+    )
     assert len({repr(baseline(name)) for name in BASELINES}) == len(BASELINES)
 
 
@@ -23,9 +28,9 @@ def test_an_unknown_name_gets_a_hint(name: str, hint: str) -> None:
 
 
 def test_a_key_is_a_family_and_a_setting() -> None:
-    dial = Candidate("pca/kv@2", "", "curve", Identity)
+    dial = Candidate("pca/kv@2", "", "curve", Uncompressed)
     assert (dial.family, dial.setting) == ("pca/kv", "2")
-    point = Candidate("int8", "", "point", Identity)
+    point = Candidate("int8", "", "point", Uncompressed)
     assert (point.family, point.setting) == ("int8", "")
 
 

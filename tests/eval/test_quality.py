@@ -10,7 +10,7 @@ import pytest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.quantizers import Destroyed, Identity
+from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.quality import CodecMethod, Quality, QualityBench
 
 
@@ -19,7 +19,7 @@ def bench(books: Any) -> QualityBench:
     return QualityBench(books.model, books.orchard[:6], books.prefix, batch_size=4)
 
 
-class Short(Identity):
+class Short(Uncompressed):
     """Forgets the last token of every chunk."""
 
     def decode(self, stored: Any) -> KVChunk:
@@ -28,7 +28,7 @@ class Short(Identity):
 
 
 def test_an_identity_costs_nothing(bench: QualityBench, books: Any) -> None:
-    q = bench.run("same", Identity())
+    q = bench.run("same", Uncompressed())
     assert (q.delta_nll, q.top1, q.bits_per_value, q.ratio) == (0, 1, 32, 0.5)
     assert abs(q.kl) < 1e-7 and q.kl_stderr is not None and q.kl_stderr < 1e-7
     assert (q.sequences, q.cached_tokens, q.scored_tokens) == (6, 6 * 192, 6 * 63)
@@ -44,7 +44,7 @@ def test_a_destroyed_cache_costs_much(bench: QualityBench) -> None:
 
 
 def test_the_cast_to_sixteen_bits_is_part_of_the_figures(books: Any) -> None:
-    q = QualityBench(books.model, books.orchard[:2], books.prefix, dtype="bfloat16").run("cast", Identity())
+    q = QualityBench(books.model, books.orchard[:2], books.prefix, dtype="bfloat16").run("cast", Uncompressed())
     assert 1e-7 < q.kl < 1e-3 and q.bits_per_value == 16 and q.ratio == 1
 
 
@@ -71,7 +71,7 @@ def test_figures_by_sequence_and_by_layer_add_up(bench: QualityBench, books: Any
     by_layer = [layer.bits_per_value or 0 for layer in q.layers]
     assert 0.95 * q.bits_per_value < sum(by_layer) / len(by_layer) < q.bits_per_value  # without the headers
     assert all(0 < e < 0.5 for layer in q.layers for e in (layer.key_error, layer.value_error))
-    exact, lost = bench.run("same", Identity()), bench.run("nothing", Destroyed())
+    exact, lost = bench.run("same", Uncompressed()), bench.run("nothing", Destroyed())
     assert all((e.key_error, e.value_error, e.bits_per_value) == (0, 0, None) for e in exact.layers)
     assert all(e.key_error >= 1 and e.value_error >= 1 for e in lost.layers)
     assert q.nll - q.delta_nll == pytest.approx(exact.nll)
@@ -96,7 +96,7 @@ def test_a_single_sequence_has_no_standard_error(books: Any) -> None:
 def test_the_model_comes_back_as_it_was(books: Any) -> None:
     books.model.train()
     try:
-        QualityBench(books.model, books.orchard[:1], books.prefix).run("same", Identity())
+        QualityBench(books.model, books.orchard[:1], books.prefix).run("same", Uncompressed())
         assert books.model.training and all(p.requires_grad for p in books.model.parameters())
     finally:
         books.model.eval()
@@ -106,4 +106,4 @@ def test_chunks_that_do_not_come_back_are_an_error(bench: QualityBench) -> None:
     with pytest.raises(InputError, match=r"^method: short"):
         bench.run("short", Short())
     with pytest.raises(InputError, match=r"^chunk_tokens"):
-        bench.run("", Identity(), 0)
+        bench.run("", Uncompressed(), 0)

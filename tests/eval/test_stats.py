@@ -9,19 +9,19 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.eval import stats
-from cuvee.eval.stats import Curve, bits_at_kl, bootstrap_ratio, compare_at_equal_kl, paired_difference
+from cuvee.eval.stats import FamilyCurve, bits_at_kl, bootstrap_ratio, compare_at_equal_kl, paired_difference
 
 F64 = npt.NDArray[np.float64]
 SIZES: npt.NDArray[np.float64] = np.array([0.5, 1.0, 2.0, 4.0])
 
 
-def power_law(scale: float, sequences: int, seed: int, noise: float = 0.4, shared: F64 | None = None) -> Curve:
+def power_law(scale: float, sequences: int, seed: int, noise: float = 0.4, shared: F64 | None = None) -> FamilyCurve:
     """KL = scale / bits**2 times noise of mean one: a factor a sequence (`shared` or its own), and a little more."""
     draw = np.random.default_rng(seed)
     hard = draw.normal(0, noise, sequences) if shared is None else shared
     own = draw.normal(0, 0.02, (len(SIZES), sequences))
     factor = np.exp(hard - noise**2 / 2 + own)
-    return Curve(np.repeat(SIZES[:, None], sequences, 1), scale / SIZES[:, None] ** 2 * factor)
+    return FamilyCurve(np.repeat(SIZES[:, None], sequences, 1), scale / SIZES[:, None] ** 2 * factor)
 
 
 def entry(key: str, bits: Any, kl: Any) -> dict[str, Any]:
@@ -34,7 +34,7 @@ def entry(key: str, bits: Any, kl: Any) -> dict[str, Any]:
     }
 
 
-def family(name: str, curve: Curve) -> list[dict[str, Any]]:
+def family(name: str, curve: FamilyCurve) -> list[dict[str, Any]]:
     pairs = zip(curve.bits.tolist(), curve.kl.tolist(), strict=True)
     return [entry(f"{name}@{i}", bits, kl) for i, (bits, kl) in enumerate(pairs)]
 
@@ -152,8 +152,8 @@ def test_what_is_hard_for_both_cancels() -> None:
 def test_the_anchor_is_resampled_with_the_curve() -> None:
     # The curve's KL is the anchor's times a constant on every sequence: the size at its KL is the same in every draw.
     hard = np.random.default_rng(3).lognormal(0, 1, 20)
-    of = Curve(np.repeat(SIZES[:, None], 20, 1), 0.04 / SIZES[:, None] ** 2 * hard)
-    anchor = Curve(np.full((1, 20), 8.0), 0.01 * hard[None])
+    of = FamilyCurve(np.repeat(SIZES[:, None], 20, 1), 0.04 / SIZES[:, None] ** 2 * hard)
+    anchor = FamilyCurve(np.full((1, 20), 8.0), 0.01 * hard[None])
     low, high = bootstrap_ratio(of, anchor, anchor.kl[0])
     assert low == pytest.approx(4) and high == pytest.approx(4)
     fixed_low, fixed_high = bootstrap_ratio(of, anchor, float(anchor.kl.mean()))
@@ -162,16 +162,18 @@ def test_the_anchor_is_resampled_with_the_curve() -> None:
 
 def test_sizes_are_resampled_too() -> None:
     bits = np.repeat(SIZES[:, None], 20, 1)
-    of = Curve(bits * np.random.default_rng(0).lognormal(0, 0.5, 20), np.repeat(0.04 / SIZES[:, None] ** 2, 20, 1))
-    low, high = bootstrap_ratio(of, Curve(np.full((1, 20), 8.0), np.full((1, 20), 0.01)), 0.01)
+    of = FamilyCurve(
+        bits * np.random.default_rng(0).lognormal(0, 0.5, 20), np.repeat(0.04 / SIZES[:, None] ** 2, 20, 1)
+    )
+    low, high = bootstrap_ratio(of, FamilyCurve(np.full((1, 20), 8.0), np.full((1, 20), 0.01)), 0.01)
     assert low is not None and high is not None and high - low > 0.5
 
 
 def test_the_interval_is_the_middle_95_per_cent() -> None:
     # With so many sequences the mean is normal, and 95 % of it within 1.96 standard errors.
     draw = np.random.default_rng(1)
-    against = Curve(np.exp(draw.normal(0, 0.1, (1, 400))), np.full((1, 400), 0.01))
-    of = Curve(np.ones((2, 400)), np.repeat([[0.02], [0.005]], 400, 1))  # one bit, whatever the KL
+    against = FamilyCurve(np.exp(draw.normal(0, 0.1, (1, 400))), np.full((1, 400), 0.01))
+    of = FamilyCurve(np.ones((2, 400)), np.repeat([[0.02], [0.005]], 400, 1))  # one bit, whatever the KL
     found = bootstrap_ratio(of, against, 0.01, draws=4000)
     error = against.bits.std() / 20
     mean = against.bits.mean()
@@ -182,17 +184,17 @@ def test_an_end_outside_what_was_measured_is_none() -> None:
     # The KL looked for is that of the smallest setting: in about half of the draws it is larger than any measured.
     of = power_law(0.04, 20, 1)
     at_the_end = float(of.kl[0].mean()) * 0.98
-    low, high = bootstrap_ratio(of, Curve(np.full((1, 20), 8.0), np.full((1, 20), 0.1)), at_the_end)
+    low, high = bootstrap_ratio(of, FamilyCurve(np.full((1, 20), 8.0), np.full((1, 20), 0.1)), at_the_end)
     assert high is None and low is not None and low < 16
     of_largest = float(of.kl[-1].mean()) * 1.02
-    low, high = bootstrap_ratio(of, Curve(np.full((1, 20), 8.0), np.full((1, 20), 0.1)), of_largest)
+    low, high = bootstrap_ratio(of, FamilyCurve(np.full((1, 20), 8.0), np.full((1, 20), 0.1)), of_largest)
     assert low is None and high is not None and high > 2
 
 
 def test_draws_in_which_both_are_outside_say_nothing() -> None:
     curve = power_law(0.04, 20, 1)
     assert bootstrap_ratio(curve, curve, float(curve.kl[0].mean())) == (None, None)
-    nothing = Curve(curve.bits, np.zeros_like(curve.kl))
+    nothing = FamilyCurve(curve.bits, np.zeros_like(curve.kl))
     assert bootstrap_ratio(nothing, curve, 0.01) == (None, None)
 
 
@@ -211,7 +213,7 @@ def test_other_sequences_or_no_draws_are_refused() -> None:
     with pytest.raises(InputError, match="draws: must be at least 1, got 0"):
         bootstrap_ratio(of, of, 0.01, draws=0)
     with pytest.raises(InputError, match="kl: must be"):
-        Curve(np.ones((2, 3)), np.ones((3, 2)))
+        FamilyCurve(np.ones((2, 3)), np.ones((3, 2)))
 
 
 # The comparison of a report -----------------------------------------------------------------------------------------
@@ -264,7 +266,7 @@ def test_families_and_ratios_at_the_kl_of_an_anchor(quality: list[dict[str, Any]
 
 def test_the_intervals_are_those_of_the_bootstrap(quality: list[dict[str, Any]]) -> None:
     entry_ = compare_at_equal_kl(quality, ["fp8"], seed=3, draws=200)[0]
-    curves = {f: Curve.of([e for e in quality if e["family"] == f]) for f in ("cuvee/layer", "pca/layer", "fp8")}
+    curves = {f: FamilyCurve.of([e for e in quality if e["family"] == f]) for f in ("cuvee/layer", "pca/layer", "fp8")}
     for ratio in entry_["ratios"][:2]:
         of, against = curves[ratio["of"]], curves[ratio["against"]]
         expected = bootstrap_ratio(of, against, quality[1]["per_sequence"]["kl"], draws=200, seed=3)
@@ -275,7 +277,7 @@ def test_an_anchor_above_all_curves_and_one_that_lost_nothing(quality: list[dict
     lossless, exact = compare_at_equal_kl(quality, ["cuvee/lossless", "bf16"], seed=1)
     assert all("its curve ends above, at a KL of " in f["reason"] for f in lossless["families"])
     assert all("no place on a logarithmic axis" in f["reason"] for f in exact["families"])
-    flat = [quality[1], *family("cuvee/none", Curve(np.ones((2, 24)), np.zeros((2, 24))))]
+    flat = [quality[1], *family("cuvee/none", FamilyCurve(np.ones((2, 24)), np.zeros((2, 24))))]
     assert compare_at_equal_kl(flat, ["fp8"], 1)[0]["families"][0]["reason"] == "no setting has a KL above zero"
 
 
@@ -288,7 +290,7 @@ def test_the_comparison_is_json_and_the_seed_decides(quality: list[dict[str, Any
 def test_an_anchor_that_was_not_measured(quality: list[dict[str, Any]]) -> None:
     with pytest.raises(InputError, match="anchors: 'cachgen' was not measured; did you mean 'cachegen'"):
         compare_at_equal_kl(quality, ["fp8", "cachgen"], 1)
-    with pytest.raises(InputError, match=r"anchors: 'x' was not measured$"):
+    with pytest.raises(InputError, match=r"anchors: 'x' was not measured; there are bf16, fp8, "):
         compare_at_equal_kl(quality, ["x"], 1)
 
 

@@ -18,7 +18,7 @@ from lm_eval.tasks import TaskManager
 
 from cuvee.codec.errors import InputError
 from cuvee.eval import tasks
-from cuvee.eval.baselines.quantizers import Destroyed, Identity, Kivi
+from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
 from cuvee.eval.data import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH, chance, description, documents, generate, main_metric, musique
@@ -228,9 +228,9 @@ def test_nats_per_word() -> None:
 def scores() -> dict[str, dict[str, dict[str, Any]]]:
     """scores[method][task][metric]"""
     model, tokenizer = load_bundled_model()
-    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Identity(), batch_size=8)
+    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Uncompressed(), batch_size=8)
     found = {}
-    for name, method in (("exact", Identity()), ("destroyed", Destroyed())):
+    for name, method in (("exact", Uncompressed()), ("destroyed", Destroyed())):
         lm.use(method)
         found[name] = evaluate(lm, list(CHOICE_TASKS), LIMIT) | evaluate(lm, list(NLL_TASKS), LIMIT_NLL)
     lm.use(Kivi(2))
@@ -330,7 +330,7 @@ def test_musique(tmp_path: Path, answer: str, f1: float, match: float) -> None:
 def test_musique_after_a_decoded_cache(tmp_path: Path) -> None:
     path = write(tmp_path / "dev.jsonl", a_question())
     model, tokenizer = load_bundled_model()
-    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Identity())
+    lm = CuveeLM(pretrained=model, tokenizer=tokenizer, method=Uncompressed())
     result = evaluate(lm, ["cuvee_musique"], musique=str(path))["cuvee_musique"]
     assert 0 <= result["f1,none"] <= 1
     assert lm.statistics.contexts == 1

@@ -10,9 +10,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.eval.baselines import quantizers as baselines
 from cuvee.eval.baselines.cachegen import (
-    ENTRIES,
-    Coded,
-    bins,
+    CDF_ENTRIES,
+    CodedChunks,
     decode,
     decode_reference,
     dequantize,
@@ -21,6 +20,7 @@ from cuvee.eval.baselines.cachegen import (
     encode_symbols,
     quantize,
 )
+from cuvee.eval.baselines.quantizers import cachegen_bins
 
 
 def make(tokens: int, layers: int = 2, heads: int = 2, size: int = 12, seed: int = 0) -> KVChunk:
@@ -34,13 +34,13 @@ def make(tokens: int, layers: int = 2, heads: int = 2, size: int = 12, seed: int
     return KVChunk([tensor() for _ in range(layers)], [tensor() for _ in range(layers)], layout)
 
 
-def coded_symbols(coded: Coded) -> torch.Tensor:
+def coded_symbols(coded: CodedChunks) -> torch.Tensor:
     return torch.full((coded.chunks, coded.units, coded.tokens, coded.channels), 0xAB, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 28, 32, 80])
 def test_bins_are_those_of_the_quality_baseline(layers: int) -> None:
-    keys, values = bins(layers)[::2], bins(layers)[1::2]
+    keys, values = cachegen_bins(layers)[::2], cachegen_bins(layers)[1::2]
     assert keys.count(32) == -(-10 * layers // 32) and keys == tuple(sorted(keys, reverse=True))
     assert values.count(32) == max(1, -(-2 * layers // 32)) and values == tuple(sorted(values, reverse=True))
     if layers == 32:
@@ -143,7 +143,7 @@ def test_a_wrong_byte_changes_only_what_follows_in_its_stream(device: torch.devi
 
 def test_tables_have_the_size_that_is_counted() -> None:
     coded = encode(make(20))
-    assert coded.cdf.shape == (coded.streams, ENTRIES) and coded.cdf.dtype == torch.uint16
+    assert coded.cdf.shape == (coded.streams, CDF_ENTRIES) and coded.cdf.dtype == torch.uint16
     steps = coded.cdf.to(torch.int64).diff(dim=1)
     steps[:, -1] += 1 << 16
     assert bool((steps >= 1).all()) and bool((steps.sum(1) == 1 << 16).all())

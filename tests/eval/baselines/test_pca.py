@@ -17,8 +17,11 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.rope import unrotate
+from cuvee.eval.baselines import kvtc as kvtc_module
 from cuvee.eval.baselines import pca
-from cuvee.eval.baselines.pca import BUDGETS, GROUPINGS, STEPS, Kvtc, PcaTransform, allocate, columns
+from cuvee.eval.baselines.basis import GROUPINGS, columns
+from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc, allocate
+from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
 
 Make = Callable[..., KVChunk]
 SCALAR = KVLayout("synthetic", (LayerLayout(1, 1, 1, None),), "float32", None)  # one key, one value a token
@@ -223,7 +226,7 @@ def test_bits_fall_and_errors_grow_over_the_steps(layouts: dict[str, KVLayout], 
     layout = layouts["gqa"]
     transform = PcaTransform.fit(layout, caches(make_chunk, layout), "layer")
     chunk = make_chunk(layout, 60, seed=8)
-    found = [transform.method(step).encode(chunk) for step in STEPS]
+    found = [transform.method(step).encode(chunk) for step in PCA_STEPS]
     errors = [float((free(back) - free(chunk)).square().sum()) for back, _ in found]
     assert all(a > b for (_, a), (_, b) in pairwise(found)) and all(a < b for a, b in pairwise(errors))
 
@@ -238,7 +241,7 @@ def test_a_step_must_be_finite_and_not_too_small(layouts: dict[str, KVLayout], m
 # KVTC --------------------------------------------------------------------------------------------------------------
 
 
-def cheapest(errors: pca.Errors, budget: int, p: int = 0) -> float:
+def cheapest(errors: kvtc_module.GroupErrors, budget: int, p: int = 0) -> float:
     """The least error from position p on, by trying everything."""
     if p == len(errors):
         return 0.0
@@ -277,7 +280,7 @@ def kvtc(layouts: dict[str, KVLayout], make_chunk: Make) -> Kvtc:
 
 def test_group_errors_are_those_of_its_quantizer(kvtc: Kvtc) -> None:
     y = torch.randn(5, 16, 20, generator=torch.Generator().manual_seed(3)) * torch.arange(20, 0, -1)
-    errors = pca._group_errors(y)
+    errors = kvtc_module._group_errors(y)
     assert errors.shape == (5, 4, 9)
     assert np.isfinite(errors[:, 0]).all() and np.isinf(errors[:, 1, 0]).all() and np.isinf(errors[:, 2:]).all()
     assert np.isfinite(errors[:2, 1, 1:]).all() and np.isinf(errors[2:, 1]).all()  # 16 components, from 0 or from 4
@@ -294,7 +297,7 @@ def test_group_errors_are_those_of_its_quantizer(kvtc: Kvtc) -> None:
 def test_levels_fit_their_bits_whatever_float16_does_to_the_scale(bits: int) -> None:
     rows = 50 + torch.randn(200, 64, generator=torch.Generator().manual_seed(bits))
     rows[0] = 0.25  # a run that never varies has no scale
-    level, scale, low = pca._quantize(rows, bits)
+    level, scale, low = kvtc_module._quantize(rows, bits)
     assert bool((level == level.round()).all()) and level.min() == 0 and level.max() == 2**bits - 1
     assert torch.equal(scale, scale.half().float()) and torch.equal(low, low.half().float())
     bound = scale / 2 + (rows.amax(1, keepdim=True) + rows.amin(1, keepdim=True).abs()) * 2**-11
@@ -304,13 +307,13 @@ def test_levels_fit_their_bits_whatever_float16_does_to_the_scale(bits: int) -> 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_levels_survive_packing(bits: int) -> None:
     level = torch.randint(0, 2**bits, (7, 3), generator=torch.Generator().manual_seed(bits)).float()
-    data = pca._pack(level, bits)
+    data = kvtc_module._pack(level, bits)
     assert len(data) == math.ceil(21 * bits / 8)
-    assert torch.equal(pca._unpack(data, bits, 21).view(7, 3), level)
+    assert torch.equal(kvtc_module._unpack(data, bits, 21).view(7, 3), level)
 
 
 def test_levels_are_packed_most_significant_first() -> None:
-    assert pca._pack(torch.tensor([[5.0, 1.0, 6.0]]), 3) == bytes([0b10100111, 0b00000000])
+    assert kvtc_module._pack(torch.tensor([[5.0, 1.0, 6.0]]), 3) == bytes([0b10100111, 0b00000000])
 
 
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 50])
@@ -325,7 +328,7 @@ def test_a_chunk_decodes_from_the_bytes_that_are_counted(
     groups = [group for part in method.parts for group in part]
     levels = sum(math.ceil(group.size * tokens * group.bits / 8) for group in groups)
     assert len(zlib.decompress(stored.data, -15)) == 4 * runs * len(groups) + levels
-    back = method.decode(pca._Stored(bytes(bytearray(stored.data)), chunk.start, tokens, chunk.device))
+    back = method.decode(kvtc_module._Stored(bytes(bytearray(stored.data)), chunk.start, tokens, chunk.device))
     assert (back.start, back.tokens, back.layout) == (chunk.start, chunk.tokens, chunk.layout)
     exact, other = kvtc.basis.analyze(chunk), kvtc.basis.analyze(back)
     for part, coded, groups_ in zip(
@@ -370,7 +373,7 @@ def test_truncated_bytes_do_not_decode(kvtc: Kvtc, make_chunk: Make) -> None:
 def test_the_budget_bounds_levels_and_scales(kvtc: Kvtc, make_chunk: Make) -> None:
     chunk = make_chunk(kvtc.basis.layout, 160, seed=9)
     errors = []
-    for budget in BUDGETS:
+    for budget in KVTC_BUDGETS:
         method = kvtc.method(budget)
         for groups, size in zip(method.parts, kvtc.basis.sizes, strict=True):
             spent = sum(group.size * group.bits + 32 / 16 for group in groups)
@@ -412,7 +415,7 @@ def test_scales_need_a_run_of_tokens(layouts: dict[str, KVLayout], make_chunk: M
 # Both --------------------------------------------------------------------------------------------------------------
 
 
-def both(layout: KVLayout, chunks: list[KVChunk]) -> list[pca.PcaMethod | pca.KvtcMethod]:
+def both(layout: KVLayout, chunks: list[KVChunk]) -> list[pca.PcaMethod | kvtc_module.KvtcMethod]:
     return [PcaTransform.fit(layout, chunks, "kv").method(0.3), Kvtc.fit(layout, chunks).method(2.0)]
 
 

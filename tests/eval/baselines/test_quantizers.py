@@ -10,7 +10,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Identity, Int8, Kivi
+from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Int8, Kivi, Uncompressed
 from cuvee.eval.quality import Method
 
 LAYER = LayerLayout(2, 20, 12, None)  # 40 key and 24 value channels: no multiple of 32
@@ -35,7 +35,7 @@ def round_trip(method: Method, chunk: KVChunk) -> tuple[KVChunk, float]:
 @pytest.mark.parametrize(("dtype", "width"), [("bfloat16", 16), ("float32", 32)])
 def test_identity_costs_the_dtype_and_changes_nothing(dtype: str, width: int) -> None:
     chunk = make(5, dtype=dtype)
-    back, bits = round_trip(Identity(), chunk)
+    back, bits = round_trip(Uncompressed(), chunk)
     assert bits == width * 5 * 2 * (40 + 24)
     assert all(torch.equal(a, b) for a, b in zip(chunk.keys + chunk.values, back.keys + back.values, strict=True))
 
@@ -95,7 +95,7 @@ def test_int8_is_off_by_half_a_level_and_what_its_scale_lost() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", [Identity(), Destroyed(), Float8(), Float8("e5m2"), Int8(), Kivi(4), CacheGen()], ids=repr
+    "method", [Uncompressed(), Destroyed(), Float8(), Float8("e5m2"), Int8(), Kivi(4), CacheGen()], ids=repr
 )
 def test_methods_stay_on_the_device_of_the_chunk(method: Method) -> None:
     chunk = make(5)

@@ -17,10 +17,14 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cuvee.cli import app
-from cuvee.codec.backends import get_backend
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench import cpu as module
-from cuvee.eval.bench.cpu import Effort, compare_coders, make_chunk, make_layout, print_report
+from cuvee.codec.stages import get_stages
+from cuvee.eval.bench.cpu import coders
+from cuvee.eval.bench.cpu.cases import CPU_SHAPES, make_chunk
+from cuvee.eval.bench.cpu.coders import compare_coders, draw_symbols, torch_decoder
+from cuvee.eval.bench.cpu.run import run_cpu_bench
+from cuvee.eval.bench.cpu.tables import print_cpu_report
+from cuvee.eval.timing import Effort
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +91,7 @@ def test_memory_is_measured_or_said_to_be_unknown(report: dict[str, Any]) -> Non
 
 def test_the_report_prints(report: dict[str, Any]) -> None:
     out = io.StringIO()
-    print_report(report, Console(file=out, width=100))
+    print_cpu_report(report, Console(file=out, width=100))
     text = out.getvalue()
     assert "constriction" in text and "Peak memory" in text and "…" not in text
     assert max(map(len, text.splitlines())) <= 100
@@ -95,13 +99,13 @@ def test_the_report_prints(report: dict[str, Any]) -> None:
 
 def test_a_wrong_coder_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     class Wrong:
-        rans_encode = staticmethod(get_backend("numba").rans_encode)
+        rans_encode = staticmethod(get_stages("numba").rans_encode)
 
         @staticmethod
         def rans_decode(*args: Any) -> np.ndarray[Any, Any]:
-            return np.asarray(get_backend("numba").rans_decode(*args)) ^ np.uint8(1)
+            return np.asarray(get_stages("numba").rans_decode(*args)) ^ np.uint8(1)
 
-    monkeypatch.setattr(module, "get_backend", lambda name: Wrong)
+    monkeypatch.setattr(coders, "get_stages", lambda name: Wrong)
     with pytest.raises(CuveeError, match="did not give back"):
         compare_coders(Effort(0.0, 1, 1), 256, 8)
 
@@ -109,25 +113,25 @@ def test_a_wrong_coder_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_constriction_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "constriction", None)
     with pytest.raises(InputError, match="pip install constriction"):
-        module.run_bench(quick=True)
+        run_cpu_bench(quick=True)
     with pytest.raises(InputError, match="pip install constriction"):
         compare_coders(Effort(0.0, 1, 1), 256, 8)
 
 
 def test_the_gpu_bench_needs_no_constriction() -> None:
-    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu, cuvee.cli"
+    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu.run, cuvee.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
 def test_the_torch_decoder_wants_full_lanes() -> None:
-    symbols = module._draw(4, 100)
-    streams = get_backend("numba").rans_encode(symbols.data, symbols.which, symbols.which, symbols.tables, 8)
+    symbols = draw_symbols(4, 100)
+    streams = get_stages("numba").rans_encode(symbols.data, symbols.which, symbols.which, symbols.tables, 8)
     with pytest.raises(InputError, match=r"^tokens"):
-        module.torch_decoder(streams, symbols.which, symbols.tables, 8, 100)
+        torch_decoder(streams, symbols.which, symbols.tables, 8, 100)
 
 
 def test_synthetic_caches_repeat() -> None:
-    layout = make_layout("books-3m")
+    layout = CPU_SHAPES["books-3m"].layout()
     a, b, c = make_chunk(layout, 5), make_chunk(layout, 5), make_chunk(layout, 5, seed=1)
     assert torch.equal(a.keys[3], b.keys[3]) and not torch.equal(a.keys[3], c.keys[3])

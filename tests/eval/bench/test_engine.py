@@ -15,32 +15,21 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from tests.integrations.vllm.vllm_engine import need_vllm
+from tests.integrations.vllm.engines import need_vllm
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench import engine as module
-from cuvee.eval.bench.engine import (
-    CHUNK,
-    PLAIN,
-    QUESTION,
-    VARIANTS,
-    Answer,
-    Engine,
-    Scope,
-    Shape,
-    crossing,
-    difference,
-    measure_first_token,
-    measure_storing,
-    paired,
-    print_engine_report,
-    run_engine_bench,
-    spread,
-)
+from cuvee.eval.bench.engine import run, served
+from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
+from cuvee.eval.bench.engine.process import Engine, EngineAnswer
+from cuvee.eval.bench.engine.ratios import crossing, paired, spread
+from cuvee.eval.bench.engine.run import run_engine_bench
+from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, VARIANTS, EngineScope, RandomLlama
+from cuvee.eval.bench.engine.storing import measure_storing
+from cuvee.eval.bench.engine.tables import print_engine_report
 
-SMALL = Scope(
-    Shape(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2, batch=(2, 272, 4),
-    batch_rounds=1, presets=("lossless", "balanced"), chunks=(256,), groups=("generic",), prompts=2,
+SMALL = EngineScope(
+    RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,
+    batch=(2, 272, 4), batch_rounds=1, presets=("lossless", "balanced"), chunks=(256,), groups=("generic",), prompts=2,
 )  # fmt: skip
 MODEL = {
     "name": "m", "layers": 2, "hidden": 128, "kv_heads": 2, "head_dim": 32, "vocabulary": 256, "positions": 1024,
@@ -78,8 +67,8 @@ def test_the_crossing_is_where_loading_becomes_quicker_for_good(ratios: list[flo
 
 
 def test_logprobs_are_compared_by_token() -> None:
-    assert difference([{"1": -1.0, "2": -3.0}, {"9": 0.0}], [{"2": -2.5, "1": -1.25, "3": -7.0}]) == 0.5
-    assert difference([{"1": -1.0}], [{"2": -1.0}]) == math.inf
+    assert logprob_difference([{"1": -1.0, "2": -3.0}, {"9": 0.0}], [{"2": -2.5, "1": -1.25, "3": -7.0}]) == 0.5
+    assert logprob_difference([{"1": -1.0}], [{"2": -1.0}]) == math.inf
 
 
 # Turns, on engines that answer from a script ------------------------------------------------------------------------
@@ -100,7 +89,7 @@ class Scripted:
     def ask(
         self, prompts: Sequence[Sequence[int]], *, expect_cached: Sequence[int], max_tokens: int = 1,
         forget: bool = False, logprobs: int | None = None,
-    ) -> Answer:  # fmt: skip
+    ) -> EngineAnswer:  # fmt: skip
         if forget:
             self._own.clear()
         keys = [tuple(prompt) for prompt in prompts]
@@ -113,7 +102,7 @@ class Scripted:
         token = self._token + (self.hits > self._wrong_after)
         figures = dict.fromkeys(("load_seconds", "decode_seconds", "fetch_seconds", "lookup_seconds"), 0.25)
         answers = [[token] * max_tokens for _ in prompts]
-        return Answer(
+        return EngineAnswer(
             seconds, 2 * seconds, answers, [[{str(token): self._logprob}]] * len(prompts), list(expect_cached),
             {**figures, "steps": 3},
         )  # fmt: skip
@@ -127,7 +116,7 @@ class Scripted:
 
 
 def engines(**changes: Any) -> Any:
-    return {PLAIN: Scripted(2.0, 0.0), VARIANTS[0].name: Scripted(**{"compute": 3.0, "hit": 0.5, **changes})}
+    return {NO_CONNECTOR: Scripted(2.0, 0.0), VARIANTS[0].name: Scripted(**{"compute": 3.0, "hit": 0.5, **changes})}
 
 
 def silent(_: str) -> None:
@@ -163,7 +152,7 @@ def test_a_report_holds_the_ratios_of_every_length() -> None:
     assert first["variants"][0]["pays_from_tokens"] == 0.0 and first["variants"][0]["connector"] is None
     storing = report["storing"]
     assert storing["throughput_over_no_connector"][VARIANTS[0].name]["median"] == pytest.approx(2 / 3)
-    assert storing["tokens_per_second"][PLAIN]["median"] == 2 * (272 + 4) / 4.0
+    assert storing["tokens_per_second"][NO_CONNECTOR]["median"] == 2 * (272 + 4) / 4.0
 
 
 @pytest.mark.parametrize(
@@ -265,22 +254,22 @@ def test_a_failed_command_is_answered_and_ends_the_process(monkeypatch: pytest.M
                 raise CuveeError("too many")
             return chunks
 
-    monkeypatch.setattr(module, "_Served", Failing)
-    monkeypatch.setattr(module, "_let_engines_follow_each_other", lambda: None)
+    monkeypatch.setattr(served, "_Served", Failing)
+    monkeypatch.setattr(served, "_let_engines_follow_each_other", lambda: None)
     replies: list[str] = []
-    module._serve(iter(['["settle", 1]', '["settle", 2]', '["settle", 1]']), replies.append)
+    served._serve(iter(['["settle", 1]', '["settle", 2]', '["settle", 1]']), replies.append)
     assert [json.loads(reply) for reply in replies] == [{"result": 1}, {"error": "CuveeError: too many"}]
 
 
 def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda _: None)
+    monkeypatch.setattr(run, "find_spec", lambda _: None)
     with pytest.raises(ImportError, match="needs vLLM"):
         run_engine_bench(SMALL)
 
 
 @pytest.mark.parametrize("length", [0, 300])
 def test_prefixes_are_whole_chunks(monkeypatch: pytest.MonkeyPatch, length: int) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda _: True)
+    monkeypatch.setattr(run, "find_spec", lambda _: True)
     with pytest.raises(InputError, match=f"lengths: must be multiples of {CHUNK}"):
         run_engine_bench(replace(SMALL, lengths=(length,)))
 
@@ -297,7 +286,7 @@ def test_a_real_engine() -> None:
         assert entry["payload_bytes"] < entry["file_bytes"] < raw
     assert balanced["payload_bytes"] < lossless["payload_bytes"]
     first = report["first_token"]
-    assert first["proof_logprob_difference"]["256"][VARIANTS[0].name] <= module.TOLERANCE
+    assert first["proof_logprob_difference"]["256"][VARIANTS[0].name] <= LOGPROB_TOLERANCE
     for entry in first["lengths"]:
         of = entry["variants"][VARIANTS[0].name]
         assert of["hit_over_recompute"]["runs"] == SMALL.hits and of["miss_over_recompute"]["runs"] == 1

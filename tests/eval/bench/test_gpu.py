@@ -27,35 +27,39 @@ from cuvee.codec.codec import Codec, PendingDecode
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.eval.baselines import cachegen
-from cuvee.eval.bench import gpu as module
-from cuvee.eval.bench.cpu import Effort
-from cuvee.eval.bench.gpu import (
+from cuvee.eval.bench.gpu import proofs, rans, synthesis
+from cuvee.eval.bench.gpu import run as gpu_run
+from cuvee.eval.bench.gpu.cases import (
     BITS,
-    FULL,
-    QUICK,
-    SHAPES,
-    Clock,
+    GPU_FULL,
+    GPU_QUICK,
+    GPU_SHAPES,
+    MOST_ERROR,
+    GpuCase,
+    GpuScope,
     Pages,
-    Scope,
-    Shape,
-    make_chunks,
-    make_profile,
-    print_gpu_report,
-    prove_codec,
-    quantiles,
-    recode,
-    run_gpu_bench,
+    make_case,
     spectrum,
     stack,
-    sum_stages,
-    synthesis_flop,
-    turns,
+    synthetic_chunks,
+    synthetic_profile,
 )
-from cuvee.kernels.rans import rans_decode
-from cuvee.kernels.transform import SYNTHESIS_CONFIGS, SynthesisConfig, synthesize
+from cuvee.eval.bench.gpu.ceilings import Link, limits, stage_work, synthesis_flop
+from cuvee.eval.bench.gpu.clock import Clock, compilations, sum_stages, turns
+from cuvee.eval.bench.gpu.codec import measure_case
+from cuvee.eval.bench.gpu.incumbent import measure_incumbent
+from cuvee.eval.bench.gpu.proofs import check_difference, prove_codec, recode
+from cuvee.eval.bench.gpu.rans import measure_rans
+from cuvee.eval.bench.gpu.run import run_gpu_bench
+from cuvee.eval.bench.gpu.synthesis import measure_synthesis
+from cuvee.eval.bench.gpu.tables import print_gpu_report
+from cuvee.eval.bench.shapes import CacheShape
+from cuvee.eval.timing import Effort, Timing
+from cuvee.kernels.ops.rans import rans_decode
+from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS, SynthesisConfig, synthesize
 
-SHAPE = Shape(2, 1, 16, 1e4)
-TINY = Scope(
+SHAPE = CacheShape(2, 1, 16, 1e4)
+TINY = GpuScope(
     {"tiny": replace(SHAPE, layers=1)},
     ("layer",),
     (1, 2),
@@ -170,8 +174,8 @@ def test_the_tables_fit_80_columns(report: dict[str, Any]) -> None:
 
 def test_cases_out_of_time_are_named(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     proof = {"tokens": 9, "levels_moved": 0.0, "difference": 0.0}
-    monkeypatch.setattr(module, "prove_codec", lambda *args: proof)
-    monkeypatch.setattr(module, "measure_rans", lambda *args: [])
+    monkeypatch.setattr(gpu_run, "prove_codec", lambda *args: proof)
+    monkeypatch.setattr(gpu_run, "measure_rans", lambda *args: [])
     late = run_gpu_bench(scope=replace(TINY, limit=-1.0), device=device)
     assert late["codec"] == [] and late["skipped"] == [{"shape": "tiny", "group": "layer"}]
     out = io.StringIO()
@@ -211,7 +215,7 @@ def test_a_decoder_that_writes_elsewhere_is_refused(monkeypatch: pytest.MonkeyPa
 
 
 def test_an_encoder_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    monkeypatch.setattr(module, "write_streams", lambda *args: b"other bytes")
+    monkeypatch.setattr(proofs, "write_streams", lambda *args: b"other bytes")
     with pytest.raises(CuveeError, match="other bytes"):
         prove_codec(SHAPE, "layer", TINY, device)
 
@@ -219,10 +223,11 @@ def test_an_encoder_of_other_bytes_is_refused(monkeypatch: pytest.MonkeyPatch, d
 def test_an_encoder_that_quantizes_otherwise_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     right = Codec.encode_paged
 
-    def coarse(self: Codec, cache: PagedCache, slots: Any, starts: Any) -> list[bytes]:
-        for tensor in cache.keys:
-            tensor.mul_(1.05)
-        return right(self, cache, slots, starts)
+    def coarse(self: Codec, cache: PagedCache, slots: Any, starts: Any, **options: Any) -> list[bytes]:
+        if not options:  # `encode` of the CPU's codec comes here too, with options
+            for tensor in cache.keys:
+                tensor.mul_(1.05)
+        return right(self, cache, slots, starts, **options)
 
     monkeypatch.setattr(Codec, "encode_paged", coarse)
     with pytest.raises(CuveeError, match="differently"):
@@ -231,7 +236,7 @@ def test_an_encoder_that_quantizes_otherwise_is_refused(monkeypatch: pytest.Monk
 
 def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
     layout = SHAPE.layout()
-    chunks = make_chunks(make_profile(layout, "layer", device), 2, 16, device)
+    chunks = synthetic_chunks(synthetic_profile(layout, "layer", device), 2, 16, device)
     pages = Pages(layout, 3, 16, 4, device)
     pages.fill(chunks)
     assert pages.check(chunks, range(3)) == 0.0
@@ -249,23 +254,23 @@ def test_pages_that_were_not_restored_are_found(device: torch.device) -> None:
 def test_one_wrong_value_among_many_is_a_difference() -> None:
     want = torch.randn(2, 500, 64, generator=torch.Generator().manual_seed(0))
     got = want * (1 + 2**-9)
-    assert module.difference(got, want, "case") == pytest.approx(2**-9, rel=0.01)
+    assert check_difference(got, want, "case") == pytest.approx(2**-9, rel=0.01)
     got[1, 77, 3] += 0.5
     with pytest.raises(CuveeError, match=r"^case: values lie .* apart"):
-        module.difference(got, want, "case")
+        check_difference(got, want, "case")
 
 
 def test_a_wrong_incumbent_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     layout, clock = SHAPE.layout(), Clock(device, TINY.effort)
-    (chunk,) = make_chunks(make_profile(layout, "layer", device), 1, 8, device)
-    pages, link = Pages(layout, 2, 8, 4, device), module.Link(clock, 1 << 16)
+    (chunk,) = synthetic_chunks(synthetic_profile(layout, "layer", device), 1, 8, device)
+    pages, link = Pages(layout, 2, 8, 4, device), Link(clock, 1 << 16)
 
-    def wrong(coded: cachegen.Coded, symbols: torch.Tensor) -> None:
+    def wrong(coded: cachegen.CodedChunks, symbols: torch.Tensor) -> None:
         symbols.zero_()
 
     monkeypatch.setattr(cachegen, "decode", wrong)
     with pytest.raises(CuveeError, match="CacheGen-style"):
-        module.measure_incumbent(clock, "tiny", chunk, TINY, pages, link, {}, 0)
+        measure_incumbent(clock, "tiny", chunk, TINY, pages, link, {}, 0)
 
 
 def test_a_wrong_entropy_decoder_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -273,19 +278,19 @@ def test_a_wrong_entropy_decoder_is_refused(monkeypatch: pytest.MonkeyPatch, dev
 
     def wrong(*args: Any) -> None:
         right(*args)
-        args[5][-1] ^= 1
+        args[3][-1] ^= 1
 
-    monkeypatch.setattr(module, "rans_decode", wrong)
+    monkeypatch.setattr(rans, "rans_decode", wrong)
     with pytest.raises(CuveeError, match="rANS decoder"):
-        module.measure_rans(Clock(device, TINY.effort), TINY)
+        measure_rans(Clock(device, TINY.effort), TINY)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_remedy_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"nvidia-smi.*--device cpu"):
+    with pytest.raises(InputError, match=r"nvidia-smi.*cuvee bench cpu"):
         run_gpu_bench()
-    done = CliRunner().invoke(app, ["bench", "--device", "cuda", "--out", str(tmp_path / "report.json")])
-    assert done.exit_code == 1 and "--device cpu" in done.output
+    done = CliRunner().invoke(app, ["bench", "gpu", "--out", str(tmp_path / "report.json")])
+    assert done.exit_code == 1 and "cuvee bench cpu" in done.output
     assert not (tmp_path / "report.json").exists()
 
 
@@ -297,11 +302,11 @@ def test_a_wrong_configuration_of_the_inverse_transform_is_refused(
         if options["config"] == SYNTHESIS_CONFIGS[1]:
             pages.rows[0, pages.slots[1][0], 0] += 9.0
 
-    case = module.make_case("tiny", "layer", TINY, device)
+    case = make_case("tiny", "layer", TINY, device)
     pages = Pages(case.profile.layout, 2, 8, 4, device)
-    monkeypatch.setattr(module, "synthesize", wrong)
+    monkeypatch.setattr(synthesis, "synthesize", wrong)
     with pytest.raises(CuveeError, match=r"block_t=128.* apart"):
-        module.measure_synthesis(
+        measure_synthesis(
             Clock(device, TINY.effort), case, replace(TINY, synthesis_chunks=(2,)), pages, 0, lambda: False
         )
 
@@ -312,14 +317,14 @@ def test_a_configuration_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPa
             raise OutOfResources(300000, 232448, "shared memory")
         synthesize(*args, **options)
 
-    case = module.make_case("tiny", "layer", TINY, device)
+    case = make_case("tiny", "layer", TINY, device)
     pages, clock = Pages(case.profile.layout, 1, 8, 4, device), Clock(device, TINY.effort)
-    monkeypatch.setattr(module, "synthesize", tight)
+    monkeypatch.setattr(synthesis, "synthesize", tight)
     scope = replace(TINY, synthesis_chunks=(1,))
-    entries = module.measure_synthesis(clock, case, scope, pages, 0, lambda: False)
+    entries = measure_synthesis(clock, case, scope, pages, 0, lambda: False)
     assert ["error" in entry for entry in entries] == [config.block_t > 16 for config in SYNTHESIS_CONFIGS]
     assert "shared memory" in entries[0]["error"] and entries[-1]["chosen"]
-    assert module.measure_synthesis(clock, case, scope, pages, 0, lambda: True) == []
+    assert measure_synthesis(clock, case, scope, pages, 0, lambda: True) == []
 
 
 def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
@@ -329,7 +334,7 @@ def test_a_decoder_that_stops_writing_is_refused(monkeypatch: pytest.MonkeyPatch
     def wrong(self: Codec, *args: Any) -> PendingDecode:
         return right(self, *args) if next(calls) == 0 else PendingDecode(())
 
-    case, clock = module.make_case("tiny", "layer", TINY, device), Clock(device, TINY.effort)
+    case, clock = make_case("tiny", "layer", TINY, device), Clock(device, TINY.effort)
     monkeypatch.setattr(Codec, "decode_paged", wrong)
     with pytest.raises(CuveeError, match="nothing is reported"):
         measure(case, clock, device)
@@ -342,16 +347,16 @@ def test_batches_of_other_bytes_are_refused(monkeypatch: pytest.MonkeyPatch, dev
         blobs = right(self, *args)
         return blobs if next(calls) == 0 else [blob[:-1] + b"!" for blob in blobs]
 
-    case, clock = module.make_case("tiny", "layer", TINY, device), Clock(device, TINY.effort)
+    case, clock = make_case("tiny", "layer", TINY, device), Clock(device, TINY.effort)
     monkeypatch.setattr(Codec, "encode_paged", wrong)
     with pytest.raises(CuveeError, match="1 chunks at once become other bytes"):
         measure(case, clock, device)
 
 
-def measure(case: module.Case, clock: Clock, device: torch.device) -> dict[str, Any]:
+def measure(case: GpuCase, clock: Clock, device: torch.device) -> dict[str, Any]:
     scope = replace(TINY, chunks=(1,))
-    pages, link = Pages(case.profile.layout, 1, 8, 4, device), module.Link(clock, 1 << 16)
-    return module.measure_case(clock, case, scope, pages, link, {1: quantiles([1.0])}, {1: 1.0}, CEILINGS, 0)
+    pages, link = Pages(case.profile.layout, 1, 8, 4, device), Link(clock, 1 << 16)
+    return measure_case(clock, case, scope, pages, link, {1: Timing.of([1.0])}, {1: 1.0}, CEILINGS, 0)
 
 
 # Parts -----------------------------------------------------------------------------------------------------------
@@ -359,14 +364,14 @@ def measure(case: module.Case, clock: Clock, device: torch.device) -> dict[str, 
 
 @pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2"])
 def test_synthetic_caches_cost_what_they_should(group: str) -> None:
-    layout = Shape(2, 2, 64, 1e4).layout()
-    profile = make_profile(layout, group, torch.device("cpu"))
-    chunks = make_chunks(profile, 2, 256, torch.device("cpu"))
+    layout = CacheShape(2, 2, 64, 1e4).layout()
+    profile = synthetic_profile(layout, group, torch.device("cpu"))
+    chunks = synthetic_chunks(profile, 2, 256, torch.device("cpu"))
     codec = Codec(profile, step=1.0, backend="numba")
     blob = codec.encode(chunks[1])
     assert 8 * len(blob) / (256 * layout.values_per_token) == pytest.approx(BITS, abs=0.1)
     want, got = stack(chunks[1]).float(), stack(codec.decode(blob)).float()
-    assert float((got - want).norm() / want.norm()) < module.LIMIT / 2
+    assert float((got - want).norm() / want.norm()) < MOST_ERROR / 2
     assert recode(blob, profile)[0].any()
     assert chunks[1].start == 256 and not torch.equal(chunks[0].keys[0], chunks[1].keys[0])
 
@@ -379,21 +384,21 @@ def test_spectra_fall_and_hold_wide_components() -> None:
 
 
 def test_synthesis_counts_two_operations_a_product() -> None:
-    profile = make_profile(SHAPE.layout(), "layer", torch.device("cpu"))
+    profile = synthetic_profile(SHAPE.layout(), "layer", torch.device("cpu"))
     assert synthesis_flop(profile, 3) == 3 * 2 * 2 * len(spectrum(32)) * 32
 
 
 def test_limits_of_stages_follow_from_bytes_and_products() -> None:
-    layout = SHAPES["Llama-3.1-8B"].layout(2)
-    profile = make_profile(layout, "layer", torch.device("cpu"))
-    work = module.stage_work(profile, 4096, 1000)["decode"]
+    layout = GPU_SHAPES["Llama-3.1-8B"].layout(2)
+    profile = synthetic_profile(layout, "layer", torch.device("cpu"))
+    work = stage_work(profile, 4096, 1000)["decode"]
     rank, size = len(spectrum(2048)), 2048
     planes = sum(learned.plan(0)[1].planes for learned in profile.learned)
     assert work["rans"].bytes == 1000 + 4096 * planes and work["rotation tables"].bytes == 4096 * 64 * 8
     assert work["dequantize"].bytes == 4096 * (planes + 2 * rank * 2)
     assert work["synthesize"].bytes == 2 * (2 * 4096 * rank + 2 * rank * size + 2 * 4096 * size)
     assert work["synthesize"].flop == 2 * 2 * 4096 * rank * size
-    least = module.limits(work, {"rans": quantiles([1e-5]), "synthesize": quantiles([2e-4])}, CEILINGS)
+    least = limits(work, {"rans": Timing.of([1e-5]), "synthesize": Timing.of([2e-4])}, CEILINGS)
     assert least["rans"]["seconds"] == work["rans"].bytes / 4e12
     assert least["rans"]["share"] == pytest.approx(work["rans"].bytes / 4e12 / 1e-5)
     assert least["synthesize"]["seconds"] == work["synthesize"].flop / 6e14  # products, not bytes
@@ -406,7 +411,7 @@ def test_compilations_are_collected() -> None:
     before = knobs.listener
     knobs.listener = lambda **event: heard.append(event["cache_hit"])
     try:
-        with module.compilations() as done:
+        with compilations() as done:
             for hit in (False, True):
                 knobs.listener(
                     src=SimpleNamespace(name="kernel"), metadata={}, metadata_group={},
@@ -442,7 +447,7 @@ def test_stages_of_a_run_add_up_by_name() -> None:
     assert list(timings) == ["a", "b"]
     assert timings["a"].median == 3.5 and timings["a"].runs == 2
     assert timings["b"].median == 2.5
-    assert quantiles([1.0, 2.0, 3.0]).median == 2.0
+    assert Timing.of([1.0, 2.0, 3.0]).median == 2.0
 
 
 def test_calls_take_turns(device: torch.device) -> None:
@@ -453,6 +458,8 @@ def test_calls_take_turns(device: torch.device) -> None:
 
 
 def test_a_full_run_covers_what_it_promises() -> None:
-    assert set(FULL.shapes) == {"Llama-3.1-8B", "Qwen3-0.6B", "Llama-3.1-70B/TP4"}
-    assert FULL.groups == ("head", "unit", "layer", "layers:2") and FULL.chunks == (1, 4, 16, 64)
-    assert FULL.prob_bits == (10, 11, 12) and set(QUICK.shapes) <= set(FULL.shapes) and QUICK.limit < 480
+    assert set(GPU_FULL.shapes) == {"Llama-3.1-8B", "Qwen3-0.6B", "Llama-3.1-70B/TP4"}
+    assert GPU_FULL.groups == ("head", "unit", "layer", "layers:2") and GPU_FULL.chunks == (1, 4, 16, 64)
+    assert (
+        GPU_FULL.prob_bits == (10, 11, 12) and set(GPU_QUICK.shapes) <= set(GPU_FULL.shapes) and GPU_QUICK.limit < 480
+    )

@@ -25,16 +25,12 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
 from cuvee.eval.blending import wall_time as blend_wall
-from cuvee.eval.blending.methods import ON_ALONE, ON_AVERAGED
+from cuvee.eval.blending.config import BlendConfig, quick_blend_config
 from cuvee.eval.blending.prompts import ahead_prompts, multidoc_prompts, passage_prompts, reread_prompts
 from cuvee.eval.blending.render import blend_markdown, blend_sections, print_blend_summary, write_blend_report
-from cuvee.eval.blending.report import (
-    BlendConfig,
-    quick_blend_config,
-    ratio_of_shares,
-    run_blend_report,
-    share_recovered,
-)
+from cuvee.eval.blending.run import run_blend_report
+from cuvee.eval.blending.selectors import ON_ALONE, ON_AVERAGED
+from cuvee.eval.blending.shares import ratio_of_shares, share_recovered
 from cuvee.eval.blending.wall_time import measure_wall_time
 from cuvee.eval.corpus import read_corpus, spread_sequences
 from cuvee.eval.data import EVALUATION_TEXTS, load_bundled_model
@@ -89,7 +85,7 @@ def less_of(config: BlendConfig) -> BlendConfig:
 def small_wall() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 3, "vocab_size": 64, "head_dim": 8}
-        patch.setattr(blend_wall, "MODEL", {**blend_wall.MODEL, **sizes})
+        patch.setattr(blend_wall, "RANDOM_LLAMA", {**blend_wall.RANDOM_LLAMA, **sizes})
         patch.setattr(blend_wall, "ROUNDS", (2, 2))
         yield
 
@@ -97,7 +93,7 @@ def small_wall() -> Iterator[None]:
 @pytest.fixture
 def no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than what they show."""
-    monkeypatch.setattr("cuvee.eval.blending.report.write_blend_report", lambda report, folder: None)
+    monkeypatch.setattr("cuvee.eval.blending.run.write_blend_report", lambda report, folder: None)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +101,7 @@ def done(
     tiny: BlendConfig, tmp_path_factory: pytest.TempPathFactory, console: Console, small_wall: None
 ) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("blend") / "run"
-    return out, run_blend_report(replace(tiny, lengths=(256, 400)), out, console, command="cuvee report --blend")
+    return out, run_blend_report(replace(tiny, lengths=(256, 400)), out, console, command="cuvee blend-report")
 
 
 def construction(data: dict[str, Any], name: str) -> dict[str, Any]:
@@ -138,7 +134,7 @@ def untimed(data: Any) -> Any:
 def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[str, Any]]) -> None:
     out, data = done
     assert json.loads((out / "blend.json").read_text()) == data
-    assert data["complete"] and data["command"] == "cuvee report --blend" and data["environment"]["cpu"]
+    assert data["complete"] and data["command"] == "cuvee blend-report" and data["environment"]["cpu"]
     assert data["configuration"]["seed"] == 7 and data["profile"]["given"] and data["text"]["contexts"] == 2
     assert [made["name"] for made in data["constructions"]] == ["reread", "ahead", "passages", "pets"]
     for made, costs in zip(data["constructions"], ((0.15, 0.3, 1.0), (0.3,), (0.3,), (0.3,)), strict=True):
@@ -548,7 +544,7 @@ def test_a_single_prompt_has_no_standard_error(done: tuple[Path, dict[str, Any]]
 
 
 def run(*args: str | Path, code: int = 0) -> Result:
-    result = RUN.invoke(app, ["report", "--blend", *map(str, args)])
+    result = RUN.invoke(app, ["blend-report", *map(str, args)])
     assert result.exit_code == code, (result.output, result.exception)
     return result
 
@@ -560,7 +556,7 @@ def test_the_command_writes_a_folder(tiny: BlendConfig, tmp_path: Path, monkeypa
         given.append(config)
         return replace(less_of(tiny), multidoc=config.multidoc, seed=config.seed)
 
-    monkeypatch.setattr("cuvee.eval.blending.report.quick_blend_config", less)
+    monkeypatch.setattr("cuvee.eval.blending.config.quick_blend_config", less)
     monkeypatch.chdir(tmp_path)
     options = ["--profile", tiny.profile or "", "--measure-on", "orchard", "--calibrate-on", "harbour", "--seed", "3"]
     shown = run("--quick", *options, "--multidoc", tiny.multidoc[0]).stdout
@@ -576,14 +572,14 @@ def test_the_command_writes_a_folder(tiny: BlendConfig, tmp_path: Path, monkeypa
 
 
 def test_options_that_do_not_apply_are_refused_by_name(tmp_path: Path) -> None:
-    for option in (["--tasks", "none"], ["--length", "512"], ["--no-reread"], ["--group", "layer"], ["--limit", "3"]):
-        assert "--blend takes no" in run(*option, code=2).stderr
-    both = run("--sequences", "3", "--batch-size", "2", code=2).stderr
-    assert "--sequences and no --batch-size" in both
+    for option in (
+        ["--tasks", "none"], ["--length", "512"], ["--no-reread"], ["--group", "layer"], ["--limit", "3"],
+        ["--sequences", "3"], ["--batch-size", "2"], ["--compare", "a", "b"],
+    ):  # fmt: skip
+        assert f"No such option: {option[0]}" in run("-o", tmp_path / "r", *option, code=2).stderr
     assert "one --profile" in run("--profile", "a", "--profile", "b", code=2).stderr
-    assert "--compare" in run("--compare", "a", "b", code=2).stderr
     done = RUN.invoke(app, ["report", "--multidoc", "x.jsonl", "-o", str(tmp_path / "r")])
-    assert done.exit_code == 2 and "needs --blend" in done.stderr
+    assert done.exit_code == 2 and "cuvee blend-report" in done.stderr
     assert "nowhere" in run("-o", tmp_path / "r", "--multidoc", tmp_path / "nowhere.jsonl", code=1).stderr
 
 

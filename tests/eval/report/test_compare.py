@@ -12,15 +12,8 @@ import pytest
 from rich.console import Console
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
-from cuvee.eval.report.compare import (
-    METRICS,
-    Change,
-    Comparison,
-    Condition,
-    compare_reports,
-    load_report,
-    print_comparison,
-)
+from cuvee.eval.report.compare import Change, Comparison, Condition, compare_reports, print_comparison
+from cuvee.eval.report.load import METRIC_FIELDS, load_report
 
 Report = dict[str, Any]
 
@@ -180,7 +173,11 @@ _BALANCED = "quality cuvee/layer@balanced: "
         (("tasks", 1, "name"), "kv_8", "tasks: kv_8 is there twice"),
         (("scores", 1, "key"), "bf16", "scores: bf16 kv_8 is there twice"),
         (("scores", 1, "task"), 3, "scores: each must have a name"),
-        *((("quality", 2, f), "1", f"{_BALANCED}{f}: must be a number") for m, f in METRICS.items() if m != "score"),
+        *(
+            (("quality", 2, f), "1", f"{_BALANCED}{f}: must be a number")
+            for m, f in METRIC_FIELDS.items()
+            if m != "score"
+        ),
         *((("quality", 2, f), None, f"{_BALANCED}{f}: must be a number") for f in ("bits_per_value", "kl", "top1")),
         (("quality", 2, "kl"), True, f"{_BALANCED}kl: must be a number"),
         (("quality", 2, "kl"), 10**400, f"{_BALANCED}kl: must be a number"),
@@ -393,7 +390,7 @@ def test_a_single_sequence_has_no_standard_error(before: Report) -> None:
 # The gate -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("metric", METRICS)
+@pytest.mark.parametrize("metric", METRIC_FIELDS)
 def test_a_report_against_itself(before: Report, metric: str) -> None:
     units = ["", "%"] if metric in ("encode", "decode") else ["", "%", "se"]
     for unit in units:

@@ -20,10 +20,11 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from cuvee.codec.codec import Codec
-from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Identity, Kivi
+from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Kivi, Uncompressed
+from cuvee.eval.documents import escape
+from cuvee.eval.formatting import format_interval, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.quality import CodecMethod, Method, QualityBench
-from cuvee.eval.report import render
 from cuvee.eval.report.render import html, markdown, print_summary, write_report
 
 pytest.importorskip("matplotlib")
@@ -48,7 +49,7 @@ def measured(books: Any) -> dict[str, Any]:
         quality.append({"key": key, "family": family, "label": label, "kind": kind, "setting": setting, **found})
 
     baselines: list[tuple[str, str, Method]] = [
-        ("bf16", "16-bit cache", Identity()),
+        ("bf16", "16-bit cache", Uncompressed()),
         ("fp8-e4m3", "FP8 e4m3", Float8()),
         ("kivi4", "KIVI int4", Kivi(4)),
         ("cachegen", "CacheGen as shipped", CacheGen()),
@@ -304,7 +305,7 @@ def test_tasks_of_the_headline_fit_in_the_size(report: dict[str, Any]) -> None:
         seen += 1
         best = max(fitting, key=lambda name: sizes[name])
         change = f"{MINUS}{0.005 * ranks[best]:.4f}"
-        assert row[6] == f"{best} ({render._ratio(16 / sizes[best])}): recall {change}, book {change}"
+        assert row[6] == f"{best} ({format_ratio(16 / sizes[best])}): recall {change}, book {change}"
     assert seen >= 2
     for score in report["scores"]:
         score["difference_stderr"] = 1.0
@@ -334,7 +335,7 @@ def test_ratios_at_equal_kl(folder: Path) -> None:
     ],
 )
 def test_an_interval_may_have_one_end(low: float | None, high: float | None, shown: str) -> None:
-    assert render.format_interval({"ratio": 6.34, "low": low, "high": high}) == f"6.34x{shown}"
+    assert format_interval({"ratio": 6.34, "low": low, "high": high}) == f"6.34x{shown}"
 
 
 def test_scores_are_those_of_the_report(folder: Path, report: dict[str, Any]) -> None:
@@ -530,7 +531,7 @@ def test_small_numbers_are_not_zero(report: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_numbers_have_the_digits_their_errors_allow(value: float, error: float | None, shown: str) -> None:
-    assert render.with_error(value, error) == shown
+    assert with_error(value, error) == shown
 
 
 def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> None:
@@ -555,8 +556,8 @@ def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> No
     assert report["command"] in text and report["command"] in page
     assert not list(root.iter("b")) and entities.escape("<b>") in (tmp_path / "report.html").read_text()
     for line in ("# a", "1. b", "- c", "+ d"):
-        assert MarkdownIt().parse(render.escape(line))[0].type == "paragraph_open"
-    assert MarkdownIt().render(render.escape("a\n\nb_c _d_")) == "<p>a b_c _d_</p>\n"
+        assert MarkdownIt().parse(escape(line))[0].type == "paragraph_open"
+    assert MarkdownIt().render(escape("a\n\nb_c _d_")) == "<p>a b_c _d_</p>\n"
 
 
 def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:

@@ -16,13 +16,15 @@ from rich.console import Console
 
 from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.fingerprint import model_fingerprint
-from cuvee.codec.profile import PRESET_KL, Profile
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import PRESET_KL
 from cuvee.eval.baselines.quantizers import CacheGen, Kivi
-from cuvee.eval.bench.machine import hardware
 from cuvee.eval.data import bundled_model_path
+from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
 from cuvee.eval.quality import Quality, QualityBench
-from cuvee.eval.report.run import ANCHORS, ReportConfig, quick_config, run_report
+from cuvee.eval.report.config import ReportConfig, quick_config
+from cuvee.eval.report.run import ANCHORS, run_report
 from cuvee.eval.report.scoring import TaskScorer
 
 pytest.importorskip("lm_eval")
@@ -321,7 +323,7 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean cuvee_kv_8"),
+        ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean 'cuvee_kv_8'"),
         ({"length": 4096}, "4096 long, the model has 2048 positions"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
         ({"prefix": 40}, "^prefix: must lie in"),
@@ -329,7 +331,14 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
         ({"groups": ("layer", "sphere")}, "sphere"),
     ],
 )
-def test_what_does_not_fit_is_said(tmp_path: Path, console: Console, change: dict[str, Any], message: str) -> None:
+def test_what_does_not_fit_is_said(
+    tmp_path: Path, console: Console, change: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The index of lm-eval's own tasks takes ten seconds; test_scoring.py reads it.
+    from lm_eval import tasks
+
+    manager = tasks.TaskManager
+    monkeypatch.setattr(tasks, "TaskManager", lambda **more: manager(**{**more, "include_defaults": False}))
     with pytest.raises((InputError, FileNotFoundError), match=message):
         run_report(replace(CONFIG, **change), tmp_path / "run", console)
 

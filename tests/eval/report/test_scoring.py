@@ -12,7 +12,7 @@ import pytest
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
-from cuvee.eval.baselines.quantizers import Destroyed, Identity
+from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.corpus import BUNDLED_MODEL, load_tokenizer
 from cuvee.eval.quality import CodecMethod
 from cuvee.eval.report.scoring import TaskScorer
@@ -32,18 +32,18 @@ def test_a_group_stands_for_its_members(books: Any) -> None:
 
 def test_methods_follow_each_other_on_one_model(books: Any) -> None:
     scores = scorer(books, "cuvee_needle_128", limit=12)
-    task, exact = scores.score(Identity(), "cuvee_needle_128")
+    task, exact = scores.score(Uncompressed(), "cuvee_needle_128")
     assert (task["metric"], task["higher_is_better"], task["docs"], task["chance"]) == ("acc", True, 12, 0.125)
     assert exact["score"] == sum(exact["per_doc"]) / 12 > 0.6 and exact["bits_per_value"] == 16
     _, lost = scores.score(Destroyed(), "cuvee_needle_128")
     assert lost["score"] < 0.5 and lost["bits_per_value"] == 0
     other, coded = scores.score(CodecMethod(Codec(books.profile)), "cuvee_needle_128")
     assert coded["score"] > 0.6 and 0.5 < coded["bits_per_value"] < 3 and other == task
-    assert scores.score(Identity(), "cuvee_needle_128") == (task, exact)
+    assert scores.score(Uncompressed(), "cuvee_needle_128") == (task, exact)
 
 
 def test_nats_a_word_are_a_mean_over_documents(books: Any) -> None:
-    task, score = scorer(books, "cuvee_reread_nll", limit=3).score(Identity(), "cuvee_reread_nll")
+    task, score = scorer(books, "cuvee_reread_nll", limit=3).score(Uncompressed(), "cuvee_reread_nll")
     assert not task["higher_is_better"] and task["chance"] is None
     assert score["score"] == pytest.approx(sum(score["per_doc"]) / 3) and score["stderr"] > 0
 
@@ -56,7 +56,7 @@ def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> N
     }  # fmt: skip
     (tmp_path / "m.jsonl").write_text(json.dumps(item) + "\n" + json.dumps({**item, "id": "2"}))
     scores = scorer(books, "cuvee_musique", metadata={"musique": str(tmp_path / "m.jsonl")})
-    task, score = scores.score(Identity(), "cuvee_musique")
+    task, score = scores.score(Uncompressed(), "cuvee_musique")
     assert task["metric"] == "f1" and task["docs"] == 2 and len(score["per_doc"]) == 2
 
 
@@ -75,7 +75,7 @@ def test_a_task_of_the_user_is_found(books: Any, tmp_path: Path, capsys: pytest.
         "    print('said by the task')\n"
         "    return {'test': datasets.Dataset.from_list([{'q': 'The wind rose and'}, {'q': 'It'}])}\n"
     )
-    task, score = scorer(books, "mine", include_path=str(tmp_path)).score(Identity(), "mine")
+    task, score = scorer(books, "mine", include_path=str(tmp_path)).score(Uncompressed(), "mine")
     assert (task["name"], task["metric"], task["docs"], task["chance"]) == ("mine", "acc", 2, None)
     assert len(score["per_doc"]) == 2
     assert "said by the task" not in "".join(capsys.readouterr())
@@ -94,7 +94,7 @@ def contexts(scores: TaskScorer, name: str, monkeypatch: pytest.MonkeyPatch) -> 
 
     with monkeypatch.context() as patch:
         patch.setattr(CuveeLM, "loglikelihood", listen)
-        scores.score(Identity(), name)
+        scores.score(Uncompressed(), name)
     return asked
 
 
@@ -137,6 +137,6 @@ def test_what_a_failing_task_printed_is_shown(
     scores = scorer(books, "cuvee_kv_8")
     monkeypatch.setattr(lm_eval, "evaluate", fail, raising=False)
     with pytest.raises(RuntimeError, match="out of memory"):
-        scores.score(Identity(), "cuvee_kv_8")
+        scores.score(Uncompressed(), "cuvee_kv_8")
     assert "the last words" in capsys.readouterr().err
     assert logging.getLogger("lm_eval").level == logging.INFO

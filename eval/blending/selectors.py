@@ -1,4 +1,4 @@
-"""What a report on blending measures, by key: kinds of chunks, and selectors with what to call them."""
+"""The selectors in a report on blending and what to call them, the kinds of chunks, and the costs to compare at."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ __all__ = [
     "COMPARED",
     "DEFAULT",
     "EXACT",
+    "KINDS_OF_CHUNKS",
     "NOTHING",
     "ON_ALONE",
     "ON_AVERAGED",
@@ -20,9 +21,10 @@ __all__ = [
     "SELECTORS",
 ]
 
-EXACT = "exact"  # chunks as they were computed; else the quality they were coded at
-ALONE, AVERAGED = "alone", "averaged"  # computed with nothing before them, or over several contexts
+EXACT = "exact"  # chunks as they were computed. The others go by the quality they were coded at.
+ALONE, AVERAGED = "alone", "averaged"  # computed with nothing before them, or averaged over several contexts
 NOTHING, DEFAULT = "nothing", "default"
+KINDS_OF_CHUNKS = {ALONE: "each computed alone", AVERAGED: "averaged over contexts"}
 COMPARED = (0.15, 0.3, 0.45)  # costs at which selectors are compared
 
 SELECTORS: dict[str, tuple[str, Callable[[float, int], Any]]] = {
@@ -37,7 +39,7 @@ SELECTORS: dict[str, tuple[str, Callable[[float, int], Any]]] = {
     "hkvd*boundary": ("HKVD x boundary", lambda cost, seed: HKVD(cost=cost, weight=Boundary())),
     DEFAULT: ("(overlap + query) x boundary", lambda cost, seed: default_selector(cost=cost)),
 }
-"""What is measured by key: its label, and how to make it for a cost and a seed."""
+"""Key -> (label, how to make the selector for a cost and a seed)."""
 
 ON_ALONE = tuple(SELECTORS)
 ON_AVERAGED = (NOTHING, "boundary", "hkvd", "query", "overlap*boundary", DEFAULT)

@@ -13,9 +13,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cuvee.eval import plots
-from cuvee.eval.plots import PLOTS, family_rank, layer_entries, plot_quality, write_plots
+from cuvee.eval.labels import shared_area
+from cuvee.eval.plots import plot_quality
 from cuvee.eval.quality import LayerCost, PerSequence, Quality
+from cuvee.eval.report import plots
+from cuvee.eval.report.families import family_rank, layer_entries
+from cuvee.eval.report.plots import PLOTS, write_plots
 
 pytest.importorskip("matplotlib")
 
@@ -195,7 +198,7 @@ def test_labels_are_apart_and_inside(report: dict[str, Any]) -> None:
     boxes = [t.get_window_extent() for t in axes.texts if t.get_text() and "is better" not in t.get_text()]
     assert len(boxes) == 15
     for one, two in combinations([*boxes, legend.get_window_extent()], 2):
-        assert plots._overlap(one, two) < 1
+        assert shared_area(one, two) < 1
     for box in boxes:
         assert axes.bbox.x0 <= box.x0 + 1 and box.x1 - 1 <= axes.bbox.x1
 
@@ -236,7 +239,7 @@ def test_names_of_lines_keep_apart(report: dict[str, Any]) -> None:
     assert figure is not None
     figure.draw_without_rendering()
     boxes = [text.get_window_extent() for text in figure.axes[0].texts]
-    assert len(boxes) == 3 and all(plots._overlap(a, b) == 0 for a, b in combinations(boxes, 2))
+    assert len(boxes) == 3 and all(shared_area(a, b) == 0 for a, b in combinations(boxes, 2))
 
 
 def test_scores_without_errors_or_quality_are_drawn(report: dict[str, Any]) -> None:

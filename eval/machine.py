@@ -1,4 +1,4 @@
-"""The machine that figures come from."""
+"""The machine that figures were measured on."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PACKAGES = ("torch", "numpy", "numba", "constriction", "transformers", "lm_eval
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Limit torch's own threads."""
+    """Limit the number of torch's own threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -33,7 +33,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def hardware() -> dict[str, Any]:
-    """What figures depend on: JSON-ready."""
+    """What figures depend on, as a dict for JSON."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
@@ -64,7 +64,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit this file belongs to, with a + if the tree has changes; None outside a checkout."""
+    """The commit of this checkout, with a + if the tree has changes; None outside a checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10)

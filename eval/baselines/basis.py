@@ -1,0 +1,193 @@
+"""Principal components of a cache: what the baselines that learn (`pca.py`, `kvtc.py`) have in common.
+
+    keys, values --un-rotate the keys, unit by unit--> x [T, N] --(x - mean) / rms, one basis per group--> y [T, N]
+
+N counts all values per token, in the order layer, K before V, head, dimension.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.transform import Rotation
+
+__all__ = ["GROUPINGS", "MOST_VALUES", "PrincipalBasis", "columns", "flatten_values"]
+
+GROUPINGS = ("head", "unit", "layer", "kv", "all")
+MOST_VALUES = 16384  # in one group; there its covariance alone takes 2 GiB, and the eigenvectors take hours
+
+
+def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
+    """Which of the N values share one basis.
+
+    Args:
+        layout: of the cache.
+        grouping: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (both), `"kv"` (all K; all V)
+            or `"all"`.
+
+    Returns:
+        The int64 indices of each group. Together they are a partition of 0 … N - 1.
+
+    Raises:
+        InputError: there is no such grouping.
+    """
+    if grouping not in GROUPINGS:
+        raise InputError(f"grouping: must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+    groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
+    first = 0
+    for index, layer in enumerate(layout.layers):
+        for kind, size in (("keys", layer.head_dim), ("values", layer.value_dim)):
+            for head in range(layer.kv_heads):
+                names = {
+                    "head": (index, kind, head),
+                    "unit": (index, kind),
+                    "layer": (index,),
+                    "kv": (kind,),
+                    "all": (),
+                }
+                groups.setdefault(names[grouping], []).append(torch.arange(first, first + size, device="cpu"))
+                first += size
+    return tuple(torch.cat(group) for group in groups.values())
+
+
+def flatten_values(chunk: KVChunk) -> torch.Tensor:
+    """The position-free values `[T, N]` float32 of a chunk."""
+    rotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
+    every = slice(0, chunk.tokens)
+    units = []
+    for layer, keys, values in zip(chunk.layout.layers, chunk.keys, chunk.values, strict=True):
+        units += [rotation.apply(keys, layer.rope, every).flatten(1), values.flatten(1).float()]
+    x = torch.cat(units, 1)
+    if not bool(torch.isfinite(x).all()):
+        raise InputError("chunk: holds NaN or infinite values, which a transform would spread over all channels")
+    return x
+
+
+def _unflatten(x: torch.Tensor, layout: KVLayout, start: int) -> KVChunk:
+    """The inverse of `flatten_values`, in the layout's dtype."""
+    rotation = Rotation(layout, start, len(x), x.device)
+    units = x.split([size for layer in layout.layers for size in (layer.key_values, layer.value_values)], 1)
+    keys, values = [], []
+    for layer, key, value in zip(layout.layers, units[::2], units[1::2], strict=True):
+        turned = rotation.apply(key.unflatten(1, (layer.kv_heads, layer.head_dim)), layer.rope, slice(0, len(x)))
+        keys.append(turned.to(layout.torch_dtype))
+        values.append(value.unflatten(1, (layer.kv_heads, layer.value_dim)).to(layout.torch_dtype))
+    return KVChunk(keys, values, layout, start)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PrincipalBasis:
+    """An affine map of a token's values, which is orthonormal except for one factor.
+
+    Attributes:
+        layout: of the chunks.
+        grouping: see `columns`.
+        columns: int64 indices of each group.
+        mean: `[N]` float32.
+        rms: the root of the mean variance of all values, which is the unit of the coefficients.
+        matrices: `[n, n]` float32 for each group, with orthonormal rows in order of falling variance.
+    """
+
+    layout: KVLayout
+    grouping: str
+    columns: tuple[torch.Tensor, ...]
+    mean: torch.Tensor
+    rms: float
+    matrices: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def learn(cls, layout: KVLayout, chunks: Sequence[KVChunk], grouping: str) -> PrincipalBasis:
+        """Find the principal components of each group, with all sums in float64. Errors: see `PcaTransform.fit`."""
+        groups = columns(layout, grouping)
+        largest, tokens = max(map(len, groups)), sum(chunk.tokens for chunk in chunks)
+        if largest > MOST_VALUES:
+            raise InputError(
+                f"grouping: {grouping!r} needs the covariance of {largest:,} values per token, and {MOST_VALUES:,} are "
+                "the most: choose a narrower one (layer, unit or head)"
+            )
+        if any(chunk.layout.fingerprint != layout.fingerprint for chunk in chunks):
+            raise InputError("chunks: one has another layout than `layout`; take all from one model, in one dtype")
+        if tokens < 2 * largest:
+            raise InputError(
+                f"chunks: hold {tokens:,} tokens, and a basis of {largest:,} values needs {2 * largest:,}: give more "
+                "text or choose a narrower grouping"
+            )
+        device = chunks[0].device
+        groups = tuple(group.to(device) for group in groups)
+        total = torch.zeros(layout.values_per_token, dtype=torch.float64, device=device)
+        for chunk in chunks:
+            total += flatten_values(chunk).double().sum(0)
+        mean = (total / tokens).float()
+        covariances = [torch.zeros(len(g), len(g), dtype=torch.float64, device=device) for g in groups]
+        for chunk in chunks:
+            centered = (flatten_values(chunk) - mean).double()
+            for group, covariance in zip(groups, covariances, strict=True):
+                part = centered[:, group]
+                covariance.addmm_(part.T, part)
+        variance = sum(float(covariance.trace()) for covariance in covariances) / tokens
+        rms = math.sqrt(variance / layout.values_per_token) or 1.0  # a cache that does not vary has no scale
+        matrices = tuple(torch.linalg.eigh(c)[1].flip(1).T.float().contiguous() for c in covariances)
+        return cls(layout, grouping, groups, mean, rms, matrices)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the arithmetic is done, which is where the calibration chunks were."""
+        return self.mean.device
+
+    @property
+    def sizes(self) -> list[int]:
+        """Values of each group."""
+        return [len(group) for group in self.columns]
+
+    @property
+    def digest(self) -> str:
+        """Hex BLAKE2b of the map."""
+        digest = hashlib.blake2b(f"{self.grouping} {self.rms!r}".encode(), digest_size=16, person=b"cuvee-pca")
+        for tensor in (self.mean, *self.matrices):
+            digest.update(tensor.cpu().numpy().tobytes())
+        return digest.hexdigest()
+
+    def project(self, x: torch.Tensor) -> torch.Tensor:
+        """Values `[T, N]` of `flatten_values` -> coefficients `[T, N]`, group after group."""
+        centered = (x.to(self.device) - self.mean) / self.rms
+        return torch.cat([centered[:, g] @ m.T for g, m in zip(self.columns, self.matrices, strict=True)], 1)
+
+    def analyze(self, chunk: KVChunk) -> torch.Tensor:
+        """The coefficients of a chunk `[T, N]`.
+
+        Raises:
+            InputError: the chunk has another layout, or holds NaN or infinities.
+        """
+        if chunk.layout.fingerprint != self.layout.fingerprint:
+            raise InputError("chunk: has another layout than the chunks that the basis was learned from")
+        return self.project(flatten_values(chunk))
+
+    def synthesize(self, y: torch.Tensor, start: int, device: torch.device) -> KVChunk:
+        """The inverse of `analyze`."""
+        x = torch.empty_like(y)
+        for group, matrix, part in zip(self.columns, self.matrices, y.split(self.sizes, 1), strict=True):
+            x[:, group] = part @ matrix
+        return _unflatten((x * self.rms + self.mean).to(device), self.layout, start)
+
+    def sample(self, chunks: Sequence[KVChunk], run: int, most: int) -> torch.Tensor:
+        """The coefficients of at most `most` runs of `run` tokens, evenly spread over the chunks: `[runs, run, N]`."""
+        runs = sum(chunk.tokens // run for chunk in chunks)
+        stride = max(1, math.ceil(runs / most))
+        kept, seen = [], 0
+        for chunk in chunks:
+            whole = chunk.tokens // run
+            chosen = range(-seen % stride, whole, stride)
+            if chosen:
+                x = flatten_values(chunk)[: whole * run].unflatten(0, (whole, run))[chosen.start :: stride]
+                kept.append(self.project(x.flatten(0, 1)).unflatten(0, (-1, run)))
+            seen += whole
+        return torch.cat(kept) if kept else self.mean.new_empty(0, run, len(self.mean))

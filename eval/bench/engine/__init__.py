@@ -1,0 +1,1 @@
+"""What compressed offload costs and saves in vLLM."""

@@ -1,0 +1,177 @@
+"""A process that runs vLLM, driven from outside: commands go in and answers come back, a line of JSON each."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from cuvee.codec.errors import CuveeError
+from cuvee.eval.bench.engine.scope import CHUNK, DTYPE, EngineVariant
+
+__all__ = ["Engine", "EngineAnswer"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """What an engine said to some prompts.
+
+    Attributes:
+        seconds: from submitting all of them until each has its first token.
+        finished: until the last token.
+        tokens: ids generated for each.
+        logprobs: for every position of each, token -> logprob; empty if not asked for.
+        cached: how many prompt tokens of each the engine did not compute.
+        figures: what the connector counted meanwhile; `steps` are those of the engine.
+    """
+
+    seconds: float
+    finished: float
+    tokens: list[list[int]]
+    logprobs: list[list[dict[str, float]]]
+    cached: list[int]
+    figures: dict[str, float]
+
+
+class Engine:
+    """A process that runs engines one after the other, because vLLM sets global state, pins cores and logs as it likes.
+
+    Args:
+        log: where its output goes.
+        variables: for its environment.
+    """
+
+    def __init__(self, log: Path, **variables: str) -> None:
+        self._log = log
+        self._stored = 0  # chunks that the running engine should have stored
+        with log.open("wb") as output:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "cuvee.eval.bench.engine.served"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=output,
+                text=True,
+                env=_environment(**variables),
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
+
+    def start(
+        self,
+        model: Path,
+        options: Mapping[str, Any],
+        variant: EngineVariant | None = None,
+        profile: Path | None = None,
+        chunk_tokens: int = CHUNK,
+    ) -> None:
+        """Start an engine, with or without a connector, and wait until it is up."""
+        arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
+        if variant is not None:
+            extra = {
+                "store": variant.store,
+                "quality": variant.quality,
+                "load_async": variant.load_async,
+                "chunk_tokens": chunk_tokens,
+                "threads": os.cpu_count() or 1,
+                "decide": "always",
+            }
+            if profile is not None:
+                extra["profile"] = str(profile)
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "CuveeConnector",
+                "kv_connector_module_path": "cuvee.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+        self._stored = 0
+        self._call("start", arguments)
+
+    def stop(self) -> None:
+        """End the engine. After that another one may be started."""
+        self._call("stop")
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        expect_cached: Sequence[int],
+        max_tokens: int = 1,
+        forget: bool = False,
+        logprobs: int | None = None,
+    ) -> EngineAnswer:
+        """Submit prompts together, to be answered greedily.
+
+        Args:
+            prompts: token ids.
+            expect_cached: how many tokens of each prompt must come from a cache.
+            max_tokens: tokens to generate for each.
+            forget: empty the engine's own prefix cache first.
+            logprobs: for how many tokens to return logprobs at every position.
+
+        Raises:
+            CuveeError: the engine failed, or did not compute as many tokens as it should have.
+        """
+        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs))
+        if answer.cached != list(expect_cached):
+            raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
+        return answer
+
+    def settle(self, chunks: int) -> dict[str, float]:
+        """Wait until this many more chunks are stored.
+
+        Returns:
+            The connector's figures since the engine started.
+        """
+        self._stored += chunks
+        figures: dict[str, float] = self._call("settle", self._stored)
+        return figures
+
+    def estimate(self) -> dict[str, float | None] | None:
+        """The connector's own estimate of what loading and computing cost; None if it has not measured enough."""
+        found: dict[str, float | None] | None = self._call("estimate")
+        return found
+
+    def _call(self, method: str, *arguments: Any) -> Any:
+        if self._process.stdin is None or self._process.stdout is None:
+            raise RuntimeError("the engine's process was started without pipes")
+        try:
+            self._process.stdin.write(json.dumps([method, *arguments]) + "\n")
+            self._process.stdin.flush()
+            line = self._process.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        reply = json.loads(line) if line else {"error": "its process ended"}
+        if "error" in reply:
+            end = "\n".join(self._log.read_text(errors="replace").splitlines()[-30:])
+            raise CuveeError(f"an engine failed: {reply['error']}\n{end}")
+        return reply["result"]
+
+
+def _environment(**changes: str) -> dict[str, str]:
+    """The environment of a process with an engine: offline, in a single process, with every core and a small cache."""
+    sources = str(Path(sys.modules["cuvee"].__path__[0]).parent)
+    path = os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH"))))
+    return {
+        **{name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"},
+        "PYTHONPATH": path,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "OMP_NUM_THREADS": str(os.cpu_count() or 1),
+        # On a busy machine an engine that spins at barriers takes twice as long. With more threads than cores libgomp
+        # spins less, and the connector brings threads: without this line it would seem to make the engine faster.
+        "GOMP_SPINCOUNT": "1000",
+        **changes,
+    }

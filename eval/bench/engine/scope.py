@@ -1,0 +1,134 @@
+"""What the engine bench measures: a model of random weights, engines with the connector, lengths and batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cuvee.codec.quality import PRESETS
+
+__all__ = [
+    "CHUNK",
+    "DTYPE",
+    "ENGINE_FULL",
+    "ENGINE_QUICK",
+    "NO_CONNECTOR",
+    "PROOF_TOKENS",
+    "QUESTION",
+    "VARIANTS",
+    "EngineScope",
+    "EngineVariant",
+    "RandomLlama",
+]
+
+CHUNK = 256
+QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits are as long as the engine's own
+PROOF_TOKENS = 4
+DTYPE = "bfloat16"
+NO_CONNECTOR = "no connector"
+
+
+@dataclass(frozen=True, slots=True)
+class RandomLlama:
+    """The shape of a Llama with random weights."""
+
+    layers: int = 8
+    hidden: int = 1024
+    intermediate: int = 2816
+    heads: int = 16
+    kv_heads: int = 4
+    head_size: int = 64
+    vocabulary: int = 4096
+    positions: int = 8448
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint that vLLM can read."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=self.vocabulary,
+            hidden_size=self.hidden,
+            intermediate_size=self.intermediate,
+            num_hidden_layers=self.layers,
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            head_dim=self.head_size,
+            max_position_embeddings=self.positions,
+            bos_token_id=None,
+            eos_token_id=None,
+            pad_token_id=None,
+            tie_word_embeddings=False,
+            dtype=DTYPE,
+        )
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineVariant:
+    """An engine with the connector.
+
+    Attributes:
+        name: in the tables.
+        quality: a preset. The profile is the generic one.
+        store: a URL, in which `{folder}` stands for a temporary folder.
+        load_async: the connector's option of that name.
+        filled_by: another variant, which fills the store that both share. Then this one has no misses.
+    """
+
+    name: str
+    quality: str
+    store: str
+    load_async: bool = True
+    filled_by: str | None = None
+
+
+VARIANTS = (
+    EngineVariant("lossless, file", "lossless", "file://{folder}/lossless"),
+    EngineVariant("lossless, file, sync", "lossless", "file://{folder}/lossless", False, "lossless, file"),
+    EngineVariant("balanced, file", "balanced", "file://{folder}/balanced"),
+    EngineVariant("balanced, file, sync", "balanced", "file://{folder}/balanced", False, "balanced, file"),
+    EngineVariant("lossless, memory", "lossless", "memory://?max_gb=2"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineScope:
+    """What a run measures, and how long it may take.
+
+    Attributes:
+        shape: of the model, if none is given.
+        variants: engines to compare with one without the connector.
+        lengths: tokens in the prefixes; multiples of the chunk.
+        rounds: how often all lengths are measured, after one round that proves and warms up.
+        seconds: after this time no further round of `first token` is started, but at least three are measured.
+        hits: how often a prompt is loaded in a round.
+        batch: (prompts, tokens in each, tokens to generate) for `storing`.
+        batch_rounds: rounds of `storing`.
+        presets, chunks, groups: for `footprint`. Group "generic" is the profile that needs no calibration.
+        windows: sequences that a profile is calibrated on.
+        prompts: how many prompts `footprint` takes at most.
+    """
+
+    shape: RandomLlama = field(default_factory=RandomLlama)
+    variants: tuple[EngineVariant, ...] = VARIANTS
+    lengths: tuple[int, ...] = (256, 512, 1024, 2048, 4096)
+    rounds: int = 9
+    seconds: float = 900.0
+    hits: int = 3
+    batch: tuple[int, int, int] = (8, 512, 16)
+    batch_rounds: int = 5
+    presets: tuple[str, ...] = tuple(PRESETS)
+    chunks: tuple[int, ...] = (256, 64)
+    groups: tuple[str, ...] = ("layer", "generic")
+    windows: int = 100
+    prompts: int = 32
+
+
+ENGINE_FULL = EngineScope()
+ENGINE_QUICK = EngineScope(
+    lengths=(256, 1024), rounds=3, batch=(4, 512, 16), batch_rounds=3, presets=("lossless", "balanced"), chunks=(256,)
+)

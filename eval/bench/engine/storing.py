@@ -1,0 +1,49 @@
+"""Throughput of a batch of new prompts, with and without storing what it computes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cuvee.eval.bench.engine.first_token import random_prompt
+from cuvee.eval.bench.engine.process import Engine
+from cuvee.eval.bench.engine.ratios import paired, spread
+from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, EngineScope, EngineVariant
+
+__all__ = ["measure_storing"]
+
+
+def measure_storing(
+    scope: EngineScope, model: Mapping[str, Any], engines: Mapping[str, Engine], chosen: Sequence[EngineVariant],
+    say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Measure the throughput of a batch of new prompts, with and without storing them."""
+    count, length, generated = scope.batch
+    draw = random.Random(1)
+    names = [NO_CONNECTOR, *(variant.name for variant in chosen if variant.filled_by is None)]
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    behind: dict[str, list[float]] = {name: [] for name in names[1:]}
+    for turn in range(scope.batch_rounds):
+        say(f"storing: round {turn + 1}")
+        prompts = [random_prompt(draw, model, length - QUESTION) for _ in range(count)]
+        for name in draw.sample(names, len(names)):
+            engine = engines[name]
+            asked = engine.ask(prompts, max_tokens=generated, forget=True, expect_cached=[0] * count)
+            seconds[name].append(asked.finished)
+            if name in behind:
+                began = time.perf_counter()
+                engine.settle(count * ((length + generated - 1) // CHUNK))
+                behind[name].append(time.perf_counter() - began)
+    tokens = count * (length + generated)
+    return {
+        "prompts": count,
+        "prompt_tokens": length,
+        "generated_tokens": generated,
+        "tokens_per_second": {name: spread([tokens / s for s in seconds[name]]) for name in names},
+        "throughput_over_no_connector": {
+            name: paired([[1 / s] for s in seconds[name]], [1 / s for s in seconds[NO_CONNECTOR]]) for name in names[1:]
+        },
+        "seconds_until_stored": {name: spread(behind[name]) for name in names[1:]},
+    }

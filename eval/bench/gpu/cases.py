@@ -1,0 +1,250 @@
+"""What the GPU bench measures on: the shapes of models, synthetic profiles and caches, and a paged cache to hold them.
+
+No model is needed: bases are random and orthogonal, the spectrum falls such that a value costs about `BITS`, and the
+noise is logistic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.family import OCTAVE, coding_plan, default_family, deviation_of, scale_codes
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.moments import SINKS
+from cuvee.codec.paged import PagedCache
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate
+from cuvee.codec.section_profile import SectionProfile
+from cuvee.codec.symbols import I16, Prediction
+from cuvee.codec.transform import SectionBasis, partition
+from cuvee.eval.bench.shapes import CacheShape
+from cuvee.eval.timing import Effort
+
+__all__ = [
+    "BITS",
+    "DISTINCT",
+    "GPU_FULL",
+    "GPU_QUICK",
+    "GPU_SHAPES",
+    "MOST_ERROR",
+    "RANK",
+    "GpuCase",
+    "GpuScope",
+    "Pages",
+    "make_case",
+    "spectrum",
+    "stack",
+    "synthetic_chunks",
+    "synthetic_profile",
+]
+
+BITS = 1.4  # per value, aimed at
+RANK = 0.68  # the share of a block's values that is coded at that rate, as measured on Llama-3.1-8B, group `layer`
+DISTINCT = 4  # how many chunks differ; any further ones are copies
+MOST_ERROR = 0.2  # a unit with a larger relative error was not restored; quantization costs about 0.07
+
+
+@dataclass(frozen=True, slots=True)
+class GpuScope:
+    """What a run measures, and how long it may take.
+
+    Attributes:
+        shapes: models by name.
+        groups: of the profiles.
+        chunks: how many chunks go through one call.
+        tokens: tokens in a chunk.
+        block_tokens: tokens in a block of the paged cache.
+        proof_tokens: tokens in the chunk that goes through GPU and CPU.
+        effort: how long a figure may take.
+        copy_bytes: how much the device copies.
+        matrix: rows and columns in the matrix product.
+        prob_bits: resolutions of the tables for the entropy decoder alone.
+        rans_jobs: how many sections that one decodes at once.
+        synthesis_groups: on which groups of the first shape the configurations of the inverse transform are measured.
+        synthesis_chunks: and on how many chunks.
+        limit: after this many seconds no further case is started. The report names what is left out.
+    """
+
+    shapes: Mapping[str, CacheShape]
+    groups: tuple[str, ...]
+    chunks: tuple[int, ...]
+    tokens: int = 256
+    block_tokens: int = 16
+    proof_tokens: int = 101
+    effort: Effort = field(default=Effort(0.2, 5, 50))
+    copy_bytes: int = 2 << 30
+    matrix: int = 8192
+    prob_bits: tuple[int, ...] = (10, 11, 12)
+    rans_jobs: int = 1024
+    synthesis_groups: tuple[str, ...] = ("head", "layer")
+    synthesis_chunks: tuple[int, ...] = (1, 16)
+    limit: float = 420.0
+
+
+GPU_SHAPES = {
+    "Llama-3.1-8B": CacheShape(32, 8, 128, 5e5),
+    "Qwen3-0.6B": CacheShape(28, 8, 128, 1e6),
+    "Llama-3.1-70B/TP4": CacheShape(80, 2, 128, 5e5),
+}
+GPU_FULL = GpuScope(GPU_SHAPES, ("head", "unit", "layer", "layers:2"), (1, 4, 16, 64))
+GPU_QUICK = GpuScope(
+    {"Llama-3.1-8B": GPU_SHAPES["Llama-3.1-8B"]}, ("head", "layer"), (1, 16), effort=Effort(0.05, 3, 20), rans_jobs=256
+)
+
+
+def spectrum(size: int) -> I16:
+    """The scales of the coded components in a block of `size` values, in 1/64 octaves above step 1.
+
+    They fall quadratically (in octaves) down to the last scale that is coded. They start as high as it takes for `BITS`
+    per value.
+    """
+    rank = math.ceil(RANK * size)
+    fall = (1 - (np.arange(rank) + 0.5) / rank) ** 2
+    entropy = default_family().tables.entropy
+
+    def scales(height: float) -> I16:
+        made: I16 = np.rint(OCTAVE * ((height + 2) * fall - 2)).astype(np.int16)
+        return made
+
+    low, high = 0.0, 10.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        bits = float(entropy[coding_plan(scale_codes(scales(middle), 0)).rest].sum()) / size
+        low, high = (middle, high) if bits < BITS else (low, middle)
+    return scales(low)
+
+
+def synthetic_profile(layout: KVLayout, group: str, device: torch.device) -> Profile:
+    """A profile with which the caches of `synthetic_chunks` cost about `BITS` per value at step 1.
+
+    Blocks of the same size share a basis.
+    """
+    sections = partition(layout, group)
+    noise = torch.Generator().manual_seed(0)
+    maps: dict[int, tuple[torch.Tensor, torch.Tensor, I16]] = {}
+    for size in sorted({size for section in sections for size in section.blocks}):
+        basis, _ = torch.linalg.qr(torch.randn(size, size, generator=noise).to(device))
+        scale = spectrum(size)
+        kept = basis[:, : len(scale)].cpu()
+        maps[size] = (kept.T.contiguous(), kept.contiguous(), scale)
+    learned = []
+    for section in sections:
+        mean = torch.randn(section.values, generator=noise)
+        sinks = mean + torch.randn(SINKS, section.values, generator=noise)
+        forward, inverse, scales = zip(*(maps[size] for size in section.blocks), strict=True)
+        scale = np.concatenate(scales)
+        basis_maps = SectionBasis(mean, sinks, forward, inverse)
+        learned.append(SectionProfile(basis_maps, scale, Prediction.NONE, scale, np.zeros(len(scale), np.int16)))
+    return Profile(layout, group, "fitted", default_family(), tuple(learned), min_step=0)
+
+
+def synthetic_chunks(profile: Profile, count: int, tokens: int, device: torch.device, seed: int = 0) -> list[KVChunk]:
+    """Make chunks that follow each other, drawn from what the profile says of its components."""
+    layout = profile.layout
+    noise = torch.Generator(device).manual_seed(seed)
+    moved: dict[int, torch.Tensor] = {}
+    chunks = []
+    for index in range(count):
+        start = index * tokens
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        positions = torch.arange(start, start + tokens, device=device)
+        for section, learned in zip(profile.sections, profile.learned, strict=True):
+            deviation = torch.from_numpy(deviation_of(learned.scale)).float().to(device)
+            uniform = torch.rand(len(deviation), tokens, generator=noise, device=device).clamp(1e-6, 1 - 1e-6)
+            y = uniform.logit() * (3**0.5 / math.pi * deviation)[:, None]
+            parts, row = [], 0
+            for matrix in learned.basis.inverse:
+                if id(matrix) not in moved:
+                    moved[id(matrix)] = matrix.to(device)
+                parts.append((moved[id(matrix)] @ y[row : row + matrix.shape[1]]).T)
+                row += matrix.shape[1]
+            x = torch.cat(parts, 1) + learned.basis.means(start, slice(0, tokens)).to(device)
+            units = x.split([n for layer in section.layers(layout) for n in (layer.key_values, layer.value_values)], 1)
+            for layer, key, value in zip(section.layers(layout), units[::2], units[1::2], strict=True):
+                turned = rotate(key.unflatten(1, (layer.kv_heads, layer.head_dim)), layer.rope, positions)
+                keys.append(turned.to(layout.torch_dtype))
+                values.append(value.unflatten(1, (layer.kv_heads, layer.value_dim)).to(layout.torch_dtype))
+        chunks.append(KVChunk(keys, values, layout, start))
+    return chunks
+
+
+class Pages:
+    """A paged cache with room for some chunks, whose blocks lie in random order.
+
+    Attributes:
+        rows: `[2 * layers, slots, heads * size]`. Unit 2 * l is K and unit 2 * l + 1 is V of layer l.
+        slots: int64 `[tokens]` for each region, which holds one chunk.
+        cache: the same memory, as the codec sees it.
+    """
+
+    def __init__(self, layout: KVLayout, regions: int, tokens: int, block_tokens: int, device: torch.device) -> None:
+        layer = layout.layers[0]
+        each = -(-tokens // block_tokens)
+        shape = (2 * layout.num_layers, regions * each, block_tokens, layer.kv_heads, layer.head_dim)
+        data = torch.empty(shape, dtype=layout.torch_dtype, device=device)
+        self.rows = data.view(shape[0], regions * each * block_tokens, layer.key_values)
+        order = torch.randperm(regions * each, generator=torch.Generator().manual_seed(0)).view(regions, each, 1)
+        slots = (order * block_tokens + torch.arange(block_tokens)).view(regions, -1)[:, :tokens]
+        self.slots = list(slots.to(device).contiguous())
+        self.cache = PagedCache(layout, list(data[0::2]), list(data[1::2]))
+
+    def fill(self, chunks: Sequence[KVChunk]) -> None:
+        """Write the chunks to the regions in turn, until all regions are full."""
+        stacks = [stack(chunk) for chunk in chunks]
+        for region, at in enumerate(self.slots):
+            self.rows[:, at] = stacks[region % len(stacks)]
+
+    def poison(self) -> None:
+        """Fill everything with NaN, which will still be there wherever a decoder does not write."""
+        self.rows.fill_(float("nan"))
+
+    def check(self, chunks: Sequence[KVChunk], regions: range) -> float:
+        """The largest relative error of regions that were restored from `chunks`.
+
+        Raises:
+            CuveeError: a region does not hold what it should.
+        """
+        stacks = [stack(chunk).float() for chunk in chunks]
+        errors = []
+        for region in regions:
+            want = stacks[region % len(stacks)]
+            # Unit by unit, so that a layer that was never written cannot hide behind the others.
+            difference = self.rows[:, self.slots[region]].float() - want
+            errors.append((difference.norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max())
+        worst = float(torch.stack(errors).max())
+        if not worst < MOST_ERROR:
+            raise CuveeError(f"a cache came back with a relative error of {worst:.3g}: nothing is reported")
+        return worst
+
+
+def stack(chunk: KVChunk) -> torch.Tensor:
+    """A chunk as `[2 * layers, T, heads * size]`, with K and V of each layer in turn."""
+    pairs = zip(chunk.keys, chunk.values, strict=True)
+    return torch.stack([tensor.flatten(1) for pair in pairs for tensor in pair])
+
+
+@dataclass(frozen=True, slots=True)
+class GpuCase:
+    """A shape and a group, ready to be measured."""
+
+    shape: str
+    group: str
+    profile: Profile
+    codec: Codec
+    chunks: list[KVChunk]
+
+
+def make_case(name: str, group: str, scope: GpuScope, device: torch.device) -> GpuCase:
+    """Make the profile, the codec and the chunks."""
+    profile = synthetic_profile(scope.shapes[name].layout(), group, device)
+    chunks = synthetic_chunks(profile, min(DISTINCT, max(scope.chunks)), scope.tokens, device)
+    return GpuCase(name, group, profile, Codec(profile, step=1.0, backend="triton"), chunks)

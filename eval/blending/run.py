@@ -1,0 +1,383 @@
+"""`cuvee blend-report`: what blending cached chunks loses, and what recomputing some of their tokens wins back.
+
+    texts, passages, FILE.jsonl -> prompts --full prefill--> the reference
+                                      |
+                 chunks cached alone, or averaged over contexts; exact, or decoded
+                                      |
+                 blend: selector x cost --KL to the reference--> share recovered -> blend.json
+
+See `shares.py` for the share recovered and its error. Costs are in token-layers, and include check layers and passes of
+the query (`cuvee.blend`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from cuvee.blend import Blender, ChunkCache, Segment
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.divergence import compare
+from cuvee.codec.errors import InputError
+from cuvee.codec.files import write_json
+from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import empty_cache
+from cuvee.codec.profile import Profile
+from cuvee.eval.blending.config import BlendConfig
+from cuvee.eval.blending.prompts import (
+    BlendPrompt,
+    Construction,
+    ahead_prompts,
+    multidoc_prompts,
+    passage_prompts,
+    reread_prompts,
+)
+from cuvee.eval.blending.render import write_blend_report
+from cuvee.eval.blending.selectors import ALONE, AVERAGED, EXACT, NOTHING, ON_ALONE, ON_AVERAGED, ON_DECODED, SELECTORS
+from cuvee.eval.blending.shares import Figures, Measured, accuracy, codec_costs, compare_selectors, summarize
+from cuvee.eval.blending.wall_time import measure_wall_time
+from cuvee.eval.corpus import (
+    BUNDLED_MODEL,
+    Corpus,
+    calibration_windows,
+    load_model,
+    load_tokenizer,
+    read_corpus,
+    spread_sequences,
+)
+from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.progress import progress_bar
+from cuvee.eval.protocol import LENGTH, PREFIX, reread
+from cuvee.eval.runs import check_folder, load_matching_profile, text_entry
+from cuvee.integrations.stores.memory import MemoryStore
+
+__all__ = ["BLEND_FORMAT", "BLEND_REPORT_FILE", "BLEND_VERSION", "run_blend_report"]
+
+BLEND_FORMAT, BLEND_VERSION = "cuvee-blend-report", 1
+BLEND_REPORT_FILE = "blend.json"
+_STORE_BYTES = 1 << 28
+
+
+def run_blend_report(
+    config: BlendConfig, out: Path, console: Console, *, force: bool = False, command: str = ""
+) -> dict[str, Any]:
+    """Measure blending and write `blend.json`, `blend.md` and `plots/` into the folder `out`.
+
+    Args:
+        config: what to measure.
+        out: the folder.
+        console: where to list the steps.
+        force: replace another report there.
+        command: what a reader would type to get the same report.
+
+    Returns:
+        The report, as a dict for JSON.
+
+    Raises:
+        InputError: `out` is not empty, or texts, files or sizes do not fit the model.
+        UnsupportedModel: cuvee does not support the model.
+        ProfileMismatch, ProfileError: the profile is of another model, or cannot be learned.
+        CuveeError: a blend that recomputes everything differs from the full prefill, so nothing is timed.
+    """
+    check_folder(out, force)
+    # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
+    with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext(), torch.no_grad():
+        return _BlendRun(config, out, console, command).run()
+
+
+class _BlendRun:
+    """One run: `data` holds what has been measured so far, and the methods measure the rest."""
+
+    def __init__(self, config: BlendConfig, out: Path, console: Console, command: str) -> None:
+        self.config = config
+        self.out = out
+        self.console = console
+        self.model: Any = load_model(config.model, "float32")
+        self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
+        self.fingerprint = model_fingerprint(self.model)
+        self.given = (
+            None
+            if config.profile is None
+            else load_matching_profile(config.profile, self.layout, self.fingerprint, config.model)
+        )
+        self.calibration = [read_corpus(text, config.model) for text in config.calibration]
+        evaluation = [read_corpus(text, config.model) for text in config.evaluation]
+        self.constructions = self._constructions(evaluation)
+        for made in self.constructions:
+            self._check_lengths(made)
+        contexts = spread_sequences(self.calibration, config.context_tokens, config.contexts)
+        exact = Codec(Profile.generic(self.layout), "lossless")
+        store = MemoryStore(_STORE_BYTES)
+        self.blender = Blender(self.model)
+        self.codec = exact
+        self.libraries = {
+            ALONE: ChunkCache(self.model, exact, store),
+            AVERAGED: ChunkCache(self.model, exact, store, contexts=contexts),
+        }
+        self.data = self._describe(command, evaluation, contexts)
+
+    # What is measured --------------------------------------------------------------------------------------------
+
+    def _constructions(self, evaluation: Sequence[Corpus]) -> list[Construction]:
+        config = self.config
+        tokenizer = load_tokenizer(config.model)
+        whole = reread_prompts(
+            evaluation, config.prompts, config.chunks, config.chunk_tokens, config.suffix, config.seed
+        )
+        made = [whole, ahead_prompts(whole), passage_prompts(tokenizer, config.documents)]
+        for path in config.multidoc:
+            made.append(multidoc_prompts(Path(path), tokenizer, config.documents, config.fit))
+            if made[-1].name in [other.name for other in made[:-1]]:
+                raise InputError(f"multidoc: {path} must have a name of its own, {made[-1].name} is taken")
+        return made
+
+    def _check_lengths(self, made: Construction) -> None:
+        longest = max(prompt.length for prompt in made.prompts)
+        averaged = self.config.context_tokens + max(len(c) for prompt in made.prompts for c in prompt.chunks)
+        limit = self.layout.max_positions
+        if limit is not None and max(longest, averaged) > limit:
+            raise InputError(
+                f"{made.name}: has a prompt of {longest} tokens and chunks that end at {averaged} after a context; "
+                f"the model has {limit} positions"
+            )
+
+    def _describe(self, command: str, evaluation: Sequence[Corpus], contexts: torch.Tensor) -> dict[str, Any]:
+        """The report before anything has been measured."""
+        config = self.config
+        asked = json.loads(json.dumps(asdict(config)))  # in the form in which it will be read back
+        return {
+            "format": BLEND_FORMAT,
+            "version": BLEND_VERSION,
+            "complete": False,
+            "command": command,
+            "configuration": {
+                **{name: value for name, value in asked.items() if name != "profile"},
+                "model": Path(config.model).name,
+                "multidoc": [Path(path).name for path in config.multidoc],
+            },
+            "environment": {**hardware(), "gpu": None, "threads": torch.get_num_threads()},
+            "model": {
+                "name": Path(config.model).name,
+                "fingerprint": self.fingerprint,
+                "model_type": self.layout.model_type,
+                "parameters": sum(p.numel() for p in self.model.parameters()),
+                "dtype": self.layout.dtype,
+                "layers": self.layout.num_layers,
+                "values_per_token": self.layout.values_per_token,
+            },
+            "text": {
+                "calibration": [text_entry(corpus) for corpus in self.calibration],
+                "evaluation": [text_entry(corpus) for corpus in evaluation],
+                "contexts": len(contexts),
+                "contexts_sha256": _sha256(contexts),
+            },
+            "profile": None,
+            "constructions": [],
+            "comparison": [],
+            "codec_cost": [],
+            "wall_time": None,
+            "seconds": 0.0,
+        }
+
+    # Measuring ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything, then write the documents."""
+        began = time.perf_counter()
+
+        def save() -> None:
+            self.data["seconds"] = time.perf_counter() - began
+            write_json(self.out / BLEND_REPORT_FILE, self.data)
+
+        with progress_bar(self.console, 32) as progress:
+            codecs = self._codecs(progress.step)
+            save()
+            progress.expect(sum(len(made.prompts) for made in self.constructions))
+            for made in self.constructions:
+                progress.step(f"blending: {made.name}")
+                entry = self._measure(made, codecs, progress.advance)
+                self.data["constructions"].append(entry)
+                self.data["comparison"] += compare_selectors(entry, self.config.seed)
+                self.data["codec_cost"] += codec_costs(entry)
+                save()
+            if self.config.lengths:
+                progress.expect(None)
+                self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.step)
+        self.data["complete"] = True
+        save()
+        write_blend_report(self.data, self.out)
+        return self.data
+
+    def _codecs(self, step: Callable[[str], None]) -> dict[str, Codec]:
+        config = self.config
+        if not config.qualities:
+            return {}
+        profile, seconds = self.given, None
+        if profile is None:
+            step("learning a profile, group layer")
+            began = time.perf_counter()
+            tokens = calibration_windows(self.calibration, LENGTH, config.calibration_sequences)
+            with torch.enable_grad():
+                profile = Profile.calibrate(
+                    self.model, reread(tokens, PREFIX, config.seed), "layer", prefix=PREFIX, seed=config.seed,
+                    progress=False,
+                )  # fmt: skip
+            seconds = time.perf_counter() - began
+        self.data["profile"] = {
+            "id": profile.id.hex(),
+            "group": profile.group,
+            "source": profile.source,
+            "given": self.given is not None,
+            "seconds": seconds,
+        }
+        return {quality: Codec(profile, quality) for quality in config.qualities}
+
+    def _methods(self, made: Construction) -> list[tuple[str, str, str, float | None]]:
+        """What to measure on every prompt: the kind of chunks in two words, the selector, the cost."""
+        few = self.config.few_costs
+        costs = few if made.prompts[0].choices else self.config.costs
+        groups = [(EXACT, ALONE, ON_ALONE, costs), (EXACT, AVERAGED, ON_AVERAGED, costs)]
+        groups += [(q, c, ON_DECODED, few) for q in self.config.qualities for c in (ALONE, AVERAGED)]
+        return [
+            (kv, chunks, selector, cost)
+            for kv, chunks, selectors, asked in groups
+            for selector in selectors
+            for cost in ((None,) if selector == NOTHING else asked)
+        ]
+
+    def _measure(self, made: Construction, codecs: Mapping[str, Codec], advance: Callable[[], None]) -> Figures:
+        """Measure one construction, prompt by prompt, so that large tensors are kept for one prompt only."""
+        found = [Measured(*method) for method in self._methods(made)]
+        full: list[bool] = []
+        sizes: dict[tuple[str, str], int] = dict.fromkeys(((q, c) for q in codecs for c in (ALONE, AVERAGED)), 0)
+        for index, prompt in enumerate(made.prompts):
+            reference, targets, correct = self._reference(prompt)
+            full += [correct] if len(prompt.choices) > 1 else []
+            cached = {(EXACT, chunks): self._chunks(prompt, chunks) for chunks in self.libraries}
+            for quality, chunks in sizes:
+                blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
+                sizes[quality, chunks] += sum(map(len, blobs))
+                cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
+            for one in found:
+                if one.reason is None:
+                    self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, self.config.seed + index)
+                advance()
+        values = self.layout.values_per_token * sum(len(chunk) for prompt in made.prompts for chunk in prompt.chunks)
+        kinds = [prompt.kind for prompt in made.prompts]
+        floor = np.array(found[0].kl)  # of the first method: exact chunks computed alone, nothing recomputed
+        return {
+            "name": made.name,
+            "about": made.about,
+            "tokens_sha256": _sha256(*(prompt.tokens for prompt in made.prompts)),
+            "prompts": [
+                {
+                    "kind": prompt.kind,
+                    "tokens": len(prompt.tokens),
+                    "cached": sum(map(len, prompt.chunks)),
+                    "scored": prompt.scored or len(prompt.choices[prompt.answer]),
+                }
+                for prompt in made.prompts
+            ],
+            "full": {"correct": full, **accuracy(full, [])} if full else None,
+            "coded": [
+                {"kv": quality, "chunks": chunks, "bits_per_value": 8 * size / values}
+                for (quality, chunks), size in sizes.items()
+            ],
+            "entries": [summarize(one, floor, kinds, full) for one in found],
+        }
+
+    def _chunks(self, prompt: BlendPrompt, which: str) -> list[KVChunk]:
+        library = self.libraries[which]
+        return [
+            self.codec.decode(library.get_or_compute(tokens, leading=index == 0))
+            for index, tokens in enumerate(prompt.chunks)
+        ]
+
+    def _reference(self, prompt: BlendPrompt) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        cache = empty_cache()
+        kept = prompt.scored + 1
+        logits = self.model(
+            input_ids=prompt.tokens[None], past_key_values=cache, use_cache=True, logits_to_keep=kept
+        ).logits[0]
+        return self._predictions(prompt, logits, cache)
+
+    def _predictions(
+        self, prompt: BlendPrompt, logits: torch.Tensor, cache: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, bool]:
+        """Log-probabilities `[S, V]` of what is scored, its tokens `[S]`, and whether the model takes the right choice.
+
+        Args:
+            prompt: with S scored tokens.
+            logits: `[prompt.scored + 1, V]`, of its last tokens.
+            cache: of the prompt. It is used up.
+        """
+        predicted = logits.float().log_softmax(-1)
+        if not prompt.choices:
+            return predicted[:-1], prompt.text[-prompt.scored :], False
+        # All choices go through in one pass: each token sees the prompt, and the tokens before it in its own choice.
+        lengths = torch.tensor([len(choice) for choice in prompt.choices])
+        tokens = torch.tensor([token for choice in prompt.choices for token in choice])
+        choice = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+        place = torch.arange(len(tokens)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
+        own = (choice[:, None] == choice) & (place[:, None] >= place)
+        visible = torch.cat([torch.ones(len(tokens), len(prompt.tokens), dtype=torch.bool), own], 1)
+        after = self.model(
+            input_ids=tokens[None],
+            position_ids=(len(prompt.tokens) + place)[None],
+            attention_mask=torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None],
+            past_key_values=cache,
+        ).logits[0].float().log_softmax(-1)  # fmt: skip
+        # Each token is predicted by the one before it, and the first one of a choice by the last one of the prompt.
+        steps = torch.where((place == 0)[:, None], predicted[-1], after.roll(1, 0))
+        chosen = steps.gather(-1, tokens[:, None])[:, 0]
+        scores = torch.zeros(len(lengths)).index_add(0, choice, chosen)
+        right = choice == prompt.answer
+        return steps[right], tokens[right], int(scores.argmax()) == prompt.answer
+
+    def _blend(
+        self,
+        one: Measured,
+        prompt: BlendPrompt,
+        chunks: Sequence[KVChunk],
+        reference: torch.Tensor,
+        targets: torch.Tensor,
+        seed: int,
+    ) -> None:
+        segments = [Segment(tokens, chunk) for tokens, chunk in zip(prompt.chunks, chunks, strict=True)]
+        try:
+            selector = SELECTORS[one.selector][1](one.cost or 0.0, seed)
+            result = self.blender.blend(
+                [*segments, Segment(prompt.text)], logits_to_keep=prompt.scored + 1, selector=selector
+            )
+        except InputError as refused:  # the cost does not even pay for what the selector looks at
+            if one.cost is None:
+                raise
+            one.reason = str(refused)
+            return
+        predicted, _, correct = self._predictions(prompt, result.logits, result.cache)
+        kl, loss, same = compare(reference[None], predicted[None], targets[None])
+        one.described = one.described or result.record.selector
+        one.kl += kl
+        one.delta_nll += loss
+        one.top1 += same
+        one.spent.append(result.record.cost)
+        one.correct += [correct] if len(prompt.choices) > 1 else []
+
+
+def _sha256(*tokens: torch.Tensor) -> str:
+    digest = hashlib.sha256()
+    for row in tokens:
+        digest.update(row.contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,238 @@
+"""The figures of a report on blending: shares recovered, selectors at equal cost, what decoded chunks lose.
+
+The floor is the blend of exact chunks, each computed alone, with nothing recomputed. The share recovered is one minus
+the mean KL over the mean KL of the floor: 0 at the floor, 1 for a full prefill. Standard errors are over prompts, by
+the delta method, because both means come from the same prompts; intervals of ratios are percentile bootstraps over
+prompts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from cuvee.codec.divergence import stderr
+from cuvee.eval.blending.selectors import ALONE, AVERAGED, COMPARED, DEFAULT, EXACT, NOTHING, SELECTORS
+from cuvee.eval.stats import DRAWS, F64, Resamples, interval, paired_difference
+
+__all__ = [
+    "RIVALS",
+    "Figures",
+    "Measured",
+    "codec_costs",
+    "compare_selectors",
+    "ratio_of_shares",
+    "share_recovered",
+    "summarize",
+]
+
+RIVALS = {"hkvd": ("hkvd", "hkvd-gradual"), "boundary": ("boundary",)}  # each is taken at the better of its settings
+Figures = dict[str, Any]
+
+
+@dataclass(slots=True)
+class Measured:
+    """One selector at one cost on one kind of chunks, with one number per prompt."""
+
+    kv: str
+    chunks: str
+    selector: str
+    cost: float | None
+    described: str = ""
+    reason: str | None = None
+    kl: list[float] = field(default_factory=list)
+    delta_nll: list[float] = field(default_factory=list)
+    top1: list[float] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)
+    correct: list[bool] = field(default_factory=list)
+
+
+def share_recovered(kl: Sequence[float] | F64, floor: Sequence[float] | F64) -> tuple[float | None, float | None]:
+    """One minus the mean KL over the mean KL of the floor, and its standard error over prompts (delta method).
+
+    Args:
+        kl: nats per token, one number per prompt.
+        floor: the same if nothing is recomputed.
+
+    Returns:
+        The share, which is None if the floor is no worse than the reference; and its error, None for a single prompt.
+
+    Example:
+        >>> share_recovered([0.1, 0.1], [0.4, 0.4])
+        (0.75, 0.0)
+    """
+    above, below = np.asarray(kl, np.float64), np.asarray(floor, np.float64)
+    if below.mean() <= 0:
+        return None, None
+    ratio = above.mean() / below.mean()
+    error = stderr(((above - ratio * below) / below.mean()).tolist())
+    return float(1 - ratio), error
+
+
+def ratio_of_shares(of: F64, against: F64, floor: F64, seed: int) -> dict[str, float | None]:
+    """How many times as much of the floor one method recovers as another, with a 95 % interval.
+
+    The ratio is None if the other method recovers nothing. An end of the interval is None if that is so in too many
+    draws.
+
+    Args:
+        of: KL of the one method, one number per prompt.
+        against: KL of the other.
+        floor: KL of the floor.
+        seed: of the bootstrap over prompts.
+    """
+    sample = Resamples(len(floor), DRAWS, seed)
+    won, base = sample.mean(floor - of), sample.mean(floor - against)
+    low, high = interval(np.divide(won, base, out=np.full(DRAWS, np.inf), where=base > 0), lowest=-np.inf)
+    whole = float((floor - against).sum())
+    return {"ratio": float((floor - of).sum()) / whole if whole > 0 else None, "low": low, "high": high}
+
+
+def summarize(one: Measured, floor: F64, kinds: Sequence[str], full: Sequence[bool]) -> Figures:
+    """An entry of the report: what was measured, and what follows from it."""
+    named: Figures = {
+        "kv": one.kv,
+        "chunks": one.chunks,
+        "selector": one.selector,
+        "label": SELECTORS[one.selector][0],
+        "cost": one.cost,
+        "described": one.described or None,
+        "reason": one.reason,
+    }
+    if one.reason is not None:
+        return named
+    kl = np.array(one.kl)
+    share, error = share_recovered(kl, floor)
+    parts = {}
+    for kind in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
+        mask = np.array([k == kind for k in kinds])
+        part, part_error = share_recovered(kl[mask], floor[mask])
+        parts[kind] = {
+            "prompts": int(mask.sum()),
+            **_mean("kl", kl[mask].tolist()),
+            "share": part,
+            "share_stderr": part_error,
+        }
+    return {
+        **named,
+        "spent": float(np.mean(one.spent)),
+        **_mean("kl", one.kl),
+        "share": share,
+        "share_stderr": error,
+        **_mean("delta_nll", one.delta_nll),
+        **_mean("top1", one.top1),
+        **accuracy(one.correct, full),
+        "parts": parts,
+        "per_prompt": {
+            "kl": one.kl,
+            "delta_nll": one.delta_nll,
+            "top1": one.top1,
+            "spent": one.spent,
+            "correct": one.correct or None,
+        },
+    }
+
+
+def _mean(name: str, values: Sequence[float]) -> Figures:
+    return {name: float(np.mean(values)), f"{name}_stderr": stderr(values)}
+
+
+def accuracy(correct: Sequence[bool], full: Sequence[bool]) -> Figures:
+    """The accuracy, and its paired difference to that of the full prefill."""
+    names = ("accuracy", "accuracy_stderr", "difference", "difference_stderr")
+    if not correct:
+        return dict.fromkeys(names)
+    difference = paired_difference(list(map(float, correct)), list(map(float, full))) if full else (None, None)
+    return dict(zip(names, (float(np.mean(correct)), stderr(list(map(float, correct))), *difference), strict=True))
+
+
+def _measured(made: Figures, **named: Any) -> list[Figures]:
+    """The entries with these values that could be measured."""
+    return [
+        entry
+        for entry in made["entries"]
+        if entry["reason"] is None and all(entry[name] == value for name, value in named.items())
+    ]
+
+
+def _kl(entry: Figures) -> F64:
+    return np.array(entry["per_prompt"]["kl"])
+
+
+def compare_selectors(made: Figures, seed: int) -> list[Figures]:
+    """Compare the best selector and the default with HKVD and boundary tokens, at equal cost and on exact chunks."""
+    (floor_entry,) = _measured(made, kv=EXACT, chunks=ALONE, selector=NOTHING)
+    floor = _kl(floor_entry)
+    found = []
+    for cost in COMPARED:
+        for chunks in (ALONE, AVERAGED):
+            measured = _measured(made, kv=EXACT, chunks=chunks, cost=cost)
+            if not measured or floor_entry["share"] is None:
+                continue
+            best = max(measured, key=lambda entry: float(entry["share"]))
+            default = [entry for entry in measured if entry["selector"] == DEFAULT]
+            for entry in [best, *(d for d in default if d is not best)]:
+                against = [
+                    _against(made, entry, floor, rival, on, cost, seed)
+                    for on in dict.fromkeys((chunks, ALONE))
+                    for rival in RIVALS
+                ]
+                found.append(
+                    {
+                        "construction": made["name"],
+                        "cost": cost,
+                        "chunks": chunks,
+                        "selector": entry["selector"],
+                        "label": entry["label"],
+                        "best": entry is best,
+                        "share": entry["share"],
+                        "share_stderr": entry["share_stderr"],
+                        "against": against,
+                    }
+                )
+    return found
+
+
+def _against(made: Figures, of: Figures, floor: F64, rival: str, chunks: str, cost: float, seed: int) -> Figures:
+    """A ratio of shares, with the rival at the better of its settings."""
+    wanted = (EXACT, chunks, cost)
+    asked = [
+        e for e in made["entries"] if e["selector"] in RIVALS[rival] and (e["kv"], e["chunks"], e["cost"]) == wanted
+    ]
+    settings = [entry for entry in asked if entry["reason"] is None]
+    named = {"rival": rival, "chunks": chunks}
+    if not settings:
+        reason = next((entry["reason"] for entry in asked), "was not measured")
+        empty = dict.fromkeys(("selector", "share", "ratio", "low", "high"))
+        return {**named, **empty, "reason": reason}
+    other = max(settings, key=lambda entry: float(entry["share"]))
+    ratio = ratio_of_shares(_kl(of), _kl(other), floor, seed)
+    return {**named, "selector": other["selector"], "share": other["share"], **ratio, "reason": None}
+
+
+def codec_costs(made: Figures) -> list[Figures]:
+    """How many points of the share decoded chunks lose, paired with exact chunks of the same kind."""
+    (floor_entry,) = _measured(made, kv=EXACT, chunks=ALONE, selector=NOTHING)
+    scale = float(_kl(floor_entry).mean())
+    found = []
+    for entry in made["entries"]:
+        if entry["kv"] == EXACT or entry["reason"] is not None or scale <= 0:
+            continue
+        named = {"chunks": entry["chunks"], "selector": entry["selector"], "cost": entry["cost"]}
+        for exact in _measured(made, kv=EXACT, **named):
+            # The error is that of the difference alone, because the floor is the same in both shares.
+            lost, error = paired_difference(entry["per_prompt"]["kl"], exact["per_prompt"]["kl"])
+            found.append(
+                {
+                    "construction": made["name"],
+                    "kv": entry["kv"],
+                    **named,
+                    "label": entry["label"],
+                    "points": 100 * lost / scale,
+                    "points_stderr": None if error is None else 100 * error / scale,
+                }
+            )
+    return found

@@ -1,0 +1,248 @@
+"""Reading tokens after a cache that went through a method, many contexts and continuations at a time.
+
+    context --prefill--> cache --method--> decoded cache --forward with what follows--> log-probabilities
+
+Contexts that are alike share a prefill, and continuations that are read alike share a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import empty_cache
+from cuvee.eval.quality import Method, spans
+
+__all__ = ["CachedLayers", "CachedReader", "Read", "Statistics", "TokenIds"]
+
+TokenIds = tuple[int, ...]
+"""Token ids of a text or of a part of one."""
+
+CachedLayers = list[tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values `[H, T, D]` of each layer of one sequence, in the dtype and on the device of the model's cache."""
+
+
+@dataclass(slots=True)
+class Statistics:
+    """What went through the method since it was set.
+
+    Attributes:
+        contexts: how many caches were coded; all continuations of a context share one.
+        cached_tokens: how many tokens those hold.
+        bits: everything included, as the method counts them.
+        uncached_requests: requests that were scored exactly because they have no two context tokens. The last one is
+            never cached.
+        truncated_requests: requests whose left end was cut off to fit the model.
+    """
+
+    contexts: int = 0
+    cached_tokens: int = 0
+    bits: float = 0.0
+    uncached_requests: int = 0
+    truncated_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """One thing to score: the last `len(targets)` predictions of a model that reads `tokens`.
+
+    Attributes:
+        tokens: everything the model reads, without the last target.
+        split: the cache of `tokens[:split]` goes through the method. Earlier predictions come from the exact cache,
+            later ones from the decoded one.
+        targets: the real tokens.
+    """
+
+    tokens: TokenIds
+    split: int
+    targets: TokenIds
+
+    @property
+    def cached(self) -> TokenIds:
+        """Those whose cache goes through the method."""
+        return self.tokens[: self.split]
+
+    @property
+    def tail(self) -> TokenIds:
+        """Those that are read after the decoded cache."""
+        return self.tokens[self.split :]
+
+    @property
+    def exact_targets(self) -> TokenIds:
+        """Those that the prefill itself predicts."""
+        return self.targets[: max(0, len(self.targets) - len(self.tail))]
+
+
+class CachedReader:
+    """A model that remembers its contexts through a method.
+
+    Args:
+        forward: calls the model with token ids `[B, T]` and keyword arguments for log-probabilities `[B, T, V]`.
+        device: of the model.
+        layout: of the chunks that the method gets.
+        method: what the caches go through.
+        chunk_tokens: tokens coded together.
+        statistics: counts what is done.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., torch.Tensor],
+        device: torch.device,
+        layout: KVLayout,
+        method: Method,
+        chunk_tokens: int,
+        statistics: Statistics,
+    ) -> None:
+        self._forward = forward
+        self._device = device
+        self._layout = layout
+        self._method = method
+        self._chunk_tokens = chunk_tokens
+        self._statistics = statistics
+
+    def score(
+        self, reads: Sequence[Read], rows: int, keep: Callable[[int, tuple[float, bool]], None], bar: Any
+    ) -> list[tuple[float, bool]]:
+        """For each read, the log-likelihood of its targets, and whether each of them is the likeliest token.
+
+        Args:
+            reads: in any order.
+            rows: how many go through the model together.
+            keep: called with an index and the answer as soon as that is known.
+            bar: a progress bar.
+        """
+        contexts: dict[TokenIds, list[int]] = {}
+        for index, read in enumerate(reads):
+            contexts.setdefault(read.cached, []).append(index)
+        answers: list[tuple[float, bool]] = [(0.0, True)] * len(reads)
+        # The longest first, as in HFLM: memory runs out at once or never, and the time left is never underestimated.
+        ordered = sorted(contexts, key=lambda c: (len(c), max(len(reads[i].tail) for i in contexts[c])), reverse=True)
+        for first in range(0, len(ordered), rows):
+            batch = ordered[first : first + rows]
+            members = [index for context in batch for index in contexts[context]]
+            self._statistics.uncached_requests += sum(not reads[index].split for index in members)
+            exact = {index: reads[index] for index in members if reads[index].exact_targets}
+            decoded, predictions = self.round_trip([c for c in batch if c], logits=bool(exact))
+            for index, read in exact.items():
+                targets = read.exact_targets
+                answers[index] = _likelihood(predictions[read.cached][read.split - len(targets) : read.split], targets)
+            # One row for all continuations that look the same to the model: those of a single token do.
+            alike: dict[tuple[TokenIds, TokenIds], list[int]] = {}
+            for index in sorted(members, key=lambda i: len(reads[i].tail), reverse=True):
+                alike.setdefault((reads[index].cached, reads[index].tail), []).append(index)
+            pairs = list(alike)
+            for start in range(0, len(pairs), rows):
+                part = pairs[start : start + rows]
+                logits = self._read_tails([decoded.get(cached) for cached, _ in part], [tail for _, tail in part])
+                for pair, row in zip(part, logits, strict=True):
+                    end = len(pair[1])
+                    for index in alike[pair]:
+                        targets = reads[index].targets[len(reads[index].exact_targets) :]
+                        value, likeliest = _likelihood(row[end - len(targets) : end], targets)
+                        answers[index] = (answers[index][0] + value, answers[index][1] and likeliest)
+                        keep(index, answers[index])
+                        bar.update(1)
+        return answers
+
+    def round_trip(
+        self, contexts: Sequence[TokenIds], logits: bool = False
+    ) -> tuple[dict[TokenIds, CachedLayers], dict[TokenIds, torch.Tensor]]:
+        """Prefill contexts, at most a batch of them, and send the cache of each through the method.
+
+        Returns:
+            By context: the decoded caches, and with `logits` the log-probabilities `[T, V]` of the prefill.
+        """
+        if not contexts:
+            return {}, {}
+        cache = empty_cache()
+        tokens = _padded(contexts, self._device)
+        # There is no mask: padding is on the right, where no real token sees it. The head is skipped if not needed.
+        predictions = self._forward(tokens, past_key_values=cache, logits_to_keep=0 if logits else 1)
+        if any(layer.keys.shape[-2] != tokens.shape[1] for layer in cache.layers):
+            raise UnsupportedModel(
+                f"the cache does not hold one entry per token ({self._layout.model_type}): virtual tokens?"
+            )
+        decoded = {tokens: self._code(cache, row, len(tokens)) for row, tokens in enumerate(contexts)}
+        return decoded, dict(zip(contexts, predictions, strict=True)) if logits else {}
+
+    def _code(self, cache: Any, row: int, tokens: int) -> CachedLayers:
+        """The first `tokens` tokens in a row of a cache, as they come back from the method."""
+        device, dtype = self._device, self._layout.torch_dtype
+
+        def tensors(name: str) -> list[torch.Tensor]:
+            return [getattr(layer, name)[row, :, :tokens].transpose(0, 1).to(device, dtype) for layer in cache.layers]
+
+        chunk = KVChunk(tensors("keys"), tensors("values"), self._layout)
+        back = []
+        for span in spans(tokens, self._chunk_tokens):
+            piece = chunk.slice(*span)
+            stored, bits = self._method.encode(piece)
+            back.append(self._method.decode(stored))
+            if (back[-1].start, back[-1].tokens) != (piece.start, piece.tokens):
+                raise InputError(f"method: {type(self._method).__name__} gave back another chunk than it got")
+            self._statistics.bits += bits
+        self._statistics.contexts += 1
+        self._statistics.cached_tokens += tokens
+        whole = KVChunk.concat(back)
+        return [
+            (keys.transpose(0, 1).to(layer.keys), values.transpose(0, 1).to(layer.values))
+            for keys, values, layer in zip(whole.keys, whole.values, cache.layers, strict=True)
+        ]
+
+    def _read_tails(self, caches: Sequence[CachedLayers | None], tails: Sequence[TokenIds]) -> torch.Tensor:
+        """Log-probabilities `[B, T, V]` of the model as it reads each tail after its cache. None means no cache."""
+        tokens = _padded(tails, self._device)
+        lengths = torch.tensor([0 if cache is None else cache[0][0].shape[1] for cache in caches])
+        width = int(lengths.max())
+        cache = self.build_cache(caches, width)
+        if cache is None:
+            return self._forward(tokens)
+        # The caches of all rows end in the same column, so all tails begin in the same one. Positions count from each
+        # row's first real token. Those of the padding after a short tail could pass the model's last position.
+        last = lengths + torch.tensor([len(tail) for tail in tails]) - 1
+        positions = (lengths[:, None] + torch.arange(tokens.shape[1])).minimum(last[:, None])
+        mask = None
+        if int(lengths.min()) < width:
+            mask = (torch.arange(width + tokens.shape[1]) >= width - lengths[:, None]).long().to(tokens.device)
+        return self._forward(
+            tokens, past_key_values=cache, attention_mask=mask, position_ids=positions.to(tokens.device)
+        )
+
+    def build_cache(self, rows: Sequence[CachedLayers | None], width: int) -> Any:
+        """Build a transformers cache from rows, padded on the left to `width` tokens; None if all of them are None."""
+        some = next((row for row in rows if row is not None), None)
+        if some is None:
+            return None
+        cache = empty_cache()
+        for index, pair in enumerate(some):
+            filled = []
+            for side, like in enumerate(pair):
+                batch = like.new_zeros(len(rows), like.shape[0], width, like.shape[2])
+                for to, row in zip(batch, rows, strict=True):
+                    if row is not None:
+                        to[:, width - row[index][side].shape[1] :] = row[index][side]
+                filled.append(batch)
+            cache.update(*filled, index)
+        return cache
+
+
+def _likelihood(log_probabilities: torch.Tensor, targets: TokenIds) -> tuple[float, bool]:
+    """Sum up `[T, V]` over T targets, and tell whether each of them is the likeliest token."""
+    chosen = torch.tensor(targets, device=log_probabilities.device)
+    likeliest = bool((log_probabilities.argmax(-1) == chosen).all())
+    return float(log_probabilities.gather(-1, chosen[:, None]).sum()), likeliest
+
+
+def _padded(rows: Sequence[TokenIds], device: torch.device) -> torch.Tensor:
+    """Token ids `[B, T]`, padded on the right."""
+    tokens = torch.zeros(len(rows), max(map(len, rows)), dtype=torch.int64)
+    for to, row in zip(tokens, rows, strict=True):
+        to[: len(row)] = torch.tensor(row)
+    return tokens.to(device)

@@ -1,0 +1,142 @@
+"""What a report is written with: tables, texts and figures under headings, as Markdown or on a terminal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table as RichTable
+
+__all__ = [
+    "SMALL_MODEL",
+    "Entry",
+    "ReportBlock",
+    "ReportData",
+    "ReportSection",
+    "ReportTable",
+    "escape",
+    "markdown_document",
+]
+
+ReportData = Mapping[str, Any]
+"""What a `report.json` or `blend.json` holds."""
+
+Entry = Mapping[str, Any]
+"""An entry of one of its lists."""
+
+SMALL_MODEL = 500_000_000
+"""Parameters below which a report warns that a large model may lose more or less."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportTable:
+    """A table of plain text; each kind of document escapes it.
+
+    Attributes:
+        columns: the headings. If one ends in a space, its column holds text and is aligned left; others hold numbers.
+        rows: a cell for each column.
+        title: above the table; may be empty.
+        note: below it; may be empty.
+        strong: the rows that stand out.
+    """
+
+    columns: list[str]
+    rows: list[list[str]]
+    title: str = ""
+    note: str = ""
+    strong: frozenset[int] = frozenset()
+
+    @property
+    def kind(self) -> str:
+        """How the template tells a table from a `ReportBlock`."""
+        return "table"
+
+    def is_text(self, column: int) -> bool:
+        """Whether a column is aligned left."""
+        return self.columns[column].endswith(" ")
+
+    def for_terminal(self, title: str) -> RichTable:
+        """The table for a terminal, under this title."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(self.columns):
+            table.add_column(Text(column.strip()), justify="left" if self.is_text(index) else "right")
+        for index, row in enumerate(self.rows):
+            table.add_row(*map(Text, row), style="bold" if index in self.strong else "")
+        return table
+
+
+@dataclass(frozen=True, slots=True)
+class ReportBlock:
+    """Anything but a table: a "text", "code", a "list" with `items`, or a "figure" with its caption as the text."""
+
+    kind: str
+    text: str = ""
+    name: str = ""  # of the plot in a figure
+    items: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSection:
+    """A heading and what follows it."""
+
+    id: str
+    title: str
+    blocks: list[ReportTable | ReportBlock]
+
+
+def markdown_document(
+    title: str, preface: Sequence[str], body: Sequence[ReportSection], figures: Mapping[str, str]
+) -> str:
+    """A document in GitHub-flavored Markdown.
+
+    Args:
+        title: in plain text, like everything else.
+        preface: paragraphs before the first section.
+        body: the sections.
+        figures: the file of each plot, relative to the document. Plots that are not in it are left out.
+    """
+    parts = [f"# {escape(title)}", *map(escape, preface)]
+    for section in body:
+        parts.append(f"## {escape(section.title)}")
+        for block in section.blocks:
+            if isinstance(block, ReportTable):
+                parts += _markdown_table(block)
+            elif block.kind == "code":
+                parts.append(f"```\n{block.text}\n```")
+            elif block.kind == "list":
+                parts.append("\n".join(f"- {escape(item)}" for item in block.items))
+            elif block.kind == "text":
+                parts.append(escape(block.text))
+            elif block.name in figures:
+                parts += [f"![{escape(block.text)}]({figures[block.name]})", escape(block.text)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown_table(table: ReportTable) -> list[str]:
+    lines = [
+        "| " + " | ".join(escape(column.strip()) for column in table.columns) + " |",
+        "|" + "|".join("---" if table.is_text(i) else "---:" for i in range(len(table.columns))) + "|",
+    ]
+    for index, row in enumerate(table.rows):
+        cells = [escape(cell) for cell in row]
+        if index in table.strong:
+            cells[0] = f"**{cells[0]}**"
+        lines.append("| " + " | ".join(cells) + " |")
+    parts = [f"### {escape(table.title)}"] if table.title else []
+    return [*parts, "\n".join(lines), *([escape(table.note)] if table.note else [])]
+
+
+def escape(text: str) -> str:
+    """Plain text as inline Markdown, which is safe inside a table, too."""
+    text = " ".join(text.split())
+    text = re.sub(r"([\\`*|<>\[\]$~])", r"\\\1", text)
+    text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # inside a word an underscore means nothing
+    text = re.sub(r"&(?=#?\w+;)", r"\\&", text)
+    return re.sub(r"^(#+|[-+]|\d+[.)])(?=\s)", r"\\\1", text)

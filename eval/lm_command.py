@@ -1,0 +1,58 @@
+"""`cuvee eval`: lm-eval's own command line, with the model `cuvee` and cuvee's tasks."""
+
+from __future__ import annotations
+
+import sys
+
+import cuvee.eval.lm  # noqa: F401, registers the model
+from cuvee.eval.tasks import TASKS_PATH
+
+__all__ = ["complete_arguments", "run_cli"]
+
+
+def run_cli(args: list[str]) -> int:
+    """Run lm-eval's own command line with the model `cuvee` registered, and return the exit status.
+
+    As in lm-eval, the word `run` may be left out. If no model is named, `run` takes `cuvee`. All commands also look for
+    tasks in cuvee's own folder, unless `--include_path` names another one.
+
+    Args:
+        args: without the program's name, such as `["--model_args", "pretrained=…,quality=balanced", "--tasks", "…"]`.
+    """
+    from lm_eval.__main__ import cli_evaluate
+
+    before = sys.argv
+    sys.argv = ["lm-eval", *complete_arguments(args)]
+    try:
+        cli_evaluate()
+    except SystemExit as exit_:
+        if isinstance(exit_.code, str):
+            print(exit_.code, file=sys.stderr)
+            return 1
+        return exit_.code or 0
+    finally:
+        sys.argv = before
+    return 0
+
+
+def complete_arguments(args: list[str]) -> list[str]:
+    """Add what `run_cli` promises before the user's own arguments, so that these override it."""
+    if not args or args[0] in ("-h", "--help") or args == ["run"]:
+        return args  # which print help
+    if args[0] not in ("run", "ls", "validate"):
+        args = ["run", *args]
+    defaults = {"include_path": str(TASKS_PATH)} | ({"model": "cuvee"} if args[0] == "run" else {})
+    decided = _yaml_settings(args)
+    added = [word for name, value in defaults.items() if name not in decided for word in (f"--{name}", value)]
+    return [args[0], *added, *args[1:]]
+
+
+def _yaml_settings(args: list[str]) -> set[str]:
+    """The settings in the YAML file that the arguments name. The command line overrides them."""
+    from lm_eval.config.evaluate_config import EvaluatorConfig
+
+    for arg, following in zip(args, [*args[1:], ""], strict=True):
+        name, _, value = arg.partition("=")
+        if name in ("--config", "-C"):
+            return set(EvaluatorConfig.load_yaml_config(value or following))
+    return set()

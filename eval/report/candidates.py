@@ -1,0 +1,126 @@
+"""The methods of a report: baselines with one setting, baselines that learn, and the codec at its presets and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
+from cuvee.codec.quality import PRESET_KL
+from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
+from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
+from cuvee.eval.methods import BASELINES, family_label
+from cuvee.eval.quality import CodecMethod, Method
+
+__all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines"]
+
+CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
+    -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
+)  # fmt: skip
+GENERIC_OCTAVES = (-4.0, -3.0, -2.0, -1.0)
+NOT_QUICK = ("fp8-e5m2", "int8", "kivi3", "cachegen-tables-free")  # baselines that a quick report leaves out
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One method of a report.
+
+    Attributes:
+        key: names it; unique in a report.
+        label: what people call it.
+        kind: "point" (the only setting), "curve" (one setting of a dial) or "preset" (of the codec, and on its curve).
+        make: builds the method. For some, that means learning a basis first.
+    """
+
+    key: str
+    label: str
+    kind: str
+    make: Callable[[], Method]
+
+    @property
+    def family(self) -> str:
+        """The key without the setting."""
+        return self.key.partition("@")[0]
+
+    @property
+    def setting(self) -> str:
+        """Where the dial is set; empty if there is none."""
+        return self.key.partition("@")[2]
+
+
+def fixed_baselines(quick: bool) -> list[Candidate]:
+    """The baselines with one setting."""
+    skipped = NOT_QUICK if quick else ()
+    return [Candidate(key, label, "point", make) for key, (label, make) in BASELINES.items() if key not in skipped]
+
+
+class LearnedBaselines:
+    """The baselines that learn from caches. They are learned when one of their methods is first made.
+
+    Args:
+        layout: of the caches that are coded.
+        caches: called for the caches to learn from, when they are first needed.
+    """
+
+    def __init__(self, layout: KVLayout, caches: Callable[[], list[KVChunk]]) -> None:
+        self._layout = layout
+        self._caches = caches
+        self._transforms: dict[str, PcaTransform] = {}
+
+    def candidates(self, groups: Sequence[str], quick: bool) -> list[Candidate]:
+        """PCA with the groupings that a profile can have, and KVTC, at every setting."""
+        groupings = [group for group in groups if group in ("head", "unit", "layer", "all")]
+        found = []
+        for grouping in [groupings[0]] if quick else [*groupings, "kv"]:
+            family = f"pca/{grouping}"
+            for step in PCA_STEPS[1::2] if quick else PCA_STEPS:
+                make = partial(self._pca, grouping, float(step))
+                found.append(Candidate(f"{family}@{step:g}", family_label(family), "curve", make))
+        if not quick:
+            found += [
+                Candidate(f"kvtc/kv@{budget:g}", family_label("kvtc/kv"), "curve", partial(self._kvtc, float(budget)))
+                for budget in KVTC_BUDGETS
+            ]
+        return found
+
+    def _pca(self, grouping: str, step: float) -> Method:
+        if grouping not in self._transforms:
+            self._transforms[grouping] = PcaTransform.fit(self._layout, self._caches(), grouping)
+        return self._transforms[grouping].method(step)
+
+    def _kvtc(self, budget: float) -> Method:
+        return self._kvtc_transform.method(budget)
+
+    @cached_property
+    def _kvtc_transform(self) -> Kvtc:
+        return Kvtc.fit(self._layout, self._caches())
+
+
+def codec_candidates(layout: KVLayout, profiles: Mapping[str, Profile], quick: bool) -> list[Candidate]:
+    """The codec without a profile that was learned, and with each of `profiles`, at presets and further steps."""
+    nothing = Profile.generic(layout)
+    found = [
+        _coded("cuvee/lossless", "point", nothing, quality="lossless"),
+        _coded("cuvee/generic@balanced", "preset", nothing, quality="balanced"),
+    ]
+    if not quick:
+        found += _steps("cuvee/generic", nothing, GENERIC_OCTAVES)
+    for name, profile in profiles.items():
+        found += [_coded(f"cuvee/{name}@{preset}", "preset", profile, quality=preset) for preset in PRESET_KL]
+        found += _steps(f"cuvee/{name}", profile, CURVE_OCTAVES[1::2] if quick else CURVE_OCTAVES)
+    return found
+
+
+def _coded(key: str, kind: str, profile: Profile, **quality: Any) -> Candidate:
+    family, _, setting = key.partition("@")
+    label = family_label(family) if not setting else f"{family_label(family)}, {setting}"
+    return Candidate(key, label, kind, lambda: CodecMethod(Codec(profile, **quality)))
+
+
+def _steps(family: str, profile: Profile, octaves: Sequence[float]) -> list[Candidate]:
+    return [_coded(f"{family}@2^{octave:g}", "curve", profile, step=2.0**octave) for octave in octaves]

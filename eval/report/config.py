@@ -1,0 +1,99 @@
+"""What a report measures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from cuvee.codec.errors import InputError
+from cuvee.eval.corpus import (
+    BUNDLED_MODEL,
+)
+from cuvee.eval.data import CALIBRATION_TEXTS, EVALUATION_TEXTS
+from cuvee.eval.protocol import LENGTH, SEED
+from cuvee.eval.quality import CHUNK_TOKENS
+from cuvee.eval.tasks import LOCAL_TASKS
+
+__all__ = ["ReportConfig", "quick_config"]
+
+QUICK_TASKS = ("cuvee_kv_16", "cuvee_reread_nll")
+QUICK_LIMIT = 50  # documents of a task
+
+
+@dataclass(frozen=True, slots=True)
+class ReportConfig:
+    """What a report measures.
+
+    Attributes:
+        model: a folder, a hub name, or "books-3m".
+        profiles: profile files to measure; if there are none, profiles are learned.
+        groups: what to learn; by default "layer", and "all" if a token's cache has at most 4,096 values.
+        calibration: texts to learn from (see `cuvee.eval.corpus`), at most `calibration_sequences` sequences.
+        samples: how many more sequences to learn from, sampled from the model itself.
+        evaluation: texts to measure on, at most `sequences` sequences.
+        length, prefix: tokens in a sequence, and how many of them are cached (default: three quarters).
+        reread: whether the rest of every second sequence repeats a part of its cache.
+        chunk_tokens: tokens coded together.
+        tasks: lm-eval tasks, with at most `limit` documents each.
+        num_fewshot, chat_template, include_path: see `TaskScorer`.
+        metadata: "name=value" for tasks that need it, such as "musique=FILE".
+        dtype: of the model; "auto" is float32 on a CPU, and what the files say elsewhere.
+        cache_dtype: of the caches that are coded.
+        device: where the model runs and the caches are coded.
+        batch_size: sequences per forward pass.
+        seed: of the repeats, samples, sampled targets and the bootstrap.
+        quick: measure fewer methods.
+
+    Raises:
+        InputError: a number is out of range, or both profiles and groups are given.
+    """
+
+    model: str = BUNDLED_MODEL
+    profiles: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
+    calibration: tuple[str, ...] = CALIBRATION_TEXTS
+    calibration_sequences: int = 200
+    samples: int = 0
+    evaluation: tuple[str, ...] = EVALUATION_TEXTS
+    sequences: int = 32
+    length: int = LENGTH
+    prefix: int | None = None
+    reread: bool = True
+    chunk_tokens: int = CHUNK_TOKENS
+    tasks: tuple[str, ...] = LOCAL_TASKS
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat_template: bool = False
+    include_path: str | None = None
+    metadata: tuple[str, ...] = ()
+    dtype: str = "auto"
+    cache_dtype: str = "bfloat16"
+    device: str = "cpu"
+    batch_size: int = 8
+    seed: int = SEED
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("calibration_sequences", "sequences", "chunk_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.limit is not None and self.limit < 1:
+            raise InputError(f"limit: must be at least 1, got {self.limit}")
+        if self.samples < 0:
+            raise InputError(f"samples: must not be negative, got {self.samples}")
+        if wrong := [pair for pair in self.metadata if "=" not in pair]:
+            raise InputError(f"metadata: {wrong[0]!r} must be name=value")
+        if self.profiles and self.groups:
+            raise InputError("groups: are learned, profiles are given; leave one of them out")
+
+
+def quick_config(config: ReportConfig) -> ReportConfig:
+    """The same configuration with fewer sequences, methods, tasks and documents. What is already less stays."""
+    default = ReportConfig()
+    return replace(
+        config,
+        quick=True,
+        calibration_sequences=min(config.calibration_sequences, 64),
+        sequences=min(config.sequences, 12),
+        tasks=QUICK_TASKS if config.tasks == default.tasks else config.tasks,
+        limit=min(config.limit or QUICK_LIMIT, QUICK_LIMIT),
+    )

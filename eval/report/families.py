@@ -1,0 +1,38 @@
+"""The families of methods in a report: which of them were learned, and in what order to show them."""
+
+from __future__ import annotations
+
+from cuvee.eval.documents import Entry, ReportData
+from cuvee.eval.methods import UNCOMPRESSED
+from cuvee.eval.plots import TRANSFORMS
+
+__all__ = ["family_rank", "is_learned", "layer_entries"]
+
+_USUAL = ("cuvee/layer", "cuvee/all")
+_NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")
+
+
+def is_learned(family: str) -> bool:
+    """Whether a family is the codec with a profile that was learned, which is what a report is about."""
+    return family.startswith("cuvee/") and family not in _NOTHING_LEARNED
+
+
+def family_rank(report: ReportData, family: str) -> tuple[int, int]:
+    """For sorting families: the uncompressed cache, cuvee, transform coders, all others, the destroyed cache."""
+    order = list(dict.fromkeys(str(entry["family"]) for entry in report["quality"]))
+    place = order.index(family) if family in order else len(order)
+    if is_learned(family):
+        return 1, _USUAL.index(family) if family in _USUAL else len(_USUAL) + place
+    groups = {UNCOMPRESSED: 0, "cuvee": 2, "pca": 3, "kvtc": 3, "destroyed": 5}
+    return groups.get(family.partition("/")[0], 4), place
+
+
+def layer_entries(report: ReportData) -> list[Entry]:
+    """The few methods whose layers are worth a look: cuvee at `balanced`, and one of each kind to compare it with."""
+    ours = [e for e in report["quality"] if is_learned(e["family"]) and e["setting"] == "balanced"]
+    ours.sort(key=lambda e: family_rank(report, e["family"]))
+    target = ours[0]["bits_per_value"] if ours else 2.0
+    transforms = [e for e in report["quality"] if e["family"].startswith(TRANSFORMS)]
+    near = sorted(transforms, key=lambda e: abs(e["bits_per_value"] - target))[:1]
+    others = [e for key in ("fp8-e4m3", "kivi4", "cachegen") for e in report["quality"] if e["key"] == key]
+    return ours[:2] + near + others

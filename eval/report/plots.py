@@ -1,0 +1,346 @@
+"""The plots of a report: size against KL and against the scores of tasks, layers, throughput.
+
+    report --size_kl, size_scores, layers, throughput--> Figure | None --write_plots--> NAME.png, NAME.svg
+
+Every plot is a function of the report's dict alone, and None where the report has nothing to show in it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cuvee.eval.documents import Entry, ReportData
+from cuvee.eval.formatting import format_number
+from cuvee.eval.methods import UNCOMPRESSED, family_label
+from cuvee.eval.plots import (
+    BLUE,
+    CURVE_MARKERS,
+    GREEN,
+    INK,
+    LINE,
+    POINT,
+    SKY,
+    SOFT,
+    Series,
+    add_heading,
+    add_title,
+    bar_length,
+    draw_size_kl,
+    family_look,
+    new_figure,
+    plain_log_ticks,
+    save_figure,
+    size_axis,
+    styled,
+)
+from cuvee.eval.report.families import family_rank, layer_entries
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["PLOTS", "layers", "machine_name", "size_kl", "size_scores", "throughput", "write_plots"]
+
+_POINT_MARKERS = "DsvPX<>ph*"
+_LEVELS = {
+    UNCOMPRESSED: "-",
+    "destroyed": (0, (4, 3)),
+}  # methods drawn as horizontal lines among the scores, and their dashes
+
+
+def size_kl(report: ReportData) -> Figure | None:
+    """Bits per value against KL, both logarithmic, with error bars of one standard error.
+
+    Families with several methods are curves with their presets marked; the others are points with their names. From
+    each anchor of the comparison a thin line leads to the curves, at the KL of the anchor.
+    """
+    quality = [entry for entry in report["quality"] if entry["kl"] > 0 and entry["bits_per_value"] > 0]
+    destroyed = [float(entry["kl"]) for entry in report["quality"] if entry["family"] == "destroyed"]
+    if not quality:
+        return None
+    curves: list[Series] = []
+    points: list[Series] = []
+    for family in sorted({str(entry["family"]) for entry in quality}, key=lambda name: family_rank(report, name)):
+        members = sorted((e for e in quality if e["family"] == family), key=lambda e: float(e["bits_per_value"]))
+        series = Series(
+            family_label(family),
+            family,
+            [e["bits_per_value"] for e in members],
+            [e["kl"] for e in members],
+            [bar_length(e["kl"], e["kl_stderr"]) for e in members],
+            [str(e["setting"]) if e["kind"] == "preset" else "" for e in members],
+        )
+        (curves if len(members) > 1 else points).append(series)
+    anchors = [(float(a["bits_per_value"]), float(a["kl"]), _reach(a)) for a in report["comparison"]]
+    with styled():
+        figure = new_figure(5.4)
+        axes = figure.add_subplot()
+        add_title(
+            axes, "Size against what it costs", f"{_texts_and_sequences(report)}; lower and further left is better"
+        )
+        draw_size_kl(figure, axes, curves, points, anchors, destroyed[0] if destroyed else None)
+        return figure
+
+
+def size_scores(report: ReportData) -> Figure | None:
+    """Bits per value against the score, with a panel for each task and error bars of one standard error.
+
+    Lines mark the score with the cache in bfloat16, the score with a destroyed cache, and chance.
+    """
+    scores = report["scores"]
+    families = {str(entry["key"]): str(entry["family"]) for entry in report["quality"]}
+    families |= {str(s["key"]): str(s["key"]).split("@")[0] for s in scores if s["key"] not in families}
+    tasks = [task for task in report["tasks"] if any(s["task"] == task["name"] for s in scores)]
+    if not tasks:
+        return None
+    columns = min(2, len(tasks))
+    rows = math.ceil(len(tasks) / columns)
+    with styled():
+        from matplotlib.lines import Line2D
+
+        figure = new_figure(3.0 * rows + 0.9)
+        add_heading(figure, "Size against the scores of tasks")
+        grid = figure.subplots(rows, columns, squeeze=False)
+        looks = _score_looks(report, families)
+        levels = []
+        for axes in grid.flat[len(tasks) :]:
+            axes.set_axis_off()
+        for axes, task in zip(grid.flat, tasks, strict=False):
+            axes.set_xlabel("bits per value")
+            levels.append(_draw_task(axes, task, [s for s in scores if s["task"] == task["name"]], families, looks))
+        figure.draw_without_rendering()  # sets the heights of the panels, in which the names must not touch
+        for axes, named in zip(grid.flat, levels, strict=False):
+            _name_levels(figure, axes, named)
+        if looks:
+            handles = [Line2D([], [], **look) for look in looks.values()]
+            labels = [family_label(family) for family in looks]
+            note = "Bars and band: one standard error"
+            legend = figure.legend(handles, labels, loc="outside lower left", ncols=3, fontsize=8.5, title=note)
+            legend.set_alignment("left")
+            legend.get_title().set(fontsize=8.5, color=SOFT)
+        return figure
+
+
+def layers(report: ReportData) -> Figure | None:
+    """The bits of each layer, if a method stores layers apart, and its squared error as a share of the variance."""
+    entries = layer_entries(report)
+    if not entries:
+        return None
+    with_bits = [e for e in entries if all(layer["bits_per_value"] is not None for layer in e["layers"])]
+    panels: list[tuple[str, str, list[Entry]]] = [
+        ("key_error", "error of the keys", entries),
+        ("value_error", "error of the values", entries),
+    ]
+    if with_bits:
+        panels.insert(0, ("bits_per_value", "bits per value", with_bits))
+    with styled():
+        figure = new_figure(4.3)
+        add_heading(figure, "What each layer costs")
+        handles: dict[str, Any] = {}
+        grid = figure.subplots(1, len(panels), squeeze=False)[0]
+        grid[-1].sharey(grid[-2])
+        for axes, (field, name, shown) in zip(grid, panels, strict=True):
+            axes.set_title(name, fontsize=9.5)
+            for rank, entry in enumerate(entries):
+                if entry not in shown:
+                    continue
+                heights = [layer[field] for layer in entry["layers"]]
+                color, dashes = family_look(str(entry["family"]), rank)
+                handles[str(entry["label"])] = axes.plot(
+                    range(len(heights)),
+                    # A logarithmic axis has no place for a layer without error.
+                    [h if h > 0 or field == "bits_per_value" else math.nan for h in heights],
+                    color=color,
+                    linestyle=dashes,
+                    marker=CURVE_MARKERS[rank % len(CURVE_MARKERS)],
+                    markersize=4.5 if len(heights) <= 24 else 0,
+                    linewidth=2.0 if str(entry["family"]).startswith("cuvee/") else 1.3,
+                )[0]
+            count = len(entries[0]["layers"])
+            axes.set_xticks(range(0, count, max(1, math.ceil(count / 8))))
+            axes.set_xlabel("layer")
+            if field == "bits_per_value":
+                axes.set_ylim(bottom=0)
+            axes.grid(True, axis="y", color=LINE, linewidth=0.6)
+        if any(layer[field] > 0 for e in entries for layer in e["layers"] for field in ("key_error", "value_error")):
+            for axes in grid[-2:]:
+                axes.set_yscale("log")
+                plain_log_ticks(axes)
+        grid[-2].set_ylabel("squared error over variance")
+        grid[-1].tick_params(labelleft=False)
+        ordered = [str(entry["label"]) for entry in entries]
+        figure.legend([handles[n] for n in ordered], ordered, loc="outside lower left", ncols=2, fontsize=9)
+        return figure
+
+
+def throughput(report: ReportData) -> Figure | None:
+    """How fast cuvee's methods encode and decode, in bytes of 16-bit cache per second."""
+    timed = [
+        entry
+        for entry in report["quality"]
+        if str(entry["family"]).startswith("cuvee/")
+        and entry["kind"] != "curve"
+        and entry["encode_gb_per_s"] is not None
+        and entry["decode_gb_per_s"] is not None
+    ]
+    if not timed:
+        return None
+    timed.sort(key=lambda e: (family_rank(report, str(e["family"])), float(e["bits_per_value"])))
+    fastest = max(max(e["encode_gb_per_s"], e["decode_gb_per_s"]) for e in timed)
+    unit, scale = ("GB/s", 1.0) if fastest >= 1 else ("MB/s", 1e3)
+    with styled():
+        figure = new_figure(0.46 * len(timed) + 1.0)
+        add_heading(figure, f"Speed in {unit} of 16-bit cache, {machine_name(report)}")
+        axes = figure.add_subplot()
+        for offset, field, name, color in (
+            (-0.2, "encode_gb_per_s", "encode", SKY),
+            (0.2, "decode_gb_per_s", "decode", BLUE),
+        ):
+            lengths = [scale * float(e[field]) for e in timed]
+            bars = axes.barh([row + offset for row in range(len(timed))], lengths, 0.38, color=color)
+            texts = [format_number(v) for v in lengths]
+            texts[0] += f" {name}"
+            axes.bar_label(bars, texts, padding=3, fontsize=8.5, color=SOFT)
+        axes.set_yticks(range(len(timed)), [str(e["label"]) for e in timed], color=INK)
+        axes.invert_yaxis()
+        axes.margins(x=0.1, y=0.02)
+        axes.xaxis.set_visible(False)
+        axes.spines[["bottom", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        return figure
+
+
+PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
+    "size_kl": (
+        size_kl,
+        "Size against KL: a curve for what has a dial, a point for what has not, with one standard error. "
+        "Thin lines lead from a baseline to the curves at its KL.",
+    ),
+    "size_scores": (
+        size_scores,
+        "Size against the score of each task. The lines are the cache in bfloat16, a destroyed cache, and chance.",
+    ),
+    "layers": (layers, "Size of each layer, where layers are stored apart, and error of its keys and values."),
+    "throughput": (throughput, "Speed of encoding and decoding, every step included."),
+}
+"""Name -> (how to draw it, its caption), in the order in which a report shows the plots."""
+
+
+def write_plots(report: ReportData, folder: Path) -> dict[str, list[str]]:
+    """Write every plot of a report as `NAME.png` and `NAME.svg`.
+
+    Files are written whole or not at all; those of a plot that this report has nothing for are removed, so that a
+    folder never shows plots of two reports. The same report gives the same SVG, byte for byte.
+
+    Args:
+        report: the dict of `report.json`.
+        folder: where the files go; it is made.
+
+    Returns:
+        names of the files of each plot, in the order of `PLOTS`.
+
+    Raises:
+        ImportError: matplotlib is not installed (install `cuvee[plot]`).
+    """
+    written: dict[str, list[str]] = {}
+    for name, (draw, _) in PLOTS.items():
+        figure = draw(report)
+        paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
+        for path in paths:
+            if figure is None:
+                path.unlink(missing_ok=True)
+            else:
+                save_figure(figure, path)
+        if figure is not None:
+            written[name] = [path.name for path in paths]
+    return written
+
+
+def _score_looks(report: ReportData, families: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """How to draw each family in every panel of `size_scores`: curves in color, single methods as dark markers."""
+    shown = {str(s["key"]) for s in report["scores"] if s["bits_per_value"] and s["key"] not in _LEVELS}
+    count = Counter(families[key] for key in shown)
+    looks: dict[str, dict[str, Any]] = {}
+    for rank, family in enumerate(sorted(count, key=lambda name: family_rank(report, name))):
+        color, dashes = family_look(family, rank)
+        if count[family] > 1:
+            marker = CURVE_MARKERS[rank % len(CURVE_MARKERS)]
+            looks[family] = {"color": color, "linestyle": dashes, "linewidth": 1.8, "marker": marker, "markersize": 4.5}
+        else:
+            color = GREEN if family.startswith("cuvee/") else POINT
+            marker = _POINT_MARKERS[rank % len(_POINT_MARKERS)]
+            looks[family] = {"color": color, "linestyle": "none", "marker": marker, "markersize": 6}
+    return looks
+
+
+def _draw_task(
+    axes: Axes,
+    task: Mapping[str, Any],
+    scores: Sequence[Entry],
+    families: Mapping[str, str],
+    looks: Mapping[str, Mapping[str, Any]],
+) -> list[tuple[float, str]]:
+    """Draw one panel of `size_scores`, and return the height and the name of each horizontal line."""
+    better = "higher" if task["higher_is_better"] else "lower"
+    axes.set_title(f"{task['name']}  ({task['metric']}, {better} is better)", fontsize=9.5)
+    levels: list[tuple[float, str]] = []
+    for score in scores:
+        if score["key"] in _LEVELS:
+            level, error = float(score["score"]), score["stderr"]
+            levels.append((level, str(score["key"])))
+            axes.axhline(level, color=SOFT, linewidth=1, linestyle=_LEVELS[score["key"]], zorder=2)
+            if score["key"] == UNCOMPRESSED and error:
+                axes.axhspan(level - error, level + error, color="#000000", alpha=0.07, linewidth=0, zorder=1)
+    if task["chance"] is not None:
+        levels.append((float(task["chance"]), "chance"))
+        axes.axhline(float(task["chance"]), color=SOFT, linewidth=1, linestyle=(0, (1, 2)), zorder=2)
+    sizes: list[float] = []
+    for family, look in looks.items():
+        members = [s for s in scores if families[str(s["key"])] == family and s["bits_per_value"]]
+        members.sort(key=lambda s: float(s["bits_per_value"]))
+        x = [float(s["bits_per_value"]) for s in members]
+        sizes += x
+        bars = [float(s["stderr"] or 0) for s in members]
+        axes.errorbar(x, [float(s["score"]) for s in members], bars, elinewidth=0.9, **look)
+    axes.set_xscale("log", base=2)
+    size_axis(axes, sizes)
+    axes.margins(y=0.12)
+    axes.grid(True, axis="y", color=LINE, linewidth=0.6)
+    return levels
+
+
+def _name_levels(figure: Figure, axes: Axes, levels: Sequence[tuple[float, str]]) -> None:
+    """Write the names of horizontal lines to the right of the axes, moved apart if lines are close."""
+    low, high = axes.get_ylim()
+    gap = 11.0 / 72 * figure.dpi / axes.bbox.height * (high - low)
+    at = -math.inf
+    for level, name in sorted(levels):
+        at = max(level, at + gap)
+        axes.text(
+            1.01, at, name, transform=axes.get_yaxis_transform(), va="center", fontsize=8, color=SOFT, clip_on=False
+        )
+
+
+def _texts_and_sequences(report: ReportData) -> str:
+    names = ", ".join(f"“{source['name']}”" for source in report["text"]["evaluation"])
+    return f"{report['model']['name']} on {names}, {report['text']['sequences']} sequences"
+
+
+def machine_name(report: ReportData) -> str:
+    """The machine that a report was measured on, in a few words."""
+    environment = report["environment"]
+    return str(environment["gpu"] or f"{environment['cpu']}, {environment['cores']} cores")
+
+
+def _reach(anchor: Mapping[str, Any]) -> float | None:
+    """The size at which the leftmost of cuvee's curves has the KL of an anchor."""
+    found = [
+        float(family["bits_per_value"])
+        for family in anchor["families"]
+        if str(family["family"]).startswith("cuvee/") and family["bits_per_value"] is not None
+    ]
+    return min(found, default=None)

@@ -1,0 +1,68 @@
+"""How long calls take: a median with the 20th and 80th percentiles, and how often to repeat a call for it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+__all__ = ["Effort", "Timing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """What was measured in several runs, in seconds unless it says otherwise.
+
+    Example:
+        >>> Timing.of([3.0, 1.0, 2.0])
+        Timing(median=2.0, p20=1.4, p80=2.6, runs=3)
+    """
+
+    median: float
+    p20: float
+    p80: float
+    runs: int
+
+    @classmethod
+    def of(cls, runs: Sequence[float]) -> Timing:
+        """The median and the 20th and 80th percentiles of at least one run."""
+        p20, median, p80 = np.quantile(runs, [0.2, 0.5, 0.8]).tolist()
+        return cls(median, p20, p80, len(runs))
+
+    def per_second(self, amount: float) -> dict[str, float]:
+        """The throughput of a call that handles `amount`. Its 20th percentile is the slower one."""
+        return {"median": amount / self.median, "p20": amount / self.p80, "p80": amount / self.p20, "runs": self.runs}
+
+    def to_dict(self) -> dict[str, float]:
+        """A dict for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How long a measurement may take.
+
+    Attributes:
+        seconds: a call is repeated for this long.
+        least, most: but at least and at most this often.
+    """
+
+    seconds: float
+    least: int
+    most: int
+
+    def is_enough(self, runs: Sequence[float]) -> bool:
+        """Whether these runs, in seconds, will do."""
+        return len(runs) >= self.least and (sum(runs) >= self.seconds or len(runs) >= self.most)
+
+    def measure(self, call: Callable[[], object]) -> Timing:
+        """Time a call, after one run that is not counted."""
+        call()
+        runs: list[float] = []
+        while not self.is_enough(runs):
+            began = time.perf_counter()
+            call()
+            runs.append(time.perf_counter() - began)
+        return Timing.of(runs)
