@@ -24,10 +24,19 @@ SEED    ?= 0
 # stay together (--dist loadfile): those of the engine share its runs. Their order is that of tests/conftest.py
 # (--no-loadscope-reorder).
 THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
-PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+# What `make check` leaves to `make test`: tests of an engine, of kernels and of the real model, and the files that take
+# longest. A new test file is checked unless it is named here.
+CHECK_MARKS := not gpu and not real and not slow
+CHECK_LEFT  := kernels fuzz eval/bench eval/blending eval/report blend/test_blender.py \
+	codec/test_calibrate.py codec/test_hostile.py codec/test_memory.py codec/test_shard.py codec/test_together.py \
+	eval/test_lm.py eval/test_tasks.py \
+	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py \
+	package/cli/test_profile.py package/cli/test_report.py package/test_docs.py package/test_notebooks.py \
+	package/test_package.py
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo test lint format report bench fuzz soak redis real clean
+.PHONY: help setup model demo check test lint format docs dist report bench fuzz soak redis real clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,6 +79,10 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+check: lint  ## lint, types and the quick tests: two minutes, no engine, no network
+	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(CHECK_MARKS)" \
+		$(CHECK_LEFT:%=--ignore=tests/%) $(PYTEST_ARGS)
+
 # Before the engine is there, as a user's environment is. What fetches things goes on beside it.
 test: setup  ## lint and the whole test suite
 	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint redis real
@@ -79,6 +92,16 @@ test: setup  ## lint and the whole test suite
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: setup  ## the documentation site, in out/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo out/site/index.html
+
+dist: setup  ## source distribution and wheel, in dist, with their metadata checked
+	$(PIP) --quiet "twine>=6.1"
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 report: setup  ## size, quality and task scores beside every baseline, with plots, in out/report
 	$(BIN)/cuvee report
@@ -93,6 +116,6 @@ soak: setup redis  ## three processes against each kind of store, with kills and
 	$(THREADS) $(BIN)/python tests/fuzz/soak.py --seconds $(SECONDS) --seed $(SEED)
 
 clean:  ## remove what the other targets made, .venv included
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .benchmarks .hypothesis .numba_cache
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
 	rm -rf src/cuvee.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,269 @@
+"""The documentation: its Python runs, its commands parse, all its pages are reached, it builds without a warning."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from inspect import signature
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+import yaml
+from tests.fuzz.targets import TARGETS
+from tests.integrations.stores import test_stores as contract
+
+from cuvee.cli import app
+from cuvee.integrations.stores.base import Store
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md"))
+FIRST = "getting-started.md"  # writes the profile that the other pages load
+BLOCK = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
+INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
+# `cuvee eval` hands its arguments on to lm-eval. Results name the commands of their day.
+FOREIGN = "cuvee eval "
+OF_THEIR_DAY = ("eval/results/README.md", "CHANGELOG.md")
+
+
+def blocks(page: str, *kinds: str) -> list[str]:
+    """The code of a page's fenced blocks of some kinds, "" being those that name none."""
+    text = (DOCS / page).read_text(encoding="utf-8")
+    return [code for _, kind, code in BLOCK.findall(text) if kind in kinds]
+
+
+@contextmanager
+def within(folder: Path) -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def run(page: str, folder: Path) -> dict[str, Any]:
+    """Run the Python of a page in `folder`, one block after the other; returns its names."""
+    name = "docs_" + re.sub(r"\W", "_", page)
+    module = ModuleType(name)
+    sys.modules[name] = module  # where dataclasses look for the names of annotations
+    text = (DOCS / page).read_text(encoding="utf-8")
+    try:
+        with within(folder):
+            for block in BLOCK.finditer(text):
+                if block[2] == "python":
+                    # Lines are those of the page: tracebacks show them, and Triton reads its kernels there.
+                    before = "\n" * text.count("\n", 0, block.start(3))
+                    exec(compile(before + block[3], str(DOCS / page), "exec"), module.__dict__)
+    finally:
+        del sys.modules[name]
+    return module.__dict__
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the pages run, after the one that makes their profile."""
+    made = tmp_path_factory.mktemp("docs")
+    assert run(FIRST, made)["moved"].start == 1000
+    return made
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page != FIRST and blocks(page, "python")])
+def test_the_python_of_a_page_runs(page: str, folder: Path) -> None:
+    run(page, folder)
+
+
+def test_every_guide_and_recipe_has_python_that_runs() -> None:
+    without = [
+        page for page in PAGES if page.startswith(("concepts", "guides", "recipes")) and not blocks(page, "python")
+    ]
+    assert without == ["recipes/index.md"]
+
+
+# --- the recipes, held to the tests that they name
+
+
+def contract_tests() -> list[Callable[..., None]]:
+    """The tests of the contract of stores that take a store and nothing else."""
+    found = [test for name, test in vars(contract).items() if name.startswith("test_")]
+    return [test for test in found if list(signature(test).parameters) == ["store"]]
+
+
+def test_the_contract_has_tests() -> None:
+    assert len(contract_tests()) >= 6
+
+
+@pytest.mark.parametrize("check", contract_tests(), ids=lambda test: test.__name__)
+def test_the_store_of_the_recipe_keeps_the_contract(check: Callable[..., None], recipe_store: Store) -> None:
+    check(recipe_store)
+
+
+@pytest.mark.parametrize("size", [1, 63, 1_000_003])
+def test_the_store_of_the_recipe_gives_back_what_it_got(size: int, recipe_store: Store) -> None:
+    contract.test_a_blob_comes_back_as_it_was(recipe_store, size)
+
+
+@pytest.fixture(scope="module")
+def recipe(folder: Path) -> dict[str, Any]:
+    return run("recipes/store.md", folder)
+
+
+@pytest.fixture
+def recipe_store(recipe: dict[str, Any], tmp_path: Path) -> Iterator[Store]:
+    store: Store = recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))
+    yield store
+    store.close()
+
+
+def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path: Path) -> None:
+    store = recipe["SqliteStore"](str(tmp_path / "blobs.sqlite"))
+    store.put("ab/1", b"blob")
+    store._run("UPDATE blobs SET entry = substr(entry, 1, 66)", ())
+    assert store.get("ab/1") is None and store.contains(["ab/1"]) == [False]
+    assert store.counters()["sqlite"].corrupt == 1
+    store.close()
+
+
+# --- commands
+
+
+def commands(text: str) -> list[str]:
+    """The lines of blocks without a language that call `cuvee`, continued ones joined, comments gone."""
+    found = []
+    for _, kind, code in BLOCK.findall(text):
+        if kind in ("", "sh", "bash"):
+            lines = code.replace("\\\n", " ").splitlines()
+            found += [line.strip() for line in lines if re.match(r"\s*(torchrun .* -m )?cuvee ", line)]
+    return found
+
+
+def of_pages() -> list[tuple[str, str]]:
+    """(file, command) of every page and of every file that a page shows."""
+    files = {f"docs/{page}" for page in PAGES}
+    files |= {name for page in PAGES for name in INCLUDE.findall((DOCS / page).read_text(encoding="utf-8"))}
+    files -= set(OF_THEIR_DAY)
+    return [(name, line) for name in sorted(files) for line in commands((ROOT / name).read_text(encoding="utf-8"))]
+
+
+def parse(line: str) -> None:
+    """Read a command line as the program does, values apart.
+
+    Raises:
+        ValueError: no such command or option, or arguments that it does not take.
+    """
+    words = shlex.split(line, comments=True)
+    words = [word for word in words[words.index("cuvee") + 1 :] if word not in ("…", "...")]
+    command: Any = typer.main.get_command(app)
+    while hasattr(command, "commands"):
+        name = words.pop(0) if words else ""
+        if name not in command.commands:
+            raise ValueError(f"no such command: {name!r}")
+        command = command.commands[name]
+    options = {name: parameter for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
+    given = 0
+    while words:
+        word, _, value = words.pop(0).partition("=")
+        if not word.startswith("-"):
+            given += 1
+        elif word != "--help" and word not in options:
+            raise ValueError(f"no such option: {word}")
+        elif word in options and not options[word].is_flag and not value:
+            del words[: options[word].nargs]
+    if given > len(arguments) and not any(argument.nargs == -1 for argument in arguments):
+        raise ValueError(f"{given} arguments, {len(arguments)} are taken")
+    if given < sum(argument.required for argument in arguments):
+        raise ValueError(f"{given} arguments, more are needed")
+
+
+@pytest.mark.parametrize(("file", "line"), of_pages())
+def test_commands_parse(file: str, line: str) -> None:
+    if not line.startswith(FOREIGN):
+        parse(line)
+
+
+WRONG = (
+    "cuvee report --kuality high", "cuvee reprot", "cuvee profile learn m -o a --x", "cuvee decode a b c",
+    "cuvee encode a",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("line", WRONG)
+def test_wrong_commands_do_not_parse(line: str) -> None:
+    with pytest.raises(ValueError, match=r"^no such|^\d+ arguments"):
+        parse(line)
+
+
+# --- the site
+
+
+def configuration() -> dict[str, Any]:
+    data: dict[str, Any] = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    return data
+
+
+def leaves(nav: Any) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for part in (nav.values() if isinstance(nav, dict) else nav) for page in leaves(part)]
+
+
+def test_nav_names_every_page() -> None:
+    assert sorted(leaves(configuration()["nav"])) == PAGES
+
+
+def test_files_that_pages_show_and_targets_that_they_name_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for page in PAGES:
+        text = (DOCS / page).read_text(encoding="utf-8")
+        for name in INCLUDE.findall(text):
+            assert (ROOT / name).is_file(), f"{page}: {name}"
+        for target in re.findall(r"(?:^|`)make ([a-z]+)", text, re.MULTILINE):
+            assert f"\n{target}:" in makefile, f"{page}: make {target}"
+        for names in re.findall(r"--targets ([\w,]+)", text):
+            assert set(names.split(",")) <= set(TARGETS), f"{page}: --targets {names}"
+        for name in re.findall(r"`((?:codec|kernels|blend|integrations|eval|tests)/[\w./]+)`", text):
+            planned = "sqlite" in name or name.endswith("/sums.py")
+            assert planned or (ROOT / name).exists(), f"{page}: {name}"
+
+
+def test_what_make_check_leaves_out_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    left = (
+        re.findall(r"^CHECK_LEFT  := (.*?[^\\])$", makefile, re.MULTILINE | re.DOTALL)[0].replace("\\\n", " ").split()
+    )
+    assert len(left) > 10 and [name for name in left if not (ROOT / "tests" / name).exists()] == []
+
+
+def test_modules_that_the_changelog_says_things_moved_to_exist() -> None:
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    table = text[text.index("| was | is |") :].split("\n\n")[0]
+    moved = [name for row in table.splitlines()[2:] for name in re.findall(r"`(cuvee[\w.]+)`", row.split("|")[2])]
+    assert len(moved) > 20 and [name for name in moved if importlib.util.find_spec(name) is None] == []
+
+
+def test_the_version_has_a_section_in_the_changelog() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^version = "(.+)"', text, re.MULTILINE)
+    assert f"\n## [{version}] - 2" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    if any(importlib.util.find_spec(name) is None for name in ("mkdocs", "material", "mkdocstrings")):
+        pytest.skip("MkDocs is not installed: pip install cuvee[docs]")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shown = (tmp_path / "site" / "guides" / "vllm" / "index.html").read_text(encoding="utf-8")
+    assert "chunk_tokens" in shown and "<!-- include" not in shown
+    assert "cuvee profile learn" in (tmp_path / "site" / "reference" / "commands" / "index.html").read_text("utf-8")
