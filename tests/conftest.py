@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from inspect import getmembers, ismodule
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import transformers
+from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -35,10 +35,11 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
 # two engines at a time wait for each other.
 LONGEST = (
-    "integrations/vllm/test_engine", "kernels/test_backend", "integrations/vllm/test_faults", "kernels/test_classes",
-    "integrations/vllm/test_serve", "eval/report/test_report", "integrations/vllm/test_docs", "package/test_notebooks",
-    "codec/test_hostile", "eval/bench/test_engine", "kernels/test_hostile", "eval/blending/test_report",
-    "kernels/test_static", "codec/test_memory", "eval/test_tasks", "kernels/test_launches",
+    "integrations/vllm/test_engine", "package/test_notebooks", "kernels/test_static", "integrations/vllm/test_faults",
+    "eval/report/test_report", "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate",
+    "kernels/test_backend", "eval/bench/test_engine", "eval/blending/test_report", "kernels/test_hostile",
+    "eval/test_tasks", "integrations/vllm/test_docs", "kernels/test_launches", "fuzz/test_soak", "package/test_docs",
+    "codec/test_together",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {
@@ -125,52 +126,11 @@ def pytest_configure() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Halve the time of kernels, twice.
+    """Where there is no GPU most of the time of the tests goes into the interpreter."""
+    if not torch.cuda.is_available() and find_spec("triton") is not None:
+        from tests.interpreter import make_quick
 
-    The interpreter computes every sum two times, for an assertion that is switched off; at every call of a function
-    within a kernel it looks through all of Triton's language for what it has to replace; and for every tensor it builds
-    the table of NumPy's types anew.
-    """
-    if torch.cuda.is_available() or find_spec("triton") is None:
-        return
-    from triton import language
-    from triton.language import core
-    from triton.runtime import interpreter
-
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
-
-    @cache
-    def builtins_of(namespace: Any) -> list[str]:
-        return [name for name, member in getmembers(namespace) if core.is_builtin(member)]
-
-    def patch_builtins(namespace: Any, builder: Any, scope: Any) -> None:
-        for name in builtins_of(namespace):
-            member = getattr(namespace, name)
-            if core.is_builtin(member):
-                interpreter._patch_attr(namespace, name, member, builder, scope)
-
-    numpy_type_of = interpreter._get_np_dtype
-    scalar_type = cache(numpy_type_of)
-
-    def numpy_type(dtype: Any) -> Any:
-        scalar = dtype.element_ty if isinstance(dtype, core.block_type) else dtype
-        return numpy_type_of(dtype) if isinstance(scalar, core.pointer_type) else scalar_type(scalar)
-
-    patch_language = interpreter._patch_lang
-
-    @cache
-    def languages_of(function: Any) -> list[Any]:
-        found = [value for value in function.__globals__.values() if ismodule(value)]
-        return [module for module in (language, core) if module in found]
-
-    def patch_what_is_not(function: Any) -> Any:
-        if any(core.is_builtin(module.load) for module in languages_of(function)):
-            return patch_language(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = patch_what_is_not
-    interpreter._patch_builtin = patch_builtins
-    interpreter._get_np_dtype = numpy_type
+        make_quick()
 
 
 @pytest.fixture(scope="session")
@@ -187,6 +147,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(marker)
     rank = {name: index for index, name in enumerate(LONGEST)}
     tests = Path(__file__).parent
+    if stale := [name for name in LONGEST if not (tests / f"{name}.py").exists()]:
+        raise pytest.UsageError(f"LONGEST in tests/conftest.py names files that are not there: {stale}")
     items.sort(key=lambda item: rank.get(str(item.path.relative_to(tests).with_suffix("")), len(rank)))
 
 
@@ -332,7 +294,7 @@ class Books:
 
 
 @pytest.fixture(scope="session")
-def books() -> Books:
+def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """The bundled model, calibrated on `harbour`."""
     from cuvee.eval.data import bundled_text, load_bundled_model
     from cuvee.eval.protocol import reread, split_sequences
@@ -344,7 +306,8 @@ def books() -> Books:
         return reread(split_sequences(ids, len(ids) // 256, 256), 192)
 
     harbour = sequences("harbour")
-    profile = Profile.calibrate(model, harbour, "layer", prefix=192, progress=False)
+    learn = learned_once(Profile.calibrate, shared_folder(tmp_path_factory, "learned"))
+    profile = learn(model, harbour, "layer", prefix=192, progress=False)
     return Books(model, harbour, sequences("orchard"), profile)
 
 

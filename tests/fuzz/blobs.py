@@ -14,14 +14,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from tests.codec.test_golden import FOLDER as GOLDEN
-from tests.codec.test_golden import KEY
-from tests.codec.test_golden import codec_of as golden_codec
-from tests.codec.test_hostile import OFFSETS, codec_of, correlated_chunk, reseal, sections_of
+from tests.codec.forging import HEADER, OFFSETS, codec_of, correlated_chunk, reseal, reseal_header, sections_of
+from tests.codec.vectors import FOLDER as GOLDEN
+from tests.codec.vectors import KEY, golden_codec
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 
-from cuvee.codec.backends import get_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import CLASSES, coding_order
 from cuvee.codec.codec import Codec
@@ -35,6 +33,7 @@ from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
 from cuvee.codec.schemes.lossless import PROB_BITS, read_model, write_model
 from cuvee.codec.schemes.transform import SectionCoding
+from cuvee.codec.stages import get_stages
 from cuvee.codec.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
 
@@ -228,7 +227,7 @@ def _plain_part(dice: Dice, tables: EntropyTables, plan: CodingPlan, tokens: int
     which = np.where(starts[None], plan.first[:, None], plan.rest[:, None])
     planes = _symbols(dice, tables, which, dice.pick((0.0, 0.02, 0.5)))
     escapes = _escape_list(dice, np.flatnonzero(planes[: len(plan.shift)] == ESCAPE))
-    streams = get_backend("numba").rans_encode(planes, plan.first, plan.rest, tables, n)
+    streams = get_stages("numba").rans_encode(planes, plan.first, plan.rest, tables, n)
     return write_streams(streams, escapes, plan.planes, n)
 
 
@@ -250,14 +249,14 @@ def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, toke
     rows = np.arange(len(planes))[:, None]
     planes[rows >= plan.planes[own][None]] = 0
     index = np.flatnonzero((planes == ESCAPE) & (rows < plan.rows[own][None]))
-    streams = get_backend("numba").rans_encode_classes(planes, own, plan, tables, n)
+    streams = get_stages("numba").rans_encode_classes(planes, own, plan, tables, n)
     listed = classes
     if dice.trick(0.3):  # other classes than those of the streams, perhaps such as are not served
         listed = classes.copy()
         for _ in range(dice.small(4)):
             listed[dice.number(0, tokens - 1)] = dice.number(0, CLASSES - 1)
     which_class = np.zeros(tokens, np.uint16)
-    of_classes = get_backend("numba").rans_encode(listed[:, None], which_class, which_class, coding.class_table, 1)
+    of_classes = get_stages("numba").rans_encode(listed[:, None], which_class, which_class, coding.class_table, 1)
     if dice.trick(0.1):
         of_classes = Streams(of_classes.states, of_classes.lengths, np.append(of_classes.words, np.uint16(0)))
     return write_streams(streams, _escape_list(dice, index), int(plan.planes.max()), n, of_classes)
@@ -307,7 +306,7 @@ def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) ->
     which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
     n = 1 << dice.number(0, 7)
     symbols = _symbols(dice, tables, np.repeat(which[:, None], tokens, 1), 0.0)
-    streams = get_backend("numba").rans_encode(symbols, which, which, tables, n)
+    streams = get_stages("numba").rans_encode(symbols, which, which, tables, n)
     none = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
     return bytes(head + stored) + write_streams(streams, none, len(which), n)
 
@@ -417,7 +416,8 @@ class BlobTarget:
     def _header(self, dice: Dice, subject: Subject, blob: bytes) -> bytes:
         """Any field of the header or the table of contents, with the header's checksum made right."""
         out = bytearray(blob)
-        end = read_header(blob).header_bytes - 8
+        count = len(read_header(blob).section_bytes)
+        end = HEADER + 12 * count
         for _ in range(dice.small(3)):
             if dice.chance(0.5):
                 where, width = dice.pick([(where, 1) for where in OFFSETS.values()] + [(7, 1), (28, 4), (64, 8)])
@@ -425,8 +425,7 @@ class BlobTarget:
                 where, width = dice.number(4, end - 8), dice.pick((1, 4, 8))
             value = int.from_bytes(out[where : where + width], "little")
             out[where : where + width] = dice.odd(width, value).to_bytes(width, "little")
-        out[end : end + 8] = struct.pack("<Q", xxhash.xxh3_64_intdigest(bytes(out[:end])))
-        return bytes(out)
+        return reseal_header(bytes(out), count)
 
     def check(self, data: bytes) -> str:
         """Decode by the compiled backend; now and then by the others, in parts, and into pages."""

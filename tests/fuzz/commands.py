@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save
-from tests.codec.test_hostile import correlated_chunk
+from tests.codec.forging import correlated_chunk
 from tests.fuzz.blobs import BlobTarget, subjects
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding, scratch

@@ -6,22 +6,20 @@ import json
 import math
 import pickle
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from tests.codec.test_hostile import reseal, sections_of
+from tests.codec.forging import reseal, sections_of
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 from tests.fuzz.profiles import odd_json
-from tests.integrations.vllm.test_scheduler import Desk
-from tests.integrations.vllm.test_worker import LAYOUT, TENANT, Bench
+from tests.integrations.vllm.sides import LAYOUT, TENANT, Bench, Desk, make_request
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.vllm.config import Options
-from cuvee.integrations.vllm.messages import Load, Plan, Report, Save
+from cuvee.integrations.vllm.messages import Load, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
 
 _OPTIONS: dict[str, Any] = {
@@ -154,11 +152,7 @@ class ConnectorTarget:
     def _messages(self, seed: bytes) -> str:
         dice = Dice("messages", int.from_bytes(seed, "little"), 0)
         desk = Desk(load_async=dice.chance(0.5))
-        request = SimpleNamespace(
-            request_id="r", prompt_token_ids=list(range(40)), prompt_embeds=None, all_token_ids=list(range(40)),
-            num_tokens=40, num_prompt_tokens=40, num_computed_tokens=0, cache_salt=None, lora_request=None,
-            mm_features=[], skip_reading_prefix_cache=False, resumable=False,
-        )  # fmt: skip
+        request = make_request(tokens=40)
         try:
             for _ in range(dice.number(1, 4)):
                 if dice.chance(0.3):
@@ -196,7 +190,7 @@ class ConnectorTarget:
             tensor.fill_(torch.nan)
         blocks = [7, 3, 11, 5]
         load = Load("r", TENANT, bench.digests[:_CHUNKS], 0, 0, _CHUNKS * _CHUNK, blocks)
-        plan = Plan(1, [load], [Save(TENANT, bench.digests[0], 0, blocks[:2])])
+        plan = StepPlan(1, [load], [Save(TENANT, bench.digests[0], 0, blocks[:2])])
         if pickle.loads(pickle.dumps(plan)) != plan:
             raise Finding("a plan changes on its way")
         bench.worker.start_loads([load], False)

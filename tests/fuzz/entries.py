@@ -11,8 +11,9 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.stores.disk import DiskStore
-from cuvee.integrations.stores.envelope import HEADER_BYTES, parse_header, read_written, seal, unseal
-from cuvee.integrations.stores.urls import open_store, redacted
+from cuvee.integrations.stores.envelope import HEADER_BYTES, parse_header, seal, unseal
+from cuvee.integrations.stores.redaction import redacted
+from cuvee.integrations.stores.urls import open_store
 
 KEY, OTHER = "ab12/" + "c0ffee" * 10, "ab12/" + "c0ffef" * 10
 NOW = 1.7e9
@@ -77,7 +78,7 @@ class EntryTarget:
             outcome = type(error).__name__
         else:
             outcome = "read"
-            written = read_written(entry[:HEADER_BYTES])
+            written = parse_header(entry[:HEADER_BYTES]).written
             if seal(KEY, blob, written) != entry:
                 raise Finding("an entry was read that nobody would write")
             if ttl is not None and NOW - written > ttl:

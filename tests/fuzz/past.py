@@ -17,16 +17,15 @@ sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / 
 
 import numpy as np
 import torch
-from tests.codec.test_hostile import reseal, sections_of
+from tests.codec.forging import reseal, reseal_header, sections_of, with_section
 from tests.fuzz.blobs import MAX_TOKENS, SMALL, subjects
 from tests.fuzz.commands import _CONFIG, _good, _joined
 from tests.fuzz.entries import KEY, NOW
 from tests.fuzz.profiles import file_of, named_by_content, parts
-from xxhash import xxh3_64_digest, xxh3_64_intdigest, xxh3_128_digest
+from xxhash import xxh3_64_digest, xxh3_128_digest
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profile import Profile
 
@@ -42,23 +41,20 @@ def _blobs() -> Iterator[tuple[str, bytes]]:
     zeros = KVChunk([keys for keys, _ in layers], [values for _, values in layers], replace(SMALL, max_positions=None))
     bomb = Codec(Profile.generic(zeros.layout), "lossless").encode(zeros)
     layout = subjects()[at].profile.layout.fingerprint
-    bomb = bomb[:32] + layout + bomb[48:]
-    end = read_header(subjects()[at].blob).header_bytes - 8  # of as many sections
-    bomb = bomb[:end] + struct.pack("<Q", xxh3_64_intdigest(bomb[:end])) + bomb[end + 8 :]
-    yield "bomb", bytes([at]) + bomb
+    yield "bomb", bytes([at]) + reseal_header(bomb[:32] + layout + bomb[48:], len(SMALL.layers))
     at = names.index("correlated transform")
     blob = subjects()[at].blob
     yield "tokens-without-streams", bytes([at]) + reseal(blob, [bytes(2048)] * 2, tokens=2048 * 128)
     section = bytearray(sections_of(blob)[0])
     struct.pack_into("<Q", section, 0, (1 << 64) - 1)
-    yield "counts-overflow", bytes([at]) + reseal(blob, [bytes(section), sections_of(blob)[1]])
+    yield "counts-overflow", bytes([at]) + with_section(blob, bytes(section))
     at = names.index("correlated classes")
     blob = subjects()[at].blob
     many = struct.pack("<IIBBHII", 0, 0, 7, 1, 0, 0, 1 << 16) + struct.pack("<I", 1 << 16) * 340 + bytes(2 * 340)
     yield "classes-without-words", bytes([at]) + reseal(blob, [many] * 2, tokens=340 * 128)
     section = bytearray(sections_of(blob)[0])
     struct.pack_into("<I", section, 12, (1 << 32) - 1)
-    yield "class-words-overflow", bytes([at]) + reseal(blob, [bytes(section), sections_of(blob)[1]])
+    yield "class-words-overflow", bytes([at]) + with_section(blob, bytes(section))
 
 
 def _profiles() -> Iterator[tuple[str, bytes]]:

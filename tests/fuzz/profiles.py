@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import xxhash
-from tests.codec.test_golden import FOLDER as GOLDEN
-from tests.codec.test_hostile import learned
+from tests.codec.forging import learned
+from tests.codec.vectors import FOLDER as GOLDEN
 from tests.fuzz.blobs import SMALL, small_profile
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding, scratch
@@ -21,7 +21,8 @@ from tests.fuzz.engine import Finding, scratch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import PRESETS, Profile, sealed
+from cuvee.codec.profile import Profile, sealed
+from cuvee.codec.quality import PRESETS
 
 MOST_VALUES = 4096  # of a token: a larger model is loaded, and not tried
 _TOKENS = 6

@@ -24,8 +24,8 @@ from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
 from cuvee.codec import rans, symbols
-from cuvee.codec.backends import get_backend
 from cuvee.codec.errors import CuveeError
+from cuvee.codec.stages import get_stages
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
@@ -107,14 +107,14 @@ def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) ->
             return symbols.unpack(planes, good, plan)
 
     # Of one backend alone: what the other refuses it decodes.
-    object.__setattr__(get_backend("numba"), "unpack", unpack)
+    object.__setattr__(get_stages("numba"), "unpack", unpack)
     try:
-        monkeypatch.setattr("fuzz.blobs.REFERENCE_EVERY", 1)
+        monkeypatch.setattr("tests.fuzz.blobs.REFERENCE_EVERY", 1)
         assert "refuses what numba" in first_finding(BlobTarget(), 300)
     finally:
         from cuvee.codec import symbols_numba
 
-        object.__setattr__(get_backend("numba"), "unpack", symbols_numba.unpack)
+        object.__setattr__(get_stages("numba"), "unpack", symbols_numba.unpack)
 
 
 def test_another_value_from_one_backend_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,25 +125,25 @@ def test_another_value_from_one_backend_is_found(monkeypatch: pytest.MonkeyPatch
         out[0, out.shape[1] // 2] ^= 1
         return out
 
-    monkeypatch.setattr("fuzz.blobs.REFERENCE_EVERY", 1)
-    object.__setattr__(get_backend("reference"), "rans_decode", decode)
+    monkeypatch.setattr("tests.fuzz.blobs.REFERENCE_EVERY", 1)
+    object.__setattr__(get_stages("reference"), "rans_decode", decode)
     try:
         assert "reference" in first_finding(BlobTarget(), 300)
     finally:
-        object.__setattr__(get_backend("reference"), "rans_decode", rans.rans_decode)
+        object.__setattr__(get_stages("reference"), "rans_decode", rans.rans_decode)
 
 
 def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ProfileTarget().warm_up()
     monkeypatch.setattr(
-        "cuvee.codec.profile._class_array", lambda i, name, dtype, arrays: arrays[f"section.{i}.{name}"]
+        "cuvee.codec.section_profile._class_array", lambda prefix, name, dtype, arrays: arrays[f"{prefix}.{name}"]
     )
-    monkeypatch.setattr("cuvee.codec.profile.class_table", lambda frequencies: None)
+    monkeypatch.setattr("cuvee.codec.section_profile.class_table", lambda frequencies: None)
     assert "Error" in first_finding(ProfileTarget(), 1500)
 
 
 def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.stores.envelope.Header.check_payload", lambda self, payload: None)
+    monkeypatch.setattr("cuvee.integrations.stores.envelope.EntryHeader.verify_payload", lambda self, payload: None)
     assert "nobody would write" in first_finding(EntryTarget(), 300)
 
 

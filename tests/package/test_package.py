@@ -18,7 +18,7 @@ from cuvee.eval.data import TEXTS
 ROOT = Path(__file__).parents[2]
 SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
 # What an extra brings that `dev` does not: a module may need one of these, and nothing else, to be imported.
-OPTIONAL = {"fsspec", "lmcache", "redis", "vllm"}
+OPTIONAL = {"fsspec", "redis", "vllm"}
 # vLLM warns while it is imported; its own tests import these, in processes of their own.
 NEED_VLLM = ("cuvee.integrations.vllm.connector", "cuvee.integrations.vllm.prometheus")
 DATA_FILES = (

@@ -1,0 +1,212 @@
+"""Which module imports which: packages point one way, modules in no circle, and private names stay at home."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Each may import those before it, and itself; `kernels` is reached from `codec` by name alone (`codec/backends.py`).
+PACKAGES = ("codec", "kernels", "blend", "integrations", "eval", "cli")
+# It imports everything public when it is first asked for, so that `import cuvee` loads nothing.
+FACADE = "cuvee"
+
+
+@dataclass(frozen=True)
+class Import:
+    """One module imports another, or a name of it.
+
+    Attributes:
+        line: where, for messages.
+        source: the module that imports.
+        target: the module that is imported.
+        name: what of it; None: all of it.
+        typing: whether only a type checker sees it.
+    """
+
+    line: str
+    source: str
+    target: str
+    name: str | None
+    typing: bool
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """The file of each module, without the facade and `python -m cuvee`."""
+    folders = [ROOT / name for name in PACKAGES[:-1]] + [ROOT / "src" / "cuvee" / PACKAGES[-1]]
+    found = {}
+    for folder in folders:
+        for path in sorted(folder.rglob("*.py")):
+            parts = ("cuvee", *path.relative_to(folder.parent).with_suffix("").parts)
+            found[".".join(parts[:-1] if path.stem == "__init__" else parts)] = path
+    return found
+
+
+def under_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def statements(node: ast.AST, typing: bool = False) -> Iterator[tuple[ast.AST, bool]]:
+    """Everything below a node, wherever it stands, and whether only a type checker sees it."""
+    for child in ast.iter_child_nodes(node):
+        hidden = typing or (under_type_checking(node) and child in getattr(node, "body", ()))
+        yield child, hidden
+        yield from statements(child, hidden)
+
+
+def imports_of(module: str, path: Path) -> Iterator[Import]:
+    """Of modules of ours, in functions and under TYPE_CHECKING, too, and `import_module` of a literal name."""
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    for node, typing in statements(ast.parse(path.read_text(encoding="utf-8"))):
+        where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "cuvee":
+                    yield Import(where, module, alias.name, None, typing)
+        elif isinstance(node, ast.ImportFrom):
+            up = package.split(".")[: len(package.split(".")) + 1 - node.level] if node.level else []
+            base = ".".join([*up, *([node.module] if node.module else [])])
+            if base.split(".")[0] != "cuvee":
+                continue
+            for alias in node.names:
+                whole = f"{base}.{alias.name}"
+                yield (
+                    Import(where, module, whole, None, typing)
+                    if whole in sources()
+                    else Import(where, module, base, alias.name, typing)
+                )
+        elif (
+            isinstance(node, ast.Call)
+            and ast.unparse(node.func).endswith("import_module")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+            and str(node.args[0].value).startswith("cuvee.")
+        ):
+            yield Import(where, module, str(node.args[0].value), None, typing)
+
+
+@cache
+def imports() -> tuple[Import, ...]:
+    return tuple(found for module, path in sources().items() for found in imports_of(module, path))
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1] if "." in module else FACADE
+
+
+def circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """The strongly connected components of more than one node, or of one that points at itself (Tarjan)."""
+    number: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        number[node] = low[node] = len(number)
+        stack.append(node)
+        for other in sorted(edges.get(node, ())):
+            if other not in number:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], number[other])
+        if low[node] == number[node]:
+            at = stack.index(node)
+            part, stack[at:] = stack[at:], []
+            if len(part) > 1 or node in edges.get(node, ()):
+                found.append(sorted(part))
+
+    for node in sorted(edges):
+        if node not in number:
+            visit(node)
+    return found
+
+
+def test_the_parser_sees_what_there_is() -> None:
+    kinds = {(found.typing, found.name is None) for found in imports()}
+    assert len(sources()) > 100 and len(imports()) > 400
+    assert {(False, False), (True, False), (False, True)} <= kinds
+    assert {package_of(module) for module in sources()} == set(PACKAGES)
+    unknown = {found.target for found in imports()} - sources().keys() - {FACADE}
+    assert not unknown, unknown
+
+
+def test_packages_point_one_way() -> None:
+    """What only a type checker sees counts as well: a signature is a dependency."""
+    rank = {name: number for number, name in enumerate(PACKAGES)}
+    wrong = [
+        f"{found.line}: {found.source} imports {found.target}"
+        for found in imports()
+        if found.target != FACADE and rank[package_of(found.target)] > rank[package_of(found.source)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Of what runs, imports within functions included; a type checker may go in circles.
+
+    A package's `__init__` is a module like others: one that imports its own members must not be imported by them.
+    """
+    edges: dict[str, set[str]] = {module: set() for module in sources()}
+    for found in imports():
+        if not found.typing and found.target in edges:
+            edges[found.source].add(found.target)
+    found_circles = circles(edges)
+    told = []
+    for circle in found_circles:
+        members = set(circle)
+        told.append(f"{len(circle)} modules in a circle:")
+        told += [f"  {module} -> {', '.join(sorted(edges[module] & members))}" for module in circle]
+    assert not found_circles, "\n".join(told)
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == [["b", "c"]]
+    assert circles({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []
+    assert circles({"a": {"a"}}) == [["a"]]
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not (name.startswith("__") and name.endswith("__"))
+
+
+def test_private_names_stay_in_their_folder() -> None:
+    """A name with a leading underscore is imported by modules of the same folder at most."""
+    wrong = []
+    for found in imports():
+        private = [part for part in (*found.target.split("."), found.name or "") if is_private(part)]
+        folder = found.target if found.target in sources() and sources()[found.target].stem == "__init__" else None
+        home = folder or found.target.rpartition(".")[0]
+        if private and not f"{found.source}.".startswith(f"{home}."):
+            wrong.append(f"{found.line}: {found.source} imports {found.name or found.target} of {found.target}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("import cuvee.codec.rope", [("cuvee.codec.rope", None, False)]),
+        ("from cuvee.codec import rope", [("cuvee.codec.rope", None, False)]),
+        ("from cuvee.codec.rope import rotate as r", [("cuvee.codec.rope", "rotate", False)]),
+        ("def f():\n    from cuvee.codec.rope import rotate", [("cuvee.codec.rope", "rotate", False)]),
+        ("if TYPE_CHECKING:\n    from cuvee.codec.rope import rotate", [("cuvee.codec.rope", "rotate", True)]),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    import cuvee.codec.rope", [("cuvee.codec.rope", None, False)]),
+        ("from .rope import rotate", [("cuvee.codec.rope", "rotate", False)]),
+        ("from ..blend import blender", [("cuvee.blend.blender", None, False)]),
+        ("import_module('cuvee.kernels.backend')", [("cuvee.kernels.backend", None, False)]),
+        ("import torch\nfrom numpy import array", []),
+    ],
+)  # fmt: skip
+def test_imports_are_found_wherever_they_stand(
+    code: str, expected: list[tuple[str, str | None, bool]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    path = tmp_path / "module.py"
+    path.write_text(code)
+    assert [(x.target, x.name, x.typing) for x in imports_of("cuvee.codec.module", path)] == expected
