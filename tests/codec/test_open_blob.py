@@ -124,8 +124,8 @@ def test_slots_of_every_kind_get_their_tokens(
     for strided in (False, True):
 
         def empty(tensor: torch.Tensor, strided: bool = strided) -> torch.Tensor:
-            wide = torch.full((2, *tensor.shape), -7.0)
-            return wide.transpose(0, 1)[:, 0] if strided else wide[0]
+            wide = torch.full((len(tensor), 1 + strided, *tensor.shape[1:]), -7.0)
+            return wide[:, 0]
 
         keys, values = [empty(k) for k in whole.keys], [empty(v) for v in whole.values]
         cache = PagedCache.dense(chunk.layout, keys, values)
