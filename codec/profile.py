@@ -243,7 +243,7 @@ class Profile:
             return self.check_step(self._curve.step_at("bits", width / value, sizes))
         except ProfileError as error:
             raise ProfileError(
-                f"ratio={value:.4g} is {width / value:.4g} of the {width} bits a value of a "
+                f"ratio={value:.4g} is {width / value:.4g} of the {width} bits per value of a "
                 f"{self.layout.dtype} cache, but {error}"
             ) from error
 

@@ -44,7 +44,7 @@ MODULES = tuple(
     for name in ("rans", "rans_classes", "symbols", "symbols_classes", "transform", "lossless", "generic")
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
-KINDS = ("memory", "integer", "float", "tensor", "control")
+INSTRUCTION_KINDS = ("memory", "integer", "float", "tensor", "control")
 
 # Bytes a thread block may have at most, from sm_90 on with the KiB that the system takes and a cubin counts.
 _SHARED_LIMIT = {"sm_80": 163 << 10, "sm_90": 228 << 10, "sm_100": 228 << 10, "gfx942": 64 << 10}
@@ -57,7 +57,7 @@ class Instruction:
 
     Attributes:
         at: address; of AMD code, its number.
-        kind: one of KINDS.
+        kind: one of INSTRUCTION_KINDS.
         access: a `spec.Access`, for an access to global memory of another width likewise, else "".
         spill: bytes a lane stores to local memory.
         target: where a branch goes, or None.
@@ -320,7 +320,7 @@ def describe_loops(code: Sequence[Instruction], access: str | None, per_access: 
 
     Returns:
         per loop: `instructions`, `symbols` a pass and `instructions_per_symbol` (None without `access`), and how many
-        instructions there are of each of KINDS.
+        instructions there are of each of INSTRUCTION_KINDS.
     """
     loops = []
     for loop in innermost_loops(code):
@@ -333,7 +333,7 @@ def describe_loops(code: Sequence[Instruction], access: str | None, per_access: 
                 "instructions": len(loop),
                 "symbols": symbols,
                 "instructions_per_symbol": len(loop) / symbols if symbols else None,
-                **{kind: kinds[kind] for kind in KINDS},
+                **{kind: kinds[kind] for kind in INSTRUCTION_KINDS},
             }
         )
     # Of an unrolled loop, the rest that follows it handles fewer symbols per pass.

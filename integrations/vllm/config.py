@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.keys import Key, make_keys, read_secret
+from cuvee.codec.suggest import suggestion
 from cuvee.integrations.stores.redaction import redacted
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
@@ -125,9 +125,7 @@ class Options:
         known = [field.name for field in fields(cls)]
         for name in extra:
             if name not in known:
-                close = difflib.get_close_matches(name, known, n=1)
-                hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(known)}"
-                raise InputError(f"kv_connector_extra_config: has no option {name!r}: {hint}")
+                raise InputError(f"kv_connector_extra_config: has no option {name!r}: {suggestion(name, known)}")
         return cls(**extra)
 
     @property

@@ -38,6 +38,7 @@ from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 
 if TYPE_CHECKING:
+    from cuvee.integrations.vllm.decision import Estimate
     from cuvee.integrations.vllm.scheduler import SchedulerSide
     from cuvee.integrations.vllm.worker import WorkerSide
 
@@ -240,6 +241,11 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._closed:
             self._closed = True
             _return_store(self._setup.options.store)
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """On the scheduler's side, the rates behind the decision to load or to compute; None: not measured yet."""
+        return self._scheduling.estimate
 
     @property
     def _scheduling(self) -> SchedulerSide:

@@ -10,7 +10,6 @@ how often that was seen; so all but gauges merge by addition, and no list grows 
 
 from __future__ import annotations
 
-import difflib
 import math
 import threading
 from collections.abc import Mapping
@@ -18,6 +17,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.suggest import suggestion
 
 if TYPE_CHECKING:
     from cuvee.integrations.stores.base import TierCounters
@@ -331,8 +331,7 @@ def _declared(name: str, label: str, *, gauge: bool) -> Metric:
     """The metric of that name, if it is (not) a gauge and takes that label."""
     metric = METRICS.get(name)
     if metric is None:
-        close = difflib.get_close_matches(name, METRICS, 1)
-        raise InputError(f"name: there is no metric {name!r}" + (f", did you mean {close[0]!r}?" if close else ""))
+        raise InputError(f"name: there is no metric {name!r}: {suggestion(name, METRICS)}")
     if (metric.kind == "gauge") is not gauge:
         raise InputError(f"name: {name} is a {metric.kind}; call {'count' if gauge else 'gauge'}")
     if bool(label) != bool(metric.label):

@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 from cuvee.integrations.vllm.metrics import METRICS, Metric, collect, interval_figures, merge
 
-PREFIX = "vllm:cuvee_"
+NAMESPACE = "vllm:cuvee_"
 
 # prometheus_client refuses a second metric of a name: what this process has, by class and name.
 _registered: dict[tuple[Any, str, tuple[str, ...]], Any] = {}
@@ -76,7 +76,7 @@ class CuveePrometheus(KVConnectorPromMetrics):
                     child.observe(float(label))
 
     def _register(self, metric: Metric) -> Any:
-        name = PREFIX + metric.name
+        name = NAMESPACE + metric.name
         labelnames = [*self._labelnames, *([metric.label] if metric.label else [])]
         extra: dict[str, Any] = {}
         if metric.kind == "counter":

@@ -21,7 +21,7 @@ from uuid import uuid4
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
-from cuvee.integrations.vllm.decision import BreakEven
+from cuvee.integrations.vllm.decision import BreakEven, Estimate
 from cuvee.integrations.vllm.messages import Load, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -282,6 +282,11 @@ class SchedulerSide:
         for digest in self._under_way.pop(request_id, ()):
             if self._loading.get(digest) == request_id:
                 del self._loading[digest]
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The rates behind the decision to load or to compute; None until both were measured often enough."""
+        return self._break_even.estimate
 
     def _pays(self, tokens: int) -> bool:
         return self._options.decide == "always" or self._break_even.worth_loading(tokens)

@@ -80,7 +80,7 @@ def predictions(books: Books, chunks: list[KVChunk], rows: torch.Tensor) -> torc
 
 
 def cost(books: Books, codec: Codec, rows: torch.Tensor) -> tuple[float, float]:
-    """Bits a value and KL a token, measured here from scratch."""
+    """Bits per value and KL per token, measured here from scratch."""
     chunks = caches(books, rows)
     blobs = [codec.encode(chunk) for chunk in chunks]
     exact = predictions(books, chunks, rows)

@@ -615,7 +615,7 @@ def test_interpolation_by_hand(fitted: Fitted) -> None:
     )
     assert half.resolve(ratio=4.0) == 0
     with pytest.raises(
-        ProfileError, match=r"^ratio=1.5 is 10.67 of the 16 bits a value of a \w+ cache, but bits=10.67 is"
+        ProfileError, match=r"^ratio=1.5 is 10.67 of the 16 bits per value of a \w+ cache, but bits=10.67 is"
     ):
         half.resolve(ratio=1.5)
     assert profile.resolve(step=2.0) == 64 and profile.resolve(step=2 ** (1 / 64)) == 1

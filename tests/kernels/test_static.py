@@ -329,7 +329,7 @@ def test_amdgcn_is_read() -> None:
     assert [i.target for i in code if i.target is not None] == [9, 20, 14, 3, 3]
     assert [i.at for i in code if not i.falls] == [2, 19, 20] and len(code) == 21
     assert [i.access for i in code if i.access] == ["load32", "store8", "store8", "load16"]
-    kinds = {kind: sum(i.kind == kind for i in code) for kind in static.KINDS}
+    kinds = {kind: sum(i.kind == kind for i in code) for kind in static.INSTRUCTION_KINDS}
     assert kinds == {"memory": 5, "integer": 5, "float": 1, "tensor": 1, "control": 9}
     with pytest.raises(CuveeError, match="no function 'code'"):
         parse_amdgcn(AMDGCN, "code")
@@ -343,7 +343,7 @@ def test_the_unrolled_loop_comes_before_its_rest() -> None:
     assert main["symbols"] == 4 and main["instructions"] == cut(SASS, "/*0240*/", "/*0320*/") == 11
     assert rest["symbols"] == 1 and rest["instructions"] == cut(SASS, "/*0430*/", "/*04b0*/") == 5
     assert main["instructions_per_symbol"] == 11 / 4
-    assert {kind: main[kind] for kind in static.KINDS} == {
+    assert {kind: main[kind] for kind in static.INSTRUCTION_KINDS} == {
         "memory": 4, "integer": 6, "float": 0, "tensor": 0, "control": 1,
     }  # fmt: skip
     assert describe_loops(parse_sass(SASS, "count"), "store8", 2)[0]["instructions_per_symbol"] == 11 / 8

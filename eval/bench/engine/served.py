@@ -110,7 +110,7 @@ class _Served:
             self.ask([[1]], 1, False, None)  # the figures arrive with the engine's steps
 
     def estimate(self) -> dict[str, float | None] | None:
-        found = self._core().scheduler.connector._scheduler._break_even.estimate
+        found = self._core().scheduler.connector.estimate
         if found is None:
             return None
         named = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cuvee.cli.files import SUFFIX, check_absent, named, read_profile, write_file, write_folder
-from cuvee.cli.options import CHUNK_TOKENS, Config, Force, Json, ProfileFile, need_one_of_profile_and_config
+from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Config, Force, Json, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted, make_console, print_json
 from cuvee.codec.errors import FormatError, InputError
 
@@ -50,7 +50,7 @@ def encode(
     bits: Annotated[float | None, typer.Option(help="Instead: bits per value.")] = None,
     ratio: Annotated[float | None, typer.Option(help="Instead: how many times smaller.")] = None,
     step: Annotated[float | None, typer.Option(help="Instead: the quantizer step.")] = None,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per blob.")] = CHUNK_TOKENS,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per blob.")] = DEFAULT_CHUNK_TOKENS,
     force: Force = False,
     as_json: Json = False,
 ) -> None:

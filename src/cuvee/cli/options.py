@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 __all__ = [
-    "CHUNK_TOKENS",
+    "DEFAULT_CHUNK_TOKENS",
     "MODEL_HELP",
     "Calibration",
     "Config",
@@ -27,7 +27,7 @@ __all__ = [
     "typed_command",
 ]
 
-CHUNK_TOKENS = 256
+DEFAULT_CHUNK_TOKENS = 256
 MODEL_HELP = "Folder or name of a transformers model. Bundled: books-3m. Real, downloaded once: smollm2."
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from cuvee.cli.options import (
-    CHUNK_TOKENS,
+    DEFAULT_CHUNK_TOKENS,
     Calibration,
     Dtype,
     Evaluation,
@@ -68,7 +68,7 @@ def report(
     repeat: Annotated[
         bool, typer.Option("--reread/--no-reread", help="Let every second sequence repeat a part of its cache.")
     ] = True,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens coded together.")] = CHUNK_TOKENS,
+    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens coded together.")] = DEFAULT_CHUNK_TOKENS,
     tasks: Annotated[
         str | None,
         typer.Option(help="lm-eval tasks, separated by commas; none for no tasks. Default: cuvee's local tasks."),

@@ -39,7 +39,7 @@ def test_everything_can_be_set() -> None:
     ("extra", "message"),
     [
         ({"stores": "x"}, "no option 'stores': did you mean 'store'"),
-        ({"zzz": 1}, "no option 'zzz': known: store, profile"),
+        ({"zzz": 1}, "no option 'zzz': there are store, profile"),
         ({"store": ""}, "store: must be"),
         ({"store": []}, "store: must be"),
         ({"store": [1]}, "store: must be"),

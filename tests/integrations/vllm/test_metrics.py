@@ -112,7 +112,7 @@ def test_the_ratio_follows_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("method", "arguments", "message"),
     [
-        ("count", ("load",), "name: there is no metric 'load', did you mean 'loads'?"),
+        ("count", ("load",), "name: there is no metric 'load': did you mean 'loads'?"),
         ("count", ("zzz",), "name: there is no metric 'zzz'"),
         ("gauge", ("zzz", 1), "name: there is no metric 'zzz'"),
         ("count", ("queue_depth",), "name: queue_depth is a gauge; call gauge"),
