@@ -296,13 +296,15 @@ class Codec:
             CorruptError: it holds other tokens, or was coded by another scheme or at another step.
             FormatError, VersionError, KeyMismatch, ProfileMismatch: as `decode`.
         """
+        self._check_associated(associated)
         header = read_header(blob)
-        self._check_header(header)
+        layout = self._check_header(header)
         found = (header.tokens, header.start, header.dtype, header.scheme, header.step)
         wanted = (tokens, start, dtype, self._own, self.step)
         if found != wanted:
             raise CorruptError(f"the entry holds {_told(*found)}; expected {_told(*wanted)}")
-        return self.open(blob, associated=associated)
+        verify_tag(blob, header, self._keys, associated)
+        return OpenBlob(blob, header, layout, self._identity)
 
     def encode_paged(
         self,

@@ -88,8 +88,6 @@ class CpuBackend:
         )
         for chunk in chunks:
             wanted = _wanted(chunk.slots)
-            if wanted.start == wanted.stop:
-                continue
             rows = cache.run(chunk.slots[wanted], layers) if direct else None
             target = _target(scheme, chosen, chunk, layout, wanted, layers, cache if rows is not None else None, rows)
             self._decode(scheme, chosen, chunk, target)
@@ -136,11 +134,15 @@ class CpuBackend:
 
 
 def _wanted(slots: torch.Tensor) -> slice:
-    """The tokens from the first to the last that is to be written; those left out between them are decoded, too."""
-    if len(slots) and int(slots.min()) > NOWHERE:  # the usual case, without a list
+    """The tokens from the first to the last that is to be written; those left out between them are decoded, too.
+
+    All of them if none is to be written: whoever asks for that wants to know whether the blob is sound, or to have the
+    code compiled.
+    """
+    if int(slots.min()) > NOWHERE:  # the usual case, without a list
         return slice(0, len(slots))
     somewhere = torch.nonzero(slots != NOWHERE)
-    return slice(int(somewhere[0]), int(somewhere[-1]) + 1) if len(somewhere) else slice(0, 0)
+    return slice(int(somewhere[0]), int(somewhere[-1]) + 1) if len(somewhere) else slice(0, len(slots))
 
 
 def _target(

@@ -379,7 +379,7 @@ class WorkerSide:
         return admitted
 
     def _copy(self, batch: Sequence[Save]) -> PagedCache:
-        """The chunks' tokens as a dense cache, one chunk after the other.
+        """The chunks' tokens as the one block of a cache, one chunk after the other.
 
         Raises:
             OutOfMemory: there is no room for them.
@@ -395,7 +395,8 @@ class WorkerSide:
             return tensor[places[tokens]]
 
         with allocations(f"copying {len(slots)} tokens"):
-            return PagedCache.dense(pages.layout, list(map(copied, pages.keys)), list(map(copied, pages.values)))
+            keys, values = ([copied(tensor)[None] for tensor in unit] for unit in (pages.keys, pages.values))
+            return PagedCache(pages.layout, keys, values, pages.key_scales, pages.value_scales)
 
     def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Any) -> None:
         """Encode those of a batch that the store does not have, and hand them to the writers."""

@@ -102,6 +102,21 @@ def test_tokens_that_are_not_wanted_stay_out(
         torch.testing.assert_close(got, want[kept], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, scheme: str
+) -> None:
+    """As on a GPU, which decodes all of a chunk."""
+    codec = make_codec("gqa", scheme, **({} if scheme == "lossless" else {"step": 0.5}))
+    blob = bytearray(codec.encode(make_chunk(layouts["gqa"], 20)))
+    cache, nowhere = poisoned(layouts["gqa"]), torch.full((20,), NOWHERE)
+    codec.decode_paged([bytes(blob)], cache, [nowhere]).check()
+    blob[-30] ^= 1
+    with pytest.raises(CorruptError):
+        codec.decode_paged([bytes(blob)], cache, [nowhere]).check()
+    assert all(bool((unit == 7).all()) for unit in written(cache, torch.arange(SLOTS)))
+
+
 def test_layers_alone(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
     layout = layouts["gqa"]
     codec = make_codec("gqa", "layers:2", step=0.5)

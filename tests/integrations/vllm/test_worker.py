@@ -18,6 +18,7 @@ from cuvee.codec.container import verify_tag
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
+from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
@@ -525,7 +526,7 @@ def test_without_memory_for_a_copy_the_engine_goes_on(
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.integrations.vllm.worker.PagedCache.dense", none_left)
+        patch.setattr("cuvee.integrations.vllm.worker.PagedCache", none_left)
         b.worker.save(b.saves([0, 1, 2, 3], range(2)))
     assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker._pending == 0
     assert b.counts()["failures{encode}"] == 2
@@ -722,6 +723,30 @@ def test_attaching_writes_nothing(bench: Callable[..., Bench]) -> None:
     b = bench()
     assert all(tensor.isnan().all() for tensor in b.cache.keys + b.cache.values)
     assert b.store.calls == []
+
+
+def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numba compiles at the first call, which takes seconds: no request may be the one that waits for it."""
+    stages: list[str] = []
+    for name in ("encode", "decode"):
+        work = getattr(LosslessScheme, name)
+        monkeypatch.setattr(LosslessScheme, name, lambda *a, w=work, n=name: (stages.append(n), w(*a))[1])
+    b = bench()
+    assert stages == ["encode"] * 3 + ["decode"] * 3, "each of the layers"
+    assert all(tensor.isnan().all() for tensor in b.cache.keys + b.cache.values)
+
+
+def test_the_copy_of_fp8_pages_keeps_their_scales(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    pages = torch.randn(2, 3, BLOCKS, BLOCK, 2, 16).to(torch.float8_e4m3fn)
+    cache = PagedCache(LAYOUT, list(pages[0]), list(pages[1]), [0.5, 2.0, 4.0], [8.0, 0.25, 3.0])
+    b.worker.attach(cache)
+    b.worker.save(b.saves([3, 1], range(1)))
+    b.drain()
+    expected = cache.read(torch.cat([torch.arange(8) + 3 * BLOCK, torch.arange(8) + BLOCK]), 0)
+    stored = b.codec.decode(b.store.entries[b.key(0)])
+    for mine, theirs in zip(stored.keys + stored.values, expected.keys + expected.values, strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_reports_of_ranks_add_up() -> None:
