@@ -1,27 +1,26 @@
-"""The examples of docstrings run, and everything public has one."""
+"""The examples of docstrings run, and everything that `cuvee` exports has one."""
 
 from __future__ import annotations
 
 import doctest
 import importlib
 import inspect
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 import cuvee
 
-# Where examples are looked for, besides everything that `cuvee` exports.
-MODULES = (
-    "cuvee.blend.blender", "cuvee.blend.chunk_cache", "cuvee.blend.hkvd", "cuvee.blend.segments",
-    "cuvee.blend.selectors", "cuvee.codec.chunk", "cuvee.codec.codec", "cuvee.codec.container", "cuvee.codec.layout",
-    "cuvee.codec.learning.calibrate", "cuvee.codec.learning.curve", "cuvee.codec.paged", "cuvee.codec.profile",
-    "cuvee.integrations.stores.disk", "cuvee.integrations.stores.memory", "cuvee.integrations.stores.objects",
-    "cuvee.integrations.stores.redis", "cuvee.integrations.stores.tiered", "cuvee.integrations.stores.urls",
-    "cuvee.integrations.transformers",
+SOURCES = Path(cuvee.__file__).parent
+# Every module with an example, room by room: a search from above would not follow the links to them.
+MODULES = sorted(
+    ".".join(("cuvee", *path.relative_to(SOURCES).with_suffix("").parts)).removesuffix(".__init__")
+    for room in SOURCES.iterdir() if room.is_dir()
+    for path in room.glob("**/*.py") if ">>> " in path.read_text()
 )  # fmt: skip
 WITHOUT = {  # what is plain data that another's example shows, or an error
-    "BlobInfo", "OpenBlob", "inspect", "__version__",
+    "BlobInfo", "OpenBlob", "__version__",
     *(name for name in cuvee.__all__ if isinstance(getattr(cuvee, name), type) and
       issubclass(getattr(cuvee, name), Exception)),
 }  # fmt: skip
