@@ -728,9 +728,18 @@ def test_attaching_writes_nothing(bench: Callable[..., Bench]) -> None:
 def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba compiles at the first call, which takes seconds: no request may be the one that waits for it."""
     stages: list[str] = []
-    for name in ("encode", "decode"):
+
+    def spied(name: str) -> Callable[..., Any]:
         work = getattr(LosslessScheme, name)
-        monkeypatch.setattr(LosslessScheme, name, lambda *a, w=work, n=name: (stages.append(n), w(*a))[1])
+
+        def spy(*arguments: Any) -> Any:
+            stages.append(name)
+            return work(*arguments)
+
+        return spy
+
+    for name in ("encode", "decode"):
+        monkeypatch.setattr(LosslessScheme, name, spied(name))
     b = bench()
     assert stages == ["encode"] * 3 + ["decode"] * 3, "each of the layers"
     assert all(tensor.isnan().all() for tensor in b.cache.keys + b.cache.values)
