@@ -46,19 +46,46 @@ _Out = Annotated[
 
 @app.command("cpu")
 def bench_cpu(
-    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: half a minute.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: a minute.")] = False,
+    models: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            "-m",
+            metavar="MODEL",
+            show_default=False,
+            help="Compare on the cache of this model. Repeatable. Default: books-3m, and smollm2 if it is there.",
+        ),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--threads", min=1, show_default=False, help="Compare with so many threads. Repeatable. Default: 1 and 2."
+        ),
+    ] = None,
     out: _Out = None,
     force: Force = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure every stage alone, whole encodes and decodes, how both scale, and peak memory.
+    """Measure every stage alone, whole encodes and decodes, how both scale, peak memory, and what else there is.
 
-    Example: cuvee bench cpu --quick
+    What else: memcpy, FP8, lz4, zstd and constriction on the same bytes in the same run. lz4 and zstd come with
+    cuvee[eval]. Takes five minutes.
+
+    Example: cuvee bench cpu --quick --model smollm2
     """
-    from cuvee.eval.bench.cpu.run import run_cpu_bench
-    from cuvee.eval.bench.cpu.tables import print_cpu_report
+    from cuvee.eval.bench.cpu.run import COMPARED_THREADS, run_cpu_bench
+    from cuvee.eval.bench.cpu.tables import cpu_markdown, print_cpu_report
 
-    _measure(lambda progress: run_cpu_bench(quick, progress), print_cpu_report, out, force, as_json)
+    if markdown and as_json:
+        raise typer.BadParameter("give --markdown or --json, not both")
+    counts = tuple(sorted(set(threads or COMPARED_THREADS)))
+    _measure(
+        lambda progress: run_cpu_bench(quick, tuple(models or ()), counts, progress),
+        (lambda report, console: print(cpu_markdown(report), end="")) if markdown else print_cpu_report,
+        out, force, as_json,
+    )  # fmt: skip
 
 
 @app.command("gpu")

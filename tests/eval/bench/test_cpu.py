@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,11 +20,14 @@ from typer.testing import CliRunner
 from cuvee.cli import app
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.stages import get_stages
-from cuvee.eval.bench.cpu import coders
-from cuvee.eval.bench.cpu.cases import CPU_SHAPES, make_chunk
+from cuvee.eval.bench.cpu import coders, first_use
+from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES
+from cuvee.eval.bench.cpu.cases import CPU_SHAPES, fit_profile, make_chunk
 from cuvee.eval.bench.cpu.coders import compare_coders, draw_symbols, torch_decoder
+from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
 from cuvee.eval.bench.cpu.run import run_cpu_bench
-from cuvee.eval.bench.cpu.tables import print_cpu_report
+from cuvee.eval.bench.cpu.tables import cpu_markdown, print_cpu_report
+from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort
 
 
@@ -53,7 +57,7 @@ def test_the_report_names_the_machine_and_the_versions(report: dict[str, Any]) -
 
 
 def test_every_figure_is_a_positive_number(report: dict[str, Any]) -> None:
-    for part in ("coders", "stages", "whole", "scaling"):
+    for part in ("coders", "stages", "whole", "scaling", "comparison", "first_use"):
         assert report[part]
         assert all(math.isfinite(n) and n >= 0 for n in numbers(report[part])), part
     for entry in report["whole"]:
@@ -89,11 +93,78 @@ def test_memory_is_measured_or_said_to_be_unknown(report: dict[str, Any]) -> Non
         assert decode is None or 0.95 < decode < 50  # the chunk at the least
 
 
+def test_every_method_is_compared_on_every_cache(report: dict[str, Any]) -> None:
+    measured = [entry for entry in report["comparison"] if "skipped" not in entry]
+    cases = [(entry["cache"], entry["tokens"], entry["real"]) for entry in measured]
+    shape = "llama-3.1-8b, 4 of 32 layers"
+    assert cases == [("books-3m", 64, True), ("books-3m", 256, True), (shape, 64, False), (shape, 256, False)]
+    for entry in measured:
+        (group,) = entry["profiles"]
+        names = [method.name for method in ALTERNATIVES]
+        assert [row["method"] for row in entry["methods"]] == [*names, "cuvee lossless", f"cuvee balanced, {group}"]
+        assert entry["references"] == ["memcpy", "cuvee lossless", f"cuvee balanced, {group}"]
+        for row in entry["methods"]:
+            assert "skipped" not in row, row  # make setup installs them all
+            assert [one["threads"] for one in row["by_threads"]] == entry["threads"] == [1, 2]
+            assert row["most_over_fewest_threads"].keys() == {"encode", "decode"}
+            for one in row["by_threads"]:
+                assert one["encode_gb_per_s"]["median"] > 0 and one["decode_gb_per_s"]["median"] > 0
+                assert list(one["decode_over"]) == entry["references"]
+
+
+def test_what_the_methods_store(report: dict[str, Any]) -> None:
+    for entry in report["comparison"]:
+        rows = {row["method"]: row for row in entry.get("methods", ())}
+        for row in rows.values():
+            assert (row["relative_error"] == 0) is row["exact"]
+        if rows:
+            bits = {name: row["bits_per_value"] for name, row in rows.items()}
+            assert bits.pop("memcpy") == 16 and all(0 < other < 16 for other in bits.values())
+            assert 8 < bits["FP8, by table"] == bits["FP8, torch's cast"] < 8.1
+            assert 0.01 < rows["FP8, by table"]["relative_error"] == rows["FP8, torch's cast"]["relative_error"] < 0.05
+            own = rows["cuvee lossless"]["by_threads"][0]["decode_over"]
+            assert own["cuvee lossless"]["median"] == 1 and own["memcpy"]["median"] > 0
+
+
+def test_a_cache_left_out_is_named(report: dict[str, Any]) -> None:
+    assert {"cache": "smollm2", "skipped": "left out by --quick; --model smollm2 measures it"} in report["comparison"]
+
+
+def test_first_use_adds_up(report: dict[str, Any]) -> None:
+    assert [entry["quality"] for entry in report["first_use"]] == ["lossless", "balanced"]
+    for entry in report["first_use"]:
+        assert list(entry["seconds"]) == list(FIRST_USE_STEPS)
+        median = {step: timing["median"] for step, timing in entry["seconds"].items()}
+        assert all(seconds > 0 for seconds in median.values())
+        before = [step for step in FIRST_USE_STEPS if step not in ("second_decode", "total")]
+        assert median["total"] >= 0.9 * max(median[step] for step in before)
+
+
+def test_a_failing_first_use_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_use, "_PROGRAM", "raise SystemExit('no such thing')")
+    profile = fit_profile(CacheShape(1, 1, 8, 1e4).layout(), "layer")
+    with pytest.raises(CuveeError, match=r"first use failed.*no such thing"):
+        first_use.measure_first_use(profile, 16, 1)
+
+
+def test_the_report_in_markdown(report: dict[str, Any]) -> None:
+    text = cpu_markdown(report)
+    assert text.startswith("# cuvee bench cpu\n") and text.endswith("\n") and "\n\n\n" not in text
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table}) == 1, table[0]
+    (comparison,) = (table for table in tables if "/memcpy" in table[0])
+    first = [line.split("|")[1].strip() for line in comparison]
+    assert first.count("memcpy") == 4 and first.count("cuvee lossless") == 4
+    assert any("smollm2: skipped" in cell for cell in first) and any("zstd" in cell for cell in first)
+
+
 def test_the_report_prints(report: dict[str, Any]) -> None:
     out = io.StringIO()
     print_cpu_report(report, Console(file=out, width=100))
     text = out.getvalue()
     assert "constriction" in text and "Peak memory" in text and "…" not in text
+    assert "zstd" in text and "books-3m, 256 tokens" in text and "smollm2: skipped" in text and "First use" in text
     assert max(map(len, text.splitlines())) <= 100
 
 

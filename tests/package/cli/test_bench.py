@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.package.cli.running import fails, run
+from tests.package.cli.running import fails, misused, run
 
 from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
 
@@ -34,10 +34,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("typed", "call"),
     [
-        ("", ("cpu", False)),
-        ("--quick", ("cpu", True)),
-        ("cpu", ("cpu", False)),
-        ("cpu --quick", ("cpu", True)),
+        ("", ("cpu", False, (), (1, 2))),
+        ("--quick", ("cpu", True, (), (1, 2))),
+        ("cpu", ("cpu", False, (), (1, 2))),
+        ("cpu --quick", ("cpu", True, (), (1, 2))),
+        (
+            "cpu --model smollm2 --model books-3m --threads 4 --threads 1",
+            ("cpu", False, ("smollm2", "books-3m"), (1, 4)),
+        ),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
         ("engine", ("engine", ENGINE_FULL, None, ())),
@@ -52,6 +56,14 @@ def test_what_runs(typed: str, call: tuple[Any, ...], calls: list[tuple[Any, ...
     assert done.stdout == f"the table of {call[0]}\n" and done.stderr == "measuring\n"
     assert json.loads(run("bench", *typed.split(), "--json").stdout) == {"kind": call[0]}
     assert calls == [call, call]
+
+
+def test_the_cpu_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
+    monkeypatch.setattr("cuvee.eval.bench.cpu.tables.cpu_markdown", lambda report: f"# {report['kind']}\n")
+    assert run("bench", "cpu", "--markdown").stdout == "# cpu\n"
+    assert "not both" in misused("bench", "cpu", "--markdown", "--json")
+    assert "--threads" in misused("bench", "cpu", "--threads", "0")
+    assert len(calls) == 1
 
 
 def test_a_report_is_not_replaced_without_force(tmp_path: Path, calls: list[tuple[Any, ...]]) -> None:

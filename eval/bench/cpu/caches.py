@@ -1,0 +1,74 @@
+"""Real caches to compare on: models read a text, and profiles are learned from another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.model import prefill
+from cuvee.codec.profile import Profile
+from cuvee.eval.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
+from cuvee.eval.data import load_bundled_model, load_smollm2
+from cuvee.eval.protocol import LENGTH, PREFIX, reread
+from cuvee.eval.real_model import REAL_MODEL
+
+__all__ = ["MODEL_GROUPS", "QUICK_GROUPS", "BenchCache", "real_cache"]
+
+LOADERS = {BUNDLED_MODEL: load_bundled_model, REAL_MODEL: load_smollm2}  # without progress bars
+LEARNED_ON, READ = "harbour", "orchard"
+WINDOWS = {BUNDLED_MODEL: 50}  # sequences to calibrate on; of larger models, OTHER_WINDOWS, as `cuvee demo` has it
+OTHER_WINDOWS = 20
+FIT_WINDOWS = 10
+SKIPPED = 256  # tokens before the ones that are coded: the first of a text are unlike all others
+
+MODEL_GROUPS = {BUNDLED_MODEL: ("layer", "all")}  # of larger models, `layer` alone
+QUICK_GROUPS = ("layer",)
+
+
+@dataclass(frozen=True, slots=True)
+class BenchCache:
+    """A cache, and profiles for it.
+
+    Attributes:
+        name: of the model, or of its shape.
+        real: whether a model made it.
+        chunk: at least 256 tokens of it, in bfloat16.
+        profiles: by group.
+    """
+
+    name: str
+    real: bool
+    chunk: KVChunk
+    profiles: dict[str, Profile]
+
+
+def real_cache(model: str, quick: bool) -> BenchCache:
+    """Load a model, let it read a text, and learn profiles from another one.
+
+    Args:
+        model: a folder, a hub name, "books-3m" or "smollm2" (see `load_model`).
+        quick: fit the profile to a few caches instead of calibrating it, for one group alone. Its `balanced` then goes
+            by the squared error and not by the KL.
+
+    Raises:
+        see `load_model`.
+    """
+    lm = LOADERS[model]()[0] if model in LOADERS else load_model(model, "float32")
+    harbour, orchard = ([read_corpus(name, model)] for name in (LEARNED_ON, READ))
+    windows = FIT_WINDOWS if quick else WINDOWS.get(model, OTHER_WINDOWS)
+    learning = calibration_windows(harbour, LENGTH, windows)
+    layout = KVLayout.from_config(lm.config.get_text_config(decoder=True), torch.bfloat16)
+    with torch.no_grad():
+        chunk = prefill(lm, spread_sequences(orchard, LENGTH, 1), layout)[0]
+        samples = [prefill(lm, row[None], layout)[0] for row in learning] if quick else []
+    groups = QUICK_GROUPS if quick else MODEL_GROUPS.get(model, QUICK_GROUPS)
+    profiles = {
+        group: Profile.fit(layout, samples, group)
+        if quick
+        else Profile.calibrate(lm, reread(learning), group, prefix=PREFIX, progress=False)
+        for group in groups
+    }
+    return BenchCache(model, True, chunk.slice(SKIPPED, LENGTH), profiles)
