@@ -32,14 +32,14 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def hardware() -> dict[str, Any]:
-    """What figures depend on, as a dict for JSON."""
+def hardware(*packages: str) -> dict[str, Any]:
+    """What figures depend on, as a dict for JSON: with the versions of these packages, too."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        **{package: _version(package) for package in _PACKAGES},
+        **{package: _version(package) for package in (*_PACKAGES, *packages)},
         "cuvee": cuvee.__version__,
         "commit": _commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -94,7 +96,9 @@ def compare(cache: BenchCache, tokens: int, threads: Sequence[int], rounds: int)
         for key, runner in runners.items():
             calls[*key, "encode"] = runner.encode
             calls[*key, "decode"] = runner.decode
+        others = _CoresOfOthers()
         times = run_rounds(calls, rounds)
+        busy = others.since_then()
     values = len(source.values)
     balanced = next(method.name for method in methods if method.group is not None)
     entries: list[dict[str, Any]] = [
@@ -141,9 +145,36 @@ def compare(cache: BenchCache, tokens: int, threads: Sequence[int], rounds: int)
         "raw_bytes": source.values.nbytes,
         "threads": list(threads),
         "rounds": rounds,
+        "cores_used_by_others": busy,
         "references": [MEMCPY, LOSSLESS_METHOD, balanced],
         "methods": sorted(entries, key=lambda entry: order.index(entry["method"])),
     }
+
+
+class _CoresOfOthers:
+    """How many cores other processes keep busy: with them busy, threads that wait for each other wait long."""
+
+    def __init__(self) -> None:
+        self._began = (time.perf_counter(), _busy_seconds(), time.process_time())
+
+    def since_then(self) -> float | None:
+        """Their mean number since this was made. None without /proc."""
+        wall, busy, own = self._began
+        now = _busy_seconds()
+        if busy is None or now is None:
+            return None
+        others = (now - busy) - (time.process_time() - own)
+        return max(others, 0.0) / (time.perf_counter() - wall)
+
+
+def _busy_seconds() -> float | None:
+    """Seconds that all cores together were not idle since the machine started; with what a host took from them."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return None
+    user, nice, system, _idle, _iowait, irq, softirq, steal = map(int, fields[:8])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def run_rounds(calls: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, list[float]]:

@@ -25,6 +25,7 @@ from typing import Any
 from rich.console import Console
 
 from cuvee.codec.profile import Profile
+from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES
 from cuvee.eval.bench.cpu.caches import BenchCache, real_cache
 from cuvee.eval.bench.cpu.cases import BACKEND, CPU_SHAPES, LARGE, SMALL, cut_layers, fit_profile, make_chunk
 from cuvee.eval.bench.cpu.coders import compare_coders, import_constriction
@@ -45,6 +46,7 @@ RUN_SECONDS = 0.25  # a call is repeated for this long …
 RUNS = (5, 40)  # … but at least and at most this often
 COMPARED_THREADS = (1, 2)
 ROUNDS, QUICK_ROUNDS = 15, 5  # of the comparison
+_COMPARED_PACKAGES = [method.package for method in ALTERNATIVES if method.package]
 FIRST_USES, QUICK_FIRST_USES = 5, 2  # processes
 
 
@@ -83,7 +85,7 @@ def run_cpu_bench(
         say(f"a profile for {shape}, group {group}")
         with torch_threads(1):
             profiles[shape, group] = fit_profile(CPU_SHAPES[shape].layout(), group)
-    report: dict[str, Any] = {"quick": quick, "hardware": hardware(), "backend": BACKEND}
+    report: dict[str, Any] = {"quick": quick, "hardware": hardware(*_COMPARED_PACKAGES), "backend": BACKEND}
 
     say("entropy coders")
     report["coders"] = compare_coders(effort, 2048 if quick else 16384)

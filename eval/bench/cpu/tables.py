@@ -23,7 +23,8 @@ COMPARISON_NOTE = (
     "within rounds. Small caches stay in the CPU's own, which makes memcpy faster than a large one would let it be. "
     "error: of the values, root of squared error over squared values; 0 means bit for bit. It is not what a model "
     "loses: cuvee's transform moves its error to where predictions do not depend on it. cuvee restores into new "
-    "tensors, all others into tensors that exist. In chunks of less than a million values cuvee uses one thread."
+    "tensors, all others into tensors that exist. In chunks of less than a million values cuvee uses one thread. Where "
+    "other processes use a core, torch's threads wait for each other, and the columns of several threads mean little."
 )
 
 
@@ -152,8 +153,10 @@ def _comparison(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
         if "skipped" in entry:
             rows.append([f"{entry['cache']}: skipped, {entry['skipped']}", *[""] * (len(columns) - 1)])
             continue
-        what = ", ".join(f"{group} {source}" for group, source in entry["profiles"].items())
-        made = what if entry["real"] else f"synthetic, {what}"
+        made = f"profile {next(iter(entry['profiles'].values()))} by {', '.join(entry['profiles'])}"
+        made += "" if entry["real"] else ", synthetic cache"
+        others = entry["cores_used_by_others"]
+        made += "" if others is None else f"; others used {others:.1f} cores"
         rows.append([f"{entry['cache']}, {entry['tokens']} tokens ({made})", *[""] * (len(columns) - 1)])
         rows += [_compared(method, entry["references"], len(columns)) for method in entry["methods"]]
     return ReportTable(columns, rows, "The same bytes otherwise", COMPARISON_NOTE, frozenset(strong))

@@ -7,6 +7,7 @@ import math
 import sys
 from dataclasses import replace
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,23 @@ def test_short_calls_are_repeated_within_a_round() -> None:
     calls: list[int] = []
     (runs,) = run_rounds({"a": lambda: calls.append(1)}, 2).values()
     assert len(calls) > 100 and all(0 < seconds < 1e-3 for seconds in runs)
+
+
+def test_what_others_do_meanwhile_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Of 3 s in which two cores were busy for 4 s, this process took 1 s.
+    monkeypatch.setattr(comparison, "_busy_seconds", iter([100.0, 104.0]).__next__)
+    clocks = SimpleNamespace(perf_counter=iter([7.0, 10.0]).__next__, process_time=iter([0.5, 1.5]).__next__)
+    monkeypatch.setattr("cuvee.eval.bench.cpu.comparison.time", clocks)
+    assert comparison._CoresOfOthers().since_then() == 1.0
+
+
+def test_what_others_do_may_be_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "_busy_seconds", lambda: None)
+    entry = compare(small_cache(), 16, (1,), 1)
+    assert entry["cores_used_by_others"] is None
+    assert "others" not in tables._comparison([entry]).rows[0][0]
+    entry["cores_used_by_others"] = 0.94
+    assert "others used 0.9 cores" in tables._comparison([entry]).rows[0][0]
 
 
 def listed(models: tuple[str, ...], quick: bool) -> list[dict[str, Any]]:

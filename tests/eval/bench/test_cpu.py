@@ -52,7 +52,18 @@ def numbers(data: Any) -> Iterator[float]:
 
 def test_the_report_names_the_machine_and_the_versions(report: dict[str, Any]) -> None:
     machine = report["hardware"]
-    assert machine.keys() >= {"cpu", "cores", "python", "torch", "numba", "constriction", "commit", "date"}
+    assert machine.keys() >= {
+        "cpu",
+        "cores",
+        "python",
+        "torch",
+        "numba",
+        "constriction",
+        "lz4",
+        "zstandard",
+        "commit",
+        "date",
+    }
     assert machine["cpu"] and machine["cores"] >= 1 and report["quick"] is True
 
 
