@@ -1,6 +1,7 @@
 """The KV cache of a serving engine: blocks of tokens in any physical order, addressed by slots.
 
     slot s of a layer = token s % block_tokens of block s // block_tokens
+    its values        = a strided view (a tensor), or wherever a table says (`PermutedPages`, on the CPU)
 
 `PagedCache` describes existing tensors; it owns nothing and copies nothing. A dense cache is one whose single block
 holds all tokens, so code that reads or writes a `PagedCache` serves both kinds.
@@ -14,11 +15,98 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.dtypes import TORCH_DTYPES
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, UnsupportedModel
 from cuvee.codec.layout import KVLayout
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOWHERE = -1  # the slot of a token that is left out
+
+_BITS = {
+    1: torch.uint8,
+    2: torch.int16,
+    4: torch.int32,
+    8: torch.int64,
+}  # stand in for values of so many bytes: copied, never computed
+
+
+class PageOrder:
+    """Where the values of a block lie, alike in every block, where no strides describe it.
+
+    Args:
+        offsets: int64 `[block_tokens, heads, dim]`, elements from the start of the block.
+        blocks: how many there are.
+        block_stride: elements from the start of a block to that of the next.
+
+    Attributes:
+        span: elements from the start of the first block to the last value of the last one.
+
+    Raises:
+        InputError: two values of one place, or a place before the start of the block.
+    """
+
+    def __init__(self, offsets: torch.Tensor, blocks: int, block_stride: int) -> None:
+        if offsets.ndim != 3 or offsets.dtype != torch.int64 or not offsets.numel() or int(offsets.min()) < 0:
+            raise InputError(
+                "offsets must be int64 [block_tokens, heads, dim] of at least 0, "
+                f"got {offsets.dtype} {list(offsets.shape)}"
+            )
+        if blocks < 1 or block_stride < 1:
+            raise InputError(f"blocks and block_stride must be positive, got {blocks} and {block_stride}")
+        # Two values meet, in one block or in two, where their offsets differ by fewer than `blocks` strides.
+        rest, stride = offsets.flatten() % block_stride, offsets.flatten() // block_stride
+        places = (rest * (int(stride.max()) + blocks) + stride).sort().values
+        if bool((places.diff() < blocks).any()):
+            raise InputError("offsets: two values of the cache have one place, so they are no permutation")
+        self.offsets = offsets.contiguous()
+        self.blocks = blocks
+        self.block_stride = block_stride
+        self.span = (blocks - 1) * block_stride + int(offsets.max()) + 1
+
+    def __repr__(self) -> str:
+        tokens, heads, dim = self.offsets.shape
+        return f"PageOrder({self.blocks} blocks {self.block_stride} apart, {tokens} tokens of {heads} x {dim} permuted)"
+
+    def index(self, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+        """Places of some tokens' values, int64 `[T * heads * dim]`; block and token are int64 `[T]`."""
+        return (self.offsets[token] + (block * self.block_stride)[:, None, None]).flatten()
+
+
+class PermutedPages:
+    """K or V of one layer, `[blocks, block_tokens, heads, dim]`, in a `PageOrder`. On the CPU alone.
+
+    Args:
+        memory: `[order.span]` contiguous, from the start of the first block on; not copied.
+        order: shared by the layers whose pages are laid out alike.
+
+    Raises:
+        InputError: memory of another size.
+        UnsupportedModel: memory of a device; its kernels take strides.
+    """
+
+    def __init__(self, memory: torch.Tensor, order: PageOrder) -> None:
+        if memory.device.type != "cpu":
+            raise UnsupportedModel(
+                f"pages on {memory.device} whose values lie at no fixed strides: cuvee takes them on the CPU alone, so "
+                "this attention backend's cache is not supported"
+            )
+        if memory.shape != (order.span,) or not memory.is_contiguous():
+            raise InputError(f"memory must be contiguous [{order.span}], got {list(memory.shape)}")
+        self.order = order
+        self.device, self.dtype = memory.device, memory.dtype
+        self.shape = torch.Size((order.blocks, *order.offsets.shape))
+        self._bits = memory.view(_BITS[memory.element_size()])
+
+    def take(self, index: torch.Tensor) -> torch.Tensor:
+        """A copy of the values at `order.index(...)`, `[T, heads, dim]`."""
+        return self._bits.index_select(0, index).view(self.dtype).view(-1, *self.shape[2:])
+
+    def put(self, index: torch.Tensor, part: torch.Tensor) -> None:
+        """Write `[T, heads, dim]` of the cache's dtype to `order.index(...)`."""
+        self._bits.scatter_(0, index, part.reshape(-1).view(self._bits.dtype))
+
+
+Pages = torch.Tensor | PermutedPages
+"""K or V of one layer, `[blocks, block_tokens, heads, dim]`."""
 
 
 class PagedCache:
@@ -27,7 +115,8 @@ class PagedCache:
     Args:
         layout: layout of the model. Its dtype is the dtype of the values; an fp8 cache holds them divided by a scale.
         keys: per layer `[blocks, block_tokens, heads, head_dim]`, keys post-RoPE. Strides are free: give a view of the
-            engine's tensor in this logical order (`kv[..., :D]`, `.permute(...)`), with K and V packed or apart.
+            engine's tensor in this logical order (`kv[..., :D]`, `.permute(...)`), with K and V packed or apart; or
+            `PermutedPages`.
         values: per layer `[blocks, block_tokens, heads, value_dim]`, in the same way.
         key_scales: per layer, for fp8: a key is the stored number times its scale. Default 1.
         value_scales: the same for values.
@@ -47,8 +136,8 @@ class PagedCache:
     def __init__(
         self,
         layout: KVLayout,
-        keys: Sequence[torch.Tensor],
-        values: Sequence[torch.Tensor],
+        keys: Sequence[Pages],
+        values: Sequence[Pages],
         key_scales: Sequence[float] | None = None,
         value_scales: Sequence[float] | None = None,
     ) -> None:
@@ -58,19 +147,20 @@ class PagedCache:
             if given is not None and len(given) != layout.num_layers:
                 raise InputError(f"{name} has {len(given)} layers, the layout {layout.num_layers}")
         self.layout = layout
-        self.keys = tuple(keys)
-        self.values = tuple(values)
+        self._keys = tuple(keys)
+        self._values = tuple(values)
+        self._tensors = _tensors(self._keys), _tensors(self._values)
         self._rows: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         self.key_scales = _scales("key_scales", key_scales, layout)
         self.value_scales = _scales("value_scales", value_scales, layout)
-        first = self.keys[0]
+        first = self._keys[0]
         self.device, self.dtype = first.device, first.dtype
         if self.dtype not in (*TORCH_DTYPES.values(), *FP8_DTYPES):
             raise InputError(f"keys are {self.dtype}: a cache must be {', '.join(TORCH_DTYPES)} or fp8 (e4m3fn, e5m2)")
         for index, layer in enumerate(layout.layers):
             for name, tensor, size in (
-                ("keys", self.keys[index], layer.head_dim),
-                ("values", self.values[index], layer.value_dim),
+                ("keys", self._keys[index], layer.head_dim),
+                ("values", self._values[index], layer.value_dim),
             ):
                 shape = tensor.shape
                 if len(shape) != 4 or shape[2] != layer.kv_heads or shape[3] != size:
@@ -93,10 +183,31 @@ class PagedCache:
         cache._rows = keys, values
         return cache
 
+    @property
+    def permuted(self) -> bool:
+        """Whether some layers are `PermutedPages`, which `keys` and `values` cannot show."""
+        return None in self._tensors
+
+    @property
+    def keys(self) -> tuple[torch.Tensor, ...]:
+        """Per layer `[blocks, block_tokens, heads, head_dim]`: views of the engine's memory.
+
+        Raises:
+            UnsupportedModel: the cache is `permuted`.
+        """
+        return _strided(self._tensors[0])
+
+    @property
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """The same for values, `[blocks, block_tokens, heads, value_dim]`."""
+        return _strided(self._tensors[1])
+
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values `[T, H, D]` of a layer of a dense cache; None where its tokens lie in several blocks."""
+        """Keys and values `[T, H, D]` of a layer of a dense cache; None with several blocks, or if `permuted`."""
         if self._rows is not None:
             return self._rows[0][layer], self._rows[1][layer]
+        if self.permuted:
+            return None
         keys, values = self.keys[layer], self.values[layer]
         return (keys[0], values[0]) if len(keys) == len(values) == 1 else None
 
@@ -140,10 +251,11 @@ class PagedCache:
             InputError: a slot that the cache does not have.
         """
         self.check_slots(slots)
-        rows = self.run(slots) if self.dtype == self.layout.torch_dtype else None
-        if rows is None:
+        run = self.run(slots) if self.dtype == self.layout.torch_dtype else None
+        if run is None:
             return self.read(slots, start)
-        return KVChunk([k[0, rows] for k in self.keys], [v[0, rows] for v in self.values], self.layout, start)
+        rows = [of_layer for of_layer in map(self.rows, range(self.layout.num_layers)) if of_layer is not None]
+        return KVChunk([keys[run] for keys, _ in rows], [values[run] for _, values in rows], self.layout, start)
 
     def read(self, slots: torch.Tensor, start: int) -> KVChunk:
         """A copy of the tokens at `slots`, int64 `[T]`, as a chunk that begins at position `start`.
@@ -153,16 +265,27 @@ class PagedCache:
         """
         self.check_slots(slots)
         dtype = self.layout.torch_dtype
-        places = self._places(slots, range(self.layout.num_layers), least=0)
+        layers = range(self.layout.num_layers)
+        self.check_range(slots, layers, least=0)
+        places = self._places(slots, layers)
         out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
         for name, tensors, scales in (
-            ("keys", self.keys, self.key_scales),
-            ("values", self.values, self.value_scales),
+            ("keys", self._keys, self.key_scales),
+            ("values", self._values, self.value_scales),
         ):
             for tensor, scale in zip(tensors, scales, strict=True):
-                part = tensor[places[tensor.shape[:2]]]
+                part = _take(tensor, places)
                 out[name].append((part.float() * scale).to(dtype) if self.scaled else part.to(dtype))
         return KVChunk(out["keys"], out["values"], self.layout, start)
+
+    def copy(self, slots: torch.Tensor) -> PagedCache:
+        """The tokens at `slots`, int64 `[T]`, as the one block of a dense cache: the numbers as they are stored.
+
+        The slots must be the cache's: on a device, to check that would wait for it.
+        """
+        places = self._places(slots, range(self.layout.num_layers))
+        keys, values = ([_take(tensor, places)[None] for tensor in unit] for unit in (self._keys, self._values))
+        return PagedCache(self.layout, keys, values, self.key_scales, self.value_scales)
 
     def write(
         self,
@@ -184,13 +307,13 @@ class PagedCache:
         """
         self.check_slots(slots)
         layers = layers or range(self.layout.num_layers)
-        self._places(slots, layers, least=NOWHERE)
+        self.check_range(slots, layers)
         wanted = slots != NOWHERE
         whole = bool(wanted.all())
-        places = self._places(slots if whole else slots[wanted], layers, least=0)
+        places = self._places(slots if whole else slots[wanted], layers)
         for given, tensors, scales in (
-            (keys, self.keys, self.key_scales),
-            (values, self.values, self.value_scales),
+            (keys, self._keys, self.key_scales),
+            (values, self._values, self.value_scales),
         ):
             for layer, source in zip(layers, given, strict=True):
                 tensor = tensors[layer]
@@ -198,26 +321,71 @@ class PagedCache:
                 if self.scaled:
                     limit = torch.finfo(self.dtype).max
                     part = (part.float() / scales[layer]).clamp(-limit, limit)
-                tensor[places[tensor.shape[:2]]] = part.to(self.dtype)
+                _put(tensor, places, part.to(self.dtype))
 
-    def _places(
-        self, slots: torch.Tensor, layers: range, least: int
-    ) -> dict[torch.Size, tuple[torch.Tensor, torch.Tensor]]:
-        """Block and token of each slot, for every size `[blocks, block_tokens]` that tensors of these layers have."""
-        places: dict[torch.Size, tuple[torch.Tensor, torch.Tensor]] = {}
-        lowest, highest = (int(slots.min()), int(slots.max())) if len(slots) else (0, -1)
+    def check_range(self, slots: torch.Tensor, layers: range, least: int = NOWHERE) -> None:
+        """Raise InputError unless all of `slots` are at least `least` and each of the layers has them."""
+        if not len(slots):
+            return
+        lowest, highest = int(slots.min()), int(slots.max())
         for layer in layers:
-            for tensor in (self.keys[layer], self.values[layer]):
-                size = tensor.shape[:2]
-                if size in places:
+            for tensor in (self._keys[layer], self._values[layer]):
+                size = tensor.shape[0] * tensor.shape[1]
+                if not least <= lowest <= highest < size:
+                    raise InputError(f"slots reach from {lowest} to {highest}, layer {layer} has {size} slots")
+
+    def _places(self, slots: torch.Tensor, layers: range) -> _Places:
+        """Where the tokens at these slots lie, for every kind of pages that these layers have."""
+        places: _Places = {}
+        for layer in layers:
+            for tensor in (self._keys[layer], self._values[layer]):
+                kind = _kind(tensor)
+                if kind in places:
                     continue
-                if len(slots) and not least <= lowest <= highest < size[0] * size[1]:
-                    raise InputError(
-                        f"slots reach from {lowest} to {highest}, layer {layer} has {size[0] * size[1]} slots"
-                    )
-                block = torch.div(slots, max(size[1], 1), rounding_mode="floor")
-                places[size] = block, slots - block * size[1]
+                tokens = max(tensor.shape[1], 1)
+                block = torch.div(slots, tokens, rounding_mode="floor")
+                token = slots - block * tokens
+                places[kind] = (kind.index(block, token),) if isinstance(kind, PageOrder) else (block, token)
         return places
+
+
+# By kind of pages: block and token of each slot, or the index of its values.
+_Places = dict[PageOrder | torch.Size, tuple[torch.Tensor, ...]]
+
+
+def _tensors(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...] | None:
+    """All of them, if they are tensors."""
+    tensors = tuple(each for each in pages if isinstance(each, torch.Tensor))
+    return tensors if len(tensors) == len(pages) else None
+
+
+def _strided(tensors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...]:
+    if tensors is None:
+        raise UnsupportedModel(
+            "the cache's values lie at no fixed strides: such pages are read and written by value, by the backends of "
+            "the CPU; the backend 'triton' does not take them"
+        )
+    return tensors
+
+
+def _kind(pages: Pages) -> PageOrder | torch.Size:
+    """What places depend on: the order, or the size `[blocks, block_tokens]`."""
+    return pages.order if isinstance(pages, PermutedPages) else pages.shape[:2]
+
+
+def _take(pages: Pages, places: _Places) -> torch.Tensor:
+    """A copy `[T, H, D]` of the tokens at their places."""
+    place = places[_kind(pages)]
+    return pages.take(place[0]) if isinstance(pages, PermutedPages) else pages[place]
+
+
+def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
+    """Write tokens `[T, H, D]` to their places."""
+    place = places[_kind(pages)]
+    if isinstance(pages, PermutedPages):
+        pages.put(place[0], part)
+    else:
+        pages[place] = part
 
 
 def _scales(name: str, scales: Sequence[float] | None, layout: KVLayout) -> tuple[float, ...]:

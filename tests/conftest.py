@@ -27,9 +27,6 @@ from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate
 
-ENGINE_SITE = str(
-    Path(__file__).parent / "integrations" / "vllm" / "engine_site"
-)  # for the engines that tests start; see there
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
@@ -38,8 +35,8 @@ LONGEST = (
     "integrations/vllm/test_engine", "package/test_notebooks", "kernels/test_static", "integrations/vllm/test_faults",
     "eval/report/test_report", "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate",
     "kernels/test_backend", "eval/bench/test_engine", "eval/blending/test_report", "kernels/test_hostile",
-    "eval/test_tasks", "integrations/vllm/test_docs", "kernels/test_launches", "fuzz/test_soak", "package/test_docs",
-    "codec/test_together",
+    "eval/test_tasks", "integrations/vllm/test_docs", "kernels/test_launches", "fuzz/test_soak",
+    "integrations/vllm/test_pages", "package/test_docs", "codec/test_together",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {
@@ -117,11 +114,6 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3Config", _HEAD),
     "qwen3_moe": ("Qwen3MoeConfig", {**_HEAD, **_MOE}),
 }
-
-
-def pytest_configure() -> None:
-    """Let processes that tests start find `engine_site`."""
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (ENGINE_SITE, os.environ.get("PYTHONPATH"))))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,11 +1,13 @@
 """How a serving engine lays out its pages: found out by writing through the engine's own writer, never assumed.
 
-    number every value -> engine writes them into a block -> where did each number land? -> strides of K and V
+    number every value -> engine writes them into a block -> where did each land? -> strides of K and V, or a table
 
 A page is a permutation of the values of a block's tokens: vLLM's GPU backends keep K beside V for each token, its CPU
-backend keeps K transposed and V after it. Whatever it is, if token, head and dimension each advance by a fixed stride,
-K and V are strided views of the engine's tensor, and the codec reads and writes through those. If not, we refuse: a
-layout that is only nearly known corrupts silently.
+backend keeps K transposed and V after it, or, with AMX, both in tiles. Whatever it is, if token, head and dimension
+each advance by a fixed stride, K and V are strided views of the engine's tensor, and the codec reads and writes through
+those. If not, it goes by a table of all places, on the CPU. What is found in one block must hold in others, and for
+tokens however they are written: all at once, from the middle of a block to that of another, one by one. If it does
+not, we refuse: a layout that is only nearly known corrupts silently.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from cuvee.codec.errors import UnsupportedModel
+from cuvee.codec.paged import PageOrder, Pages, PermutedPages
 
 _BASE = 128  # numbers are written in digits of this base: exact in every floating-point dtype of a cache
 _UNWRITTEN = -1.0
@@ -26,29 +29,49 @@ Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Strides:
+    """K or V of a block at fixed strides: offset + token, head and dimension x stride, in elements from its start."""
+
+    offset: int
+    strides: tuple[int, int, int]
+
+    def pages(self, tensor: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
+        """The view `[blocks, *size]` of a layer's tensor."""
+        start = tensor.storage_offset() + self.offset
+        return tensor.as_strided((tensor.shape[0], *size), (tensor.stride(0), *self.strides), start)
+
+
+@dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where a value lies, in elements from the start of its block: offset + token, head and dimension x stride."""
+    """Where the values of a block lie, alike in every block of tensors of one shape and strides."""
 
     block_tokens: int
     heads: int
     dim: int
-    key_offset: int
-    key_strides: tuple[int, int, int]
-    value_offset: int
-    value_strides: tuple[int, int, int]
+    keys: Strides | PageOrder
+    values: Strides | PageOrder
 
-    def views(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V `[blocks, block_tokens, heads, dim]` of a layer's tensor, without a copy."""
-        size = (tensor.shape[0], self.block_tokens, self.heads, self.dim)
-        start = tensor.storage_offset()
-        return (
-            tensor.as_strided(size, (tensor.stride(0), *self.key_strides), start + self.key_offset),
-            tensor.as_strided(size, (tensor.stride(0), *self.value_strides), start + self.value_offset),
-        )
+    def views(self, tensor: torch.Tensor) -> tuple[Pages, Pages]:
+        """K and V `[blocks, block_tokens, heads, dim]` of a layer's tensor, without a copy.
+
+        Raises:
+            UnsupportedModel: no strides describe them, and the tensor is on a device.
+        """
+        return self._view(tensor, self.keys), self._view(tensor, self.values)
+
+    def _view(self, tensor: torch.Tensor, places: Strides | PageOrder) -> Pages:
+        if isinstance(places, Strides):
+            return places.pages(tensor, (self.block_tokens, self.heads, self.dim))
+        if (tensor.shape[0], tensor.stride(0)) != (places.blocks, places.block_stride):
+            raise UnsupportedModel(
+                f"{tensor.shape[0]} blocks {tensor.stride(0)} apart, where {places} was found: this attention "
+                "backend's cache is not supported"
+            )
+        return PermutedPages(tensor.as_strided((places.span,), (1,)), places)
 
 
 def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) -> PageLayout:
-    """Find the layout of a layer's pages. Blocks 0 and the last one are written, and restored.
+    """Find the layout of a layer's pages. Some blocks are written, and restored.
 
     Args:
         tensor: the layer's cache, blocks first, any strides, not in use yet.
@@ -57,7 +80,8 @@ def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) 
         dim: size of a head, of keys and of values.
 
     Raises:
-        UnsupportedModel: the pages are not strided views of K and V.
+        UnsupportedModel: the pages are no permutation of K and V, or not the same in every block, or in the memory of a
+            device and no strided views.
     """
     block_tokens, rest = divmod(tensor[0].numel(), heads * 2 * dim)
     if rest or not block_tokens:
@@ -72,7 +96,7 @@ def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) 
 
 
 def verify_page_layout(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
-    """Whether a layer's pages are laid out as those of another. Blocks 0 and the last one are written, and restored.
+    """Whether a layer's pages are laid out as those of another. Some blocks are written, and restored.
 
     Raises:
         UnsupportedModel: they are not.
@@ -81,28 +105,59 @@ def verify_page_layout(tensor: torch.Tensor, write: Writer, layout: PageLayout) 
         _verify(tensor, write, layout)
 
 
+def _tried(tensor: torch.Tensor) -> torch.Tensor:
+    """The blocks that are written: the first, the last, and two between them."""
+    last = tensor.shape[0] - 1
+    return torch.tensor(sorted({0, last // 3, last - last // 3, last}), device=tensor.device)
+
+
 @contextmanager
 def _restored(tensor: torch.Tensor) -> Iterator[None]:
-    kept = tensor[0].clone(), tensor[-1].clone()
+    blocks = _tried(tensor)
+    kept = tensor[blocks]
     try:
         yield
     finally:
-        tensor[0], tensor[-1] = kept
+        tensor[blocks] = kept
 
 
 def _verify(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
-    """Write random tokens into the first and the last block and read them back through the views."""
-    shape = (2 * layout.block_tokens, layout.heads, layout.dim)
+    """Write random tokens into several blocks, in each of the ways that an engine does, and look for all of them."""
+    blocks, tokens = _tried(tensor), layout.block_tokens
+    first = torch.arange(tokens, device=tensor.device)
+    slots = (blocks[:, None] * tokens + first).flatten()
     generator = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(shape, generator=generator).to(tensor.device, tensor.dtype) for _ in range(2))
-    first = torch.arange(layout.block_tokens, device=tensor.device)
-    write(keys, values, torch.cat([first, first + (tensor.shape[0] - 1) * layout.block_tokens]))
-    for view, wrote, name in zip(layout.views(tensor), (keys, values), ("keys", "values"), strict=True):
-        if not torch.equal(torch.cat([view[0], view[-1]]), wrote):
-            raise UnsupportedModel(
-                f"the engine's {name} are not where its first block says: this attention backend's cache is not "
-                "supported"
-            )
+    order = torch.randperm(len(slots), generator=generator)
+    # What a write must leave alone is seen where every other token, or so, is not written.
+    ways = (
+        ("all at once", [torch.arange(len(slots))]),
+        ("in part", [torch.arange(tokens // 2, len(slots) - tokens // 3)]),
+        ("one by one", list(order[: -(-len(slots) // 2), None])),
+    )
+    shape = (len(slots), layout.heads, layout.dim)
+    wrote = [torch.zeros(shape, dtype=tensor.dtype, device=tensor.device) for _ in range(2)]
+    views = layout.views(tensor)
+    for how, parts in ways:
+        for part in parts:
+            at = part.to(tensor.device)
+            drawn = [torch.randn(len(part), *shape[1:], generator=generator).to(tensor) for _ in wrote]
+            write(drawn[0], drawn[1], slots[at])
+            for held, new in zip(wrote, drawn, strict=True):
+                held[at] = new
+        for pages, held, name in zip(views, wrote, ("keys", "values"), strict=True):
+            if not torch.equal(_tokens(pages, blocks, first), held):
+                raise UnsupportedModel(
+                    f"the engine's {name} are not where its first block says, written {how}: this attention backend's "
+                    "cache is not supported"
+                )
+
+
+def _tokens(pages: Pages, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """A copy `[T, H, D]` of these blocks' tokens."""
+    if not isinstance(pages, PermutedPages):
+        return pages[blocks].flatten(0, 1)
+    block, token = torch.meshgrid(blocks, tokens, indexing="ij")
+    return pages.take(pages.order.index(block.flatten(), token.flatten()))
 
 
 def _find(tensor: torch.Tensor, write: Writer, block_tokens: int, heads: int, dim: int) -> PageLayout:
@@ -129,22 +184,19 @@ def _find(tensor: torch.Tensor, write: Writer, block_tokens: int, heads: int, di
         places = places[..., None] + torch.arange(size) * stride
     offsets = torch.empty_like(numbers)
     offsets[order] = places.flatten()
-    key_offset, key_strides = _strides(offsets[:count].view(shape), "keys")
-    value_offset, value_strides = _strides(offsets[count:].view(shape), "values")
-    return PageLayout(block_tokens, heads, dim, key_offset, key_strides, value_offset, value_strides)
+    keys, values = (
+        _strides(part) or PageOrder(part, tensor.shape[0], tensor.stride(0))
+        for part in (offsets[:count].view(shape), offsets[count:].view(shape))
+    )
+    return PageLayout(block_tokens, heads, dim, keys, values)
 
 
-def _strides(offsets: torch.Tensor, name: str) -> tuple[int, tuple[int, int, int]]:
-    """Offset of the first value and the strides of `[T, H, D]`; raises where they are not fixed."""
+def _strides(offsets: torch.Tensor) -> Strides | None:
+    """The strides of offsets `[T, H, D]`; None where they are not fixed."""
     start = int(offsets[0, 0, 0])
     token, head, step = (
         int(offsets.select(axis, 1).flatten()[0]) - start if offsets.shape[axis] > 1 else 0 for axis in range(3)
     )
     ranges = [torch.arange(size) for size in offsets.shape]
     expected = start + ranges[0][:, None, None] * token + ranges[1][:, None] * head + ranges[2] * step
-    if not torch.equal(offsets, expected):
-        raise UnsupportedModel(
-            f"the engine packs its {name} in tiles, not by fixed strides: this attention backend's cache is not "
-            "supported"
-        )
-    return start, (token, head, step)
+    return Strides(start, (token, head, step)) if torch.equal(offsets, expected) else None

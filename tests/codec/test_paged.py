@@ -11,9 +11,9 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, InputError, ProfileMismatch
-from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.errors import CorruptError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.paged import NOWHERE, PagedCache, PageOrder, Pages, PermutedPages
 
 MakeCodec = Callable[..., Codec]
 BLOCKS, BLOCK_TOKENS = 5, 16
@@ -27,6 +27,8 @@ ORDERS = {
     "transposed": (0, 2, 3, 1),
 }
 ORDERED = "blocks-tokens-heads"
+PERMUTED = "permuted"  # keys and values of a block mixed, in no order, with a gap before the next block
+GAP = 3
 
 
 def poisoned(
@@ -37,6 +39,9 @@ def poisoned(
     value_scales: list[float] | None = None,
 ) -> PagedCache:
     """A cache full of sevens, its units in the physical order named."""
+    if order == PERMUTED:
+        pairs = [permuted(layer, dtype or layout.torch_dtype) for layer in layout.layers]
+        return PagedCache(layout, [k for k, _ in pairs], [v for _, v in pairs], key_scales, value_scales)
     permutation = ORDERS[order]
 
     def unit(heads: int, size: int) -> torch.Tensor:
@@ -49,6 +54,23 @@ def poisoned(
     return PagedCache(layout, keys, values, key_scales, value_scales)
 
 
+def permuted(
+    layer: LayerLayout, dtype: torch.dtype, blocks: int = BLOCKS, block_tokens: int = BLOCK_TOKENS
+) -> tuple[Pages, Pages]:
+    """K and V of a layer in one memory; every call makes an order of its own, always the same."""
+    heads, sizes = layer.kv_heads, (layer.head_dim, layer.value_dim)
+    count = block_tokens * heads * sum(sizes)
+    places = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    parts = places.split([block_tokens * heads * size for size in sizes])
+    memory = torch.full([blocks * (count + GAP)], 7.0).to(dtype)
+    orders = [
+        PageOrder(part.view(block_tokens, heads, size), blocks, count + GAP)
+        for part, size in zip(parts, sizes, strict=True)
+    ]
+    keys, values = (PermutedPages(memory[: order.span], order) for order in orders)
+    return keys, values
+
+
 def scattered(tokens: int, seed: int = 0) -> torch.Tensor:
     """Distinct slots in no order."""
     return torch.randperm(SLOTS, generator=torch.Generator().manual_seed(seed))[:tokens]
@@ -57,6 +79,8 @@ def scattered(tokens: int, seed: int = 0) -> torch.Tensor:
 def written(cache: PagedCache, slots: torch.Tensor) -> list[torch.Tensor]:
     """What lies at `slots`, keys and values of each layer in turn: `[T, H, D]`."""
     block, token = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
+    if cache.permuted:
+        cache, block, token = cache.copy(slots), torch.zeros_like(slots), torch.arange(len(slots))
     return [unit[block, token] for pair in zip(cache.keys, cache.values, strict=True) for unit in pair]
 
 
@@ -65,7 +89,7 @@ def tensors(chunk: KVChunk) -> list[torch.Tensor]:
     return [unit for pair in zip(chunk.keys, chunk.values, strict=True) for unit in pair]
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
 @pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
 def test_paged_equals_dense(
     layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str, scheme: str
@@ -87,15 +111,16 @@ def test_paged_equals_dense(
     assert all(bool((unit == 7).all()) for unit in written(target, rest))
 
 
+@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
 def test_tokens_that_are_not_wanted_stay_out(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str
 ) -> None:
     layout = layouts["gqa"]
     codec = make_codec("gqa", "layer", step=0.5)
     blob = codec.encode(make_chunk(layout, 20))
     slots = scattered(20)
     slots[::3] = NOWHERE
-    cache = poisoned(layout)
+    cache = poisoned(layout, order)
     codec.decode_paged([blob], cache, [slots]).check()
     kept = slots != NOWHERE
     for got, want in zip(written(cache, slots[kept]), tensors(codec.decode(blob)), strict=True):
@@ -117,11 +142,12 @@ def test_a_damaged_blob_is_refused_even_where_no_token_is_wanted(
     assert all(bool((unit == 7).all()) for unit in written(cache, torch.arange(SLOTS)))
 
 
-def test_layers_alone(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
+@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
+def test_layers_alone(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str) -> None:
     layout = layouts["gqa"]
     codec = make_codec("gqa", "layers:2", step=0.5)
     blob = codec.encode(make_chunk(layout, 20))
-    cache, slots = poisoned(layout), scattered(20)
+    cache, slots = poisoned(layout, order), scattered(20)
     codec.decode_paged([blob], cache, [slots], layers=range(1, 2)).check()
     whole = tensors(codec.decode(blob))
     for index, got in enumerate(written(cache, slots)):
@@ -131,15 +157,16 @@ def test_layers_alone(layouts: dict[str, KVLayout], make_chunk: Any, make_codec:
             assert bool((got == 7).all())
 
 
+@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_fp8_is_transcoded_by_value(
-    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, dtype: torch.dtype
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, dtype: torch.dtype, order: str
 ) -> None:
     layout = layouts["bfloat16"]
     scales = [0.5, 0.25, 2.0], [1.0, 0.125, 0.5]
     chunk = make_chunk(layout, 24, start=3)
     slots = scattered(24)
-    cache = poisoned(layout, ORDERED, dtype, *scales)
+    cache = poisoned(layout, order, dtype, *scales)
     cache.write(chunk.keys, chunk.values, slots)
     read = cache.read(slots, 3)
     for index, (got, want) in enumerate(zip(tensors(read), tensors(chunk), strict=True)):
@@ -147,7 +174,7 @@ def test_fp8_is_transcoded_by_value(
         torch.testing.assert_close(got.float(), (want.float() / scale).to(dtype).float() * scale)
     codec = make_codec("bfloat16", "lossless")
     (blob,) = codec.encode_paged(cache, [slots], [3])
-    again = poisoned(layout, ORDERED, dtype, *scales)
+    again = poisoned(layout, order, dtype, *scales)
     codec.decode_paged([blob], again, [slots]).check()
     for got, want in zip(written(again, slots), written(cache, slots), strict=True):
         torch.testing.assert_close(got.view(torch.uint8), want.view(torch.uint8))
@@ -161,26 +188,83 @@ def test_fp8_saturates(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
     assert float(written(cache, torch.arange(4))[0].float().abs().max()) == 448.0
 
 
+@pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_copy_is_dense_and_holds_what_is_stored(
+    layouts: dict[str, KVLayout], make_chunk: Any, dtype: torch.dtype, order: str
+) -> None:
+    layout = layouts["bfloat16"]
+    scales = ([0.5, 0.25, 2.0], [1.0, 0.125, 0.5]) if dtype == torch.float8_e4m3fn else (None, None)
+    cache, slots = poisoned(layout, order, dtype, *scales), scattered(24)
+    chunk = make_chunk(layout, 24)
+    cache.write(chunk.keys, chunk.values, slots)
+    copy = cache.copy(slots)
+    assert (copy.dtype, copy.key_scales, copy.value_scales) == (dtype, cache.key_scales, cache.value_scales)
+    assert all(copy.rows(index) is not None for index in range(layout.num_layers))
+    for got, want in zip(tensors(copy.read(torch.arange(24), 0)), tensors(cache.read(slots, 0)), strict=True):
+        assert torch.equal(got, want)
+    cache.write([torch.zeros_like(k) for k in chunk.keys], [torch.zeros_like(v) for v in chunk.values], slots)
+    assert float(copy.read(torch.arange(24), 0).keys[0].float().abs().max()) > 0
+
+
+def test_a_permuted_cache_has_no_tensors_to_show(layouts: dict[str, KVLayout]) -> None:
+    layout = layouts["gqa"]
+    strided, mixed = poisoned(layout), poisoned(layout, PERMUTED)
+    assert mixed.permuted and not strided.permuted
+    mixed = PagedCache(layout, strided.keys, [permuted(layer, strided.dtype)[1] for layer in layout.layers])
+    assert mixed.permuted and mixed.rows(0) is None and len(mixed.keys) == 3
+    with pytest.raises(UnsupportedModel, match=r"at no fixed strides: .* 'triton' does not take them"):
+        mixed.values  # noqa: B018
+
+
+def test_an_order_is_checked() -> None:
+    offsets = torch.arange(24).view(2, 3, 4)
+    order = PageOrder(offsets, 5, 24)
+    assert order.span == 5 * 24
+    with pytest.raises(InputError, match=r"memory must be contiguous \[120\], got \[121\]"):
+        PermutedPages(torch.zeros(121), order)
+    with pytest.raises(UnsupportedModel, match=r"on meta whose values lie at no fixed strides: .* on the CPU alone"):
+        PermutedPages(torch.zeros(120, device="meta"), order)
+    # A block that reaches into the next: what comes between belongs to it, or does not.
+    interleaved = (torch.arange(24) // 4 * 20 + torch.arange(24) % 4).view(2, 3, 4)
+    assert PageOrder(interleaved, 5, 4).span == 5 * 20 + 4 * 4 + 4
+    for wrong, blocks, stride in (
+        (offsets.clone().fill_(1), 1, 24), (offsets // 2, 1, 24), (offsets, 2, 23), (offsets, 5, 1),
+        (interleaved, 6, 4), (offsets * 2, 13, 4),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match="two values of the cache have one place"):
+            PageOrder(wrong, blocks, stride)
+    for wrong in (offsets.int(), offsets[0], offsets - 1, offsets[:0]):
+        with pytest.raises(InputError, match=r"offsets must be int64 \[block_tokens, heads, dim\] of at least 0"):
+            PageOrder(wrong, 5, 24)
+    with pytest.raises(InputError, match="blocks and block_stride must be positive"):
+        PageOrder(offsets, 0, 24)
+
+
 def test_shapes_and_dtypes_are_checked(layouts: dict[str, KVLayout]) -> None:
     layout = layouts["gqa"]
     good = poisoned(layout)
+    keys, values = good.keys, good.values
     with pytest.raises(InputError, match="keys of layer 1 must have shape"):
-        PagedCache(layout, [good.keys[0], good.keys[1][..., :3], good.keys[2]], good.values)
+        PagedCache(layout, [keys[0], keys[1][..., :3], keys[2]], values)
+    with pytest.raises(InputError, match="keys of layer 1 must have shape"):
+        PagedCache(layout, [keys[0], permuted(LayerLayout(2, 3, 3, None), keys[1].dtype)[0], keys[2]], values)
     with pytest.raises(InputError, match=r"values of layer 2 are torch\.float16"):
-        PagedCache(layout, good.keys, [good.values[0], good.values[1], good.values[2].half()])
+        PagedCache(layout, keys, [values[0], values[1], values[2].half()])
     with pytest.raises(InputError, match="values has 2 layers, the layout 3"):
         PagedCache(layout, good.keys, good.values[:2])
     with pytest.raises(InputError, match=r"must be bfloat16, .* or fp8"):
-        PagedCache(layout, [k.to(torch.uint8) for k in good.keys], [v.to(torch.uint8) for v in good.values])
+        PagedCache(layout, [k.to(torch.uint8) for k in keys], [v.to(torch.uint8) for v in values])
     with pytest.raises(InputError, match="key_scales must be positive"):
         PagedCache(layout, good.keys, good.values, key_scales=[1.0, 0.0, 1.0])
     with pytest.raises(InputError, match="has no scales"):
         PagedCache(layout, good.keys, good.values, key_scales=[2.0] * 3)
 
 
-def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec) -> None:
+@pytest.mark.parametrize("order", [ORDERED, PERMUTED])
+def test_slots_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, make_codec: MakeCodec, order: str) -> None:
     layout = layouts["gqa"]
-    codec, cache, chunk = make_codec("gqa", "layer", step=0.5), poisoned(layout), make_chunk(layout, 5)
+    codec, cache, chunk = make_codec("gqa", "layer", step=0.5), poisoned(layout, order), make_chunk(layout, 5)
     blob = codec.encode(chunk)
     with pytest.raises(InputError, match="layer 0 has 80 slots"):
         codec.encode_paged(cache, [torch.tensor([1, 80])], [0])

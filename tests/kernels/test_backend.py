@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.codec.test_paged import PERMUTED, poisoned
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModel
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 
@@ -164,6 +165,19 @@ class Pages:
             scales,
             scales,
         )
+
+
+def test_pages_that_no_strides_describe_are_refused(layouts: dict[str, KVLayout], make_codec: MakeCodec) -> None:
+    """Of the CPU, which under the interpreter is a device; on a GPU such a cache cannot be described at all."""
+    from cuvee.kernels.chunks import CacheMemory
+
+    cache = poisoned(layouts["gqa"], PERMUTED)
+    with pytest.raises(UnsupportedModel, match="the backend 'triton' does not take them"):
+        CacheMemory.of(cache)
+    if not torch.cuda.is_available():
+        codec = make_codec("gqa", "lossless", backend="triton")
+        with pytest.raises(UnsupportedModel, match="the backend 'triton' does not take them"):
+            codec.encode_paged(cache, [torch.arange(4)], [0])
 
 
 @pytest.fixture

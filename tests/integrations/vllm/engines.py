@@ -168,8 +168,6 @@ def environment(**changes: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
-        # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size.
-        "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
         **changes,
     }
 
@@ -189,6 +187,8 @@ def run_engines(folder: Path, engines: Sequence[Engine], timeout: float = 600.0,
     folder.mkdir(parents=True)
     order, results = folder / "order.json", folder / "results.json"
     write_order(order, engines)
+    # With AMX, oneDNN rounds a product of bfloat16 otherwise in a batch of another size. The attention keeps AMX.
+    variables.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     status, text = run_script(folder, __file__, str(order), str(results), timeout=timeout, **variables)
     if status != 0:
         raise EngineFailure(f"engines {', '.join(engine.name for engine in engines)}: {status}\n{_last(text)}")
@@ -527,8 +527,11 @@ def _wait_for(llm: Any, metric: str, least: float) -> None:
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
+    import torch
     from vllm import LLM
 
+    # AMX needs a permission of the operating system. oneDNN, as `run_engines` limits it, does not ask for it.
+    torch.cpu._init_amx()
     defaults = {
         "dtype": "float32",
         "enforce_eager": True,

@@ -1,14 +1,19 @@
-"""The layout probe against writers of known layouts, and of layouts that no strides describe."""
+"""The layout probe against writers of known layouts, of tiles that no strides describe, and of what is refused."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from cuvee.codec.errors import UnsupportedModel
-from cuvee.integrations.vllm.probe import Writer, find_page_layout, verify_page_layout
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
+from cuvee.integrations.vllm.probe import Strides, Writer, find_page_layout, verify_page_layout
 
 BLOCKS, TOKENS, HEADS, DIM = 5, 6, 3, 4
+SLOTS = BLOCKS * TOKENS
 
 
 def _beside(tensor: torch.Tensor) -> Writer:
@@ -36,14 +41,30 @@ def _transposed(tensor: torch.Tensor) -> Writer:
     return write
 
 
-def _paired(tensor: torch.Tensor) -> Writer:
-    """Dimensions in pairs across tokens, as matrix units want them: no strides describe it."""
-    pages = tensor.view(BLOCKS, HEADS, 2, DIM // 2, TOKENS, 2)
+def _tiled(tensor: torch.Tensor) -> Writer:
+    """Tiles as matrix units want them: keys `[N/3, D/2, 3, 2]`, values `[D/2, N/2, 2, 2]`; no strides describe them."""
+    pages = tensor.reshape(BLOCKS, HEADS, 2, TOKENS * DIM)
+    assert pages.data_ptr() == tensor.data_ptr()
+    keys_at = pages[:, :, 0].view(BLOCKS, HEADS, TOKENS // 3, DIM // 2, 3, 2)
+    values_at = pages[:, :, 1].view(BLOCKS, HEADS, DIM // 2, TOKENS // 2, 2, 2)
 
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         for token, slot in enumerate(slots.tolist()):
-            for part, source in enumerate((keys, values)):
-                pages[slot // TOKENS, :, part, :, slot % TOKENS] = source[token].view(HEADS, DIM // 2, 2)
+            block, at = divmod(slot, TOKENS)
+            keys_at[block, :, at // 3, :, at % 3] = keys[token].view(HEADS, DIM // 2, 2)
+            values_at[block, :, :, at // 2, :, at % 2] = values[token].view(HEADS, DIM // 2, 2)
+
+    return write
+
+
+def _swizzled(tensor: torch.Tensor) -> Writer:
+    """All values of a block, keys among values, in an order without any pattern, wherever the block's memory is."""
+    order = torch.randperm(HEADS * TOKENS * 2 * DIM, generator=torch.Generator().manual_seed(1)).view(TOKENS, -1)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        for token, slot in enumerate(slots.tolist()):
+            at = torch.unravel_index(order[slot % TOKENS], tensor.shape[1:])
+            tensor[slot // TOKENS][at] = torch.cat([keys[token].flatten(), values[token].flatten()])
 
     return write
 
@@ -74,17 +95,24 @@ def test_views_of_a_transposed_cache() -> None:
     write = _transposed(tensor)
     layout = find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before)
-    assert layout.key_strides == (1, 2 * TOKENS * DIM, TOKENS)
-    assert layout.value_strides == (DIM, 2 * TOKENS * DIM, 1)
+    assert layout.keys == Strides(0, (1, 2 * TOKENS * DIM, TOKENS))
+    assert layout.values == Strides(TOKENS * DIM, (DIM, 2 * TOKENS * DIM, 1))
     _roundtrip(tensor, write, layout.views(tensor))
 
 
-def _roundtrip(tensor: torch.Tensor, write: Writer, views: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _roundtrip(tensor: torch.Tensor, write: Writer, views: tuple[Pages, Pages]) -> None:
     keys, values = torch.randn(2, 7, HEADS, DIM).to(tensor.dtype)
     slots = torch.tensor([0, 29, 13, 7, 8, 21, 2])
     write(keys, values, slots)
     for view, wrote in zip(views, (keys, values), strict=True):
-        assert torch.equal(view[slots // TOKENS, slots % TOKENS], wrote)
+        assert torch.equal(_at(view, slots), wrote)
+
+
+def _at(pages: Pages, slots: torch.Tensor) -> torch.Tensor:
+    block, token = slots // TOKENS, slots % TOKENS
+    if isinstance(pages, PermutedPages):
+        return pages.take(pages.order.index(block, token))
+    return pages[block, token]
 
 
 def test_a_single_head_and_dimension_have_no_stride() -> None:
@@ -96,15 +124,118 @@ def test_a_single_head_and_dimension_have_no_stride() -> None:
 
     keys, values = find_page_layout(tensor, write, 1, 1).views(tensor)
     write(torch.ones(1, 1, 1), torch.full((1, 1, 1), 2.0), torch.tensor([9]))
-    assert keys[1, 3] == 1 and values[1, 3] == 2
+    assert _at(keys, torch.tensor([9])) == 1 and _at(values, torch.tensor([9])) == 2
 
 
-def test_pages_in_tiles_are_refused() -> None:
+PERMUTED = {"tiles": ("BHNC", _tiled), "tokens first": ("BNHC", _swizzled), "heads outermost": ("HBNC", _swizzled)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", PERMUTED)
+def test_pages_that_no_strides_describe_are_found_by_value(kind: str, dtype: torch.dtype) -> None:
+    order, writer = PERMUTED[kind]
+    tensor = _cache(order, dtype)
+    before = tensor.clone()
+    write = writer(tensor)
+    layout = find_page_layout(tensor, write, HEADS, DIM)
+    assert torch.equal(tensor, before), "the probe must restore what it wrote over"
+    assert isinstance(layout.keys, PageOrder) and isinstance(layout.values, PageOrder)
+    assert len(torch.cat([layout.keys.offsets, layout.values.offsets]).unique()) == 2 * TOKENS * HEADS * DIM
+    _roundtrip(tensor, write, layout.views(tensor))
+    verify_page_layout(tensor, write, layout)
+    assert layout.views(tensor)[0].shape == (BLOCKS, TOKENS, HEADS, DIM)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", PERMUTED)
+def test_restored_pages_are_the_engines_to_the_last_bit(kind: str, dtype: torch.dtype) -> None:
+    """Read from one cache, written to another at other slots: the bytes that the engine itself would have left."""
+    order, writer = PERMUTED[kind]
+    caches = [_cache(order, dtype) for _ in range(3)]
+    for cache in caches:
+        cache.fill_(-1)
+    source, target, expected = caches
+    layout = find_page_layout(source, writer(source), HEADS, DIM)
+    name = str(dtype).removeprefix("torch.")
+    kv = KVLayout("synthetic", (LayerLayout(HEADS, DIM, DIM, None),), name, max_positions=None)
+    pages = [PagedCache(kv, [keys], [values]) for keys, values in (layout.views(source), layout.views(target))]
+    keys, values = torch.randn(2, 11, HEADS, DIM).to(dtype)
+    keys[0, 0, 0], values[1, 1, 1] = torch.nan, -0.0
+    slots = torch.randperm(SLOTS)[:11]
+    other = torch.arange(SLOTS - 11, SLOTS)
+    writer(source)(keys, values, slots)
+    writer(expected)(keys, values, other)
+    chunk = pages[0].read(slots, start=0)
+    pages[1].write(chunk.keys, chunk.values, other)
+    assert torch.equal(target.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8))
+
+
+def test_an_order_is_of_tensors_of_one_shape() -> None:
+    tensor = _cache()
+    layout = find_page_layout(tensor, _tiled(tensor), HEADS, DIM)
+    with pytest.raises(UnsupportedModel, match="4 blocks 144 apart, where PageOrder"):
+        layout.views(tensor[1:])
+
+
+def test_pages_that_no_strides_describe_are_refused_on_a_device() -> None:
+    tensor = _cache()
+    layout = find_page_layout(tensor, _tiled(tensor), HEADS, DIM)
+    with pytest.raises(UnsupportedModel, match="pages on meta whose values lie at no fixed strides"):
+        layout.views(torch.empty_like(tensor, device="meta"))
+
+
+def test_an_order_that_is_another_in_each_block_is_refused() -> None:
     tensor = _cache()
     before = tensor.clone()
-    with pytest.raises(UnsupportedModel, match="keys in tiles"):
-        find_page_layout(tensor, _paired(tensor), HEADS, DIM)
+    plain = _beside(tensor)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        plain(keys, values, slots - slots % TOKENS + (slots + slots // TOKENS) % TOKENS)
+
+    with pytest.raises(UnsupportedModel, match="not where its first block says, written all at once"):
+        find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before), "a refusal must leave the cache as it was"
+
+
+@pytest.mark.parametrize("writer", [_beside, _tiled])
+def test_a_writer_that_puts_a_token_alone_elsewhere_is_refused(writer: Callable[[torch.Tensor], Writer]) -> None:
+    tensor = _cache()
+    plain = writer(tensor)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        plain(keys, values, slots if len(slots) > 1 else slots - slots % TOKENS + (slots + 1) % TOKENS)
+
+    with pytest.raises(UnsupportedModel, match="not where its first block says, written one by one"):
+        find_page_layout(tensor, write, HEADS, DIM)
+
+
+@pytest.mark.parametrize("writer", [_beside, _tiled])
+def test_a_writer_that_disturbs_other_tokens_is_refused(writer: Callable[[torch.Tensor], Writer]) -> None:
+    """It fills a tile of two tokens up where it is given one of them."""
+    tensor = _cache()
+    plain = writer(tensor)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        missing = torch.tensor(sorted({slot ^ 1 for slot in slots.tolist()} - set(slots.tolist())), dtype=torch.int64)
+        nothing = torch.zeros(len(missing), HEADS, DIM, dtype=keys.dtype)
+        plain(torch.cat([keys, nothing]), torch.cat([values, nothing]), torch.cat([slots, missing]))
+
+    with pytest.raises(UnsupportedModel, match="not where its first block says, written"):
+        find_page_layout(tensor, write, HEADS, DIM)
+
+
+def test_a_writer_of_two_values_to_one_place_is_refused() -> None:
+    tensor = _cache()
+    before = tensor.clone()
+    plain = _tiled(tensor)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        plain(keys, values, slots)
+        tensor[slots // TOKENS, 0, 0, 0] = tensor[slots // TOKENS, 0, 0, 1]
+
+    with pytest.raises(UnsupportedModel, match="changes values or leaves holes"):
+        find_page_layout(tensor, write, HEADS, DIM)
+    assert torch.equal(tensor, before)
 
 
 def test_a_writer_that_changes_values_is_refused() -> None:
