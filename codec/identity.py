@@ -1,9 +1,10 @@
 """Identity: the names under which chunks of KV are stored and found again.
 
-A chunk has two digests, BLAKE2b over canonical bytes:
+A chunk has digests of these kinds, BLAKE2b over canonical bytes:
 
     prefix    root ─┬─> digest 0 ─┬─> digest 1 ─┬─> …     this chunk after exactly that prefix: what a cache looks up
                  chunk 0       chunk 1       chunk 2
+    tail                     digest 0 ───> digest         the first tokens of a chunk that is not finished, after it
     content   root ───> digest of one run of tokens       these tokens, wherever they stand: what blending looks up
 
 The root holds everything that decides what KV a token gets (`Identity`) and who may have it (`Scope`). The key of an
@@ -171,6 +172,34 @@ class PrefixChain:
                 previous = _blake2b(b"cuvee-prefix", previous, new[at : at + width], media)
                 self._digests.append(previous)
         return self._digests[:chunks]
+
+    def tails(self, tokens: Sequence[int], chunks: int, sizes: Sequence[int]) -> list[bytes]:
+        """Digests of unfinished chunks, 32 bytes each: the first tokens after `chunks` full chunks, in several lengths.
+
+        This changes nothing in the chain, so another thread may ask while its owner goes on.
+
+        Args:
+            tokens: the sequence so far, as for `digests`.
+            chunks: full chunks before; `digests` must have been asked for them.
+            sizes: lengths, each from 1 to one token less than a chunk.
+
+        Raises:
+            InputError: the chunks before were not hashed yet, a length is out of range or beyond the tokens, or the
+                tokens are not such integers.
+        """
+        if not 0 <= chunks <= len(self._digests):
+            raise InputError(f"chunks: must be 0 … {len(self._digests)}, the chunks hashed so far, got {chunks}")
+        start = chunks * self.chunk_tokens
+        most = min(self.chunk_tokens - 1, len(tokens) - start)
+        for size in sizes:
+            if not 1 <= size <= most:
+                raise InputError(f"sizes: must be 1 … {most}, got {size}")
+        data = memoryview(_tokens(tokens[start : start + max(sizes, default=0)])) if sizes else memoryview(b"")
+        previous = self._digests[chunks - 1] if chunks else self._root
+        return [
+            _blake2b(b"cuvee-tail", previous, _int(size), data[: 8 * size], _media(self._media, start, start + size))
+            for size in sizes
+        ]
 
 
 def content_digest(

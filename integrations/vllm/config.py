@@ -13,6 +13,8 @@ from cuvee.integrations.stores.redaction import redacted
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 _DECISIONS = ("measured", "always")
+# A request that loads waits for a step of the engine at least, and so many tokens more hardly make a step longer.
+_LEAST_TOKENS = 64
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -24,7 +26,7 @@ class Options:
         profile: path of the model's profile; None: the generic profile.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"`.
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
-        min_tokens: shorter hits are not loaded; default: one chunk.
+        min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         load_async: load while other requests run; False: the engine waits for its loads.
         decide: "measured": load where that is expected to beat recompute; "always": load whatever is found.
         store_generated: store what the model generated, too: the next turn of a conversation begins with it.
@@ -136,7 +138,7 @@ class Options:
     @property
     def least_tokens(self) -> int:
         """Shortest load worth a look."""
-        return self.chunk_tokens if self.min_tokens is None else self.min_tokens
+        return min(self.chunk_tokens, _LEAST_TOKENS) if self.min_tokens is None else self.min_tokens
 
     def secrets(self) -> tuple[bytes, ...]:
         """The keys of authenticated blobs, the one that writes first; none without `key_env` and `key_file`.

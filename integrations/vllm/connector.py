@@ -157,15 +157,15 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.take(metadata.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: what is stored was copied."""
-        self._scheduling.finished(request)
+        """Blocks may be freed at once: what is stored was copied, or is before anything is written to them again."""
+        self._scheduling.finished(request, block_ids)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """As `request_finished`. Models with several groups of layers are refused by `Setup`, not run without them."""
-        return self.request_finished(request, [])
+        return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
@@ -183,6 +183,12 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder)
         worker.attach(self._pages(kv_caches, rank))
         self._worker = worker
+
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        """Copy what requests that ended leave behind. The engine calls this before it writes to any block: at every
+        step, preemption or not. `start_load_kv` may come after the step has computed.
+        """
+        self._working.save(_plan_of(kv_connector_metadata).last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start this step's loads; synchronous ones are over on return."""
@@ -261,10 +267,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _plan(self) -> StepPlan:
-        metadata = self._get_connector_metadata()
-        if not isinstance(metadata, CuveeMetadata):
-            raise TypeError(f"metadata of {type(metadata).__name__}, not of a cuvee scheduler")
-        return metadata.plan
+        return _plan_of(self._get_connector_metadata())
 
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
         """The engine's tensors as the codec sees them, in the order of the layers."""
@@ -308,6 +311,12 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             keys.append(k)
             values.append(v)
         return PagedCache(layout, keys, values)
+
+
+def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
+    if not isinstance(metadata, CuveeMetadata):
+        raise TypeError(f"metadata of {type(metadata).__name__}, not of a cuvee scheduler")
+    return metadata.plan
 
 
 # Where scheduler and worker share a process they share the store: its memory, its connections, its circuit breaker.

@@ -15,15 +15,16 @@ from cuvee.integrations.vllm.metrics import Data, merge
 
 @dataclass(slots=True)
 class Load:
-    """Chunks to restore for one request.
+    """Chunks to restore for one request. The last may be a tail: a chunk of which only the first tokens are stored.
 
     Attributes:
         request: its id.
         tenant: whose chunks.
         digests: of the chunks, in order.
         first_chunk: index of the first of them in the sequence.
-        start, end: tokens to restore; `start` may lie inside the first chunk, `end` ends the last one.
-        blocks: the engine's blocks from the first token of the first chunk on.
+        start, end: tokens to restore, whole blocks; both may lie inside a chunk.
+        blocks: the engine's blocks from the first token of the first chunk on, up to `end`.
+        tail: tokens that the last entry holds, if it is a tail; 0: it holds a whole chunk.
     """
 
     request: str
@@ -33,16 +34,26 @@ class Load:
     start: int
     end: int
     blocks: list[int]
+    tail: int = 0
 
 
 @dataclass(slots=True)
 class Save:
-    """One chunk to store: `chunk` is its index in the sequence, `blocks` are the engine's blocks that hold it."""
+    """One chunk to store.
+
+    Attributes:
+        tenant: whose it is.
+        digest: of the chunk, or of the tail.
+        chunk: its index in the sequence.
+        blocks: the engine's blocks that hold it.
+        tail: how many of its tokens there are, if it is not finished; 0: it is a whole chunk.
+    """
 
     tenant: str
     digest: bytes
     chunk: int
     blocks: list[int]
+    tail: int = 0
 
 
 @dataclass(slots=True)
@@ -52,13 +63,16 @@ class StepPlan:
     Attributes:
         step: counts up from 1.
         loads: to start.
-        saves: to make.
+        saves: to make of what the step has computed.
+        last_saves: to make before the step loads or computes anything, of requests that have ended. Their blocks are
+            free, and this step may give them to others.
         idle: the step computes no tokens, the engine has nothing to do but to wait for loads.
     """
 
     step: int
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
+    last_saves: list[Save] = field(default_factory=list)
     idle: bool = False
 
 
@@ -69,7 +83,7 @@ class Report:
     Attributes:
         steps: steps that were executed.
         ended: requests whose loads are over, well or not.
-        loaded: tokens and seconds of each load that succeeded.
+        loaded: tokens decoded, by `load_work`, and seconds of each load that succeeded.
         failed: requests a part of whose load failed.
         unsaved: digests of chunks that were to be stored and are not.
         metrics: as `Recorder.drain` gives them.

@@ -54,13 +54,14 @@ _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout")
 
-# A chunk is one rank's: with two ranks, a span of tokens is two chunks.
+# A chunk is one rank's: with two ranks, a span of tokens is two chunks. Where nothing else is said, tails are chunks.
 METRICS: dict[str, Metric] = {
     metric.name: metric
     for metric in (
         Metric("raw_bytes", "counter", "Bytes of KV that were stored, before compression."),
         Metric("stored_bytes", "counter", "Bytes that they were compressed to."),
-        Metric("stored_chunks", "counter", "Chunks stored, of all ranks."),
+        Metric("stored_chunks", "counter", "Whole chunks stored, of all ranks."),
+        Metric("stored_tails", "counter", "Unfinished chunks stored, of all ranks: ends of prompts and of answers."),
         Metric("encode_seconds", "counter", "Seconds of compression, added up over threads and ranks."),
         Metric("decode_seconds", "counter", "Seconds of decompression, added up over threads and ranks."),
         Metric("fetch_seconds", "counter", "Seconds of reading from the store, added up over threads and ranks."),
@@ -68,7 +69,8 @@ METRICS: dict[str, Metric] = {
                "first rank.", ranks="first", buckets=_LOAD_BUCKETS),
         Metric("loads", "counter", "Loads that ended, failed ones included.", ranks="first"),
         Metric("loaded_tokens", "counter", "Tokens that were loaded instead of computed.", ranks="first"),
-        Metric("loaded_chunks", "counter", "Chunks loaded, of all ranks."),
+        Metric("loaded_chunks", "counter", "Whole chunks loaded, of all ranks."),
+        Metric("loaded_tails", "counter", "Unfinished chunks loaded, of all ranks."),
         Metric("recomputed_tokens", "counter", "Tokens of loads that failed, recomputed instead; of all ranks."),
         Metric("lookups", "counter", "Requests by what was found for them: their whole prompt, a part, nothing, "
                "something slower to load than to compute, no answer in time.", "result", _RESULTS),
@@ -259,15 +261,17 @@ class Recorder:
             return ", ".join(f"{value:,} {label}" for (of, label), value in totals.items() if of == name)
 
         parts = []
-        if figure("stored_chunks"):
+        if figure("stored_chunks") or figure("stored_tails"):
             raw, stored = figure("raw_bytes"), figure("stored_bytes")
             parts.append(
-                f"stored {figure('stored_chunks'):,} chunks, {_size(raw)} as {_size(stored)} "
+                f"stored {figure('stored_chunks'):,} chunks and {figure('stored_tails'):,} tails, "
+                f"{_size(raw)} as {_size(stored)} "
                 f"({raw / max(stored, 1):.1f}x), encoding {figure('encode_seconds'):.3g} s"
             )
         if figure("loads"):
             parts.append(
-                f"loaded {figure('loaded_tokens'):,} tokens ({figure('loaded_chunks'):,} chunks) in "
+                f"loaded {figure('loaded_tokens'):,} tokens ({figure('loaded_chunks'):,} chunks and "
+                f"{figure('loaded_tails'):,} tails) in "
                 f"{figure('loads'):,} loads, fetching {figure('fetch_seconds'):.3g} s, "
                 f"decoding {figure('decode_seconds'):.3g} s"
             )

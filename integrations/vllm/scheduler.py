@@ -2,6 +2,20 @@
 
     new request -> keys of its chunks -> ask the store (in the background) -> load, or recompute
     each step   -> chunks that became complete -> to be stored
+    prompt done, request done -> the blocks after the last whole chunk, its tail -> to be stored
+
+A tail has a key of its own, made of the chunks before it and of its tokens. Only two of a request are stored: one where
+its prompt ends and one where it ends itself, because a tail for every block would write each token of a chunk many
+times over. A lookup prefers the whole chunk, then the longest tail. So a chunk or a longer tail supersedes a tail by
+being found first; nobody deletes the shorter one. It is all that is left to a request that takes another way from
+there: the same prompt again, an answer that is asked for anew, a chat template that drops the reasoning of earlier
+answers. Those may be another replica's requests, of which this one knows nothing. A tail that nobody asks for is the
+first that the store evicts.
+
+What a chunk adds to a tail that was loaded is coded together with what the tail was decoded to. That is exact at
+lossless. A learned profile codes each token by itself and finds the same numbers again: the squared error grows by 2 to
+3 % once, and then no more. The generic profile scales a chunk by its own tokens, so its error grew eightfold over 15
+such tails: with it, there are none.
 
 Runs in the engine's loop: nothing here waits for a store longer than a millisecond.
 """
@@ -11,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
@@ -19,9 +33,10 @@ from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
+from cuvee.codec.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
-from cuvee.integrations.vllm.decision import BreakEven, Estimate
+from cuvee.integrations.vllm.decision import BreakEven, Estimate, load_work
 from cuvee.integrations.vllm.messages import Load, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -38,13 +53,33 @@ _KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store a
 _LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What is in the store of a prompt, on every rank.
+
+    Attributes:
+        chunks: whole ones, in a row.
+        tail: tokens of the longest tail after them; 0: there is none.
+        digest: of that tail.
+        absent: digests of the tails that were asked for and are not there.
+    """
+
+    chunks: int = 0
+    tail: int = 0
+    digest: bytes = b""
+    absent: tuple[bytes, ...] = ()
+
+
+_NOTHING = _Found()
+
+
 @dataclass(slots=True)
 class _Lookup:
-    """A question to the store: of the first `limit` chunks, how many are there in a row?"""
+    """A question to the store: what is there of a prompt of so many tokens?"""
 
-    limit: int
+    tokens: int
     asked: float
-    answer: Future[int]
+    answer: Future[_Found]
 
 
 @dataclass(slots=True)
@@ -55,7 +90,9 @@ class _Tracked:
     tenant: str
     chain: PrefixChain
     lookup: _Lookup | None = None
-    found: int = 0  # chunks in the store, by the last answer
+    found: _Found = _NOTHING  # in the store, by the last answer
+    end: int = 0  # and how many of the prompt's tokens that can give
+    computed: int = 0  # tokens that have KV in the blocks the request has now, once its last step is over
     settled: bool = False  # the answer was judged and counted; the engine may ask again
     refused: bool = False  # nothing is loaded for it any more: too slow, declined or failed once
     stale: bool = False  # computed some tokens before a reset: nothing of it is stored
@@ -90,6 +127,7 @@ class SchedulerSide:
         self._chunk = setup.options.chunk_tokens
         self._block = setup.block_tokens
         self._positions = setup.layout.max_positions
+        self._tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
         self._identity = identity
         self._shards = setup.shards
         self._key_ids = setup.options.key_ids() or (b"",)
@@ -111,6 +149,7 @@ class SchedulerSide:
         self._step = 0
         self._patience = _PATIENCE
         self._timed_steps: dict[int, tuple[int, float]] = {}
+        self._last_saves: list[Save] = []  # of requests that ended since the last step was planned
 
     # Requests --------------------------------------------------------------------------------------------------
 
@@ -118,25 +157,26 @@ class SchedulerSide:
         """A new request: ask for it now, so that the answer is there when its turn comes."""
         tracked = self._track(request)
         if tracked is not None and self._worth_asking(request, 0):
-            self._ask(tracked, (request.num_tokens - 1) // self._chunk)
+            self._ask(tracked)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
         tracked = self._track(request)
         if tracked is None or tracked.refused or not self._worth_asking(request, computed):
             return 0, False
-        limit = (request.num_tokens - 1) // self._chunk  # the last token is computed: its output is what is asked for
-        found = self._look_up(tracked, limit)
+        found = self._look_up(tracked)
         if found is None:
             return None, False
-        tracked.found = found
-        tokens = found * self._chunk - computed
+        usable = self._usable(request.num_tokens)
+        coded = found.chunks * self._chunk + found.tail
+        tracked.found, tracked.end = found, min(coded, usable)
+        tokens = tracked.end - computed
         if tokens >= self._options.least_tokens and self._is_loaded_by_another(tracked, computed):
             return None, False
-        result = "miss" if not found else ("hit" if found == limit else "partial")
+        result = "miss" if not coded else ("hit" if tracked.end == usable else "partial")
         if tokens < self._options.least_tokens:
-            tokens, result = 0, "miss" if not found else result
-        elif not tracked.settled and not self._pays(tokens):
+            tokens = 0
+        elif not tracked.settled and not self._pays(tracked, computed):
             tokens, result, tracked.refused = 0, "declined", True
         if not tracked.settled:
             tracked.settled = True
@@ -146,12 +186,15 @@ class SchedulerSide:
     def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
         """The engine allocated `blocks` for the request and wants `tokens` of them loaded (0: none)."""
         tracked = self._track(request)
-        if tracked is None or not tokens:
+        if tracked is None:
             return
-        end = tracked.found * self._chunk
+        tracked.computed = 0  # these are other blocks than it had before, if it had any
+        if not tokens:
+            return
+        end = tracked.end
         start = end - tokens
         first = start // self._chunk
-        digests = tracked.chain.digests(request.all_token_ids, tracked.found)[first:]
+        digests = self._entries(tracked)[first:]
         self._under_way[request.request_id] = digests
         for digest in digests:
             self._loading.setdefault(digest, request.request_id)
@@ -163,12 +206,21 @@ class SchedulerSide:
             start,
             end,
             blocks[first * self._chunk // self._block : end // self._block],
+            tracked.found.tail,
         )
-        tracked.saved = max(tracked.saved, tracked.found)
+        tracked.saved = max(tracked.saved, tracked.found.chunks)
 
-    def finished(self, request: Any) -> None:
-        """The request is done or was aborted."""
+    def finished(self, request: Any, blocks: Sequence[int]) -> None:
+        """The request is done or was aborted; `blocks` are those it had, which are free now.
+
+        They keep what they hold until the next step begins: that is when its tail is copied.
+        """
         tracked = self._requests.pop(request.request_id, None)
+        if tracked is not None and self._stores_at_all and not tracked.stale:
+            # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is
+            # left out: where the engine plans ahead it may be there, but nobody is told.
+            end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
+            self._last_saves += self._tail(tracked, min(end, self._storable(request)), blocks)
         self._loads.pop(request.request_id, None)
         self._load_is_over(request.request_id)
         if tracked is not None and tracked.lookup is not None:
@@ -182,6 +234,7 @@ class SchedulerSide:
         self._patience = _PATIENCE
         plan = StepPlan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
         self._loads.clear()
+        plan.last_saves, self._last_saves = self._unchanged(self._last_saves, output), []
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -192,8 +245,9 @@ class SchedulerSide:
                 continue
             before = computed[request_id]
             prompt_tokens += max(min(before + scheduled, tracked.request.num_prompt_tokens) - before, 0)
+            tracked.computed = before + scheduled
             if self._stores_at_all and not tracked.stale:
-                plan.saves += self._new_chunks(tracked, before, before + scheduled, output.kv_connector_block_state)
+                plan.saves += self._new_saves(tracked, before, before + scheduled, output.kv_connector_block_state)
         mostly_prefill = 2 * prompt_tokens >= max(output.total_num_scheduled_tokens, 2 * _LEAST_PREFILL)
         if mostly_prefill and (self._options.load_async or not plan.loads):
             self._timed_steps[self._step] = (prompt_tokens, self._clock())
@@ -233,9 +287,10 @@ class SchedulerSide:
         """Find nothing that was stored until now: the weights may have changed. The store keeps its entries."""
         self._identity = replace(self._identity, model=f"{self._identity.model} reset {uuid4().hex}")
         self._known.clear()
+        self._last_saves.clear()
         for tracked in self._requests.values():
             tracked.chain = self._chain(tracked.request)
-            tracked.lookup, tracked.found, tracked.saved = None, 0, 0
+            tracked.lookup, tracked.found, tracked.end, tracked.saved = None, _NOTHING, 0, 0
             tracked.stale = tracked.request.num_computed_tokens > 0
 
     def close(self) -> None:
@@ -274,8 +329,7 @@ class SchedulerSide:
         """Whether the next chunk is on its way for another request: soon the engine has it, and one load is enough."""
         if not self._shares_loads:
             return False
-        digests = tracked.chain.digests(tracked.request.all_token_ids, tracked.found)
-        owner = self._loading.get(digests[computed // self._chunk])
+        owner = self._loading.get(self._entries(tracked)[computed // self._chunk])
         return owner is not None and owner != tracked.request.request_id
 
     def _load_is_over(self, request_id: str) -> None:
@@ -288,30 +342,72 @@ class SchedulerSide:
         """The rates behind the decision to load or to compute; None until both were measured often enough."""
         return self._break_even.estimate
 
-    def _pays(self, tokens: int) -> bool:
-        return self._options.decide == "always" or self._break_even.worth_loading(tokens)
+    def _pays(self, tracked: _Tracked, computed: int) -> bool:
+        """Whether it pays to load what was found after the first `computed` tokens."""
+        if self._options.decide == "always":
+            return True
+        found = tracked.found
+        work = load_work(max(found.chunks - computed // self._chunk, 0), found.tail, self._chunk)
+        return self._break_even.worth_loading(tracked.end - computed, work)
+
+    def _usable(self, tokens: int) -> int:
+        """How much of a prompt of so many tokens can be loaded: whole blocks, and not the last token, which is
+        computed, because its output is what is asked for. Without tails, no more than its whole chunks hold.
+        """
+        blocks = (tokens - 1) // self._block * self._block
+        return blocks if self._tails else min(blocks, tokens // self._chunk * self._chunk)
+
+    def _storable(self, request: Any) -> int:
+        """How many of a request's tokens may be stored once they have KV."""
+        # What is sampled in a step has no KV yet; under asynchronous scheduling its tokens are not known either.
+        known: int = request.num_tokens if self._options.store_generated else request.num_prompt_tokens
+        return known if self._positions is None else min(known, self._positions)
+
+    def _entries(self, tracked: _Tracked) -> list[bytes]:
+        """Digests of what was found, in order."""
+        chunks = tracked.chain.digests(tracked.request.all_token_ids, tracked.found.chunks)
+        return [*chunks, tracked.found.digest] if tracked.found.tail else chunks
+
+    def _tail_sizes(self, tokens: int, chunk: int) -> list[int]:
+        """Tokens that a tail of this chunk may have, to be of use to a prompt of so many tokens; longest first."""
+        start = chunk * self._chunk
+        if not self._tails or start >= self._usable(tokens):
+            return []
+        most = min(self._chunk, tokens - start + 1)
+        return list(range(self._block, most, self._block))[::-1]
 
     def _worth_asking(self, request: Any, computed: int) -> bool:
         """Whether enough tokens after the first `computed` could be found."""
-        could = (request.num_tokens - 1) // self._chunk * self._chunk - computed
+        could = self._usable(request.num_tokens) - computed
         return self._loads_at_all and not request.skip_reading_prefix_cache and could >= self._options.least_tokens
 
-    def _ask(self, tracked: _Tracked, limit: int) -> _Lookup:
-        """Send off the question how many of the first `limit` chunks are there."""
-        digests = tracked.chain.digests(tracked.request.all_token_ids, limit)
-        tracked.lookup = _Lookup(limit, self._clock(), self._pool.submit(self._find, tracked.tenant, digests))
+    def _ask(self, tracked: _Tracked) -> _Lookup:
+        """Send off the question what is there of a request's tokens."""
+        tokens = tracked.request.num_tokens
+        digests = self._whole(tracked, tokens)
+        answer = self._pool.submit(
+            self._find, tracked.tenant, tracked.chain, tracked.request.all_token_ids, tokens, digests
+        )
+        tracked.lookup = _Lookup(tokens, self._clock(), answer)
         tracked.settled = False
         return tracked.lookup
 
-    def _look_up(self, tracked: _Tracked, limit: int) -> int | None:
-        """How many of the first `limit` chunks are there; None: not known yet."""
+    def _whole(self, tracked: _Tracked, tokens: int) -> list[bytes]:
+        """Digests of the whole chunks among a request's first tokens that are of use: of the last, maybe a part is."""
+        limit = min(tokens // self._chunk, -(-self._usable(tokens) // self._chunk))
+        return tracked.chain.digests(tracked.request.all_token_ids, limit)
+
+    def _look_up(self, tracked: _Tracked) -> _Found | None:
+        """What is there of a request's tokens; None: not known yet."""
         now = self._clock()
         lookup = tracked.lookup
         stale = lookup is not None and (
-            lookup.limit != limit or now - lookup.asked > _LOOKUP_AGE or lookup.asked <= self._distrusted
+            lookup.tokens != tracked.request.num_tokens
+            or now - lookup.asked > _LOOKUP_AGE
+            or lookup.asked <= self._distrusted
         )
         if lookup is None or (stale and lookup.answer.done()):
-            lookup = self._ask(tracked, limit)
+            lookup = self._ask(tracked)
         found = self._answer(lookup)
         if found is None:
             if now - lookup.asked <= self._options.lookup_timeout:
@@ -321,15 +417,17 @@ class SchedulerSide:
             # What hangs costs this request its patience; the next ones shall not lose theirs to the same.
             lookup.answer.cancel()
             self._store.overdue("contains", _HANGS * self._options.lookup_timeout)
-            return 0
-        found = min(found, limit)
-        for digest in tracked.chain.digests(tracked.request.all_token_ids, limit)[found:]:
+            return _NOTHING
+        if lookup.tokens != tracked.request.num_tokens:  # a question that still waits for its answer; ask anew then
+            return None
+        whole = self._whole(tracked, lookup.tokens)
+        for digest in (*whole[found.chunks :], *found.absent):
             self._known.pop(digest, None)  # it is not there, or not known to be, whatever was believed
-        for digest in tracked.chain.digests(tracked.request.all_token_ids, found):
+        for digest in whole[: found.chunks] + [found.digest] * bool(found.tail):
             self._is_known(digest)
         return found
 
-    def _answer(self, lookup: _Lookup) -> int | None:
+    def _answer(self, lookup: _Lookup) -> _Found | None:
         """The answer, if it is there or comes while this step's patience lasts."""
         begun = time.monotonic()
         try:
@@ -339,28 +437,37 @@ class SchedulerSide:
         finally:
             self._patience = max(self._patience - (time.monotonic() - begun), 0)
 
-    def _find(self, tenant: str, digests: list[bytes]) -> int:
-        """How many chunks in a row are there, on every rank; 0 if the store fails, which it counts."""
+    def _find(
+        self, tenant: str, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]
+    ) -> _Found:
+        """What is there, on every rank, of the first `tokens` of `ids`, whose whole chunks have these digests.
+
+        Nothing if the store fails, which it counts. All tails of a chunk are one question: those of the prompt's last
+        chunk go along with the last whole ones, those of a chunk that is missing need another.
+        """
         begun = self._clock()
-        found = 0
         try:
-            for first in range(0, len(digests), _LOOKUP_BATCH):
+            for first in range(0, max(len(digests), 1), _LOOKUP_BATCH):
                 batch = digests[first : first + _LOOKUP_BATCH]
-                there = self._contains(tenant, batch)
-                for at in range(len(batch)):
-                    if not all(there[at * self._shards : (at + 1) * self._shards]):
-                        return found
-                    found += 1
-            return found
+                chunk = first + len(batch)
+                sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
+                tails = chain.tails(ids, chunk, sizes)
+                there = self._contains(tenant, [*batch, *tails])
+                if not all(there[: len(batch)]):
+                    chunk = first + there.index(False)
+                    sizes = self._tail_sizes(tokens, chunk)
+                    tails = chain.tails(ids, chunk, sizes)
+                    return _longest(chunk, sizes, tails, self._contains(tenant, tails))
+            return _longest(chunk, sizes, tails, there[len(batch) :])
         except Exception:
             logger.exception("cuvee: a lookup failed; its request is computed")
             self._recorder.count("failures", label="lookup")
-            return 0
+            return _NOTHING
         finally:
             self._recorder.count("lookup_seconds", self._clock() - begun)
 
-    def _contains(self, tenant: str, digests: list[bytes]) -> list[bool]:
-        """Whether each rank's part of each chunk is there, with a tag of any accepted secret: rank by rank."""
+    def _contains(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
+        """Whether each entry is there, every rank's part of it, with a tag of any accepted secret."""
         parts = [(digest, rank) for digest in digests for rank in range(self._shards)]
         there = [False] * len(parts)
         for key_id in self._key_ids:
@@ -370,7 +477,7 @@ class SchedulerSide:
             keys = [store_key(tenant, *parts[at], key_id) for at in missing]
             for at, found in zip(missing, self._store.contains(keys), strict=True):
                 there[at] = found
-        return there
+        return [all(there[at : at + self._shards]) for at in range(0, len(there), self._shards)]
 
     def _count_troubles(self) -> None:
         for tier, now in self._store.counters().items():
@@ -379,28 +486,54 @@ class SchedulerSide:
             self._recorder.count("store_skipped", now.skipped - skipped, tier)
             self._troubles[tier] = now.errors, now.skipped
 
-    def _new_chunks(self, tracked: _Tracked, before: int, after: int, block_state: Any) -> Iterable[Save]:
-        """Chunks of a request that this step completes (tokens `before … after` are computed in it)."""
+    def _new_saves(self, tracked: _Tracked, before: int, after: int, block_state: Any) -> list[Save]:
+        """Chunks of a request that this step completes (tokens `before … after` are computed in it), and the tail of
+        its prompt, if this step computes the end of that.
+        """
         request = tracked.request
-        # What is sampled in this step has no KV yet; under asynchronous scheduling its tokens are not known either.
-        known = request.num_tokens if self._options.store_generated else request.num_prompt_tokens
-        if self._positions is not None:
-            known = min(known, self._positions)
-        done = min(after, known) // self._chunk
+        done = min(after, self._storable(request)) // self._chunk
         first = min(tracked.saved, before // self._chunk)  # fewer than saved: a load failed, or it was preempted
-        if done <= first:
+        prompt_ends = before < request.num_prompt_tokens <= after
+        if done <= first and not prompt_ends:
             return []
-        digests = tracked.chain.digests(request.all_token_ids, done)
-        tracked.saved = done
+        digests = tracked.chain.digests(request.all_token_ids, max(done, first))
+        tracked.saved = max(done, first)
         wanted = [chunk for chunk in range(first, done) if not self._is_known(digests[chunk])]
-        if not wanted:
+        if not wanted and not prompt_ends:
             return []
         blocks = block_state.get_block_ids(request.request_id)[0]
         per_chunk = self._chunk // self._block
-        return [
+        saves = [
             Save(tracked.tenant, digests[chunk], chunk, list(blocks[chunk * per_chunk : (chunk + 1) * per_chunk]))
             for chunk in wanted
         ]
+        end = min(request.num_prompt_tokens, self._storable(request))
+        return saves + (self._tail(tracked, end, blocks) if prompt_ends else [])
+
+    def _tail(self, tracked: _Tracked, end: int, blocks: Sequence[int]) -> list[Save]:
+        """The tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last whole
+        chunk. None if that was stored a moment ago, or if there are too few tokens ever to be loaded.
+        """
+        chunk, tokens = divmod(end // self._block * self._block, self._chunk)
+        if not self._tails or not tokens or chunk * self._chunk + tokens < self._options.least_tokens:
+            return []
+        ids = tracked.request.all_token_ids
+        tracked.chain.digests(ids, chunk)
+        (digest,) = tracked.chain.tails(ids, chunk, [tokens])
+        if self._is_known(digest):
+            return []
+        first = chunk * self._chunk // self._block
+        return [Save(tracked.tenant, digest, chunk, list(blocks[first : first + tokens // self._block]), tokens)]
+
+    def _unchanged(self, saves: list[Save], output: Any) -> list[Save]:
+        """Without those whose blocks the engine overwrites before the step begins, by zeros or by copies of others."""
+        overwritten = set(output.new_block_ids_to_zero or ())
+        overwritten.update(block for copied in output.kv_cache_block_copies or () for block in copied)
+        kept = [save for save in saves if overwritten.isdisjoint(save.blocks)]
+        for save in saves:
+            if save not in kept:
+                self._known.pop(save.digest, None)
+        return kept
 
     def _is_known(self, digest: bytes) -> bool:
         """Whether a chunk was stored a moment ago; remembers that it is now."""
@@ -412,3 +545,10 @@ class SchedulerSide:
         if len(self._known) > _KNOWN:
             self._known.popitem(last=False)
         return False
+
+
+def _longest(chunk: int, sizes: Sequence[int], tails: Sequence[bytes], there: Sequence[bool]) -> _Found:
+    """What there is after `chunk` whole chunks: of the tails, longest first, the first that is there."""
+    at = next((at for at, found in enumerate(there) if found), len(there))
+    absent = tuple(digest for digest, found in zip(tails, there, strict=True) if not found)
+    return _Found(chunk, sizes[at], tails[at], absent) if at < len(there) else _Found(chunk, absent=absent)

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,7 @@ from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.vllm.decision import load_work
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -238,8 +240,11 @@ class WorkerSide:
         load = job.load
         begun = time.monotonic()
         good, problem = self._decode(load, first, entries)
-        job.valid_until = max(job.valid_until, (load.first_chunk + first + good) * self._chunk)
-        self._recorder.count("loaded_chunks", good)
+        valid_until = min((load.first_chunk + first + good) * self._chunk, load.end)
+        job.valid_until = max(job.valid_until, valid_until)
+        tails = int(bool(load.tail) and first + good == len(load.digests))
+        self._recorder.count("loaded_chunks", good - tails)
+        self._recorder.count("loaded_tails", tails)
         self._recorder.count("decode_seconds", time.monotonic() - begun)
         if problem is None:
             return
@@ -258,8 +263,7 @@ class WorkerSide:
         opened, problem = _in_a_row(opening)
         if problem is None and len(opened) < len(entries):
             problem = CuveeError(f"chunk {load.first_chunk + first + len(opened)} is no longer in the store")
-        chunks = range(load.first_chunk + first, load.first_chunk + first + len(opened))
-        slots = [self._slots(load.blocks, load.first_chunk, chunk, load.start).to(cache.device) for chunk in chunks]
+        slots = [self._slots_of_entry(load, at).to(cache.device) for at in range(first, first + len(opened))]
         if opened and self._codec.on_device(cache.device):
             try:
                 self._codec.decode_paged(opened, cache, slots).check()
@@ -283,7 +287,7 @@ class WorkerSide:
         try:
             return self._codec.open_own(
                 blob,
-                tokens=self._chunk,
+                tokens=self._tokens_of_entry(load, at),
                 start=chunk * self._chunk,
                 dtype=self._pages.layout.dtype,
                 associated=self._bound_to(load.tenant, load.digests[at]),
@@ -328,7 +332,8 @@ class WorkerSide:
             self._jobs.pop(load.request, None)
             self._report.ended.add(load.request)
             if done == load.end:
-                self._report.loaded.append((load.end - load.start, seconds))
+                work = load_work(len(load.digests) - bool(load.tail), load.tail, self._chunk)
+                self._report.loaded.append((work, seconds))
             else:
                 self._report.failed.add(load.request)
                 self._report.unsaved.update(load.digests[done // self._chunk - load.first_chunk :])
@@ -367,11 +372,11 @@ class WorkerSide:
             for save in saves:
                 if save.digest in self._saving:  # another request has the same prefix
                     continue
-                if self._closed or self._pending + self._chunk_bytes > self._budget:
+                if self._closed or self._pending + self._bytes(save) > self._budget:
                     self._report.unsaved.add(save.digest)
                     skipped += 1
                     continue
-                self._pending += self._chunk_bytes
+                self._pending += self._bytes(save)
                 self._saving.add(save.digest)
                 admitted.append(save)
         if skipped:
@@ -385,18 +390,9 @@ class WorkerSide:
             OutOfMemory: there is no room for them.
         """
         pages = self._pages
-        slots = torch.cat([self._slots(save.blocks, save.chunk, save.chunk) for save in batch]).to(pages.device)
-        places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-        def copied(tensor: torch.Tensor) -> torch.Tensor:
-            tokens = tensor.shape[1]
-            if tokens not in places:
-                places[tokens] = slots // tokens, slots % tokens
-            return tensor[places[tokens]]
-
+        slots = torch.cat([self._slots(save.blocks, 0, self._tokens(save)) for save in batch]).to(pages.device)
         with allocations(f"copying {len(slots)} tokens"):
-            keys, values = ([copied(tensor)[None] for tensor in unit] for unit in (pages.keys, pages.values))
-            return PagedCache(pages.layout, keys, values, pages.key_scales, pages.value_scales)
+            return pages.copy(slots)
 
     def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Any) -> None:
         """Encode those of a batch that the store does not have, and hand them to the writers."""
@@ -423,11 +419,11 @@ class WorkerSide:
     def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, bytes]:
         """Blobs of some of a batch's chunks, by their place in it; of those that can be encoded."""
         begun = time.monotonic()
-        tokens = torch.arange(self._chunk, device=copy.device)
+        ends = list(accumulate(map(self._tokens, batch)))
         try:
             blobs = self._codec.encode_paged(
                 copy,
-                [tokens + at * self._chunk for at in which],
+                [torch.arange(ends[at] - self._tokens(batch[at]), ends[at], device=copy.device) for at in which],
                 [batch[at].chunk * self._chunk for at in which],
                 associated=[self._bound_to(batch[at].tenant, batch[at].digest) for at in which],
             )
@@ -448,8 +444,8 @@ class WorkerSide:
             self._fail([save], "store", error)
             return
         if kept:
-            self._recorder.count("stored_chunks")
-            self._recorder.count("raw_bytes", self._chunk_bytes)
+            self._recorder.count("stored_tails" if save.tail else "stored_chunks")
+            self._recorder.count("raw_bytes", self._bytes(save))
             self._recorder.count("stored_bytes", len(blob))
             if self._tenant_metrics:
                 self._recorder.count_tenant("tenant_stored_bytes", len(blob), tenant_id(save.tenant))
@@ -468,7 +464,7 @@ class WorkerSide:
     def _saved(self, save: Save, kept: bool) -> None:
         """A chunk is stored, or never will be. One whose job was cancelled stays: it is lost when the worker closes."""
         with self._lock:
-            self._pending -= self._chunk_bytes
+            self._pending -= self._bytes(save)
             self._saving.discard(save.digest)
             if not kept:
                 self._report.unsaved.add(save.digest)
@@ -532,18 +528,31 @@ class WorkerSide:
             raise RuntimeError("attach was not called")
         return self._cache
 
-    @property
-    def _chunk_bytes(self) -> int:
-        """Of one chunk, uncompressed."""
-        return self._chunk * self._pages.layout.bytes_per_token
+    def _tokens(self, save: Save) -> int:
+        """Of a chunk or a tail that is stored."""
+        return save.tail or self._chunk
 
-    def _slots(self, blocks: Sequence[int], first_chunk: int, chunk: int, start: int = 0) -> torch.Tensor:
-        """Slots of a chunk's tokens; `blocks` begin with `first_chunk`; tokens before `start` get none."""
-        tokens = torch.arange(chunk * self._chunk, (chunk + 1) * self._chunk)
-        offset = tokens - first_chunk * self._chunk
-        slots = torch.tensor(blocks)[offset // self._block] * self._block + offset % self._block
-        slots[tokens < start] = NOWHERE
+    def _bytes(self, save: Save) -> int:
+        """Of its tokens, uncompressed."""
+        return self._tokens(save) * self._pages.layout.bytes_per_token
+
+    def _tokens_of_entry(self, load: Load, at: int) -> int:
+        """Tokens that entry `at` of a load holds."""
+        return load.tail if load.tail and at == len(load.digests) - 1 else self._chunk
+
+    def _slots_of_entry(self, load: Load, at: int) -> torch.Tensor:
+        """Where the tokens of entry `at` of a load go; those before its start and from its end on go nowhere."""
+        begin = at * self._chunk
+        first = min(max(load.start - load.first_chunk * self._chunk - begin, 0), self._chunk)
+        last = min(load.end - load.first_chunk * self._chunk - begin, self._chunk)
+        slots = torch.full((self._tokens_of_entry(load, at),), NOWHERE)
+        slots[first:last] = self._slots(load.blocks, begin + first, begin + last)
         return slots
+
+    def _slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """Slots of the tokens `start … end`, counted from the first of `blocks`."""
+        offset = torch.arange(start, end)
+        return torch.tensor(blocks)[offset // self._block] * self._block + offset % self._block
 
     def _event(self) -> Any:
         """What pool threads must wait for on a GPU: the work queued on the engine's stream until now."""

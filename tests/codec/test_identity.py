@@ -36,11 +36,23 @@ def chain(tokens: Any, chunks: int, identity: Identity = LOSSY, scope: Scope = S
     return PrefixChain(identity, scope, size).digests(tokens, chunks)
 
 
+def tails(
+    tokens: Any, chunks: int, sizes: list[int], identity: Identity = LOSSY, scope: Scope = SCOPE, size: int = 4
+) -> list[bytes]:
+    whole = PrefixChain(identity, scope, size)
+    whole.digests(tokens, chunks)
+    return whole.tails(tokens, chunks, sizes)
+
+
 # The bytes of a key are a persistent format: whoever has to change a value below orphans every stored entry, raises
 # identity.VERSION and says so in the changelog.
 GOLDEN_PREFIX = [
     "27960fc446471b07e874b0b361b2660abda9e8a8709b37d7ae4c121e740ce56d",
     "24033403f2b6d780e3817662b7292592a93a265485e022c320d3daea5193718b",
+]
+GOLDEN_TAILS = [
+    "b8acf5ac23654b3e6526ae5e3f1d0b64e8ac6aabf1398046d07aa817f0627430",
+    "352ce4e1130d246962faedaa57205b664b92181e2f6b4c896ab78cc31c336375",
 ]
 GOLDEN_CONTENT = "162dfe769b7a5689f5ab118ac98d453ee4f78e1c9f3a849bbddc075565abcaeb"
 GOLDEN_CONTEXT = "7833e2d8b930a53c6281bbb82749f214e6f4ef6840851acd490bfea70b7edf20"
@@ -48,6 +60,7 @@ GOLDEN_CONTEXT = "7833e2d8b930a53c6281bbb82749f214e6f4ef6840851acd490bfea70b7edf
 
 def test_golden_values() -> None:
     assert [digest.hex() for digest in chain(range(100, 108), 2)] == GOLDEN_PREFIX
+    assert [digest.hex() for digest in tails(range(100, 108), 1, [1, 3])] == GOLDEN_TAILS
     assert content_digest(LOSSY, SCOPE, range(100, 108)).hex() == GOLDEN_CONTENT
     assert content_digest(LOSSY, SCOPE, range(100, 108), context=b"").hex() == GOLDEN_CONTENT
     assert content_digest(LOSSY, SCOPE, range(100, 108), context=b"contexts").hex() == GOLDEN_CONTEXT
@@ -94,6 +107,10 @@ def test_canonical_bytes_written_out_by_hand() -> None:
         b"cuvee-prefix",
     )
     assert chain(tokens, 2) == [second, third]
+    tail = number(2) + struct.pack("<2q", *tokens[4:6]) + number(1) + field(number(-1)) + field(number(2))
+    assert tails(tokens, 1, [2]) == [blake2b(second + tail + field(b"image-1"), b"cuvee-tail")]
+    plain = blake2b(root + field(number(4)), b"cuvee-root") + number(2) + struct.pack("<2q", *tokens[:2]) + number(0)
+    assert tails(tokens, 0, [2]) == [blake2b(plain, b"cuvee-tail")], "the image begins after it"
     content = root + field(struct.pack("<4q", *tokens[:4]))
     media = number(1) + field(number(3)) + field(number(6)) + field(b"image-1")
     assert content_digest(LOSSY, SCOPE, tokens[:4]) == blake2b(content + media, b"cuvee-content")
@@ -305,6 +322,47 @@ def test_a_chain_grows_to_the_same_digests(steps: list[int], more: int) -> None:
     growing = PrefixChain(LOSSY, scope, 4)
     for chunks in steps:
         assert growing.digests(tokens[: 4 * chunks + more], chunks) == whole[:chunks]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 3), min_size=11, max_size=11), st.lists(st.integers(0, 3), min_size=11, max_size=11))
+def test_tails_are_equal_where_all_their_tokens_are(one: list[int], other: list[int]) -> None:
+    for chunks, size in ((0, 1), (0, 3), (1, 2), (2, 3)):
+        end = 4 * chunks + size
+        assert (tails(one, chunks, [size]) == tails(other, chunks, [size])) == (one[:end] == other[:end])
+
+
+def test_no_tail_is_another_or_a_whole_chunk() -> None:
+    tokens = range(12)
+    of_fours = [digest for chunks in range(3) for digest in tails(tokens, chunks, [1, 2, 3])]
+    of_fives = tails(tokens, 0, [1, 2, 3, 4], size=5)
+    whole = [*chain(tokens, 3), *chain(tokens, 6, size=2), *chain(tokens, 4, size=3)]
+    assert len({*of_fours, *of_fives, *whole}) == 9 + 4 + 13
+
+
+@pytest.mark.parametrize(
+    ("chunks", "sizes", "message"),
+    [
+        (2, [1], "chunks: must be 0 … 1, the chunks hashed so far, got 2"),
+        (-1, [1], "chunks: must be 0 … 1"),
+        (0, [4], "sizes: must be 1 … 3, got 4"),
+        (0, [2, 0], "sizes: must be 1 … 3, got 0"),
+        (1, [3], "sizes: must be 1 … 2, got 3"),
+    ],
+)
+def test_tails_that_cannot_be(chunks: int, sizes: list[int], message: str) -> None:
+    whole = PrefixChain(LOSSY, SCOPE, 4)
+    whole.digests(range(6), 1)
+    with pytest.raises(InputError, match=message):
+        whole.tails(range(6), chunks, sizes)
+
+
+def test_a_chain_is_not_changed_by_its_tails() -> None:
+    whole = PrefixChain(LOSSY, SCOPE, 4)
+    whole.digests(range(12), 1)
+    assert whole.tails(range(12), 1, []) == []
+    assert len(whole.tails(range(12), 1, [3, 1])) == 2
+    assert whole.digests(range(12), 3) == chain(range(12), 3)
 
 
 def test_only_new_chunks_are_looked_at() -> None:

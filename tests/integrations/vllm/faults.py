@@ -931,7 +931,7 @@ def _looked_up(engine: Driven, prompt: Sequence[int]) -> str:
     """Submit a request and wait for the answer that everything is there."""
     name = engine.submit(prompt)
     (tracked,) = engine.scheduling._requests.values()
-    assert tracked.lookup.answer.result(20) == (len(prompt) - 1) // CHUNK
+    assert tracked.lookup.answer.result(20).chunks == (len(prompt) - 1) // CHUNK
     return name
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -65,6 +67,7 @@ class Desk:
         stores: bool = True,
         own_store: bool = False,
         prefix_caching: bool = True,
+        profile: Profile | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -72,14 +75,33 @@ class Desk:
         self.recorder = Recorder()
         self.shards = shards
         opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
-        setup = Setup(opts, LAYOUT, Profile.generic(LAYOUT), "lossless", BLOCK, shards, loads, stores, prefix_caching)
+        self.chunk = opts.chunk_tokens
+        profile = Profile.generic(LAYOUT) if profile is None else profile
+        if opts.codec_quality == {"quality": "lossless"}:
+            self.identity, quality = IDENTITY, "lossless"
+        else:
+            quality = f"step:{Codec(profile, **opts.codec_quality).step}"
+            self.identity = replace(IDENTITY, profile=profile.id, quality=quality)
+        setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching)
         self.side = SchedulerSide(
-            setup, IDENTITY, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now
+            setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now
         )
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
-        chain = PrefixChain(IDENTITY, scope or Scope(), CHUNK)
-        return chain.digests(request.all_token_ids, request.num_tokens // CHUNK)
+        chain = PrefixChain(self.identity, scope or Scope(), self.chunk)
+        return chain.digests(request.all_token_ids, request.num_tokens // self.chunk)
+
+    def tail(self, request: SimpleNamespace, end: int, scope: Scope | None = None) -> bytes:
+        """Digest of the tail of a request's first `end` tokens."""
+        chain = PrefixChain(self.identity, scope or Scope(), self.chunk)
+        chain.digests(request.all_token_ids, end // self.chunk)
+        return chain.tails(request.all_token_ids, end // self.chunk, [end % self.chunk])[0]
+
+    def put_tails(self, request: SimpleNamespace, *ends: int, tenant: str = "") -> None:
+        for end in ends:
+            for rank in range(self.shards):
+                key = store_key(tenant, self.tail(request, end, Scope(tenant)), rank)
+                self.store.entries[key] = b"blob"
 
     def put(
         self,
@@ -103,8 +125,18 @@ class Desk:
             self.plan()  # another request's step
         raise AssertionError("no answer")
 
-    def plan(self, *steps: tuple[SimpleNamespace, int, int], new: bool = True) -> StepPlan:
-        """The plan of a step that computes `(request, tokens before, tokens in this step)`."""
+    def plan(
+        self, *steps: tuple[SimpleNamespace, int, int], new: bool = True, overwritten: Sequence[int] | None = None
+    ) -> StepPlan:
+        """The plan of a step that computes `(request, tokens before, tokens in this step)`.
+
+        Args:
+            steps: request by request.
+            new: whether the engine runs these requests for the first time.
+            overwritten: blocks that the engine fills with zeros before the step.
+        """
+        for request, before, count in steps:
+            request.num_computed_tokens = before + count  # as the engine does once it has planned a step
         fresh = [SimpleNamespace(req_id=r.request_id, num_computed_tokens=before) for r, before, _ in steps if new]
         old = [(r.request_id, before) for r, before, _ in steps if not new]
         state = SimpleNamespace(get_block_ids=lambda name: (list(range(100, 200)),))
@@ -117,6 +149,8 @@ class Desk:
                 num_scheduled_tokens={r.request_id: count for r, _, count in steps},
                 total_num_scheduled_tokens=sum(count for _, _, count in steps),
                 kv_connector_block_state=state,
+                new_block_ids_to_zero=overwritten,
+                kv_cache_block_copies=None,
             )
         )
 
@@ -177,6 +211,18 @@ class Bench:
     def saves(self, blocks: list[int], chunks: range) -> list[Save]:
         per_chunk = CHUNK // BLOCK
         return [Save(TENANT, self.digests[c], c, blocks[c * per_chunk : (c + 1) * per_chunk]) for c in chunks]
+
+    def save_tail(self, blocks: list[int], end: int) -> Save:
+        """The tail of the sequence's first `end` tokens, which lie in `blocks`."""
+        chunk, tail = divmod(end, CHUNK)
+        return Save(TENANT, bytes([100 + end]) * 32, chunk, blocks[chunk * CHUNK // BLOCK : end // BLOCK], tail)
+
+    def load_tail(self, blocks: list[int], start: int, end: int, tail_end: int | None = None) -> Load:
+        """A load that ends with the tail of the first `tail_end` tokens, or inside it."""
+        tail = self.save_tail(list(range(100)), tail_end or end)
+        first = start // CHUNK
+        digests = [*self.digests[first : tail.chunk], tail.digest]
+        return Load("r", TENANT, digests, first, start, end, blocks, tail.tail)
 
     def store_all(self, chunks: int = 8) -> None:
         blocks = list(range(2 * chunks))

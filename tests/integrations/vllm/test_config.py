@@ -16,7 +16,8 @@ def test_defaults() -> None:
     options = Options.from_dict({})
     assert options.store == ("memory://?max_gb=4",)
     assert options.codec_quality == {}
-    assert options.least_tokens == options.chunk_tokens == 256
+    assert (options.chunk_tokens, options.least_tokens) == (256, 64)
+    assert Options.from_dict({"chunk_tokens": 32}).least_tokens == 32
 
 
 def test_everything_can_be_set() -> None:

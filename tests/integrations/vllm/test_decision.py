@@ -17,6 +17,7 @@ from cuvee.integrations.vllm.decision import (
     WINDOW,
     BreakEven,
     Estimate,
+    load_work,
 )
 
 
@@ -108,6 +109,25 @@ def test_break_even_length() -> None:
     assert Estimate(1000, math.inf, 0.1).break_even == 100
     assert Estimate(1000, 1000, 0).break_even == math.inf
     assert Estimate(1000, 900, 0).break_even == math.inf
+
+
+def test_what_a_load_has_to_decode() -> None:
+    assert load_work(3, 0, 256) == 768
+    assert load_work(0, 16, 256) == 16 + 80  # a third of the 240 tokens that it is short of
+    assert load_work(2, 255, 256) == 512 + 256
+    work = [load_work(0, tail, 256) for tail in range(1, 256)]
+    assert work == sorted(work) and work[-1] == load_work(1, 0, 256)
+
+
+def test_what_is_decoded_in_vain_must_pay_too() -> None:
+    estimate = Estimate(1000, 2000, 0.1)  # pays from 200 tokens on
+    assert estimate.pays(200, 200) and not estimate.pays(199, 199)
+    # 100 tokens in vain are 0.05 s more: 0.15 / (1/1000 - 1/2000) = 300, and a rounding error
+    assert estimate.pays(301, 401) and not estimate.pays(299, 399)
+    assert Estimate(1000, math.inf, 0.1).pays(100, 10**6), "where length makes no difference"
+    assert not Estimate(1000, 900, 0).pays(10**6, 10**6)
+    decision = exact(World(prefill=2e3, load=10e3, overhead=0.099), [256, 1024, 4096, 512, 2048])
+    assert decision.worth_loading(248, 248) and not decision.worth_loading(248, 260)
 
 
 def test_loads_until_both_sides_are_known() -> None:

@@ -135,9 +135,22 @@ def next_tokens(prompts: list[list[int]]) -> Step:
     return Step(prompts, together=True, max_tokens=1, logprobs=-1)
 
 
-def loadable(prompt: list[int], chunk: int = CHUNK) -> int:
-    """Tokens of a prompt that can be loaded: whole chunks, and the last token is always computed."""
-    return (len(prompt) - 1) // chunk * chunk
+def loadable(prompt: list[int], block: int, unit: int = CHUNK) -> int:
+    """Tokens of a prompt that can be loaded: whole blocks of the engine, and the last token is always computed.
+
+    Args:
+        prompt: that was stored.
+        block: of the engine that loads.
+        unit: what was stored of it, multiples of so many tokens: a chunk, or a block where there are tails.
+    """
+    found = min((len(prompt) - 1) // block * block, len(prompt) // unit * unit)
+    return found if found >= 64 else 0
+
+
+def tails(*prompts: list[int], size: int, block: int) -> int:
+    """Distinct tails of some prompts."""
+    ends = [(prompt, len(prompt) // block * block) for prompt in prompts]
+    return len({tuple(prompt[:end]) for prompt, end in ends if end % size and end >= 64})
 
 
 def chunks(*prompts: list[int], size: int = CHUNK) -> int:
@@ -299,8 +312,14 @@ def test_another_process_answers_the_same_from_the_store(
     assert_same(together, expected[2], expected[:4], most)
     assert_same(turn, expected[5], expected[:4], most)
     # Alone, all that is cached comes from the store; together, requests also find what others have computed.
-    assert [answer.cached for answer in alone] == [loadable(prompt) for prompt in PROMPTS.values()]
-    assert all(answer.cached >= loadable(prompt) for answer, prompt in zip(together, PROMPTS.values(), strict=True))
+    # One of the two engines has blocks as long as a chunk, so they share whole chunks; of the last one, the engine with
+    # shorter blocks loads a part where the prompt ends with it.
+    found = [loadable(prompt, CASES[family].block) for prompt in PROMPTS.values()]
+    assert [answer.cached for answer in alone[:-1]] == found[:-1]
+    # The last prompt was asked before: its tail may be stored by now, by this engine for itself.
+    block = CASES[family].block
+    assert alone[-1].cached in (found[-1], loadable(PROMPTS["shared prefix, again"], block, block))
+    assert all(answer.cached >= most for answer, most in zip(together, found, strict=True))
     from_store = sum(answer.cached for answer in alone)
     assert ran.metric("vllm:cuvee_loaded_tokens") >= from_store
     assert ran.metric("vllm:external_prefix_cache_hits") >= from_store
@@ -321,10 +340,11 @@ def test_the_comparison_sees_a_lossy_cache(reference: dict[str, Ran], first_proc
     Of a random model; `test_balanced_keeps_its_promise` sees it of the trained one.
     """
     expected, ran = reference["llama"].steps, first_process["small"]
-    assert [answer.cached for answer in ran.steps[1]] == [loadable(prompt) for prompt in PROMPTS.values()]
+    found = [loadable(prompt, 32) for prompt in PROMPTS.values()]  # whole chunks: without a profile, no tails
+    assert [answer.cached for answer in ran.steps[1]] == found
     noise = max(4 * spread(expected[:4]), 1e-4)
-    for answer, other, prompt in zip(ran.steps[1], expected[0], PROMPTS.values(), strict=True):
-        assert (distance(answer, other) > noise) == (loadable(prompt) > 0)
+    for answer, other, cached in zip(ran.steps[1], expected[0], found, strict=True):
+        assert (distance(answer, other) > noise) == (cached > 0)
 
 
 def test_an_engine_with_an_unknown_option_does_not_start(first_process: Results) -> None:
@@ -342,7 +362,7 @@ def test_preempted_requests_end_the_same(mode: str, reference: dict[str, Ran], l
     for answers in (computed, found):
         assert_same(answers, crowd[0], crowd, CASES["llama"].noise)
     assert ran.metric("vllm:cuvee_loads", 0) < ran.metric("vllm:cuvee_loads", 1)
-    assert [answer.cached for answer in found] == [loadable(prompt, CROWD_CHUNK) for prompt in CROWD]
+    assert [answer.cached for answer in found] == [loadable(prompt, 32, 32) for prompt in CROWD]
     assert_sound(ran)
 
 
@@ -363,9 +383,11 @@ def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
     place.mkdir()
     stored = 2 * chunks(*PROMPTS.values(), size=faults.CHUNK)
     filled = Step(TOGETHER.prompts, together=True, until=("vllm:cuvee_stored_chunks", stored))
+    ended = 2 * tails(*PROMPTS.values(), size=faults.CHUNK, block=32)
+    filled_up = Step(until=("vllm:cuvee_stored_tails", ended))
     transfer = cuvee(f"file://{root}", chunk_tokens=faults.CHUNK)
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp", "kv_transfer_config": transfer}
-    write_order(place / "order.json", [Engine("ranks", models["llama"], [filled, ALONE], options)])
+    write_order(place / "order.json", [Engine("ranks", models["llama"], [filled, filled_up, ALONE], options)])
     # The engine's own process among them: a worker that is killed must not take the scenarios with it.
     variables = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "0|1"}
     _, log = faults.run_group("ranks", place, models["llama"], str(root), **variables)
@@ -378,8 +400,8 @@ def ranks(folder: Path, models: dict[str, Path]) -> RanksRan:
 def test_two_ranks_agree(ranks: RanksRan, reference: dict[str, Ran]) -> None:
     """What they compute, and what they load, is what one rank without us computes."""
     expected, ran = reference["llama"].steps, ranks.answers["ranks"]
-    computed, found = ran.steps
-    assert [answer.cached for answer in found] == [loadable(prompt, faults.CHUNK) for prompt in PROMPTS.values()]
+    computed, _, found = ran.steps
+    assert [answer.cached for answer in found] == [loadable(prompt, 32, 32) for prompt in PROMPTS.values()]
     for answers, exact in ((computed, expected[2]), (found, expected[0])):
         # Two ranks add up in another order than one.
         distances = [distance(answer, other) for answer, other in zip(answers, exact, strict=True)]

@@ -294,6 +294,8 @@ def test_the_summary_is_one_line() -> None:
     recorder.count("loads", 12)
     recorder.count("loaded_tokens", 131072)
     recorder.count("loaded_chunks", 512)
+    recorder.count("loaded_tails", 3)
+    recorder.count("stored_tails", 7)
     recorder.count("fetch_seconds", 0.5)
     recorder.count("decode_seconds", 0.25)
     recorder.count("lookups", 10, "hit")
@@ -303,8 +305,8 @@ def test_the_summary_is_one_line() -> None:
     recorder.count("recomputed_tokens", 256)
     recorder.count("stores_skipped", 4)
     assert recorder.summary() == (
-        "stored 1,024 chunks, 1.1 GB as 100 MB (11.0x), encoding 1.23 s; "
-        "loaded 131,072 tokens (512 chunks) in 12 loads, fetching 0.5 s, decoding 0.25 s; "
+        "stored 1,024 chunks and 7 tails, 1.1 GB as 100 MB (11.0x), encoding 1.23 s; "
+        "loaded 131,072 tokens (512 chunks and 3 tails) in 12 loads, fetching 0.5 s, decoding 0.25 s; "
         "lookups: 10 hit, 3 miss; memory: 500 of 520 chunks found; disk: 0 of 20 chunks found; "
         "failures: 1 load, 256 tokens recomputed; 2 store errors; 4 chunks not stored because too many waited"
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.codec.test_paged import permuted
 from tests.integrations.stores.dict_store import DictStore
 from tests.integrations.stores.redis_server import wait_until
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, Bench
@@ -22,7 +23,8 @@ from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
-from cuvee.integrations.vllm.messages import Report
+from cuvee.integrations.vllm.decision import load_work
+from cuvee.integrations.vllm.messages import Load, Report, Save
 
 
 @pytest.fixture
@@ -50,6 +52,26 @@ def test_what_is_saved_comes_back_in_other_blocks(bench: Callable[..., Bench]) -
     assert not b.worker.take_invalid_blocks()
     report = b.worker.report(1)
     assert [tokens for tokens, _ in report.loaded] == [3 * CHUNK] and not report.failed
+
+
+def test_pages_that_no_strides_describe_are_stored_and_restored(bench: Callable[..., Bench]) -> None:
+    """As vLLM's are on a CPU with AMX."""
+    b = bench()
+    pairs = [permuted(layer, LAYOUT.torch_dtype, BLOCKS, BLOCK) for layer in LAYOUT.layers]
+    b.cache = PagedCache(LAYOUT, [keys for keys, _ in pairs], [values for _, values in pairs])
+    b.worker.attach(b.cache)
+    stored, blocks, others = list(range(16)), [20, 3, 17, 4], [0, 1, 2, 5, 23]
+    b.fill(stored, 8 * CHUNK)
+    b.worker.save(b.saves(stored, range(8)))
+    b.drain()
+    b.fill(list(reversed(stored)), 8 * CHUNK)
+    rest = torch.tensor(others)[:, None] * BLOCK + torch.arange(BLOCK)
+    before = b.cache.read(rest.flatten(), 0)
+    b.worker.start_loads([b.load(blocks, BLOCK, 2 * CHUNK)], synchronous=True)
+    assert b.held(blocks, BLOCK, 2 * CHUNK)
+    after = b.cache.read(rest.flatten(), 0)
+    assert all(map(torch.equal, after.keys + after.values, before.keys + before.values))
+    assert not b.worker.take_invalid_blocks() and b.counts()["stored_chunks"] == 8
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -323,7 +345,7 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.codec.cpu._target", none_left)
+        patch.setattr("cuvee.codec.cpu.paged_rows", none_left)
         b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
@@ -526,7 +548,7 @@ def test_without_memory_for_a_copy_the_engine_goes_on(
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.integrations.vllm.worker.PagedCache", none_left)
+        patch.setattr(PagedCache, "copy", none_left)
         b.worker.save(b.saves([0, 1, 2, 3], range(2)))
     assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker._pending == 0
     assert b.counts()["failures{encode}"] == 2
@@ -733,7 +755,8 @@ def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: 
         work = getattr(LosslessScheme, name)
 
         def spy(*arguments: Any) -> Any:
-            stages.append(name)
+            # One section is encoded at a time; several are decoded together.
+            stages.extend([name] * (1 if name == "encode" else len(arguments[1])))
             return work(*arguments)
 
         return spy
@@ -763,3 +786,145 @@ def test_reports_of_ranks_add_up() -> None:
     one.add(Report([1], {"d"}, [(16, 0.7)], {"b"}, {b"y"}, None))
     assert (one.steps, one.ended, one.loaded) == ([1, 1], {"c", "d"}, [(16, 0.5), (16, 0.7)])
     assert (one.failed, one.unsaved) == ({"a", "b"}, {b"x", b"y"})
+
+
+# Tails -----------------------------------------------------------------------------------------------------------
+
+
+def _store_tail(b: Bench, end: int) -> None:
+    """Put the chunks and the tail of the sequence's first `end` tokens into the store, in one batch."""
+    blocks = list(range(end // BLOCK))
+    b.fill(blocks, end)
+    b.worker.save([*b.saves(blocks, range(end // CHUNK)), b.save_tail(blocks, end)])
+    b.drain()
+    for tensor in b.cache.keys + b.cache.values:
+        tensor.fill_(torch.nan)
+
+
+@pytest.mark.parametrize("start", [0, BLOCK, CHUNK, 2 * CHUNK])
+def test_a_tail_comes_back_after_its_chunks(bench: Callable[..., Bench], start: int) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (2, 1)
+    assert b.counts()["raw_bytes"] == end * LAYOUT.bytes_per_token
+    blocks = [20, 3, 17, 4, 9][start // CHUNK * 2 :]
+    b.worker.start_loads([b.load_tail(blocks, start, end)], synchronous=True)
+    assert b.held(blocks, start, end, first=start // CHUNK * CHUNK)
+    written = {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()}
+    assert written == set(blocks[start % CHUNK // BLOCK :])
+    assert not b.worker.take_invalid_blocks()
+    counts = b.counts()
+    assert counts["loaded_tokens"] == end - start
+    assert (counts.get("loaded_chunks", 0), counts["loaded_tails"]) == (2 - start // CHUNK, 1)
+
+
+def test_a_load_may_end_inside_a_chunk(bench: Callable[..., Bench]) -> None:
+    """The last token of a prompt is computed, and its block with it: that block is not touched."""
+    b = bench()
+    b.store_all()
+    load = b.load([5, 6, 7], 0, 2 * CHUNK)
+    load.end = CHUNK + BLOCK
+    b.worker.start_loads([load], synchronous=True)
+    assert b.held([5, 6, 7], 0, CHUNK + BLOCK)
+    assert {block for block in range(BLOCKS) if not b.cache.keys[0][block].isnan().all()} == {5, 6, 7}
+    assert not b.worker.take_invalid_blocks()
+    assert b.counts()["loaded_chunks"] == 2
+
+
+def test_a_load_may_end_inside_a_tail() -> None:
+    """As above; needs blocks that are shorter than a tail."""
+    b = Bench(chunk_tokens=4 * BLOCK)
+    try:
+        b.fill([0, 1, 2], 3 * BLOCK)
+        b.worker.save([Save(TENANT, b"t" * 32, 0, [0, 1, 2], 3 * BLOCK)])
+        b.drain()
+        b.worker.start_loads([Load("r", TENANT, [b"t" * 32], 0, 0, 2 * BLOCK, [9, 4], 3 * BLOCK)], synchronous=True)
+        assert b.held([9, 4], 0, 2 * BLOCK)
+        assert b.cache.keys[0][3:4].isnan().all() and not b.worker.take_invalid_blocks()
+    finally:
+        b.worker.close()
+
+
+@pytest.mark.parametrize("damage", ["missing", "damaged", "longer", "whole"])
+def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damage: str) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    blocks = [20, 3, 17, 4, 9]
+    load = b.load_tail(blocks, 0, end)
+    key = store_key(TENANT, load.digests[-1])
+    if damage == "missing":
+        del b.store.entries[key]
+    elif damage == "damaged":
+        b.store.entries[key] = b.store.entries[key][:-9] + bytes(9)
+    else:  # an entry of another place, which holds more tokens than a tail of this length
+        b.store.entries[key] = b.store.entries[b.key(0)]
+        load.tail = load.tail if damage == "whole" else 1
+    b.worker.start_loads([load], synchronous=True)
+    assert b.worker.take_arrived() == {"r"}
+    assert b.held(blocks, 0, 2 * CHUNK)
+    assert b.worker.take_invalid_blocks() == {9}
+    report = b.worker.report(1)
+    assert report.failed == {"r"} and report.unsaved == {load.digests[-1]} and not report.loaded
+    assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
+    assert key not in b.store.entries, "what can never be loaded is deleted"
+
+
+def test_after_a_missing_chunk_the_tail_is_computed_too(bench: Callable[..., Bench]) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    del b.store.entries[b.key(1)]
+    b.worker.start_loads([b.load_tail([20, 3, 17, 4, 9], 0, end)], synchronous=True)
+    assert b.worker.take_invalid_blocks() == {17, 4, 9}
+    assert "loaded_tails" not in b.counts()
+
+
+def test_what_a_load_reports_counts_what_a_tail_costs(bench: Callable[..., Bench]) -> None:
+    b, end = bench(), 2 * CHUNK + BLOCK
+    _store_tail(b, end)
+    b.worker.start_loads([b.load_tail([20, 3, 17, 4, 9], BLOCK, end)], synchronous=True)
+    assert [work for work, _ in b.worker.report(1).loaded] == [load_work(2, BLOCK, CHUNK)]
+
+
+def test_a_tail_takes_its_own_share_of_the_budget(bench: Callable[..., Bench]) -> None:
+    room = (CHUNK + BLOCK) * LAYOUT.bytes_per_token / 1e6
+    b, blocks = bench(max_pending_mb=room), list(range(8))
+    b.fill(blocks, 8 * BLOCK)
+    go = threading.Event()
+    b.store.before = lambda operation: _wait(go)
+    b.worker.save([*b.saves(blocks, range(1)), b.save_tail(blocks, 3 * BLOCK)])
+    assert b.worker._pending == (CHUNK + BLOCK) * LAYOUT.bytes_per_token
+    b.worker.save([b.save_tail(blocks, 5 * BLOCK)])
+    go.set()
+    b.drain()
+    assert b.worker._pending == 0
+    assert b.counts()["stores_skipped"] == 1
+    assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (1, 1)
+
+
+def test_a_tail_that_cannot_be_written_is_reported(bench: Callable[..., Bench]) -> None:
+    b, blocks = bench(), list(range(8))
+    b.fill(blocks, 3 * BLOCK)
+
+    def full(operation: str) -> None:
+        if operation == "put":
+            raise StoreError("no room")
+
+    b.store.before = full
+    save = b.save_tail(blocks, 3 * BLOCK)
+    b.worker.save([save])
+    b.drain()
+    assert b.worker.report(1).unsaved == {save.digest}
+    assert b.counts()["failures{store}"] == 1
+
+
+def test_what_is_copied_at_the_start_of_a_step_survives_the_step(bench: Callable[..., Bench]) -> None:
+    """The blocks of a request that has ended: copied first, then another one's load is written into them."""
+    b = bench()
+    b.store_all()
+    b.fill([0, 1, 2], 3 * BLOCK)
+    save = b.save_tail([0, 1, 2], 3 * BLOCK)
+    b.worker.save([save])
+    b.worker.start_loads([b.load([2, 1], 2 * CHUNK, 3 * CHUNK)], synchronous=True)
+    b.drain()
+    b.worker.start_loads([b.load_tail([9, 8, 7], 0, 3 * BLOCK)], synchronous=True)
+    assert b.held([9, 8, 7], 0, 3 * BLOCK)

@@ -1,0 +1,445 @@
+"""Tails on the scheduler's side: the blocks after a request's last whole chunk, stored, found again and superseded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.integrations.vllm.sides import BLOCK, LAYOUT, Desk, generate, make_request
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.identity import store_key
+from cuvee.codec.profile import Profile
+from cuvee.integrations.vllm.messages import Report, Save, StepPlan
+
+CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
+BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(**options: Any) -> Desk:
+        made.append(Desk(**{"chunk_tokens": CHUNK, "min_tokens": BLOCK, **options}))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.side.close()
+
+
+def places(saves: list[Save]) -> list[tuple[int, int]]:
+    """Chunk and tail of each."""
+    return [(save.chunk, save.tail) for save in saves]
+
+
+def write(d: Desk, plan: StepPlan) -> None:
+    """What the workers do with a plan's saves."""
+    for save in plan.last_saves + plan.saves:
+        for rank in range(d.shards):
+            d.store.entries[store_key(save.tenant, save.digest, rank)] = b"blob"
+
+
+def run(d: Desk, request: SimpleNamespace, generated: int = 0, found: int = 0) -> None:
+    """The engine answers a request and stores what it is told to."""
+    if found:
+        d.side.allocated(request, BLOCKS, found)
+    write(d, d.plan((request, found, request.num_tokens - found)))
+    for _ in range(generated):
+        generate(request, 1)
+        write(d, d.plan((request, request.num_tokens - 1, 1), new=False))
+    generate(request, 1)  # which has no KV
+    d.side.finished(request, BLOCKS)
+    write(d, d.plan())
+
+
+def again(request: SimpleNamespace, name: str, more: int = 0, keep: int | None = None) -> SimpleNamespace:
+    """A request whose prompt is the first `keep` tokens of another one's text and `more` others."""
+    ids = list(request.all_token_ids[:keep]) + [47] * more
+    return make_request(name, tokens=len(ids), prompt_token_ids=ids, all_token_ids=list(ids))
+
+
+# Storing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_tail_of_a_prompt_is_stored_by_the_step_that_ends_it(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    assert places(d.plan((request, 0, 40)).saves) == []
+    assert places(d.plan((request, 40, 40), new=False).saves) == [(0, 0)]
+    (save,) = d.plan((request, 80, 23), new=False).saves
+    assert save == Save("", d.tail(request, 96), 1, [108, 109, 110, 111], 32)
+
+
+def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    d.plan((request, 0, 103))
+    stored = []
+    for _ in range(50):
+        generate(request, 1)
+        stored += d.plan((request, request.num_tokens - 1, 1), new=False).saves
+    assert places(stored) == [(1, 0)], "103 … 153: the second chunk, and no tail at every block"
+    generate(request, 1)
+    d.side.finished(request, BLOCKS)
+    plan = d.plan()
+    assert (places(plan.saves), plan.last_saves) == ([], [Save("", d.tail(request, 152), 2, [116, 117, 118], 24)])
+    assert d.plan().last_saves == [], "once"
+
+
+def test_the_token_that_was_sampled_last_is_in_no_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    d.plan((request, 0, 103))
+    generate(request, 1)  # 104 tokens, a whole block more, but the last has no KV
+    d.side.finished(request, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def test_what_the_engine_planned_ahead_is_in_no_tail(desk: Callable[..., Desk]) -> None:
+    """Asynchronous scheduling: the step after the last is planned when it turns out that the request has ended."""
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    d.plan((request, 0, 103))
+    d.plan((request, 103, 1), new=False)
+    generate(request, 1)
+    d.side.finished(request, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def test_tails_of_answers_may_be_left_out(desk: Callable[..., Desk]) -> None:
+    d, request = desk(store_generated=False), make_request(tokens=103)
+    d.matched(request)
+    assert places(d.plan((request, 0, 103)).saves) == [(0, 0), (1, 32)]
+    generate(request, 20)
+    d.plan((request, 103, 19), new=False)
+    d.side.finished(request, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def test_requests_with_one_prompt_store_one_tail(desk: Callable[..., Desk]) -> None:
+    """n > 1 is that many requests."""
+    d, first, second = desk(), make_request("a", tokens=103), make_request("b", tokens=103)
+    d.matched(first)
+    d.matched(second)
+    assert len(d.plan((first, 0, 103)).saves) == 2
+    assert d.plan((second, 96, 7)).saves == []
+
+
+def test_a_prompt_that_ends_with_a_chunk_has_no_tail(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    for name, tokens, tails in (("a", 128, []), ("b", 135, []), ("c", 136, [(2, 8)])):
+        request = make_request(name, tokens=tokens)
+        d.matched(request)
+        assert places(d.plan((request, 0, tokens)).saves) == [(0, 0), (1, 0), *tails]
+
+
+def test_a_tail_too_short_ever_to_be_loaded_is_not_stored(desk: Callable[..., Desk]) -> None:
+    d = desk(min_tokens=32)
+    for name, tokens, expected in (("a", 31, []), ("b", 39, [(0, 32)]), ("c", 79, [(0, 0), (1, 8)])):
+        request = make_request(name, tokens=tokens)
+        d.matched(request)
+        assert places(d.plan((request, 0, tokens)).saves) == expected
+
+
+def test_an_aborted_prompt_leaves_what_was_computed(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    d.plan((request, 0, 90))
+    d.side.finished(request, BLOCKS)
+    assert places(d.plan().last_saves) == [(1, 24)]
+
+
+def test_a_request_aborted_while_it_loads_leaves_nothing(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.put_tails(request, 40)
+    tokens, _ = d.matched(request)
+    d.side.allocated(request, BLOCKS, tokens)
+    d.plan()
+    request.num_computed_tokens = tokens  # as the engine says before anything has arrived
+    d.store.entries.clear()
+    d.side.take(Report(unsaved={d.tail(request, 40)}))
+    d.side.finished(request, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def test_a_request_that_loads_again_after_it_was_preempted_leaves_nothing(desk: Callable[..., Desk]) -> None:
+    """Its blocks are other ones, and nothing has come into them."""
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    write(d, d.plan((request, 0, 100)))
+    request.num_computed_tokens = 0
+    d.now += 100
+    tokens, _ = d.matched(request)
+    assert tokens == 64
+    d.side.allocated(request, BLOCKS, tokens)
+    request.num_computed_tokens = 100
+    d.side.finished(request, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def test_a_preempted_request_has_no_blocks_to_be_stored(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    d.plan((request, 0, 90))
+    d.side.finished(request, [])
+    assert d.plan().last_saves == []
+
+
+def test_a_preempted_request_finds_its_tail_and_does_not_store_it_again(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    write(d, d.plan((request, 0, 103)))
+    generate(request, 3)
+    assert d.matched(request) == (96, True)
+    d.side.allocated(request, BLOCKS, 96)
+    assert places(d.plan((request, 96, 10)).saves) == []
+
+
+def test_blocks_that_are_overwritten_before_the_step_are_not_stored(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), make_request("a", tokens=103), make_request("b", tokens=100)
+    for request, overwritten in ((first, [111]), (second, [112])):
+        d.matched(request)
+        d.plan((request, 0, 98))
+        d.side.finished(request, BLOCKS)
+        saves = d.plan(overwritten=overwritten).last_saves
+        assert places(saves) == ([] if request is first else [(1, 32)]), "block 111 holds its end, 112 does not"
+
+
+def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk]) -> None:
+    d, done, running = desk(), make_request("a", tokens=100), make_request("b", tokens=103)
+    for request in (done, running):
+        d.matched(request)
+        d.plan((request, 0, 98))
+    d.side.finished(done, BLOCKS)
+    d.side.reset()
+    assert d.plan().last_saves == []
+    assert d.plan((running, 98, 5), new=False).saves == []
+    d.side.finished(running, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def test_positions_past_the_limit_are_in_no_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=4096 + 40)
+    d.matched(request)
+    assert {save.tail for save in d.plan((request, 0, 4136)).saves} == {0}
+    d.side.finished(request, list(range(1000)))
+    assert d.plan().last_saves == []
+
+
+def test_an_engine_that_only_loads_stores_no_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(stores=False), make_request(tokens=103)
+    d.matched(request)
+    assert d.plan((request, 0, 90)).saves == []
+    d.side.finished(request, BLOCKS)
+    assert d.plan().last_saves == []
+
+
+def _learned() -> Profile:
+    noise = pytest.importorskip("torch").randn(2, 3, 1024, 2, 16).bfloat16()
+    return Profile.fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
+
+
+@pytest.mark.parametrize(("learned", "tails"), [(True, [(1, 32)]), (False, [])])
+def test_tails_are_left_to_codecs_that_code_a_chunk_again_without_loss(
+    desk: Callable[..., Desk], learned: bool, tails: list[tuple[int, int]]
+) -> None:
+    d = desk(profile=_learned() if learned else None, quality=None, step=0.5)
+    request = make_request(tokens=103)
+    d.put(request, 1)
+    d.put_tails(request, 96)
+    assert d.matched(request)[0] == (96 if learned else 64)
+    assert d.lookups() == {"hit": 1}, "all that could be"
+    calls = len(d.store.calls)
+    assert d.matched(make_request("short", tokens=60))[0] == 0
+    assert (len(d.store.calls) > calls) == learned, "without tails there is nothing to ask for"
+    d.store.entries.clear()
+    d.now += 100
+    assert places(d.plan((request, 0, 103)).saves) == [(0, 0), *tails]
+    d.side.finished(request, BLOCKS)
+
+
+# Finding ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tokens", [40, 64, 65, 72, 73, 103, 104, 127, 128, 129, 200])
+def test_a_prompt_is_found_again_but_for_one_block(desk: Callable[..., Desk], tokens: int) -> None:
+    d, request = desk(), make_request(tokens=tokens)
+    d.matched(request)
+    run(d, request)
+    found, _ = d.matched(again(request, "again", keep=tokens))
+    assert found == (tokens - 1) // BLOCK * BLOCK
+    assert d.lookups()["hit"] == 1
+
+
+@pytest.mark.parametrize("generated", [0, 5, 24, 25, 60, 100])
+def test_the_next_turn_finds_the_whole_conversation(desk: Callable[..., Desk], generated: int) -> None:
+    d, request = desk(), make_request(tokens=103)
+    d.matched(request)
+    run(d, request, generated)
+    text = 103 + generated  # tokens with KV
+    assert d.matched(again(request, "next", more=70))[0] == text // BLOCK * BLOCK
+    # A template that drops the reasoning of the answer goes on from the prompt.
+    assert d.matched(again(request, "other", more=70, keep=103))[0] == 96
+
+
+def test_turns_follow_each_other(desk: Callable[..., Desk]) -> None:
+    """Each turn loads all of the turn before and adds to it."""
+    d, turn = desk(), make_request("0", tokens=20)
+    found, _ = d.matched(turn)
+    for number in range(1, 12):
+        run(d, turn, 9, found)
+        text = turn.num_tokens - 1
+        turn = again(turn, str(number), more=5)
+        found, _ = d.matched(turn)
+        assert found == text // BLOCK * BLOCK
+
+
+def test_longer_tails_and_whole_chunks_supersede_a_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=200)
+    d.put(request, 1)
+    for number, (end, found) in enumerate(((80, 80), (72, 80), (104, 104))):
+        d.put_tails(request, end)
+        assert d.matched(again(request, str(number)))[0] == found
+    d.put(request, 2)
+    assert d.matched(again(request, "whole"))[0] == 128
+    assert d.matched(again(request, "shorter", keep=85))[0] == 80, "it is not deleted: others end or turn off there"
+    assert len(d.store.entries) == 5
+
+
+def test_a_prompt_that_turns_off_inside_a_chunk_finds_the_tail_before(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=200)
+    d.put(request, 3)
+    d.put_tails(request, 80, 104)
+    assert d.matched(again(request, "other", keep=90, more=60))[0] == 80
+
+
+def test_tails_are_asked_for_together(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=123)
+    d.put(request, 1)
+    d.put_tails(request, 72, 80)
+    assert d.matched(request)[0] == 80
+    assert d.store.calls.count("contains") == 1, "along with the whole chunks"
+    longer = again(request, "longer", more=200)
+    assert d.matched(longer)[0] == 80
+    assert d.store.calls.count("contains") == 3, "another question about the chunk that is missing"
+
+
+def test_every_rank_must_have_a_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(shards=2), make_request(tokens=123)
+    d.put(request, 1)
+    d.put_tails(request, 80, 96)
+    del d.store.entries[store_key("", d.tail(request, 96), 1)]
+    assert d.matched(request)[0] == 80
+
+
+def test_tails_are_not_shared_across_tenants_adapters_and_media(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=60)
+    d.put_tails(request, 24, 48, tenant="alice")
+    d.put_tails(request, 24, 48)
+    image = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=30, length=4))
+    lora = SimpleNamespace(lora_name="x", lora_path="p")
+    for name, changes, found in (
+        ("a", {"cache_salt": "alice"}, 48),
+        ("b", {"cache_salt": "bob"}, 0),
+        ("c", {}, 48),
+        ("d", {"lora_request": lora}, 0),
+        ("e", {"mm_features": [image]}, 24),  # the tail before the image is the same
+    ):
+        assert d.matched(make_request(name, tokens=60, **changes))[0] == found, name
+
+
+def test_a_tail_is_no_whole_chunk_of_a_smaller_size(desk: Callable[..., Desk]) -> None:
+    """Keys of tails, of chunks, and of chunks of other sizes never meet."""
+    d, request = desk(), make_request(tokens=60)
+    d.put_tails(request, 32)
+    other = desk(chunk_tokens=32)
+    other.store.entries = d.store.entries
+    assert other.matched(request)[0] == 0
+
+
+def test_a_tail_that_the_engine_has_is_not_loaded(desk: Callable[..., Desk]) -> None:
+    d, request = desk(min_tokens=16), make_request(tokens=123)
+    d.put(request, 1)
+    d.put_tails(request, 96)
+    assert d.matched(request, 72) == (24, True)
+    assert d.matched(request, 88) == (0, False), "8 tokens are fewer than min_tokens"
+    assert d.matched(request, 112) == (0, False)
+
+
+# Loading ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_load_of_a_tail(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=123)
+    d.put(request, 1)
+    d.put_tails(request, 96)
+    d.side.allocated(request, list(range(50, 66)), d.matched(request, 24)[0])
+    (load,) = d.plan().loads
+    assert (load.first_chunk, load.start, load.end, load.tail) == (0, 24, 96, 32)
+    assert load.digests == [*d.digests(request), d.tail(request, 96)]
+    assert load.blocks == list(range(50, 62))
+    assert places(d.plan((request, 96, 27)).saves) == [(1, 56)], "the end of the prompt supersedes it"
+
+
+def test_the_last_block_of_a_prompt_is_left_out_of_what_is_loaded(desk: Callable[..., Desk]) -> None:
+    """Its last token is computed, so the engine gives it a block that it fills itself."""
+    d, request = desk(), make_request(tokens=96)
+    d.put(request, 1)
+    d.put_tails(request, 96)
+    d.side.allocated(request, list(range(50, 62)), d.matched(request)[0])
+    (load,) = d.plan().loads
+    assert (load.start, load.end, load.tail, load.blocks) == (0, 88, 32, list(range(50, 61)))
+
+
+def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:
+    d, first, second = desk(), make_request("a", tokens=50), make_request("b", tokens=60)
+    d.put_tails(first, 48)
+    d.side.allocated(first, BLOCKS, d.matched(first)[0])
+    plan = d.plan()
+    for _ in range(5):
+        assert d.side.matched_tokens(second, 0) == (None, False)
+        d.plan()
+    d.side.take(Report([plan.step], {"a"}, [(48, 0.1)]))
+    assert d.matched(second, 48) == (0, False)
+
+
+def test_after_a_failed_load_the_tail_is_computed_and_stored_again(desk: Callable[..., Desk]) -> None:
+    d, request = desk(), make_request(tokens=123)
+    d.put(request, 1)
+    d.put_tails(request, 120)
+    d.side.allocated(request, BLOCKS, d.matched(request)[0])
+    plan = d.plan()
+    d.side.take(Report([plan.step], {"r"}, [], {"r"}, {d.tail(request, 120)}))
+    assert d.matched(request, 64) == (0, False)
+    assert places(d.plan((request, 64, 59)).saves) == [(1, 56)]
+
+
+def test_what_a_lookup_says_of_tails_is_believed(desk: Callable[..., Desk]) -> None:
+    d, first, second, third = desk(), *(make_request(name, tokens=123) for name in "abc")
+    d.matched(first)
+    assert places(d.plan((first, 0, 123)).saves) == [(0, 0), (1, 56)]
+    d.put(first, 1)  # the tail was evicted at once
+    d.side.allocated(second, BLOCKS, d.matched(second)[0])
+    assert places(d.plan((second, 64, 59)).saves) == [(1, 56)], "so it is stored again"
+    d.put_tails(first, 120)
+    d.side.take(Report(ended={"b"}))
+    d.side.allocated(third, BLOCKS, d.matched(third)[0])
+    assert d.plan((third, 120, 3)).saves == []
+
+
+@pytest.mark.parametrize(("tail", "pays"), [(8, False), (56, True)])
+def test_a_tail_costs_more_than_its_tokens(desk: Callable[..., Desk], tail: int, pays: bool) -> None:
+    """A chunk pays when it is loaded as fast as it is computed, and a bit of it never makes up for what it costs."""
+    d = desk(decide="measured")
+    for _ in range(8):  # 16 000 tokens/s of prefill, 20 000 of loading
+        d.matched(make_request("p", tokens=16))
+        step = d.plan((make_request("p", tokens=16), 0, 16))
+        d.now += 1e-3
+        d.side.take(Report([step.step], loaded=[(64, 3.2e-3)]))
+    request = make_request(tokens=tail + 1)
+    d.put_tails(request, tail)
+    assert d.matched(request)[0] == (tail if pays else 0)
