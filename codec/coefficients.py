@@ -11,16 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
-import torch
 
-from cuvee.codec.classes import CLASSES, ClassedPlan, coding_order
+from cuvee.codec.classes import CLASSES, ClassedPlan
 from cuvee.codec.container import CodedPart, Reader, read_coded, write_streams
-from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family, step_value
-from cuvee.codec.rans import LANES, MAX_TOKENS_PER_STREAM, Streams, stream_count
+from cuvee.codec.rans import LANES, MAX_TOKENS_PER_STREAM, select_streams, stream_count
 from cuvee.codec.stages import Stages
-from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction
+from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, select_escapes
 from cuvee.codec.tables import EntropyTables
 from cuvee.codec.transform import tiles
 
@@ -37,25 +35,6 @@ def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction
     return count
 
 
-def select_streams(streams: Streams, first: int, end: int) -> Streams:
-    """The streams `first … end - 1` of a section."""
-    if first == 0 and end == len(streams.states):
-        return streams
-    ends = np.cumsum(streams.lengths, dtype=np.int64)
-    low = int(ends[first - 1]) if first else 0
-    return Streams(streams.states[first:end], streams.lengths[first:end], streams.words[low : int(ends[end - 1])])
-
-
-def _select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
-    """The escapes of the columns `at` of a matrix of `tokens` columns, numbered within them."""
-    if not len(escapes.index) or (at.start == 0 and at.stop == tokens):
-        return escapes
-    row, column = np.divmod(escapes.index, np.uint32(tokens))
-    inside = (column >= at.start) & (column < at.stop)
-    index = row[inside] * np.uint32(at.stop - at.start) + (column[inside] - np.uint32(at.start))
-    return Escapes(index, escapes.value[inside])
-
-
 def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
     """The escapes of a tile of `columns` tokens from `start` on, numbered in the matrix of all `tokens`."""
     row, column = np.divmod(escapes.index, np.uint32(columns))
@@ -67,6 +46,11 @@ def _merge(parts: list[Escapes]) -> Escapes:
     index = np.concatenate([part.index for part in parts])
     order = np.argsort(index, kind="stable")
     return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
+
+
+def _peak(y: F32) -> float:
+    """The largest magnitude; NaN if there is one."""
+    return float(max(y.max(initial=0.0), -y.min(initial=0.0)))
 
 
 def _too_large(steps: float) -> str:
@@ -81,29 +65,6 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
         joined[: len(part), start : start + part.shape[1]] = part
         start += part.shape[1]
     return joined
-
-
-def check_classes(classes: U8, plan: ClassedPlan) -> None:
-    """Raise FormatError if a token has a class that the plan does not serve."""
-    if classes.min(initial=CLASSES) < plan.finest or classes.max(initial=0) >= CLASSES:
-        raise FormatError(f"a section has token classes outside {plan.finest} … {CLASSES - 1}")
-
-
-@dataclass(frozen=True, slots=True)
-class ClassedTile:
-    """A decoded tile of tokens that have classes.
-
-    Attributes:
-        at: its tokens.
-        order: `[t]`, the token of each column, counted from `at.start`.
-        classes: `[t]` uint8, the class of each column.
-        y: `[R, t]` coefficients; zero below a column's last component.
-    """
-
-    at: slice
-    order: npt.NDArray[np.intp]
-    classes: U8
-    y: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +96,7 @@ class CoefficientCoder:
         step = step_value(self.step)
         escaped: list[Escapes] = []
         for at, y in pieces:
-            peak = float(np.abs(y).max(initial=0.0))
+            peak = _peak(y)
             if not peak < MAX_LEVEL * step:
                 raise InputError(_too_large(peak / step))
             levels = self.stages.quantize(y, step, plan, self.family.quantizer)
@@ -170,8 +131,10 @@ class CoefficientCoder:
         for own, columns, y in pieces:
             at = slice(start, start + len(own))
             classes[at], order[at] = own, columns
-            with np.errstate(over="ignore"):  # infinitely many steps are refused below
-                peak = float((np.abs(y).max(0, initial=0.0) / plan.steps[columns]).max())
+            peak = _peak(y) / float(plan.steps[columns].min())
+            if not peak < MAX_LEVEL:  # of the finest step; its own may be coarser
+                with np.errstate(over="ignore"):  # infinitely many steps are refused below
+                    peak = float((np.abs(y).max(0, initial=0.0) / plan.steps[columns]).max())
             if not peak < MAX_LEVEL:
                 raise InputError(_too_large(peak))
             planes, escapes = self.stages.to_planes(y, columns, plan, self.family.quantizer, self.family.tables)
@@ -186,14 +149,13 @@ class CoefficientCoder:
         listed = self.stages.rans_encode(classes[:, None], which, which, table, 1)
         return write_streams(streams, _merge(escaped), int(plan.planes.max()), per_stream, listed)
 
-    def read(self, reader: Reader, plan: CodingPlan, tokens: int, classed: ClassedPlan | None = None) -> CodedPart:
-        """The coded part of a section: all that is left of `reader`.
+    def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> CodedPart:
+        """The coded part of a section of tokens without classes: all that is left of `reader`.
 
         Raises:
             FormatError: the bytes break a rule.
         """
-        shape = None if classed is None else (int(classed.planes.max()), int(classed.rows.max()))
-        part = read_coded(reader, plan.planes, len(plan.shift), tokens, shape)
+        part = read_coded(reader, plan.planes, len(plan.shift), tokens)
         reader.finish()
         return part
 
@@ -224,44 +186,8 @@ class CoefficientCoder:
                 per_stream,
                 at.stop - at.start,
             )
-            differences = self.stages.unpack(planes, _select_escapes(escapes, tokens, at), plan)
+            differences = self.stages.unpack(planes, select_escapes(escapes, tokens, at), plan)
             levels = self.stages.unpredict(differences, plan, per_stream)
             for piece in tiles(at.stop - at.start, tile):
                 y = self.stages.dequantize(levels[:, piece], step_value(self.step), plan, self.family.quantizer)
                 yield slice(at.start + piece.start, at.start + piece.stop), y
-
-    def decode_classes(
-        self,
-        part: CodedPart,
-        plan: ClassedPlan,
-        table: EntropyTables,
-        tokens: int,
-        wanted: slice,
-        tile: int,
-        dtype: torch.dtype = torch.float32,
-    ) -> Iterator[ClassedTile]:
-        """Decode the tokens `wanted` of a section of `tokens` that have classes, to coefficients of `dtype`.
-
-        Yields:
-            the tiles that hold wanted tokens.
-
-        Raises:
-            FormatError, CorruptError: the bytes break a rule.
-        """
-        if part.classes is None:
-            raise FormatError("a section has no token classes")
-        classes = self.stages.read_classes(part.classes, table, tokens)
-        check_classes(classes, plan)
-        n = part.tokens_per_stream
-        low = wanted.start - wanted.start % tile
-        high = min(wanted.stop + -wanted.stop % tile, tokens)
-        for start in range(low, high, tile):
-            at = slice(start, min(start + tile, high))
-            order = coding_order(classes[at])
-            columns = classes[at][order]
-            streams = select_streams(part.streams, at.start // n, stream_count(at.stop, n))
-            planes = self.stages.rans_decode_classes(streams, columns, plan, self.family.tables, n)
-            escapes = _select_escapes(part.escapes, tokens, at)
-            rows = int(plan.rows[columns.min()])  # those of the finest class
-            y = self.stages.from_planes(planes, columns, escapes, plan, self.family.quantizer, rows, dtype)
-            yield ClassedTile(at, order, columns, y)

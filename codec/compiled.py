@@ -1,9 +1,9 @@
 """Compiled loops: Numba's compiler, with a cache on disk if there is a place for one.
 
-Compiling all loops takes some ten seconds. A cache beside the sources, or in the user's cache folder, saves every later
-process that time. If both are read-only, as in a container or a service without a home, Numba refuses to define the
-function at all. Here it is then compiled anew in each process. That is logged once, with the remedy: `NUMBA_CACHE_DIR`.
-The cache is pickled, so nobody else may be able to write to it.
+Compiling all loops takes some twenty seconds. A cache beside the sources, or in the user's cache folder, saves every
+later process that time. If both are read-only, as in a container or a service without a home, Numba refuses to define
+the function at all. Here it is then compiled anew in each process. That is logged once, with the remedy:
+`NUMBA_CACHE_DIR`. The cache is pickled, so nobody else may be able to write to it.
 """
 
 from __future__ import annotations

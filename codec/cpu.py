@@ -7,7 +7,6 @@ decode   blobs --one job per section and run of tokens--> rows of the cache, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -18,6 +17,8 @@ from cuvee.codec.backends import CodedChunk, Coding, register
 from cuvee.codec.container import Scheme, read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.pool import Pool
+from cuvee.codec.rows import dense_rows, paged_rows
 from cuvee.codec.schemes import SectionScheme, Target
 from cuvee.codec.schemes.generic import GenericScheme
 from cuvee.codec.schemes.lossless import LosslessScheme
@@ -28,7 +29,8 @@ from cuvee.codec.transform import Rotation, tile_tokens
 T = TypeVar("T")
 
 MAX_SCHEMES = 8  # kept: the first one, which is its codec's own, and those used last
-PARALLEL_VALUES = 1 << 20  # in a smaller chunk the threads take longer to start than to help
+PARALLEL_VALUES = 1 << 20  # in a smaller chunk handing out the work takes longer than it saves
+SHARES = 3  # runs of sections that each thread takes: one that is late delays a third of its work
 
 _Key = tuple[bytes, Scheme, int]
 
@@ -49,6 +51,7 @@ class CpuBackend:
         self.name = stages.name
         self._stages = stages
         self._threads = threads
+        self._pool = Pool(threads)
         self._schemes: dict[_Key, SectionScheme] = {}
 
     def prepare(self, coding: Coding) -> None:
@@ -70,7 +73,7 @@ class CpuBackend:
             chunk = cache.chunk(at, start)
             unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
             jobs = [partial(scheme.encode, chunk, index, unrotation, own) for index in range(len(scheme.sections))]
-            out.append(_run(jobs, self._workers(chunk.tokens, chunk.layout)))
+            out.append(self._pool.run(jobs, self._workers(chunk.tokens, chunk.layout)))
         return out
 
     def decode(
@@ -82,32 +85,38 @@ class CpuBackend:
         chosen = [
             i for i, s in enumerate(scheme.sections) if s.first_layer < layers.stop and layers.start < s.end_layer
         ]
-        # Rows that are written as they are decoded: of the dtype that was coded, and adjacent, for compiled code.
-        direct = cache.dtype == layout.torch_dtype and all(
-            tensor.is_contiguous() for index in layers for tensor in (cache.keys[index], cache.values[index])
-        )
+        # Rows that are written as they are decoded, of the dtype that was coded.
+        direct = cache.dtype == layout.torch_dtype
         for chunk in chunks:
             wanted = _wanted(chunk.slots)
-            rows = cache.run(chunk.slots[wanted], layers) if direct else None
-            target = _target(scheme, chosen, chunk, layout, wanted, layers, cache if rows is not None else None, rows)
+            slots = chunk.slots[wanted]
+            rows = paged_rows(cache, slots, layers) if direct else None
+            keys, values = _scratch(layout, len(slots), layers) if rows is None else ([], [])
+            own_keys, own_values = (
+                (list(map(dense_rows, keys)), list(map(dense_rows, values))) if rows is None else rows
+            )
+            start = chunk.start + wanted.start
+            target = Target(layout, own_keys, own_values, wanted, chunk.header.tokens, chunk.header.start, start)
             self._decode(scheme, chosen, chunk, target)
             if rows is None:
                 of_layers = slice(layers.start, layers.stop)
-                cache.write(target.keys[of_layers], target.values[of_layers], chunk.slots[wanted], layers)
+                cache.write(keys[of_layers], values[of_layers], slots, layers)
         return lambda: None
 
     def _decode(self, scheme: SectionScheme, chosen: list[int], chunk: CodedChunk, target: Target) -> None:
         layout, wanted = target.layout, target.wanted
-        views = {index: read_section(chunk.blob, chunk.header, index) for index in chosen}
-        # Too few sections for the threads: cut the tokens into runs as well, where tiles end.
-        unit = max(tile_tokens(scheme.sections[index], layout) for index in chosen)
+        parts = [(index, read_section(chunk.blob, chunk.header, index)) for index in chosen]
         workers = self._workers(wanted.stop - wanted.start, layout)
+        # A share of the sections for each thread; if there are too few, the tokens are cut into runs as well, where
+        # tiles end.
+        unit = max(tile_tokens(section, layout) for section in scheme.sections)
+        shares = _shares(parts, workers)
         jobs = []
-        for part in _split(wanted, -(-workers // len(chosen)), unit):
+        for part in _split(wanted, -(-workers // len(shares)), unit):
             run = _part_of(target, part)
             rotation = Rotation(layout, run.start, part.stop - part.start, torch.device("cpu"))
-            jobs += [partial(scheme.decode, views[index], index, run, rotation) for index in chosen]
-        _run(jobs, workers)
+            jobs += [partial(scheme.decode, share, run, rotation) for share in shares]
+        self._pool.run(jobs, workers)
 
     def _scheme(self, coding: Coding) -> SectionScheme:
         key = (coding.profile.id, coding.scheme, coding.step)
@@ -145,49 +154,24 @@ def _wanted(slots: torch.Tensor) -> slice:
     return slice(int(somewhere[0]), int(somewhere[-1]) + 1) if len(somewhere) else slice(0, len(slots))
 
 
-def _target(
-    scheme: SectionScheme,
-    chosen: list[int],
-    chunk: CodedChunk,
-    layout: KVLayout,
-    wanted: slice,
-    layers: range,
-    cache: PagedCache | None,
-    rows: slice | None,
-) -> Target:
-    """Rows of the cache itself where there is a run of them; elsewhere, and for layers nobody asked for, scratch."""
-    covered = range(scheme.sections[chosen[0]].first_layer, scheme.sections[chosen[-1]].end_layer)
+def _scratch(layout: KVLayout, tokens: int, layers: range) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Tensors `[T, H, D]` per layer for tokens that cannot be written where they go; empty for other layers."""
     keys: list[torch.Tensor] = []
     values: list[torch.Tensor] = []
     for index, layer in enumerate(layout.layers):
-        own = cache.rows(index) if cache is not None and index in layers else None
-        if own is not None:
-            whole = rows == slice(0, len(own[0])) == slice(0, len(own[1]))
-            keys.append(own[0] if whole else own[0][rows])
-            values.append(own[1] if whole else own[1][rows])
-            continue
-        count = wanted.stop - wanted.start if index in covered else 0
         for tensors, size in ((keys, layer.head_dim), (values, layer.value_dim)):
-            tensors.append(torch.empty(count, layer.kv_heads, size, dtype=layout.torch_dtype))
-    return Target(layout, keys, values, wanted, chunk.header.tokens, chunk.header.start, chunk.start + wanted.start)
+            tensors.append(
+                torch.empty(tokens if index in layers else 0, layer.kv_heads, size, dtype=layout.torch_dtype)
+            )
+    return keys, values
 
 
-def _run(jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-    """Run the jobs on so many threads; the first error ends the rest."""
-    if workers == 1 or len(jobs) == 1:
-        return [_without_gradients(job) for job in jobs]
-    # One thread for each product: torch would start as many more from every worker. Its setting is the worker's own,
-    # but also becomes the default of threads to come; the caller's call puts that back.
-    try:
-        with ThreadPoolExecutor(min(workers, len(jobs)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(_without_gradients, jobs))
-    finally:
-        torch.set_num_threads(torch.get_num_threads())
-
-
-def _without_gradients(job: Callable[[], T]) -> T:
-    with torch.no_grad():  # a thread's own setting
-        return job()
+def _shares(parts: list[T], workers: int) -> list[list[T]]:
+    """The parts in runs that threads take in turn: several for each, so that none waits long for the last."""
+    if workers == 1:
+        return [parts]
+    size = max(len(parts) // (SHARES * workers), 1)
+    return [parts[at : at + size] for at in range(0, len(parts), size)]
 
 
 def _split(wanted: slice, parts: int, unit: int) -> list[slice]:
@@ -202,8 +186,8 @@ def _part_of(target: Target, part: slice) -> Target:
     rows = slice(part.start - target.wanted.start, part.stop - target.wanted.start)
     return replace(
         target,
-        keys=[tensor[rows] for tensor in target.keys],
-        values=[tensor[rows] for tensor in target.values],
+        keys=[own if own is None else own.take(rows) for own in target.keys],
+        values=[own if own is None else own.take(rows) for own in target.values],
         wanted=part,
         start=target.start + rows.start,
     )

@@ -16,7 +16,7 @@ import numpy as np
 
 from cuvee.codec.classes import ClassedPlan, windows
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.rans import LOWER_BOUND, U8, WORD_BITS, Streams, check_streams, rans_decode, stream_count
+from cuvee.codec.rans import LOWER_BOUND, U8, WORD_BITS, Streams, check_streams, rans_decode, stream_count, stream_error
 from cuvee.codec.tables import EntropyTables
 
 
@@ -66,6 +66,11 @@ def rans_encode_classes(
     return Streams(state.astype(np.uint32), lengths, flat)
 
 
+def class_stream_error() -> CorruptError:
+    """What is wrong with a section whose class stream ends in another state than the initial one."""
+    return CorruptError("the class stream of a section does not end where it must: the bytes are damaged")
+
+
 def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
     """The classes `[T]` uint8 of a section's tokens, decoded from their one stream.
 
@@ -76,7 +81,7 @@ def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
     try:
         return rans_decode(stream, which, which, table, 1, 1)[:, 0]
     except CorruptError as error:
-        raise CorruptError("the class stream of a section does not end where it must: the bytes are damaged") from error
+        raise class_stream_error() from error
 
 
 def rans_decode_classes(
@@ -116,7 +121,5 @@ def rans_decode_classes(
             at[stream] += need
     bad = np.flatnonzero((state != LOWER_BOUND) | (at != end))
     if bad.size:
-        raise CorruptError(
-            f"entropy-coded stream {bad[0]} of {len(end)} does not end where it must: the bytes are damaged"
-        )
+        raise stream_error(int(bad[0]), len(end))
     return out

@@ -4,80 +4,94 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec import lanes
+from cuvee.codec.arena import Arena
 from cuvee.codec.compiled import compiled
-from cuvee.codec.errors import CorruptError
-from cuvee.codec.rans import LANES, U8, U16, Streams, check_streams, stream_count
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.lanes import FLIGHT, collect_words, decode_lanes, encode_lanes, list_groups
+from cuvee.codec.rans import U8, U16, Streams, check_streams, stream_count, stream_error
+from cuvee.codec.simd import WIDTH
+from cuvee.codec.tables import SYMBOLS, EntropyTables
+
+_arena = Arena()
+_SLACK = 4  # bytes that can be read beyond the last word
 
 
 @compiled
-def _encode(symbols, first, rest, freq, cumulative, prob_bits, n, states, lengths, words):  # type: ignore[no-untyped-def]
+def _encode(  # type: ignore[no-untyped-def]
+    symbols, first, rest, coders, prob_bits, n, capacity, dealt, spare, log, states, lengths, words
+):  # fmt: skip
+    """Bring symbols into the order of columns that `lanes.py` codes, and code them; how many words there are."""
     steps, tokens = symbols.shape
-    shift = np.uint32(prob_bits)
-    limit = np.uint64(32 - prob_bits)
-    scratch = np.empty(n * steps, np.uint16)
-    filled = 0
-    for s in range(len(states)):
-        x = np.uint32(65536)
-        at = len(scratch)
-        for j in range(min(n, tokens - s * n) - 1, -1, -1):
-            table_of = rest if j else first
-            t = s * n + j
-            for c in range(steps - 1, -1, -1):
-                table = table_of[c]
-                symbol = symbols[c, t]
-                f = np.uint32(freq[table, symbol])
-                if np.uint64(x) >= np.uint64(f) << limit:
-                    at -= 1
-                    scratch[at] = np.uint16(x & np.uint32(0xFFFF))
-                    x = x >> np.uint32(16)
-                quotient = x // f
-                x = (quotient << shift) + (x - quotient * f) + np.uint32(cumulative[table, symbol])
-        count = len(scratch) - at
-        words[filled : filled + count] = scratch[at:]
-        filled += count
-        lengths[s] = count
-        states[s] = x
-    return filled
+    count = len(states)
+    columns = np.empty(count * n, np.uint8)
+    column = 0
+    for j in range(n):
+        for begin in range(0, tokens, n):
+            columns[column] = (1 if j else 0) if begin + j < tokens else 2
+            column += 1
+    for c in range(steps):
+        source, target = symbols[c], dealt[c * column : (c + 1) * column]
+        if n == 1:
+            target[:] = source
+            continue
+        for j in range(n):
+            of_row = target[j * count : (j + 1) * count]
+            for s in range((tokens - j + n - 1) // n):
+                of_row[s] = source[s * n + j]
+    tables = np.empty(2 * steps, np.uint32)
+    for c in range(steps):
+        tables[c] = np.uint32(first[c]) * np.uint32(SYMBOLS)
+        tables[steps + c] = np.uint32(rest[c]) * np.uint32(SYMBOLS)
+    depth = np.zeros(3, np.int32)
+    depth[:2] = steps
+    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
+    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = column, steps
+    groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
+    listed = list_groups(0, 0, column, n, column, groups, 0)
+    begins = np.empty(count, np.int64)
+    encode_lanes(
+        groups[:listed], fields, dealt, columns, depth, tables, coders, prob_bits, capacity, spare, log, states,
+        lengths, begins,
+    )  # fmt: skip
+    return collect_words(log, begins, lengths, words)
 
 
 @compiled
-def _decode(states, start, end, words, first, rest, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
+def _decode(states, starts, ends, words, first, rest, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
+    """Decode into columns that `lanes.py` can fill, and bring these into the order of the tokens."""
     steps, tokens = out.shape
     count = len(states)
-    mask = np.uint32((1 << prob_bits) - 1)
-    shift = np.uint32(prob_bits)
-    x = np.empty(LANES, np.uint32)
-    at = np.empty(LANES, np.uint32)
-    last = np.uint32(len(words) - 1)  # the caller pads with one word, so there is always one to read
-    for base in range(0, count, LANES):
-        width = min(LANES, count - base)
-        for lane in range(width):
-            x[lane] = states[base + lane]
-            at[lane] = start[base + lane]
-        for j in range(n):
-            # Only the very last stream can be short, so the active lanes come first.
-            active = width
-            while active and (base + active - 1) * n + j >= tokens:
-                active -= 1
-            table_of = rest if j else first
-            for c in range(steps):
-                table = slots[table_of[c]]
-                row = out[c]
-                column = base * n + j
-                for lane in range(active):
-                    v = x[lane]
-                    slot = table[v & mask]
-                    row[column + lane * n] = np.uint8(slot >> np.uint32(24))
-                    v = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (v >> shift) + (slot & np.uint32(0xFFF))
-                    need = v < np.uint32(65536)
-                    word = np.uint32(words[min(at[lane], last)])
-                    x[lane] = (v << np.uint32(16)) | word if need else v
-                    at[lane] += np.uint32(1) if need else np.uint32(0)
-        for lane in range(width):
-            if x[lane] != np.uint32(65536) or at[lane] != end[base + lane]:
-                return base + lane
-    return -1
+    columns = np.empty(count * n, np.uint8)
+    column = 0
+    for j in range(n):
+        for begin in range(0, tokens, n):
+            columns[column] = (1 if j else 0) if begin + j < tokens else 2
+            column += 1
+    tables = np.empty(2 * steps, np.uint32)
+    for c in range(steps):
+        tables[c] = np.uint32(first[c]) << np.uint32(prob_bits)
+        tables[steps + c] = np.uint32(rest[c]) << np.uint32(prob_bits)
+    depth = np.zeros(3, np.int32)
+    depth[:2] = steps
+    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
+    fields[0, lanes.LAST] = (len(words) - _SLACK) // 2
+    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = column, steps
+    groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
+    listed = list_groups(0, 0, column, n, column, groups, 0)
+    dealt = np.empty(steps * column + WIDTH, np.uint8)
+    bad = decode_lanes(
+        groups[:listed], fields, states, starts, ends, words, columns, depth, tables, slots, prob_bits, dealt
+    )
+    if bad < 0:
+        for c in range(steps):
+            source, target = dealt[c * column : (c + 1) * column], out[c]
+            at = 0
+            for j in range(n):
+                of_row = source[at : at + count]
+                for s in range((tokens - j + n - 1) // n):
+                    target[s * n + j] = of_row[s]
+                at += count
+    return bad
 
 
 def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
@@ -85,19 +99,15 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
     steps, tokens = symbols.shape
     count = stream_count(tokens, tokens_per_stream)
     states, lengths = np.empty(count, np.uint32), np.empty(count, np.uint32)
-    words = np.empty(steps * tokens, np.uint16)  # a bound: at most one word per symbol
+    columns = count * tokens_per_stream
+    words = _arena.array("words", steps * tokens, np.uint16)  # a bound: at most one word per symbol
+    capacity = steps * tokens_per_stream + 1
     filled = _encode(
-        symbols,
-        first,
-        rest,
-        tables.freq,
-        tables.cumulative,
-        tables.prob_bits,
-        tokens_per_stream,
-        states,
-        lengths,
-        words,
-    )
+        symbols, first, rest, tables.coders.reshape(-1), tables.prob_bits, tokens_per_stream, capacity,
+        _arena.array("dealt", steps * columns + WIDTH, np.uint8),
+        _arena.array("spare", FLIGHT * WIDTH * capacity + 1, np.uint16),
+        _arena.array("log", steps * tokens, np.uint16), states, lengths, words,
+    )  # fmt: skip
     return Streams(states, lengths, words[:filled].copy())
 
 
@@ -107,14 +117,12 @@ def rans_decode(
     """See `cuvee.codec.rans.rans_decode`: the same arguments, result and errors."""
     check_streams(streams, tokens_per_stream, tokens)
     out = np.empty((len(first), tokens), np.uint8)
-    end = np.cumsum(streams.lengths, dtype=np.int64)
-    words = np.append(streams.words, np.uint16(0))
+    ends = np.cumsum(streams.lengths, dtype=np.uint32)
+    words = np.frombuffer(b"".join((streams.words.astype("<u2", copy=False).tobytes(), bytes(_SLACK))), np.uint8)
     bad = _decode(
-        streams.states, end - streams.lengths, end, words, first, rest, tables.slots, tables.prob_bits,
+        streams.states, ends - streams.lengths, ends, words, first, rest, tables.slots.reshape(-1), tables.prob_bits,
         tokens_per_stream, out,
     )  # fmt: skip
     if bad >= 0:
-        raise CorruptError(
-            f"entropy-coded stream {bad} of {len(end)} does not end where it must: the bytes are damaged"
-        )
+        raise stream_error(int(bad), len(ends))
     return out

@@ -6,30 +6,39 @@ does not know which it has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from cuvee.codec import (
+    byte_planes,
     classes_numba,
+    lossless_numba,
     rans,
     rans_classes,
     rans_numba,
+    sections,
+    sections_numba,
     symbols,
     symbols_classes,
     symbols_numba,
     transform,
     transform_numba,
 )
+from cuvee.codec.byte_planes import BytePlane
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import ClassedPlan
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
+from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.rans import U8, U16, Streams
+from cuvee.codec.rows import Rows
+from cuvee.codec.section_coding import StepCoding
+from cuvee.codec.sections import Coefficients
 from cuvee.codec.symbols import F32, I32, CodingPlan, Escapes, Quantizer
 from cuvee.codec.tables import EntropyTables
-from cuvee.codec.transform import I64, Rotation, Section
+from cuvee.codec.transform import I64, Rotation, Section, SectionBasis
 
 
 class Place(Protocol):
@@ -43,8 +52,8 @@ class Place(Protocol):
         layout: KVLayout,
         rotation: Rotation,
         at: slice,
-        keys: list[torch.Tensor],
-        values: list[torch.Tensor],
+        keys: Sequence[Rows | None],
+        values: Sequence[Rows | None],
         order: I64 | None = None,
     ) -> None:
         """Write values into the outputs."""
@@ -67,12 +76,19 @@ class Stages:
     unpredict: Callable[[I32, CodingPlan, int], I32]
     pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
     unpack: Callable[[U8, Escapes, CodingPlan], I32]
+    gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor], torch.Tensor]
     place: Place
+    analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None], torch.Tensor]
+    synthesize: Callable[
+        [torch.Tensor, Sequence[torch.Tensor], Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor
+    ]
     rans_encode_classes: Callable[[U8, U8, ClassedPlan, EntropyTables, int], Streams]
-    rans_decode_classes: Callable[[Streams, U8, ClassedPlan, EntropyTables, int], U8]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
-    from_planes: Callable[[U8, U8, Escapes, ClassedPlan, Quantizer, int, torch.dtype], torch.Tensor]
-    read_classes: Callable[[Streams, EntropyTables, int], U8]
+    decode_sections: Callable[
+        [StepCoding, Sequence[tuple[int, memoryview]], int, slice, torch.dtype], list[Coefficients]
+    ]
+    split_unit: Callable[[torch.Tensor], list[BytePlane]]
+    decode_layer: Callable[[memoryview, LayerLayout, torch.dtype, int, slice, Rows | None, Rows | None, int], None]
 
 
 _STAGES = (
@@ -86,12 +102,15 @@ _STAGES = (
         symbols.unpredict,
         symbols.pack,
         symbols.unpack,
+        transform.gather_centered,
         transform.place,
+        transform.SectionBasis.coefficients,
+        transform.synthesize,
         rans_classes.rans_encode_classes,
-        rans_classes.rans_decode_classes,
         symbols_classes.to_planes,
-        symbols_classes.from_planes,
-        rans_classes.read_classes,
+        sections.decode_sections,
+        byte_planes.split_unit,
+        byte_planes.decode_layer,
     ),
     Stages(
         "numba",
@@ -103,12 +122,15 @@ _STAGES = (
         symbols_numba.unpredict,
         symbols_numba.pack,
         symbols_numba.unpack,
+        transform_numba.gather_centered,
         transform_numba.place,
+        transform.SectionBasis.coefficients,
+        transform.synthesize,
         classes_numba.rans_encode_classes,
-        classes_numba.rans_decode_classes,
         classes_numba.to_planes,
-        classes_numba.from_planes,
-        classes_numba.read_classes,
+        sections_numba.decode_sections,
+        lossless_numba.split_unit,
+        lossless_numba.decode_layer,
     ),
 )
 _BY_NAME = {stages.name: stages for stages in _STAGES}

@@ -174,6 +174,11 @@ def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int
     return planes, Escapes(index.astype(np.uint32), high.ravel()[index].astype(np.int32))
 
 
+def escape_error() -> CorruptError:
+    """What is wrong with a section that lists other escapes than it codes."""
+    return CorruptError("the escape list does not match the coded symbols: the bytes are damaged")
+
+
 def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
     """The inverse of `pack`: `[R, T]` int32.
 
@@ -184,9 +189,19 @@ def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
     high = planes[:rows].view(np.int8).astype(np.int32)
     index = np.flatnonzero(planes[:rows] == ESCAPE)
     if not np.array_equal(index, escapes.index):
-        raise CorruptError("the escape list does not match the coded symbols: the bytes are damaged")
+        raise escape_error()
     high.ravel()[index] = escapes.value
     wide = plan.wide
     shift = plan.shift[wide].astype(np.int32)[:, None]
     high[wide] = (high[wide] << shift) + planes[rows:] - (1 << (shift - 1))
     return high
+
+
+def select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
+    """The escapes of the columns `at` of a matrix of `tokens` columns, numbered within them."""
+    if not len(escapes.index) or (at.start == 0 and at.stop == tokens):
+        return escapes
+    row, column = np.divmod(escapes.index, np.uint32(tokens))
+    inside = (column >= at.start) & (column < at.stop)
+    index = row[inside] * np.uint32(at.stop - at.start) + (column[inside] - np.uint32(at.start))
+    return Escapes(index, escapes.value[inside])

@@ -16,8 +16,7 @@ import torch
 
 from cuvee.codec import symbols
 from cuvee.codec.classes import ClassedPlan
-from cuvee.codec.errors import CorruptError
-from cuvee.codec.symbols import ESCAPE, F32, U8, Escapes, Quantizer
+from cuvee.codec.symbols import ESCAPE, F32, U8, Escapes, Quantizer, escape_error
 from cuvee.codec.tables import EntropyTables
 
 
@@ -89,5 +88,5 @@ def from_planes(
         levels = symbols.unpack(np.ascontiguousarray(planes[: own.planes, at]), local, own)
         out[: len(own.shift), at] = symbols.dequantize(levels, float(plan.steps[k]), own, quantizer)
     if found != len(escapes.index):
-        raise CorruptError("the escape list does not match the coded symbols: the bytes are damaged")
+        raise escape_error()
     return torch.from_numpy(out).to(dtype)

@@ -5,23 +5,59 @@ from __future__ import annotations
 import numpy as np
 
 from cuvee.codec.compiled import compiled
-from cuvee.codec.errors import CorruptError
-from cuvee.codec.symbols import ESCAPE, F32, I32, RHO_BITS, U8, CodingPlan, Escapes, Prediction, Quantizer
+from cuvee.codec.symbols import (
+    ESCAPE,
+    F32,
+    I32,
+    RHO_BITS,
+    U8,
+    CodingPlan,
+    Escapes,
+    Prediction,
+    Quantizer,
+    escape_error,
+)
 from cuvee.codec.tables import EntropyTables
 
 _RHO_HALF = 1 << (RHO_BITS - 1)
 
 
 @compiled
+def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-untyped-def]
+    """Levels of coefficients that share their numbers; `inverse` is one over their step."""
+    for t in range(len(levels)):
+        a = abs(y[t]) * inverse
+        level = np.int32(a + rounding) if a >= dead_zone else np.int32(0)  # of no negative number: rounded down
+        levels[t] = level if y[t] >= 0 else -level
+
+
+@compiled
+def pack_row(levels, bits, codable, least, greatest, plane, low):  # type: ignore[no-untyped-def]
+    """The bytes of levels that share a table, and their low bits; returns how many are escapes."""
+    half = np.int32(1) << (bits - 1) if bits else np.int32(0)
+    mask = (np.int32(1) << bits) - np.int32(1)
+    escapes = 0
+    if least <= greatest:
+        for t in range(len(levels)):
+            high = np.int32(levels[t] + half) >> bits
+            escape = high < least or high > greatest
+            plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
+            escapes += escape
+    else:  # a table with gaps
+        for t in range(len(levels)):
+            high = np.int32(levels[t] + half) >> bits
+            escape = high < -127 or high > 127 or not codable[np.uint8(high & 0xFF)]
+            plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
+            escapes += escape
+    for t in range(len(low)):
+        low[t] = np.uint8(np.int32(levels[t] + half) & mask)
+    return escapes
+
+
+@compiled
 def _quantize(y, inverse, table, dead_zone, rounding, out):  # type: ignore[no-untyped-def]
-    rows, tokens = y.shape
-    for c in range(rows):
-        dead, offset = dead_zone[table[c]], rounding[table[c]]
-        source, target = y[c], out[c]
-        for t in range(tokens):
-            a = abs(source[t]) * inverse
-            level = np.int32(np.floor(a + offset)) if a >= dead else np.int32(0)
-            target[t] = level if source[t] >= 0 else -level
+    for c in range(len(y)):
+        quantize_row(y[c], inverse, dead_zone[table[c]], rounding[table[c]], out[c])
 
 
 def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
@@ -83,40 +119,39 @@ def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
 
 
 @compiled
-def _pack(d, shift, first, rest, codable, n, planes):  # type: ignore[no-untyped-def]
+def _pack(d, shift, first, rest, codable, reach, n, planes, escaped):  # type: ignore[no-untyped-def]
     rows, tokens = d.shape
-    escapes = 0
     low_row = rows
+    starts = np.empty((tokens + n - 1) // n, np.int32)
+    bytes_of = np.empty(len(starts), np.uint8)
     for c in range(rows):
-        k = np.int32(shift[c])
-        half = np.int32(1) << (k - 1) if k else np.int32(0)
-        mask = (np.int32(1) << k) - np.int32(1)
-        ok_first, ok_rest = codable[first[c]], codable[rest[c]]
-        for t in range(tokens):
-            v = d[c, t] + half
-            high = v >> k
-            byte = np.uint8(high & 0xFF)
-            ok = ok_rest[byte] if t % n else ok_first[byte]
-            if high > 127 or high < -127 or not ok:
-                byte = np.uint8(ESCAPE)
-                escapes += 1
-            planes[c, t] = byte
-            if k:
-                planes[low_row, t] = np.uint8(v & mask)
-        if k:
-            low_row += 1
-    return escapes
+        bits = np.int32(shift[c])
+        low = planes[low_row] if bits else planes[c, :0]
+        low_row += bits > 0
+        table = rest[c]
+        escaped[c] = pack_row(d[c], bits, codable[table], reach[table, 0], reach[table, 1], planes[c], low)
+        if first[c] != table:
+            table = first[c]
+            for s in range(len(starts)):
+                starts[s] = d[c, s * n]
+                escaped[c] -= planes[c, s * n] == ESCAPE
+            escaped[c] += pack_row(starts, bits, codable[table], reach[table, 0], reach[table, 1], bytes_of, low[:0])
+            for s in range(len(starts)):
+                planes[c, s * n] = bytes_of[s]
 
 
 def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int) -> tuple[U8, Escapes]:
     """See `cuvee.codec.symbols.pack`."""
     rows, tokens = d.shape
     planes = np.empty((plan.planes, tokens), np.uint8)
-    count = _pack(d, plan.shift, plan.first, plan.rest, tables.freq != 0, tokens_per_stream, planes)
-    index = np.flatnonzero(planes[:rows] == ESCAPE) if count else np.empty(0, np.intp)
-    shift = plan.shift.astype(np.int32)[index // tokens]
-    high = (d.ravel()[index] + np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0)) >> shift
-    return planes, Escapes(index.astype(np.uint32), high.astype(np.int32))
+    escaped = np.zeros(rows, np.int64)
+    _pack(d, plan.shift, plan.first, plan.rest, tables.codable, tables.reach, tokens_per_stream, planes, escaped)
+    those = np.flatnonzero(escaped)
+    row, column = np.nonzero(planes[those] == ESCAPE)
+    row = those[row]
+    shift = plan.shift.astype(np.int32)[row]
+    high = (d[row, column] + np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0)) >> shift
+    return planes, Escapes((row * tokens + column).astype(np.uint32), high.astype(np.int32))
 
 
 @compiled
@@ -150,5 +185,5 @@ def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
     """See `cuvee.codec.symbols.unpack`."""
     out = np.empty((len(plan.shift), planes.shape[1]), np.int32)
     if not _unpack(planes, escapes.index, escapes.value, plan.shift, out):
-        raise CorruptError("the escape list does not match the coded symbols: the bytes are damaged")
+        raise escape_error()
     return out

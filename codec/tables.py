@@ -68,6 +68,28 @@ class EntropyTables:
         return out
 
     @cached_property
+    def coders(self) -> U32:
+        """`[tables, 256]` uint32, what an encoder needs of each byte: `cumulative << 16 | frequency`."""
+        return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
+
+    @cached_property
+    def codable(self) -> npt.NDArray[np.bool_]:
+        """`[tables, 256]`: whether a table codes a byte."""
+        codable: npt.NDArray[np.bool_] = self.freq != 0
+        return codable
+
+    @cached_property
+    def reach(self) -> npt.NDArray[np.int32]:
+        """`[tables, 2]` int32: the least and the greatest int8 value that each table codes, -128 aside.
+
+        If it does not code all between them, the greatest is below the least.
+        """
+        signed = np.roll(self.freq, 128, axis=1)[:, 1:] > 0  # -127 … 127
+        least, greatest = signed.argmax(1) - 127, 127 - signed[:, ::-1].argmax(1)
+        whole = signed.sum(1) == greatest - least + 1
+        return np.stack([np.where(whole, least, 0), np.where(whole, greatest, -1)], 1).astype(np.int32)
+
+    @cached_property
     def bits(self) -> npt.NDArray[np.float32]:
         """`[tables, 256]` float32: ideal code lengths in bits, infinite for bytes that cannot be coded."""
         with np.errstate(divide="ignore"):

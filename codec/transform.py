@@ -11,9 +11,9 @@ K before V, head, dimension. A *block* is a contiguous part of them that shares 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin, turn
+from cuvee.codec.rows import Rows
 
 I64 = npt.NDArray[np.int64]
 
@@ -97,6 +98,7 @@ class Rotation:
     def __init__(self, layout: KVLayout, start: int, tokens: int, device: torch.device, inverse: bool = False) -> None:
         positions = torch.arange(start, start + tokens, dtype=torch.int64, device=device)
         self._tables: dict[Rope, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._arrays: dict[Rope, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]] = {}
         for rope in {layer.rope for layer in layout.layers}:
             if rope is None:
                 continue
@@ -105,11 +107,13 @@ class Rotation:
                 square = rope.attention_scaling**2
                 cos, sin = cos / square, sin / -square
             self._tables[rope] = (cos[:, None], sin[:, None])
+            if device.type == "cpu":
+                self._arrays[rope] = cos.numpy(), sin.numpy()
 
-    def tables(self, rope: Rope, at: slice) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def tables(self, rope: Rope, at: slice) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
         """Cos and sin `[t, rotary_dim / 2]` float32 of the tokens `at`, on the CPU."""
-        cos, sin = self._tables[rope]
-        return cos[at, 0].numpy(), sin[at, 0].numpy()
+        cos, sin = self._arrays[rope]
+        return cos[at], sin[at]
 
     def apply(self, keys: torch.Tensor, rope: Rope | None, at: slice) -> torch.Tensor:
         """Keys `[t, H, D]` of the tokens `at` of the run, rotated; float32."""
@@ -129,6 +133,14 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
     return torch.cat(columns, dim=1)
 
 
+def gather_centered(
+    chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
+) -> torch.Tensor:
+    """`gather`, less the means `[m, N]` float32, of which the last row serves all further tokens."""
+    x = gather(chunk, section, rotation, at)
+    return x - (mean[torch.arange(len(x)).clamp_max(len(mean) - 1)] if 1 < len(mean) < len(x) else mean)
+
+
 def require_finite(x: torch.Tensor, section: Section) -> None:
     """Raise InputError if `x`, values of the section, holds NaN or infinities."""
     # A sum is finite only if all of its terms are. If it overflows, the terms themselves are checked.
@@ -146,39 +158,47 @@ def place(
     layout: KVLayout,
     rotation: Rotation,
     at: slice,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
+    keys: Sequence[Rows | None],
+    values: Sequence[Rows | None],
     order: I64 | None = None,
 ) -> None:
-    """Write `x + mean` into the tokens `at` of per-layer outputs, with keys rotated and rounded to the outputs' dtype.
+    """Write `x + mean` to the rows `at` of per-layer outputs, with keys rotated and rounded to the outputs' dtype.
 
     Args:
-        x: `[t, N]` with position-free keys; float32 or bfloat16. Arithmetic is float32.
+        x: `[t, N]` with position-free keys, or `[blocks, t, N / blocks]`; float32 or bfloat16. Arithmetic is float32.
         mean: `[m, N]` float32, contiguous. Its last row serves all further tokens.
         section: the section whose values x holds.
         layout: layout of the outputs.
         rotation: rotates keys to their positions; `at` indexes it.
         at: rows of the outputs.
-        keys: per layer `[T, H, D]`. Those of the section's layers are written.
+        keys: per layer. Those of the section's layers are written, unless they are None.
         values: the same for values.
-        order: `[t]`, the row of `mean`, of `at` and of the outputs that each row of x belongs to; None: its own.
+        order: `[t]`, the row of `mean`, of `at` and of the outputs that each row of x belongs to; None: its own. Rows
+            of x that belong to none, because `order` names one below zero or beyond `at`, are left out.
     """
+    if x.ndim == 3:
+        x = x.transpose(0, 1).flatten(1)
     if order is not None:
-        x = x[torch.from_numpy(np.argsort(order))]
+        inside = (order >= 0) & (order < at.stop - at.start)
+        x = x[torch.from_numpy(np.flatnonzero(inside)[np.argsort(order[inside])])]
     if 1 < len(mean) < len(x):
         mean = mean[torch.arange(len(x)).clamp_max(len(mean) - 1)]
     x = x.float() + mean
     column = 0
     for index, layer in enumerate(section.layers(layout), section.first_layer):
         part = x[:, column : column + layer.key_values].unflatten(1, (layer.kv_heads, layer.head_dim))
-        keys[index][at] = rotation.apply(part, layer.rope, at).to(keys[index].dtype)
+        rows = keys[index]
+        if rows is not None:
+            rows.write(rotation.apply(part, layer.rope, at), at)
         column += layer.key_values
         part = x[:, column : column + layer.value_values].unflatten(1, (layer.kv_heads, layer.value_dim))
-        values[index][at] = part.to(values[index].dtype)
+        rows = values[index]
+        if rows is not None:
+            rows.write(part, at)
         column += layer.value_values
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SectionBasis:
     """The linear maps of a section.
 
@@ -207,10 +227,12 @@ class SectionBasis:
 
     def leading_means(self, start: int, at: slice) -> torch.Tensor:
         """`means` without repetition: `[m, N]`. The last row serves all further tokens."""
-        sinks = self.sinks[start + at.start : start + at.stop]
-        if not len(sinks):
-            return self.mean[None]
-        return torch.cat([sinks, self.mean[None]]) if len(sinks) < at.stop - at.start else sinks
+        first = min(start + at.start, len(self.sinks))
+        return self._sinks_and_mean[first : first + at.stop - at.start]
+
+    @cached_property
+    def _sinks_and_mean(self) -> torch.Tensor:
+        return torch.cat([self.sinks, self.mean[None]])
 
     def analyze(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
         """`x [t, N]` float32 of the tokens `at` of a chunk that begins at position `start` -> `y [sum(ranks), t]`.
@@ -267,27 +289,34 @@ class LeadingComponents:
 
 def synthesize(
     y: torch.Tensor,
-    inverse: tuple[torch.Tensor, ...],
-    ranks: tuple[int, ...] | None = None,
-    out: torch.Tensor | None = None,
+    inverse: Sequence[torch.Tensor],
+    runs: Iterable[tuple[slice, Sequence[int]]],
+    out: torch.Tensor,
 ) -> torch.Tensor:
-    """The inverse of `SectionBasis.analyze`. `y`, the matrices and x share one dtype.
+    """Coefficients to values: the inverse of `SectionBasis.coefficients`. All tensors share one dtype.
 
     Args:
-        y: `[sum(ranks), t]` coefficients, block after block.
-        inverse: per block `[r, n]`, the transposed `SectionBasis.inverse`; r is at least the block's rank.
-        ranks: how many leading components of each block y holds; None means all r of them.
-        out: receives x.
+        y: `[B, pad, t]`, of each block the leading components, and zeros.
+        inverse: the transposed `SectionBasis.inverse`, zeros below, stacked where blocks are alike: `[b, rows, n]`,
+            with at least `pad` rows. Together B blocks.
+        runs: the columns multiplied together, and how many rows of each block they need. With matrix instructions all
+            columns are multiplied at once, since a call costs as much as what it would save.
+        out: `[t N]`, receives the values.
 
     Returns:
-        x: `[t, N]`.
+        `[t, N]`, or `[B, t, N / B]` if all blocks are alike and were multiplied at once: a view of `out`.
     """
-    x = y.new_empty(y.shape[1], sum(matrix.shape[1] for matrix in inverse)) if out is None else out
-    row = column = 0
-    for matrix, rank in zip(inverse, ranks or map(len, inverse), strict=True):
-        size = matrix.shape[1]
-        torch.mm(y[row : row + rank].T, matrix[:rank], out=x[:, column : column + size])
-        row, column = row + rank, column + size
+    width = y.shape[2]
+    if y.dtype == torch.bfloat16 and len(inverse) == 1:
+        return torch.bmm(y.mT, inverse[0][:, : y.shape[1]], out=out.view(len(y), width, -1))
+    x = out.view(width, -1)
+    matrices = [matrix for alike in inverse for matrix in alike]
+    for run, rows in runs:
+        column = 0
+        for own, matrix, depth in zip(y, matrices, rows, strict=True):
+            size = matrix.shape[1]
+            torch.mm(own[:depth, run].T, matrix[:depth], out=x[run, column : column + size])
+            column += size
     return x
 
 

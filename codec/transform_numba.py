@@ -1,52 +1,82 @@
-"""`place` into bfloat16 on the CPU, with mean, rotation and rounding in one pass: same bytes as `transform.place`."""
+"""`place` and `gather_centered` for the CPU, in one pass each: same bytes as in `transform.py`."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from numba.core import types
+from numba.extending import overload
 
 from cuvee.codec import transform
+from cuvee.codec.chunk import KVChunk
 from cuvee.codec.compiled import compiled
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.rows import Rows, dense_rows
 from cuvee.codec.transform import I64, Rotation, Section
 
 
+def _wide(value: Any) -> Any:
+    """The bits of a bfloat16, or a float32, as float32."""
+
+
+def _rounded(value: Any, out: Any) -> Any:
+    """A float32 as `out` holds it: as it is, or as the bits of a bfloat16, to nearest and ties to even."""
+
+
+@overload(_wide)
+def _wide_of(value):  # type: ignore[no-untyped-def]
+    if isinstance(value, types.Integer):
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+@overload(_rounded)
+def _rounded_for(value, out):  # type: ignore[no-untyped-def]
+    if not isinstance(out.dtype, types.Integer):
+        return lambda value, out: value
+
+    def rounded(value, out):  # type: ignore[no-untyped-def]
+        # Sums are finite or infinite: there is no NaN whose payload could carry.
+        v = np.float32(value).view(np.uint32)
+        return np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+    return rounded
+
+
 @compiled
-def _place(x, mean, column, cos, sin, out, order):  # type: ignore[no-untyped-def]
-    tokens, heads, size = out.shape
-    width = heads * size
+def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride, heads, size):  # type: ignore[no-untyped-def]
+    columns = len(order)
     half = cos.shape[1]
     means = len(mean)
-    bits = np.empty(width, np.uint32)
-    value = bits.view(np.float32)
-    for row in range(tokens):
-        t = order[row] if len(order) else row
-        source = x[row, column : column + width]
-        center = mean[min(t, means - 1), column : column + width]
-        target = out[t].reshape(width)
-        if x.itemsize == 2:  # the bits of bfloat16
-            for i in range(width):
-                bits[i] = np.uint32(source[i]) << np.uint32(16)
-        else:
-            for i in range(width):
-                value[i] = source[i]
-        for i in range(width):
-            value[i] += center[i]
-        for h in range(heads if half else 0):
-            first, second = value[h * size : h * size + half], value[h * size + half : h * size + 2 * half]
+    for row in range(columns):
+        t = order[row]
+        if t < 0 or t >= len(begins) or begins[t] < 0:
+            continue
+        begin = begins[t]
+        of_mean = mean[min(t, means - 1)]
+        c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(cos) - 1)]
+        for h in range(heads):
+            first = column + h * size
+            at = (first // block * columns + row) * block + first % block
+            source, center = x[at : at + size], of_mean[first : first + size]
+            target = memory[begin + h * head_stride : begin + h * head_stride + size]
+            low, high = source[:half], source[half : 2 * half]
+            low_center, high_center = center[:half], center[half : 2 * half]
+            low_target, high_target = target[:half], target[half : 2 * half]
             for i in range(half):
-                a, b = first[i], second[i]
-                first[i] = a * cos[t, i] - b * sin[t, i]
-                second[i] = b * cos[t, i] + a * sin[t, i]
-        for i in range(width):
-            # Round to nearest, ties to even. Sums are finite or infinite: there is no NaN whose payload could carry.
-            v = bits[i]
-            target[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+                a, b = _wide(low[i]) + low_center[i], _wide(high[i]) + high_center[i]
+                low_target[i] = _rounded(a * c[i] - b * s[i], low_target)
+                high_target[i] = _rounded(b * c[i] + a * s[i], high_target)
+            tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
+            for i in range(len(tail)):
+                tail_target[i] = _rounded(_wide(tail[i]) + tail_center[i], tail_target)
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
-_IN_ORDER = np.empty(0, np.int64)
 
 
 def place(
@@ -56,30 +86,115 @@ def place(
     layout: KVLayout,
     rotation: Rotation,
     at: slice,
-    keys: list[torch.Tensor],
-    values: list[torch.Tensor],
+    keys: Sequence[Rows | None],
+    values: Sequence[Rows | None],
     order: I64 | None = None,
 ) -> None:
-    """See `cuvee.codec.transform.place`, which this calls for caches that are interleaved or not bfloat16."""
+    """See `cuvee.codec.transform.place`, which this calls for caches that are interleaved, and for float16."""
     layers = section.layers(layout)
-    if layout.torch_dtype != torch.bfloat16 or any(map(_interleaved, layers)):
+    if layout.torch_dtype == torch.float16 or any(map(_interleaved, layers)):
         transform.place(x, mean, section, layout, rotation, at, keys, values, order)
         return
-    to = _IN_ORDER if order is None else order
-    source = _bits(x) if x.dtype == torch.bfloat16 else x.numpy()
+    block, tokens = x.shape[-1], x.shape[-2]
+    source = _plain(x.flatten())
     means = mean.numpy()
+    to = np.arange(tokens) if order is None else order
     column = 0
     for index, layer in enumerate(layers, section.first_layer):
-        cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
-        _place(source, means, column, cos, sin, _bits(keys[index][at]), to)
+        rows = keys[index]
+        if rows is not None:
+            cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
+            _write(source, block, means, column, cos, sin, to, rows, at)
         column += layer.key_values
-        _place(source, means, column, _NO_TABLE, _NO_TABLE, _bits(values[index][at]), to)
+        rows = values[index]
+        if rows is not None:
+            _write(source, block, means, column, _NO_TABLE, _NO_TABLE, to, rows, at)
         column += layer.value_values
 
 
-def _bits(x: torch.Tensor) -> npt.NDArray[np.uint16]:
-    """The bits of a bfloat16 tensor, as NumPy has no such type."""
-    return x.view(torch.int16).numpy().view(np.uint16)
+def _write(
+    source: npt.NDArray[np.generic],
+    block: int,
+    means: npt.NDArray[np.float32],
+    column: int,
+    cos: npt.NDArray[np.float32],
+    sin: npt.NDArray[np.float32],
+    order: I64,
+    rows: Rows,
+    at: slice,
+) -> None:
+    _place(
+        source, block, means, column, cos, sin, order, _plain(rows.memory), rows.begins[at], rows.head_stride,
+        rows.heads, rows.size,
+    )  # fmt: skip
+
+
+@compiled
+def _gather(memory, begins, head_stride, heads, size, cos, sin, mean, column, out):  # type: ignore[no-untyped-def]
+    half = cos.shape[1]
+    means = len(mean)
+    for t in range(len(begins)):
+        of_mean = mean[min(t, means - 1)]
+        c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(sin) - 1)]
+        for h in range(heads):
+            begin = begins[t] + h * head_stride
+            first = column + h * size
+            source, center, target = (
+                memory[begin : begin + size],
+                of_mean[first : first + size],
+                out[t, first : first + size],
+            )
+            low, high = source[:half], source[half : 2 * half]
+            low_center, high_center = center[:half], center[half : 2 * half]
+            low_target, high_target = target[:half], target[half : 2 * half]
+            for i in range(half):
+                a, b = _wide(low[i]), _wide(high[i])
+                low_target[i] = a * c[i] - b * s[i] - low_center[i]
+                high_target[i] = b * c[i] + a * s[i] - high_center[i]
+            tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
+            for i in range(len(tail)):
+                tail_target[i] = _wide(tail[i]) - tail_center[i]
+
+
+def gather_centered(
+    chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
+) -> torch.Tensor:
+    """See `cuvee.codec.transform.gather_centered`, which this calls for what it does not serve itself."""
+    layers = section.layers(chunk.layout)
+    units = [
+        unit
+        for index in range(section.first_layer, section.end_layer)
+        for unit in (chunk.keys[index], chunk.values[index])
+    ]
+    if any(map(_interleaved, layers)) or any(unit.dtype == torch.float16 or unit.stride(2) != 1 for unit in units):
+        return transform.gather_centered(chunk, section, rotation, at, mean)
+    out = torch.empty(at.stop - at.start, section.values)
+    target, means = out.numpy(), mean.numpy()
+    column = 0
+    for index, layer in enumerate(layers, section.first_layer):
+        cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
+        for unit, tables in ((chunk.keys[index], (cos, sin)), (chunk.values[index], (_NO_TABLE, _NO_TABLE))):
+            rows = dense_rows(unit[at])
+            _gather(
+                _plain(rows.memory),
+                rows.begins,
+                rows.head_stride,
+                rows.heads,
+                rows.size,
+                *tables,
+                means,
+                column,
+                target,
+            )
+            column += rows.heads * rows.size
+    return out
+
+
+def _plain(x: torch.Tensor) -> npt.NDArray[np.generic]:
+    """A tensor as an array; of bfloat16 its bits, as NumPy has no such type."""
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(np.uint16)
+    return x.numpy()
 
 
 def _interleaved(layer: LayerLayout) -> bool:

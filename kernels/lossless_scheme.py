@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import CodedChunk
+from cuvee.codec.byte_planes import PROB_BITS, choose_table, read_model, write_model
 from cuvee.codec.coefficients import tokens_per_stream
 from cuvee.codec.container import Reader
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.schemes.lossless import PROB_BITS, choose_table, read_model, write_model
 from cuvee.codec.symbols import Prediction
 from cuvee.codec.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.transform import partition

@@ -16,7 +16,7 @@ from cuvee.codec.errors import ProfileError
 from cuvee.codec.family import Family, coding_plan, step_value
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profile import Profile
-from cuvee.codec.schemes.transform import SectionCoding
+from cuvee.codec.section_coding import SectionCoding
 from cuvee.codec.section_profile import SectionProfile
 from cuvee.codec.symbols import CodingPlan, Prediction
 from cuvee.codec.transform import Section

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,6 +17,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.rows import Rows
 from cuvee.codec.transform import Rotation, Section
 
 
@@ -25,7 +27,7 @@ class Target:
 
     Attributes:
         layout: of the chunk, with the blob's dtype.
-        keys, values: per layer `[t, H, D]` outputs for the wanted tokens; empty for sections not asked for.
+        keys, values: per layer the rows of the wanted tokens; None for a layer that is not asked for.
         wanted: the tokens of the blob to decode; token `wanted.start` goes to row 0 of the outputs.
         tokens: tokens in the blob.
         source_start: the position at which the blob's first token was encoded.
@@ -33,8 +35,8 @@ class Target:
     """
 
     layout: KVLayout
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
+    keys: Sequence[Rows | None]
+    values: Sequence[Rows | None]
     wanted: slice
     tokens: int
     source_start: int
@@ -62,6 +64,9 @@ class SectionScheme(Protocol):
         """
         ...
 
-    def decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
-        """Decode section `index` into `target`; `rotation` turns position-free keys to the target's positions."""
+    def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
+        """Decode sections, given their numbers and bytes, into `target`.
+
+        `rotation` turns position-free keys to the target's positions.
+        """
         ...

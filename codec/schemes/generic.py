@@ -150,8 +150,12 @@ class GenericScheme:
 
         return side + self._coder.encode(coefficients(), channels.plan(), chunk.tokens)
 
-    def decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
+    def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
         """See `SectionScheme.decode`."""
+        for index, data in parts:
+            self._decode(data, index, target, rotation)
+
+    def _decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
         section = self._sections[index]
         reader = Reader(data)
         channels = read_channels(reader, section.blocks, index)

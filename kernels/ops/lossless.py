@@ -9,7 +9,7 @@ steps, and where a plane goes depends on whether it is coded, which is known onl
 
 A section is one layer, K then V. `jobs` holds the sections of one chunk after the other, so that the job of a tile is
 chunk * sections + TileField.SECTION - first_section. Values are rotated left by one bit before they are cut into bytes:
-see `schemes/lossless.py`.
+see `codec/byte_planes.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.schemes.lossless import PROB_BITS
+from cuvee.codec.byte_planes import PROB_BITS
 from cuvee.codec.tables import SYMBOLS
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
@@ -444,7 +444,7 @@ def count_symbols(
 ) -> None:
     """Cache and sums -> reference byte of each channel, and how often each symbol occurs in each plane.
 
-    From the counts the host decides which planes to code, exactly as `_model` in `schemes/lossless.py` does. A plane
+    From the counts the host decides which planes to code, exactly as `schemes/lossless.py` does. A plane
     holds less than 2**31 bytes.
 
     Args:

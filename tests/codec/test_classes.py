@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.codec.planned import EMPTY, coded_part, coding_of, decode, one_block, same
 
 from cuvee.codec.classes import (
     CLASS_UNITS,
@@ -20,15 +23,16 @@ from cuvee.codec.classes import (
     coding_order,
     default_class_frequencies,
 )
-from cuvee.codec.coefficients import CoefficientCoder, check_classes, select_streams
+from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import Reader, read_coded, read_streams, write_streams
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
 from cuvee.codec.family import coding_plan, default_family, scale_codes, step_value
-from cuvee.codec.rans import Streams, stream_count
-from cuvee.codec.rans_classes import stream_rows
+from cuvee.codec.rans import Streams, select_streams, stream_count
+from cuvee.codec.rans_classes import rans_decode_classes, stream_rows
+from cuvee.codec.sections import Coefficients, check_classes, read_part
 from cuvee.codec.stages import Stages, get_stages
 from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, U8, CodingPlan, Escapes
-from cuvee.codec.symbols_classes import class_runs
+from cuvee.codec.symbols_classes import class_runs, from_planes
 
 FAMILY = default_family()
 TABLE = class_table(default_class_frequencies())
@@ -141,35 +145,53 @@ def test_backends_code_the_same_bytes(tokens: int, n: int) -> None:
     plan = plan_of(24)
     classes = classes_of(tokens, plan, tokens)
     one, other = (get_stages(name) for name in BACKENDS)
-    planes, _ = one.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    planes, escapes = one.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
     want = one.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
     got = other.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
     for name in ("states", "lengths", "words"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
-    for run in (one, other):
-        back = run.rans_decode_classes(want, classes, plan, FAMILY.tables, n)
-        for t, k in enumerate(classes):
-            depth = plan.planes[k]
-            np.testing.assert_array_equal(back[:depth, t], planes[:depth, t])
+    back = rans_decode_classes(want, classes, plan, FAMILY.tables, n)
+    for t, k in enumerate(classes):
+        depth = plan.planes[k]
+        np.testing.assert_array_equal(back[:depth, t], planes[:depth, t])
+    y = from_planes(planes, classes, escapes, plan, FAMILY.quantizer, int(plan.rows[classes].max()))
+    data = coded_part(want, escapes, classes, plan, n)
+    for name in BACKENDS:
+        (tile,) = decode(name, coding_of([one_block(plan)]), [(0, data)], tokens)
+        check_tile(tile, classes, y)
+
+
+def check_tile(tile: Coefficients, classes: U8, y: torch.Tensor) -> None:
+    """The tile holds `y` of columns that were in order."""
+    assert tile.classes is not None and np.array_equal(tile.classes, classes)
+    assert tile.order.tolist() == list(range(len(classes)))
+    (got,) = tile.y
+    assert len(got) >= len(y) and torch.equal(got[: len(y)], y) and not got[len(y) :].any()
 
 
 @pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 700), slice(256, 700)])
 def test_windows_decode_alone(backend: Stages, at: slice) -> None:
     plan = plan_of(24)
     classes = classes_of(700, plan)
-    planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    y = coefficients(24, classes, plan)
+    planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
     streams = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
     part = select_streams(streams, at.start // 8, stream_count(at.stop, 8))
-    back = backend.rans_decode_classes(part, classes[at], plan, FAMILY.tables, 8)
+    back = rans_decode_classes(part, classes[at], plan, FAMILY.tables, 8)
     for column, k in enumerate(classes[at]):
         np.testing.assert_array_equal(back[: plan.planes[k], column], planes[: plan.planes[k], at.start + column])
+    whole = from_planes(planes, classes, escapes, plan, FAMILY.quantizer, int(plan.rows[classes].max()))
+    data = coded_part(streams, escapes, classes, plan, 8)
+    (tile,) = decode(backend.name, coding_of([one_block(plan)]), [(0, data)], 700, at)
+    check_tile(tile, classes[at], whole[: int(plan.rows[classes[at]].max()), at])
 
 
 @pytest.mark.parametrize("change", ["word", "state", "length"])
 def test_damaged_streams_are_found(backend: Stages, change: str) -> None:
     plan = plan_of(24)
     classes = classes_of(300, plan)
-    planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    y = coefficients(24, classes, plan)
+    planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
     good = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
     states, lengths, words = good.states.copy(), good.lengths.copy(), good.words.copy()
     if change == "word":
@@ -179,15 +201,20 @@ def test_damaged_streams_are_found(backend: Stages, change: str) -> None:
     else:
         lengths[3] += 1
         lengths[4] -= 1
-    with pytest.raises(CorruptError, match="does not end where it must"):
-        backend.rans_decode_classes(Streams(states, lengths, words), classes, plan, FAMILY.tables, 8)
+    bad = Streams(states, lengths, words)
+    with pytest.raises(CorruptError, match=r"stream .* does not end where it must"):
+        rans_decode_classes(bad, classes, plan, FAMILY.tables, 8)
+    data = coded_part(bad, escapes, classes, plan, 8)
+    with pytest.raises(CorruptError, match=r"stream .* does not end where it must"):
+        decode(backend.name, coding_of([one_block(plan)]), [(0, data)], 300)
 
 
 @pytest.mark.parametrize("wrong", ["finer", "coarser", "shuffled"])
 def test_classes_that_are_not_those_of_the_streams_are_found(backend: Stages, wrong: str) -> None:
     plan = plan_of(24)
     classes = classes_of(256, plan)
-    planes, _ = backend.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
+    y = coefficients(24, classes, plan)
+    planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
     good = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
     other = {
         "finer": np.zeros_like(classes),
@@ -195,7 +222,11 @@ def test_classes_that_are_not_those_of_the_streams_are_found(backend: Stages, wr
         "shuffled": classes[::-1].copy(),
     }[wrong]
     with pytest.raises(CorruptError):
-        backend.rans_decode_classes(good, other, plan, FAMILY.tables, 8)
+        rans_decode_classes(good, other, plan, FAMILY.tables, 8)
+    if wrong == "shuffled":  # a section's columns are sorted whatever its classes are
+        other = np.random.default_rng(1).permutation(CLASSES).astype(np.uint8)[classes]
+    with pytest.raises(CorruptError, match="does not end where it must"):
+        decode(backend.name, coding_of([one_block(plan)]), [(0, coded_part(good, escapes, other, plan, 8))], 256)
 
 
 # --- planes
@@ -216,10 +247,15 @@ def test_planes_come_back_within_half_a_step(tokens: int, step: int) -> None:
     for t, k in enumerate(classes):
         np.testing.assert_array_equal(planes[: plan.planes[k], t], again[: plan.planes[k], t])
     rows = int(plan.rows[classes].max())
-    wide = one.from_planes(planes, classes, escapes, plan, FAMILY.quantizer, rows, torch.float32)
+    wide = from_planes(planes, classes, escapes, plan, FAMILY.quantizer, rows, torch.float32)
+    streams = other.rans_encode_classes(again, classes, plan, FAMILY.tables, 8)
+    data = coded_part(streams, listed, classes, plan, 8)
     for dtype in (torch.float32, torch.bfloat16):
-        mine = other.from_planes(again, classes, listed, plan, FAMILY.quantizer, rows, dtype)
+        mine = from_planes(planes, classes, listed, plan, FAMILY.quantizer, rows, dtype)
         assert mine.dtype == dtype and torch.equal(mine, wide.to(dtype))
+        for name in BACKENDS:
+            (tile,) = decode(name, coding_of([one_block(plan)], step), [(0, data)], tokens, dtype=dtype)
+            check_tile(tile, classes, wide.to(dtype))
     back = wide.numpy()
     for t, k in enumerate(classes):
         depth = plan.rows[k]
@@ -260,12 +296,13 @@ def test_escapes_that_do_not_match_are_found(backend: Stages, change: str) -> No
     elif change == "elsewhere":
         index = sorted([free, *index[1:]])
     else:
-        index, value = [*index, int(plan.rows[classes[-1]]) * 256 + 255], [*value, 1]
+        index, value = sorted([*index, int(plan.rows[classes[-1]]) * 256 + 255]), [*value, 1]
     listed = Escapes(np.array(index, np.uint32), np.array(value, np.int32))
     with pytest.raises(CorruptError, match="escape"):
-        backend.from_planes(
-            planes, classes, listed, plan, FAMILY.quantizer, int(plan.rows[classes].max()), torch.float32
-        )
+        from_planes(planes, classes, listed, plan, FAMILY.quantizer, int(plan.rows[classes].max()), torch.float32)
+    streams = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    with pytest.raises(CorruptError, match="escape"):
+        decode(backend.name, coding_of([one_block(plan)]), [(0, coded_part(streams, listed, classes, plan, 8))], 256)
 
 
 def test_runs_of_classes() -> None:
@@ -284,6 +321,10 @@ def pieces_of(classes: U8, columns: U8, y: F32) -> list[tuple[U8, U8, F32]]:
     return [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles]
 
 
+def tiles_of(tokens: int, size: int = WINDOW) -> list[slice]:
+    return [slice(at, min(at + size, tokens)) for at in range(0, tokens, size)]
+
+
 def section(backend: Stages, plan: ClassedPlan, tokens: int, seed: int = 0, rows: int = 24) -> tuple[bytes, U8, F32]:
     rng = np.random.default_rng(seed)
     classes = rng.integers(plan.finest, CLASSES, tokens).astype(np.uint8)
@@ -299,14 +340,13 @@ def test_sections_are_the_same_bytes_and_come_back(tokens: int) -> None:
     one, other = (get_stages(name) for name in BACKENDS)
     data, classes, _ = section(one, plan, tokens)
     assert section(other, plan, tokens)[0] == data
-    backs = []
-    for run in (one, other):
-        coder = CoefficientCoder(run, FAMILY, 0)
-        part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), tokens, plan)
-        tiles = list(coder.decode_classes(part, plan, TABLE, tokens, slice(0, tokens), 256))
-        backs.append(np.concatenate([tile.y[: plan.rows[CLASSES - 1]] for tile in tiles], axis=1))
-        assert np.array_equal(np.concatenate([tile.classes for tile in tiles]), classes[coding_order(classes)])
-    np.testing.assert_array_equal(backs[0], backs[1])
+    backs, coding = [], coding_of([one_block(plan)])
+    for name in BACKENDS:
+        tiles = [decode(name, coding, [(0, data)], tokens, at)[0] for at in tiles_of(tokens)]
+        backs.append(tiles)
+        columns = [tile.classes for tile in tiles if tile.classes is not None]
+        assert np.array_equal(np.concatenate(columns), classes[coding_order(classes)])
+    same(*backs)
 
 
 @settings(max_examples=25, deadline=None)
@@ -319,37 +359,47 @@ def test_any_classes_come_back(tokens: int, seed: int, low: int, width: int) -> 
     y = coefficients(6, columns, plan, seed)
     coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
     data = coder.encode_classes(pieces_of(classes, columns, y), tokens, plan, TABLE)
-    part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), tokens, plan)
-    for tile in coder.decode_classes(part, plan, TABLE, tokens, slice(0, tokens), 512):
-        want = columns[tile.at]
-        assert np.array_equal(tile.classes, want) and np.array_equal(classes[tile.at][tile.order], want)
-        off = np.abs(tile.y.numpy() - y[: len(tile.y), tile.at])
-        served = np.arange(len(tile.y))[:, None] < plan.rows[want][None, :]
-        limit = 0.65 * plan.steps[want] + 1e-6 * np.abs(y[: len(tile.y), tile.at])
-        assert np.all((off <= limit) | ~served)
+    coding = coding_of([one_block(plan)])
+    for at in tiles_of(tokens, 512):
+        (tile,) = decode("numba", coding, [(0, data)], tokens, at)
+        same([tile], decode("reference", coding, [(0, data)], tokens, at))
+        want, (back,) = columns[at], tile.y.numpy()
+        assert tile.classes is not None
+        assert np.array_equal(tile.classes, want) and np.array_equal(classes[at][tile.order], want)
+        rows = int(plan.rows[want].max())
+        assert not back[rows:].any()
+        off = np.abs(back[:rows] - y[:rows, at])
+        served = np.arange(rows)[:, None] < plan.rows[want][None, :]
+        limit = 0.65 * plan.steps[want] + 1e-6 * np.abs(y[:rows, at])
+        assert np.all((off <= limit) | ~served) and not back[:rows][~served].any()
 
 
-def test_a_run_of_tokens_touches_only_its_windows() -> None:
+def test_a_run_of_tokens_touches_only_its_windows(backend: Stages) -> None:
     plan = plan_of(24)
-    numba = get_stages("numba")
-    data, _, _ = section(numba, plan, 1000)
-    coder = CoefficientCoder(numba, FAMILY, 0)
-    part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), 1000, plan)
-    whole = list(coder.decode_classes(part, plan, TABLE, 1000, slice(0, 1000), 256))
-    some = list(coder.decode_classes(part, plan, TABLE, 1000, slice(300, 520), 256))
-    assert [tile.at for tile in some] == [slice(256, 512), slice(512, 768)]
-    for mine, theirs in zip(some, whole[1:3], strict=True):
-        np.testing.assert_array_equal(mine.y, theirs.y)
+    data, classes, _ = section(backend, plan, 1000)
+    coding = coding_of([one_block(plan)])
+    (whole,) = decode(backend.name, coding, [(0, data)], 1000)
+    (some,) = decode(backend.name, coding, [(0, data)], 1000, slice(256, 768))
+    assert whole.classes is not None and some.classes is not None
+    np.testing.assert_array_equal(some.classes, whole.classes[256:768])
+    np.testing.assert_array_equal(some.order + 256, whole.order[256:768])
+    assert torch.equal(some.y, whole.y[:, : some.y.shape[1], 256:768])
     # Words of other windows may be anything.
-    streams = part.streams
-    first = int(streams.lengths[: 256 // part.tokens_per_stream].sum())
+    part = read_part(memoryview(data), plan.of(NEUTRAL), plan, 1000)
+    streams, n = part.streams, part.tokens_per_stream
+    first, end = (int(streams.lengths[: window * WINDOW // n].sum()) for window in (1, 2))
     streams.words[:first] ^= 0x5555
-    for mine, theirs in zip(coder.decode_classes(part, plan, TABLE, 1000, slice(300, 400), 256), some, strict=False):
-        np.testing.assert_array_equal(mine.y, theirs.y)
+    streams.words[end:] ^= 0x5555
+    damaged = coded_part(streams, part.escapes, classes, plan, n)
+    assert len(damaged) == len(data)
+    (again,) = decode(backend.name, coding, [(0, damaged)], 1000, slice(256, 512))
+    assert torch.equal(again.y, whole.y[:, : again.y.shape[1], 256:512])
+    with pytest.raises(CorruptError, match="does not end where it must"):
+        decode(backend.name, coding, [(0, damaged)], 1000)
 
 
-def forged(data: bytes, at: int, value: bytes) -> Reader:
-    return Reader(memoryview(data[:at] + value + data[at + len(value) :]))
+def forged(data: bytes, at: int, value: bytes) -> bytes:
+    return data[:at] + value + data[at + len(value) :]
 
 
 @pytest.mark.parametrize(
@@ -363,23 +413,24 @@ def forged(data: bytes, at: int, value: bytes) -> Reader:
         (16, b"\x00\x00\x00\x00", "lower bound"),  # its state
     ],
 )
-def test_hostile_headers_are_refused(at: int, value: bytes, message: str) -> None:
+def test_hostile_headers_are_refused(backend: Stages, at: int, value: bytes, message: str) -> None:
     plan = plan_of(24)
     data, _, _ = section(get_stages("numba"), plan, 300)
     with pytest.raises(FormatError, match=message):
-        CoefficientCoder(get_stages("numba"), FAMILY, 0).read(forged(data, at, value), plan.of(NEUTRAL), 300, plan)
+        decode(backend.name, coding_of([one_block(plan)]), [(0, forged(data, at, value))], 300)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_damaged_class_stream_is_found(name: str) -> None:
     plan = plan_of(24)
     data, _, _ = section(get_stages(name), plan, 300)
-    coder = CoefficientCoder(get_stages(name), FAMILY, 0)
-    part = coder.read(Reader(memoryview(data)), plan.of(NEUTRAL), 300, plan)
+    part = read_part(memoryview(data), plan.of(NEUTRAL), plan, 300)
     assert part.classes is not None
     part.classes.words[0] ^= 0x0101
-    with pytest.raises(CorruptError):
-        list(coder.decode_classes(part, plan, TABLE, 300, slice(0, 300), 256))
+    damaged = write_streams(part.streams, part.escapes, int(plan.planes.max()), part.tokens_per_stream, part.classes)
+    assert len(damaged) == len(data)
+    with pytest.raises(CorruptError, match="class stream of a section does not end where it must"):
+        decode(name, coding_of([one_block(plan)]), [(0, damaged)], 300)
 
 
 def test_classes_where_there_may_be_none_are_refused() -> None:
@@ -387,12 +438,16 @@ def test_classes_where_there_may_be_none_are_refused() -> None:
     data, _, _ = section(get_stages("numba"), plan, 300)
     with pytest.raises(FormatError, match="has token classes"):
         read_streams(Reader(memoryview(data)), plan.of(NEUTRAL).planes, 24, 300)
-    coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
     nothing = Streams(np.full(1, 1 << 16, np.uint32), np.zeros(1, np.uint32), np.empty(0, np.uint16))
     plain = write_streams(nothing, Escapes(np.empty(0, np.uint32), np.empty(0, np.int32)), 0, 128)
-    part = read_coded(Reader(memoryview(plain)), 0, 0, 100, (5, 5))
-    with pytest.raises(FormatError, match="no token classes"):
-        list(coder.decode_classes(part, plan, TABLE, 100, slice(0, 100), 256))
+    assert read_coded(Reader(memoryview(plain)), 0, 0, 100, (5, 5)).classes is None
+    # The other way round it is a section of tokens without classes: these have no components.
+    coarse = replace(one_block(plan), plan=EMPTY, ranks=(0,))
+    for name in BACKENDS:
+        (tile,) = decode(name, coding_of([coarse]), [(0, plain)], 100)
+        assert tile.classes is None and tile.y.shape == (1, 0, 128)
+        with pytest.raises(CorruptError, match="stream 0 of 1 does not end where it must"):
+            decode(name, coding_of([one_block(plan)]), [(0, plain)], 100)
 
 
 def test_classes_that_the_profile_cannot_serve_are_refused() -> None:
@@ -401,12 +456,15 @@ def test_classes_that_the_profile_cannot_serve_are_refused() -> None:
     for bad in (8, 16, 255):
         with pytest.raises(FormatError, match="outside 9 … 15"):
             check_classes(np.array([12, bad], np.uint8), plan)
-    served = plan_of(24)
-    data, _, _ = section(get_stages("numba"), served, 300)
-    coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
-    part = coder.read(Reader(memoryview(data)), served.of(NEUTRAL), 300, served)
-    with pytest.raises(FormatError, match="outside 9"):
-        list(coder.decode_classes(part, plan, TABLE, 300, slice(0, 300), 256))
+    data, classes, _ = section(get_stages("numba"), plan, 300, rows=10)
+    part = read_part(memoryview(data), EMPTY, plan, 300)
+    for token, bad in ((0, 8), (299, 8), (150, 0)):
+        other = classes.copy()
+        other[token] = bad
+        forged = coded_part(part.streams, part.escapes, other, plan, part.tokens_per_stream)
+        for name in BACKENDS:
+            with pytest.raises(FormatError, match="token classes outside 9 … 15"):
+                decode(name, coding_of([one_block(plan)], -300), [(0, forged)], 300)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 2.0 * MAX_LEVEL])

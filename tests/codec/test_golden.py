@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.codec.planned import Planned, coding_of
 from tests.codec.vectors import (
     DTYPES,
     EXPECTED,
@@ -39,12 +40,15 @@ from tests.codec.vectors import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import Reader, Scheme, inspect, read_coded, read_header, read_section
+from cuvee.codec.container import Header, Reader, Scheme, inspect, read_coded, read_header, read_section
 from cuvee.codec.family import Family, coding_plan
 from cuvee.codec.importance import Predictor
 from cuvee.codec.profile import Profile
+from cuvee.codec.rans_classes import rans_decode_classes, read_classes
+from cuvee.codec.section_coding import StepCoding
 from cuvee.codec.stages import Stages, get_stages, stage_names
 from cuvee.codec.symbols import I32, U8, CodingPlan, Prediction
+from cuvee.codec.symbols_classes import from_planes
 
 TOKENS = 37
 CLASSED_TOKENS, KEPT = 270, slice(None, None, 7)  # more than a window; which of them `expected` holds
@@ -98,6 +102,26 @@ class Coded:
     classes: U8 | None = None  # of the tokens; the levels are in the order of the columns
 
 
+def section_levels(profile: Profile, header: Header, index: int, data: memoryview, backend: Stages) -> I32:
+    """The levels of a learned section as the decoder of all of it reads them; in the order of columns with classes."""
+    # Nothing is shrunk and every step is 1: coefficients are levels.
+    own = StepCoding(profile.learned, profile.family, header.step).sections[index]
+    unit = copy(own.classed)
+    unit.steps = np.ones_like(unit.steps)
+    quantizer = replace(profile.family.quantizer, shrink=np.zeros_like(profile.family.quantizer.shrink))
+    section = Planned(own.plan, own.ranks, unit, own.class_ranks, own.class_table)
+    coding = coding_of([section], 0, replace(profile.family, quantizer=quantizer))
+    (tile,) = backend.decode_sections(coding, [(0, data)], header.tokens, slice(0, header.tokens), torch.float32)
+    (y,) = tile.y
+    if tile.classes is not None:
+        ordered: I32 = y[: int(unit.rows[tile.classes].max())].numpy().astype(np.int32)
+        return ordered
+    levels = np.empty((own.ranks[0], header.tokens), np.int32)
+    there = tile.order >= 0
+    levels[:, tile.order[there]] = y[: own.ranks[0], torch.from_numpy(there)].numpy()
+    return levels
+
+
 def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
     header = read_header(blob)
     out = []
@@ -120,19 +144,25 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         if part.classes is None or classed is None:
             planes = backend.rans_decode(streams, plan.first, plan.rest, family.tables, n, header.tokens)
             levels = backend.unpredict(backend.unpack(planes, escapes, plan), plan, n)
+            if classed is not None:
+                found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
+                np.testing.assert_array_equal(found, levels)
             out.append(Coded(plan, offset, levels, *counts, wide=bool(plan.shift.any())))
             continue
-        classes = backend.read_classes(
-            part.classes, class_table(codec.profile.learned[index].class_freq), header.tokens
-        )
+        table = class_table(codec.profile.learned[index].class_freq)
+        classes = read_classes(part.classes, table, header.tokens)
         columns = classes[coding_order(classes)]
-        planes = backend.rans_decode_classes(streams, columns, classed, family.tables, n)
+        planes = rans_decode_classes(streams, columns, classed, family.tables, n)
         # Nothing is shrunk and every step is 1: coefficients are levels.
         unit, quantizer = copy(classed), replace(family.quantizer, shrink=np.zeros_like(family.quantizer.shrink))
         unit.steps = np.ones_like(classed.steps)
-        y = backend.from_planes(planes, columns, escapes, unit, quantizer, int(classed.rows.max()), torch.float32)
+        y = from_planes(planes, columns, escapes, unit, quantizer, int(classed.rows.max()), torch.float32)
         wide = bool(classed.shift[columns].any())
-        out.append(Coded(plan, offset, y.numpy().astype(np.int32), *counts, wide=wide, classes=classes))
+        levels = y.numpy().astype(np.int32)
+        found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
+        np.testing.assert_array_equal(found, levels[: len(found)])
+        assert not levels[len(found) :].any()
+        out.append(Coded(plan, offset, levels, *counts, wide=wide, classes=classes))
     return out
 
 

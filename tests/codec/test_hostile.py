@@ -728,11 +728,15 @@ def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], m
     chunk = codec.decode(blob)
     pages = PagedCache.dense(LAYOUT, chunk.keys, chunk.values)
     monkeypatch.setattr("cuvee.codec.codec._outputs", lambda *_: allocate())
-    monkeypatch.setattr("cuvee.codec.cpu._target", lambda *_: allocate())
+    other = PagedCache.dense(LAYOUT, [k.float() for k in chunk.keys], [v.float() for v in chunk.values])
+    assert other.dtype != chunk.keys[0].dtype
+    monkeypatch.setattr("cuvee.codec.cpu.paged_rows", lambda *_: allocate())
+    monkeypatch.setattr("cuvee.codec.cpu._scratch", lambda *_: allocate())
     for call in (
         lambda: codec.decode(blob),
         lambda: codec.decode_layers(blob, 0, 1),
         lambda: codec.decode_paged([blob], pages, [torch.arange(TOKENS)]),
+        lambda: codec.decode_paged([blob], other, [torch.arange(TOKENS)]),
     ):
         with pytest.raises(OutOfMemory, match=f"decoding {TOKENS} tokens: not enough memory: "):
             call()

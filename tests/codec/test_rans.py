@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.codec import rans
-from cuvee.codec.coefficients import select_streams, tokens_per_stream
+from cuvee.codec.coefficients import tokens_per_stream
 from cuvee.codec.container import write_streams
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.family import coding_plan, default_family, scale_codes, scale_index
-from cuvee.codec.rans import U8, U16, Streams, stream_count
+from cuvee.codec.rans import U8, U16, Streams, select_streams, stream_count
 from cuvee.codec.stages import Stages, get_stages, stage_names
 from cuvee.codec.symbols import ESCAPE
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.rows import Rows, dense_rows
 from cuvee.codec.transform import (
     Rotation,
     Section,
@@ -81,6 +82,10 @@ def empty_outputs(layout: KVLayout, tokens: int) -> tuple[list[torch.Tensor], li
     return keys, values
 
 
+def rows_of(outputs: tuple[list[torch.Tensor], list[torch.Tensor]]) -> tuple[list[Rows], list[Rows]]:
+    return list(map(dense_rows, outputs[0])), list(map(dense_rows, outputs[1]))
+
+
 @pytest.mark.parametrize("module", [transform, transform_numba])
 @pytest.mark.parametrize("name", ["gqa", "narrow-values", "interleaved", "yarn", "irregular", "float16", "bfloat16"])
 @pytest.mark.parametrize("group", ["head", "layer", "layers:2", "all"])
@@ -96,7 +101,8 @@ def test_place_inverts_gather(
             x = gather(chunk, section, inverse, at)
             assert x.shape == (at.stop - at.start, section.values) and x.dtype == torch.float32
             mean = torch.randn(1, section.values)
-            module.place(x - mean, mean, section, layout, forward, at, keys, values)  # type: ignore[attr-defined]
+            rows = rows_of((keys, values))
+            module.place(x - mean, mean, section, layout, forward, at, *rows)  # type: ignore[attr-defined]
     rounding = torch.finfo(layout.torch_dtype).eps
     for got, want in zip((*keys, *values), (*chunk.keys, *chunk.values), strict=True):
         largest = float(want.float().abs().max())
@@ -130,7 +136,7 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotar
     rotation = Rotation(layout, 1000, 100, CPU)
     outputs = [empty_outputs(layout, 100) for _ in range(2)]
     for implementation, out in zip((transform.place, transform_numba.place), outputs, strict=True):
-        implementation(x, mean, section, layout, rotation, slice(37, 100), *out)
+        implementation(x, mean, section, layout, rotation, slice(37, 100), *rows_of(out))
     for one, other in zip(*outputs, strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
@@ -140,7 +146,7 @@ def test_both_places_write_the_same_bits(x_dtype: torch.dtype, means: int, rotar
     # The last mean serves all further tokens: the same as if it was repeated.
     repeated = empty_outputs(layout, 100)
     whole = torch.cat([mean, mean[-1:].expand(63 - means, -1)])
-    transform.place(x, whole, section, layout, rotation, slice(37, 100), *repeated)
+    transform.place(x, whole, section, layout, rotation, slice(37, 100), *rows_of(repeated))
     for one, other in zip(repeated, outputs[0], strict=True):
         for a, b in zip(one, other, strict=True):
             assert torch.equal(a.view(torch.int16), b.view(torch.int16))
@@ -217,18 +223,46 @@ def test_analysis_and_synthesis() -> None:
         means = torch.stack([basis.sinks[p] if p < 2 else basis.mean for p in range(start + at.start, start + at.stop)])
         torch.testing.assert_close(y[:3], basis.forward[0] @ (part - means)[:, :3].T)
         torch.testing.assert_close(y[3:], basis.forward[1] @ (part - means)[:, 3:].T)
-        back = synthesize(y, tuple(m.T.contiguous() for m in basis.inverse)) + basis.means(start, at)
+        back = multiply(basis, y, (3, 4)) + basis.means(start, at)
         torch.testing.assert_close(back, part, rtol=1e-4, atol=1e-3)
         few = basis.analyze(part, start, at, (1, 2))
         torch.testing.assert_close(few, torch.cat([y[:1], y[3:5]]))
         none = basis.analyze(part, start, at, (0, 0))
         assert none.shape == (0, len(part))
-    cut = tuple(m[:, :r].T.contiguous() for m, r in zip(basis.inverse, (1, 2), strict=True))
-    torch.testing.assert_close(synthesize(few, cut)[:, :3], few[:1].T @ basis.inverse[0][:, :1].T)
+    torch.testing.assert_close(multiply(basis, few, (1, 2))[:, :3], few[:1].T @ basis.inverse[0][:, :1].T)
+
+
+def multiply(basis: SectionBasis, y: torch.Tensor, ranks: tuple[int, ...], depths: Sequence[int] = ()) -> torch.Tensor:
+    """`synthesize` of coefficients `[sum(ranks), t]`, block after block; `depths`: the rows that are multiplied."""
+    pad = max(basis.block_ranks)
+    blocks = torch.zeros(len(ranks), pad, y.shape[1])
+    row = 0
+    for block, rank in enumerate(ranks):
+        blocks[block, :rank] = y[row : row + rank]
+        row += rank
+    inverse = [torch.zeros(1, pad, len(matrix)) for matrix in basis.inverse]
+    for padded, matrix in zip(inverse, basis.inverse, strict=True):
+        padded[0, : matrix.shape[1]] = matrix.T
+    out = torch.full((y.shape[1] * len(basis.mean),), float("nan"))
+    x = synthesize(blocks, inverse, [(slice(0, y.shape[1]), depths or [pad] * len(ranks))], out)
+    assert x.data_ptr() == out.data_ptr()
+    return x
 
 
 def test_synthesis_of_nothing_is_zero() -> None:
-    assert torch.equal(synthesize(torch.empty(0, 5), (torch.empty(0, 3), torch.empty(0, 4))), torch.zeros(5, 7))
+    out = torch.full((35,), float("nan"))
+    inverse = [torch.empty(1, 0, 3), torch.empty(1, 0, 4)]
+    assert torch.equal(synthesize(torch.empty(2, 0, 5), inverse, [(slice(0, 5), (0, 0))], out), torch.zeros(5, 7))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_blocks_alike_are_multiplied_at_once(dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    y, inverse = (torch.randn(3, 32, 20, generator=draw).to(dtype), torch.randn(3, 40, 8, generator=draw).to(dtype))
+    x = synthesize(y, [inverse], [(slice(0, 7), (32,) * 3), (slice(7, 20), (32,) * 3)], torch.empty(480, dtype=dtype))
+    own = x if x.ndim == 3 else x.unflatten(1, (3, 8)).transpose(0, 1)
+    want = y.float().mT @ inverse[:, :32].float()
+    torch.testing.assert_close(own.float(), want, rtol=0.02, atol=0.1 if dtype == torch.bfloat16 else 1e-4)
 
 
 @pytest.mark.parametrize("group", ["head", "unit", "layer", "layers:2", "all"])
@@ -286,12 +320,9 @@ def test_leading_components_and_shallow_products(group: str, fitted: Callable[[s
             torch.testing.assert_close(got, everything[torch.from_numpy(wanted)], rtol=1e-4, atol=1e-4)
         shallow = tuple(rank // 2 for rank in ranks)
         some = basis.coefficients(x, shallow)
-        inverse = tuple(matrix.T.contiguous() for matrix in basis.inverse)
         padded, row, taken = torch.zeros_like(everything), 0, 0
         for rank, own in zip(ranks, shallow, strict=True):
             padded[row : row + own] = some[taken : taken + own]
             row, taken = row + rank, taken + own
-        want = synthesize(padded, inverse)
-        out = torch.full_like(want, float("nan"))
-        assert synthesize(some, inverse, shallow, out) is out
-        torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+        want = multiply(basis, padded, ranks)
+        torch.testing.assert_close(multiply(basis, some, shallow, shallow), want, rtol=1e-4, atol=1e-4)

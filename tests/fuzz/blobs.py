@@ -20,6 +20,7 @@ from tests.codec.vectors import KEY, golden_codec
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 
+from cuvee.codec.byte_planes import PROB_BITS, read_model, write_model
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import CLASSES, coding_order
 from cuvee.codec.codec import Codec
@@ -31,8 +32,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
-from cuvee.codec.schemes.lossless import PROB_BITS, read_model, write_model
-from cuvee.codec.schemes.transform import SectionCoding
+from cuvee.codec.section_coding import SectionCoding
 from cuvee.codec.stages import get_stages
 from cuvee.codec.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts

@@ -13,6 +13,7 @@ from tests.kernels.packing import launch
 from cuvee.codec.family import scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.rope import cos_sin
+from cuvee.codec.rows import dense_rows
 from cuvee.codec.transform import Rotation, partition, place
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops import generic
@@ -178,7 +179,8 @@ def test_place_channels(
                 if row >= 0:
                     at = job[JobField.LEVELS] + row * job[JobField.STRIDE]
                     x[:, value] = setting.y[at : at + count].float() * setting.scale[chunk, column]
-            place(x, mean, section, setting.layout, rotation, slice(0, count), keys, values)
+            rows = (list(map(dense_rows, keys)), list(map(dense_rows, values)))
+            place(x, mean, section, setting.layout, rotation, slice(0, count), *rows)
         slot = slots[setting.at(chunk)].cpu()
         kept = (slot >= 0) & (slot < 1 << 30)
         for layer in range(len(keys)):

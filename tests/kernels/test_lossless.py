@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.kernels.packing import launch
 
+from cuvee.codec.byte_planes import byte_planes, choose_table, split_unit
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.rope import cos_sin, rotate, unrotate
-from cuvee.codec.schemes.lossless import _model, byte_planes
 from cuvee.codec.tables import EntropyTables, normalize_counts
 from cuvee.codec.transform import partition
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
@@ -383,12 +383,10 @@ def test_encoding(
             ]
             for c, units in enumerate(values)
         ]
-    planes = [
-        plane
-        for chunk, layer, unit, _ in tables.units()
-        for plane in byte_planes(values[chunk][2 * layer + unit].flatten(1))
+    models = [
+        plane for chunk, layer, unit, _ in tables.units() for plane in split_unit(values[chunk][2 * layer + unit])
     ]
-    models = [_model(plane) for plane in planes]
+    planes = [model.data for model in models]
     head_dims = [
         values[chunk][2 * layer + unit].shape[2] for chunk, layer, unit, _ in tables.units()
         for _ in range(tables.itemsize)
@@ -413,11 +411,11 @@ def test_encoding(
         assert np.array_equal(references[0, at : at + len(mean)].cpu().numpy(), mean)
         symbols = (plane - mean[:, None]).astype(np.uint8)
         assert np.array_equal(counts[0, index].cpu().numpy(), np.bincount(symbols.ravel(), minlength=256))
-        if models[index].freq is not None:
-            assert np.array_equal(models[index].data, symbols)
+        assert np.array_equal(models[index].reference, mean)
+        assert np.array_equal(models[index].counts, np.bincount(symbols.ravel(), minlength=256))
 
     # As the codec chooses; where it stores all planes, code one all the same.
-    stored = np.array([model.freq is None for model in models])
+    stored = np.array([choose_table(model.counts, len(model.data)) is None for model in models])
     stored[1] = False
     sizes = np.array([plane.size for plane in planes])
     offsets = np.where(stored, np.cumsum(sizes * stored) - sizes, np.cumsum(sizes * ~stored) - sizes) + 8

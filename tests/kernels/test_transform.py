@@ -15,6 +15,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin
+from cuvee.codec.rows import dense_rows
 from cuvee.codec.transform import Rotation, Section, SectionBasis, partition
 from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
 from cuvee.kernels.ops import transform
@@ -535,12 +536,18 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
             row = arguments["jobs"][index * len(world.sections) + i].tolist()
             rank = sum(world.ranks[i])
             part = y.as_strided((rank, tokens), (row[JobField.STRIDE], 1), row[JobField.LEVELS]).float().cpu()
-            matrices = zip(world.bases[i].inverse, world.ranks[i], strict=True)
-            inverse = tuple(m[:, :r].T.to(dtype).float().contiguous() for m, r in matrices)
-            x = codec.synthesize(part, inverse)
+            pieces = part.split(world.ranks[i])
+            x = torch.cat(
+                [
+                    piece.T @ matrix[:, :rank].T.to(dtype).float()
+                    for piece, matrix, rank in zip(pieces, world.bases[i].inverse, world.ranks[i], strict=True)
+                ],
+                1,
+            )
             whole = slice(0, tokens)
             mean = world.bases[i].means(source, whole)
-            codec.place(x, mean, section, world.layout, rotation, whole, keys, values)
+            rows = (list(map(dense_rows, keys)), list(map(dense_rows, values)))
+            codec.place(x, mean, section, world.layout, rotation, whole, *rows)
         assert_same_cache([unit[0][slots].cpu() for unit in got[0::2]], keys, 24)
         assert_same_cache([unit[0][slots].cpu() for unit in got[1::2]], values, 24)
     for unit in got:

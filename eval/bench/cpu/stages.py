@@ -4,24 +4,36 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect, read_header, read_section, write_blob
-from cuvee.codec.family import step_value
+from cuvee.codec.container import Scheme, inspect, read_header, read_section, write_blob
 from cuvee.codec.profile import Profile
+from cuvee.codec.rows import dense_rows
 from cuvee.codec.schemes import Target
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages import Stages, get_stages
-from cuvee.codec.transform import Rotation, gather, synthesize, tile_tokens, tiles
+from cuvee.codec.transform import Rotation
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 from cuvee.eval.timing import Effort, Timing
 
-__all__ = ["measure_stages"]
+__all__ = ["STAGE_FUNCTIONS", "measure_stages"]
+
+
+# What each row of the table adds up, by the names in `Stages`.
+STAGE_FUNCTIONS = {
+    "gather": ("gather_centered",),
+    "product": ("analyze", "synthesize"),
+    "quantize and pack": ("quantize", "predict", "pack", "to_planes"),
+    "entropy coding": ("rans_encode", "rans_encode_classes"),
+    "entropy decoding, dequantize": ("decode_sections",),
+    "place": ("place",),
+}
 
 
 class _Stopwatch:
@@ -32,116 +44,81 @@ class _Stopwatch:
 
     def wrap(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any) -> Any:
-            began = time.perf_counter()
-            try:
+            with self.time(name):
                 return function(*args)
-            finally:
-                self.seconds[name] += time.perf_counter() - began
 
         return timed
 
-    def backend(self, backend: Stages) -> Stages:
-        """The backend with a watch on its stages."""
-        return replace(
-            backend,
-            rans_encode=self.wrap("rans", backend.rans_encode),
-            rans_decode=self.wrap("rans", backend.rans_decode),
-            quantize=self.wrap("quantize and pack", backend.quantize),
-            dequantize=self.wrap("quantize and pack", backend.dequantize),
-            predict=self.wrap("quantize and pack", backend.predict),
-            unpredict=self.wrap("quantize and pack", backend.unpredict),
-            pack=self.wrap("quantize and pack", backend.pack),
-            unpack=self.wrap("quantize and pack", backend.unpack),
-            place=self.wrap("place", backend.place),
-        )
+    @contextmanager
+    def time(self, name: str) -> Iterator[None]:
+        """Count the time until this is left."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - began
+
+    def stages(self, stages: Stages) -> Stages:
+        """The stages with a watch on each."""
+        watched: dict[str, Any] = {
+            function: self.wrap(name, getattr(stages, function))
+            for name, functions in STAGE_FUNCTIONS.items()
+            for function in functions
+        }
+        return replace(stages, **watched)
 
 
 def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, Any]:
-    """Seconds of each stage for one chunk, section by section. `other` is the time that no stage accounts for."""
-    step = Codec(profile, "balanced").step
+    """Seconds of each stage for one chunk at the preset `balanced`. `other` is the time that no stage accounts for."""
+    codec = Codec(profile, "balanced", backend=BACKEND, threads=1)
     layout, chunk = profile.layout, make_chunk(profile.layout, tokens)
     watch = _Stopwatch()
-    scheme = TransformScheme(profile, step, watch.backend(get_stages(BACKEND)))
+    scheme = TransformScheme(profile, codec.step, watch.stages(get_stages(BACKEND)))
     cpu, sections = torch.device("cpu"), range(len(profile.sections))
-    unrotation = Rotation(layout, 0, tokens, cpu, inverse=True)
-    rotation = Rotation(layout, 0, tokens, cpu)
-    coded = [scheme.encode(chunk, i, unrotation) for i in sections]
-    plans = [learned.plan(step) for learned in profile.learned]
-    symbols = sum(plan.planes for _, plan in plans) * tokens
-
-    def wrapped() -> bytes:
-        return write_blob(
-            scheme_id, layout.dtype, tokens, 0, step, layout.values_per_token, layout.fingerprint, profile.id,
-            coded, None,
-        )  # fmt: skip
-
-    scheme_id = read_header(Codec(profile, step=step_value(step)).encode(chunk)).scheme
-    blob = wrapped()
-
-    def unwrapped() -> None:
-        header = read_header(blob)
-        for index in sections:
-            read_section(blob, header, index)
-
-    def analyzed() -> None:
-        for section, learned, (ranks, _) in zip(profile.sections, profile.learned, plans, strict=True):
-            for at in tiles(tokens, tile_tokens(section, layout)):
-                learned.basis.analyze(gather(chunk, section, unrotation, at), 0, at, ranks)
-
-    fast = torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
-    maps, coefficients = [], []
-    for learned, (ranks, _) in zip(profile.learned, plans, strict=True):
-        pairs = zip(learned.basis.inverse, ranks, strict=True)
-        maps.append(tuple(matrix[:, :rank].T.to(fast).contiguous() for matrix, rank in pairs))
-        coefficients.append(torch.randn(sum(ranks), tokens).to(fast))
-
-    def synthesized() -> None:
-        for section, y, inverse in zip(profile.sections, coefficients, maps, strict=True):
-            for at in tiles(tokens, tile_tokens(section, layout)):
-                synthesize(y[:, at], inverse)
-
-    def encoded() -> None:
-        for index in sections:
-            scheme.encode(chunk, index, unrotation)
-
-    keys = [torch.empty_like(k) for k in chunk.keys]
-    values = [torch.empty_like(v) for v in chunk.values]
+    unrotation, rotation = Rotation(layout, 0, tokens, cpu, inverse=True), Rotation(layout, 0, tokens, cpu)
+    blob = codec.encode(chunk)
+    keys = [dense_rows(torch.empty_like(k)) for k in chunk.keys]
+    values = [dense_rows(torch.empty_like(v)) for v in chunk.values]
     target = Target(layout, keys, values, slice(0, tokens), tokens, 0, 0)
 
-    def decoded() -> None:
-        for index in sections:
-            scheme.decode(memoryview(coded[index]), index, target, rotation)
+    def encoded() -> None:
+        coded = [scheme.encode(chunk, index, unrotation) for index in sections]
+        with watch.time("container"):
+            write_blob(
+                Scheme.TRANSFORM, layout.dtype, tokens, 0, codec.step, layout.values_per_token, layout.fingerprint,
+                profile.id, coded, None,
+            )  # fmt: skip
 
-    def split(call: Callable[[], None], alone: Callable[[], None], container: Callable[[], object]) -> dict[str, Any]:
+    def decoded() -> None:
+        with watch.time("container"):
+            header = read_header(blob)
+            parts = [(index, read_section(blob, header, index)) for index in sections]
+        scheme.decode(parts, target, rotation)
+
+    def split(call: Callable[[], None]) -> dict[str, Any]:
         call()
         runs: defaultdict[str, list[float]] = defaultdict(list)
         for _ in range(max(effort.least, min(effort.most, 20))):
             watch.seconds.clear()
             began = time.perf_counter()
-            call()
+            with torch.no_grad():
+                call()
             total = time.perf_counter() - began
             for name, seconds in watch.seconds.items():
                 runs[name].append(seconds)
-            runs["rest"].append(total - sum(watch.seconds.values()))
-        timings = {name: Timing.of(seconds) for name, seconds in runs.items()}
-        transform, blob_time = effort.measure(alone), effort.measure(container)
-        rest = timings.pop("rest")
-        medians = {name: timing.median for name, timing in timings.items()} | {
-            "transform": transform.median,
-            "container": blob_time.median,
-            "other": max(rest.median - transform.median, 0.0),
-        }
+            runs["other"].append(total - sum(watch.seconds.values()))
+        medians = {name: Timing.of(seconds).median for name, seconds in runs.items()}
         return {
             "seconds": medians,
+            "share_of_other": medians["other"] / sum(medians.values()),
             "gb_per_s": {name: chunk.nbytes / s / 1e9 for name, s in medians.items() if s and name != "other"},
-            "rans_msymbols_per_s": timings["rans"].per_second(symbols / 1e6),
         }
 
-    return {
-        "tokens": tokens,
-        "raw_bytes": chunk.nbytes,
-        "bits_per_value": inspect(blob).bits_per_value,
-        "symbols": symbols,
-        "encode": split(encoded, analyzed, wrapped),
-        "decode": split(decoded, synthesized, unwrapped),
-    }
+    with torch.no_grad():
+        return {
+            "tokens": tokens,
+            "raw_bytes": chunk.nbytes,
+            "bits_per_value": inspect(blob).bits_per_value,
+            "encode": split(encoded),
+            "decode": split(decoded),
+        }

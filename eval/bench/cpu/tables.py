@@ -11,6 +11,7 @@ from rich.text import Text
 
 from cuvee.eval.bench.cpu.alternatives import MEMCPY
 from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
+from cuvee.eval.bench.cpu.stages import STAGE_FUNCTIONS
 from cuvee.eval.bench.tables import new_table
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
 from cuvee.eval.formatting import format_bits, format_number
@@ -107,13 +108,14 @@ def _coders(coders: Mapping[str, Any]) -> ReportTable:
 
 
 def _stages(entry: Mapping[str, Any]) -> ReportTable:
-    names = ["transform", "quantize and pack", "rans", "place", "container", "other"]
+    names = [*STAGE_FUNCTIONS, "container", "other"]
     rows = []
     for what in ("encode", "decode"):
         seconds = entry[what]["seconds"]
         rows.append([what, *(f"{1e6 * seconds[name]:,.0f}" if name in seconds else "" for name in names)])
     title = f"Stages, one core: {entry['shape']}, group {entry['group']}, {entry['tokens']} tokens, µs"
-    return ReportTable([" ", *names], rows, title)
+    shares = (f"{what} {entry[what]['share_of_other']:.0%}" for what in ("encode", "decode"))
+    return ReportTable([" ", *names], rows, title, f"Time that no stage accounts for: {', '.join(shares)}.")
 
 
 _WHOLE_COLUMNS = ["cache ", "group", "tokens", "threads", "bits/value", "encode", "decode"]

@@ -1,0 +1,33 @@
+"""Memory that a thread uses again for its next tile, instead of fresh pages for each."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class Arena(threading.local):
+    """Buffers by name, one set per thread. A buffer grows to the largest size asked for, and holds it until the end.
+
+    What a buffer holds is valid until the thread asks for the same one again.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, npt.NDArray[Any]] = {}
+
+    def array(self, name: str, size: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
+        """`[size]` values of `dtype`, not cleared."""
+        held = self._arrays.get(name)
+        wanted = size * np.dtype(dtype).itemsize
+        if held is None or len(held) < wanted:
+            held = self._arrays[name] = np.empty(wanted, np.uint8)
+        return held[:wanted].view(dtype)
+
+    def tensor(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """`[size]` values of a floating dtype, not cleared."""
+        plain = torch.from_numpy(self.array(name, size * dtype.itemsize, np.uint8))
+        return plain.view(dtype)

@@ -1,0 +1,98 @@
+"""What coding the sections of a profile at one step takes, whatever the scheme's stages or backend."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+
+from cuvee.codec.classes import ClassedPlan, class_table
+from cuvee.codec.errors import ProfileError
+from cuvee.codec.family import Family, step_value
+from cuvee.codec.importance import choose_classes
+from cuvee.codec.plans import CodingPlans, pack_plans
+from cuvee.codec.section_profile import SectionProfile
+from cuvee.codec.symbols import U8
+from cuvee.codec.tables import EntropyTables
+from cuvee.codec.transform import LeadingComponents
+
+
+class SectionCoding:
+    """What coding one section at one step takes, whatever the backend.
+
+    Args:
+        learned: of the section.
+        step: step index of the blob.
+
+    Attributes:
+        learned: as given.
+        ranks, plan: of tokens without classes.
+    """
+
+    def __init__(self, learned: SectionProfile, step: int) -> None:
+        self.learned = learned
+        self.ranks, self.plan = learned.plan(step)
+        self._step = step
+
+    @cached_property
+    def classed(self) -> ClassedPlan:
+        """How tokens of each class are coded: without prediction, which takes them in their own order."""
+        return self.learned.classed_plan(self._step)
+
+    @cached_property
+    def class_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """`[16]`, of each class the components of each block; those of classes that are not served are none."""
+        none = (0,) * len(self.ranks)
+        return tuple(
+            none if plan is None else self.learned.class_ranks(self._step, k)
+            for k, plan in enumerate(self.classed.plans)
+        )
+
+    @cached_property
+    def class_table(self) -> EntropyTables:
+        """The table that codes the classes."""
+        return class_table(self.learned.class_freq)
+
+    @cached_property
+    def _leading(self) -> LeadingComponents | None:
+        predictor = self.learned.predictor
+        return None if predictor is None else self.learned.basis.leading(predictor.components)
+
+    def classes(self, x: torch.Tensor, start: int, at: slice, offsets: torch.Tensor | None) -> U8:
+        """The classes of the tokens `at` of a chunk that begins at position `start`.
+
+        Args:
+            x: `[t, N]` float32, less the means.
+            start: position of the chunk's first token.
+            at: the tokens.
+            offsets: octaves `[T]` of all tokens that the caller asks for; None: as the predictor says.
+        """
+        if offsets is not None:
+            return choose_classes(offsets[at], self.classed.finest)
+        if self.learned.predictor is None or self._leading is None:
+            raise ProfileError("a section without a predictor cannot tell its tokens' classes")
+        return choose_classes(self.learned.predictor.offsets(self._leading(x), start, at.start), self.classed.finest)
+
+
+class StepCoding:
+    """How all sections of a profile are coded at one step.
+
+    Args:
+        learned: the sections.
+        family: of the profile.
+        step: step index of the blob.
+
+    Attributes:
+        sections: how each section is coded.
+        family, step: as given.
+    """
+
+    def __init__(self, learned: tuple[SectionProfile, ...], family: Family, step: int) -> None:
+        self.sections = tuple(SectionCoding(section, step) for section in learned)
+        self.family = family
+        self.step = step
+
+    @cached_property
+    def plans(self) -> CodingPlans:
+        """The plans of all sections, for compiled loops."""
+        return pack_plans(self.sections, step_value(self.step), self.family.tables)

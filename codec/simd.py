@@ -1,0 +1,272 @@
+"""Sixteen lanes at once: the three loops of the coder that LLVM does not vectorize by itself.
+
+A step of rANS gathers from a table and from the coded words. To the compiler the bytes that it writes might lie in
+either, so it keeps to one lane at a time. Here the steps are spelled out on vectors of 16. LLVM turns them into what
+the CPU has: AVX-512, two halves of AVX2, or single instructions. The arithmetic is that of `rans.py` and `symbols.py`.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils, types
+from numba.extending import intrinsic
+
+WIDTH = 16  # lanes of a step
+
+_I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
+_VECTOR = ir.VectorType(_I32, WIDTH)
+_BYTES = ir.VectorType(_I8, WIDTH)
+_LOWER_BOUND = 1 << 16
+# A word is read as the near half of 32 bits, because there is no instruction that gathers 16.
+_WORD_SHIFT = 16 if sys.byteorder == "big" else 0
+
+
+class _Code:
+    """What both steps emit.
+
+    Args:
+        context, builder: of Numba.
+        kinds, values: the types and the values of the arguments.
+    """
+
+    def __init__(self, context: Any, builder: Any, kinds: Any, values: Any) -> None:
+        self._context, self.builder, self._kinds, self._values = context, builder, kinds, values
+
+    def pointer(self, array: int, place: int, size: int) -> Any:
+        """The address of the entry that argument `place` numbers, in the array that is argument `array`."""
+        offset = self.builder.mul(self.integer(place, types.int64), _I64(size))
+        return self.builder.gep(self.data(array), [offset])
+
+    def data(self, index: int) -> Any:
+        """The address of an array."""
+        array = self._context.make_array(self._kinds[index])(self._context, self.builder, self._values[index])
+        return self.builder.bitcast(array.data, cgutils.voidptr_t)
+
+    def integer(self, index: int, kind: Any) -> Any:
+        """An argument as an integer of that kind."""
+        return self._context.cast(self.builder, self._values[index], self._kinds[index], kind)
+
+    def splat(self, value: Any) -> Any:
+        """A vector of equal integers."""
+        one = self.builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, _I32(0))
+        return self.builder.shuffle_vector(one, one, ir.Constant(_VECTOR, [0] * WIDTH))
+
+    def load(self, pointer: Any, kind: Any, align: int) -> Any:
+        """A vector from memory."""
+        return self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=align)
+
+    def store(self, value: Any, pointer: Any, align: int) -> None:
+        """A vector to memory."""
+        self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer()), align=align)
+
+    def gather(self, pointer: Any, element: ir.IntType, index: Any, align: int) -> Any:
+        """32 bits from each of the elements that `index` numbers."""
+        places = self._places(pointer, element, index)
+        flags = ir.VectorType(ir.IntType(1), WIDTH)
+        kind = ir.FunctionType(_VECTOR, [places.type, _I32, flags, _VECTOR])
+        name = f"llvm.masked.gather.v{WIDTH}i32.v{WIDTH}p0"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        every = ir.Constant(flags, [True] * WIDTH)
+        return self.builder.call(function, [places, _I32(align), every, ir.Constant(_VECTOR, ir.Undefined)])
+
+    def scatter(self, value: Any, pointer: Any, index: Any, which: Any) -> None:
+        """32 bits to the elements of 16 that `index` numbers, in the lanes `which`."""
+        places = self._places(pointer, _I16, index)
+        kind = ir.FunctionType(ir.VoidType(), [_VECTOR, places.type, _I32, which.type])
+        name = f"llvm.masked.scatter.v{WIDTH}i32.v{WIDTH}p0"
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        self.builder.call(function, [value, places, _I32(2), which])
+
+    def _places(self, pointer: Any, element: ir.IntType, index: Any) -> Any:
+        places = ir.instructions.GEPInstr(
+            self.builder.block, pointer, [index], inbounds=False, name="", source_etype=element
+        )
+        places.type = ir.VectorType(ir.PointerType(), WIDTH)
+        self.builder._insert(places)
+        return places
+
+    def taking(self, active: int) -> Any:
+        """Which lanes take part, if argument `active` is how many do."""
+        lanes = ir.Constant(_VECTOR, list(range(WIDTH)))
+        return self.builder.icmp_signed("<", lanes, self.splat(self.integer(active, types.int32)))
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_VECTOR, [value] * WIDTH)
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
+    """One symbol of 16 streams: `decode_step(x, at, first, base, slots, words, offset, last, bits, active, out, to)`.
+
+    Args:
+        typing: Numba's.
+        x: uint32 array; its entries `first … first + 15` are the states, and are updated.
+        at: uint32 array; at the same entries the numbers of the next words, which are updated.
+        first: the first lane.
+        base: uint32 array; at the same entries, where the table of each lane begins in `slots`.
+        slots: uint32 array, the decode tables one after the other.
+        words: uint8 array, the bytes of the blob.
+        offset: where the words begin in it. Two bytes beyond word `last` must be readable.
+        last: no word beyond this one is read, whatever damaged bytes ask for.
+        bits: probability bits of the tables.
+        active: lanes that take part; the states of the others stay as they are.
+        out: uint8 array.
+        to: 16 bytes are written there; those of lanes that take no part mean nothing.
+    """
+    signature = types.void(x, at, first, base, slots, words, offset, last, bits, active, out, to)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = _Code(context, builder, sig.args, values)
+        state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
+        v, read = code.load(state, _VECTOR, 4), code.load(next_word, _VECTOR, 4)
+        prob_bits = code.integer(8, types.uint32)
+        mask = code.splat(builder.sub(builder.shl(_I32(1), prob_bits), _I32(1)))
+        place = builder.add(code.load(code.pointer(3, 2, 4), _VECTOR, 4), builder.and_(v, mask))
+        slot = code.gather(code.data(4), _I32, place, 4)
+        frequency = builder.and_(builder.lshr(slot, _constant(12)), _constant(0xFFF))
+        above = builder.mul(frequency, builder.lshr(v, code.splat(prob_bits)))
+        moved = builder.add(above, builder.and_(slot, _constant(0xFFF)))
+        taking = code.taking(9)
+        need = builder.and_(builder.icmp_unsigned("<", moved, _constant(_LOWER_BOUND)), taking)
+        limit = code.splat(code.integer(7, types.uint32))
+        inside = builder.select(builder.icmp_unsigned("<", read, limit), read, limit)
+        raw = code.gather(builder.gep(code.data(5), [code.integer(6, types.int64)]), _I16, inside, 1)
+        word = builder.and_(builder.lshr(raw, _constant(_WORD_SHIFT)), _constant(0xFFFF))
+        after = builder.select(need, builder.or_(builder.shl(moved, _constant(16)), word), moved)
+        code.store(builder.select(taking, after, v), state, 4)
+        code.store(builder.add(read, builder.zext(need, _VECTOR)), next_word, 4)
+        symbols = builder.trunc(builder.lshr(slot, _constant(24)), _BYTES)
+        code.store(symbols, code.pointer(10, 11, 1), 1)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def dequantize_step(typing: Any, symbols, place, one, more, step, first, active, out, to):  # type: ignore[no-untyped-def]
+    """16 symbols to coefficients: `dequantize_step(symbols, place, one, more, step, first, active, out, to)`.
+
+    Args:
+        typing: Numba's.
+        symbols: uint8 array.
+        place: 16 symbols can be read from there on.
+        one: float32 array; its entries `first … first + 15` are the shrinkage of level 1.
+        more: float32 array; the same of the levels above it.
+        step: float32 array; the same of the steps.
+        first: the first column.
+        active: coefficients beyond so many are zero.
+        out: float32 array, or uint16 for the bits of bfloat16, rounded to nearest, ties to even.
+        to: 16 coefficients are written there.
+
+    Returns:
+        Whether one of the active symbols is -128, which stands for an escape.
+    """
+    signature = types.boolean(symbols, place, one, more, step, first, active, out, to)
+    narrow = out.dtype == types.uint16
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = _Code(context, builder, sig.args, values)
+        floats = ir.VectorType(ir.FloatType(), WIDTH)
+        level = builder.sext(code.load(code.pointer(0, 1, 1), _BYTES, 1), _VECTOR)
+        taking = code.taking(6)
+        level = builder.select(taking, level, _constant(0))
+        small, large, unit = (code.load(code.pointer(i, 5, 4), floats, 4) for i in (2, 3, 4))
+        negative = builder.icmp_signed("<", level, _constant(0))
+        magnitude = builder.select(negative, builder.sub(_constant(0), level), level)
+        shrink = builder.select(builder.icmp_signed("==", magnitude, _constant(1)), small, large)
+        back = builder.fmul(builder.fsub(builder.sitofp(magnitude, floats), shrink), unit)
+        bits = builder.bitcast(back, _VECTOR)
+        # The sign goes to the product: a step is positive, so that is the same as to the magnitude.
+        bits = builder.xor(bits, builder.and_(level, _constant(-(1 << 31))))
+        bits = builder.select(builder.icmp_signed("==", level, _constant(0)), _constant(0), bits)
+        target = code.pointer(7, 8, 2 if narrow else 4)
+        if narrow:
+            odd = builder.and_(builder.lshr(bits, _constant(16)), _constant(1))
+            up = builder.add(builder.add(bits, _constant(0x7FFF)), odd)
+            code.store(builder.trunc(builder.lshr(up, _constant(16)), ir.VectorType(_I16, WIDTH)), target, 2)
+        else:
+            code.store(bits, target, 4)
+        escaped = builder.icmp_signed("==", level, _constant(-128))
+        return builder.icmp_unsigned("!=", builder.bitcast(escaped, _I16), _I16(0))
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
+    """One symbol of 16 streams: `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`.
+
+    Args:
+        typing: Numba's.
+        x: uint32 array; its entries `first … first + 15` are the states, and are updated.
+        at: uint32 array; at the same entries the place of the next word in `words`, which are updated.
+        first: the first lane.
+        base: uint32 array; at the same entries, where the table of each lane begins in `coders`.
+        symbols: uint8 array; 16 can be read from `place` on.
+        place: the first lane's symbol.
+        coders: uint32 array, the tables one after the other, see `EntropyTables.coders`.
+        bits: probability bits of the tables.
+        active: lanes that take part; the states of the others stay as they are.
+        words: uint16 array. Each lane's words come one after the other, the last coded first. What lies behind its
+            next word is overwritten, one word of it.
+    """
+    signature = types.void(x, at, first, base, symbols, place, coders, bits, active, words)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = _Code(context, builder, sig.args, values)
+        state, next_word = code.pointer(0, 2, 4), code.pointer(1, 2, 4)
+        v, to = code.load(state, _VECTOR, 4), code.load(next_word, _VECTOR, 4)
+        symbol = builder.zext(code.load(code.pointer(4, 5, 1), _BYTES, 1), _VECTOR)
+        coder = code.gather(code.data(6), _I32, builder.add(code.load(code.pointer(3, 2, 4), _VECTOR, 4), symbol), 4)
+        frequency, below = builder.and_(coder, _constant(0xFFFF)), builder.lshr(coder, _constant(16))
+        prob_bits = code.integer(7, types.uint32)
+        taking = code.taking(8)
+        limit = builder.shl(frequency, code.splat(builder.sub(_I32(32), prob_bits)))
+        full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
+        # The half beyond the word is overwritten by the next one.
+        code.scatter(builder.shl(v, _constant(16)) if sys.byteorder == "big" else v, code.data(9), to, full)
+        code.store(builder.add(to, builder.zext(full, _VECTOR)), next_word, 4)
+        v_ = builder.select(full, builder.lshr(v, _constant(16)), v)
+        # The quotient is below 2**20, so in float32 it is right or off by one.
+        floats = ir.VectorType(ir.FloatType(), WIDTH)
+        safe = builder.select(builder.icmp_unsigned("==", frequency, _constant(0)), _constant(1), frequency)
+        guess = builder.fptoui(builder.fdiv(builder.uitofp(v_, floats), builder.uitofp(safe, floats)), _VECTOR)
+        rest = builder.sub(v_, builder.mul(guess, safe))
+        less = builder.icmp_signed("<", rest, _constant(0))
+        guess = builder.select(less, builder.sub(guess, _constant(1)), guess)
+        rest = builder.select(less, builder.add(rest, safe), rest)
+        more = builder.icmp_signed(">=", rest, safe)
+        guess = builder.select(more, builder.add(guess, _constant(1)), guess)
+        rest = builder.select(more, builder.sub(rest, safe), rest)
+        after = builder.add(builder.add(builder.shl(guess, code.splat(prob_bits)), rest), below)
+        code.store(builder.select(taking, after, v), state, 4)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def lookup_step(typing: Any, table, place, index, first, out):  # type: ignore[no-untyped-def]
+    """16 entries of a table: `lookup_step(table, place, index, first, out)`.
+
+    Args:
+        typing: Numba's.
+        table: uint32 array.
+        place: what is added to every index.
+        index: uint32 array, of which the entries `first … first + 15` count.
+        first: the first lane.
+        out: uint32 array; receives them at the same entries.
+    """
+    signature = types.void(table, place, index, first, out)
+
+    def generate(context: Any, builder: Any, sig: Any, values: Any) -> Any:
+        code = _Code(context, builder, sig.args, values)
+        entries = code.gather(code.pointer(0, 1, 4), _I32, code.load(code.pointer(2, 3, 4), _VECTOR, 4), 4)
+        code.store(entries, code.pointer(4, 3, 4), 4)
+        return context.get_dummy_value()
+
+    return signature, generate

@@ -1,0 +1,122 @@
+"""Sixteen lanes at a time: every state of a step, and nothing read or written beyond what a step is given."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cuvee.codec import lanes
+from cuvee.codec.family import default_family
+from cuvee.codec.rans import U8, U32, rans_encode
+from cuvee.codec.simd import WIDTH
+
+TABLES = default_family().tables
+
+
+@pytest.mark.parametrize(
+    ("columns", "per_stream", "window"), [(1, 1, 256), (700, 8, 256), (513, 1, 256), (640, 9, 640)]
+)
+def test_groups_hold_every_stream_once(columns: int, per_stream: int, window: int) -> None:
+    groups = np.zeros((1000, lanes.GROUP_FIELDS), np.int64)
+    count = int(lanes.list_groups(3, 40, columns, per_stream, window, groups, 2)) - 2
+    own = groups[2 : 2 + count]
+    assert not groups[:2].any() and not groups[2 + count :].any() and (own[:, lanes.SECTION] == 3).all()
+    streams: list[int] = []
+    seen: list[int] = []
+    for group in own:
+        size = int(group[lanes.LANES])
+        assert 1 <= size <= WIDTH
+        streams += range(group[lanes.STREAM], group[lanes.STREAM] + size)
+        for column in range(group[lanes.FIRST], group[lanes.END], group[lanes.ROW]):
+            seen += range(column, min(column + size, group[lanes.END]))
+    assert streams == list(range(40, 40 + len(streams))) and sorted(seen) == list(range(columns))
+
+
+def decoded(
+    streams: int, steps: int, data: U8, at: int, words: int, states: U32, lengths: U32, table: int
+) -> tuple[int, U8]:
+    """Decode streams of one column each."""
+    groups = np.zeros((streams, lanes.GROUP_FIELDS), np.int64)
+    listed = int(lanes.list_groups(0, 0, streams, 1, streams, groups, 0))
+    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
+    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = at, words, streams
+    fields[0, lanes.STRIDE] = steps
+    ends = np.cumsum(lengths, dtype=np.uint32)
+    out = np.full(steps * streams + 8, 0xAB, np.uint8)
+    bad = lanes.decode_lanes(
+        groups[:listed], fields, states, ends - lengths, ends, data, np.zeros(streams, np.uint8),
+        np.array([steps], np.int32), np.full(steps, table << TABLES.prob_bits, np.uint32), TABLES.slots.reshape(-1),
+        TABLES.prob_bits, out,
+    )  # fmt: skip
+    assert (out[steps * streams :] == 0xAB).all(), "nothing beyond the planes"
+    return int(bad), out[: steps * streams].reshape(steps, streams)
+
+
+@pytest.mark.parametrize("streams", [1, 15, 16, 17, 31, 33, 128, 129, 300])
+@pytest.mark.parametrize("steps", [1, 7, 60])
+def test_any_number_of_streams_comes_back(streams: int, steps: int) -> None:
+    """More groups than fly together, and groups that are not full."""
+    rng = np.random.default_rng(streams)
+    for table in (0, 10, 23):
+        known = np.flatnonzero(TABLES.freq[table]).astype(np.uint8)
+        symbols = rng.choice(known, (steps, streams))
+        which = np.full(steps, table, np.uint16)
+        coded = rans_encode(symbols, which, which, TABLES, 1)
+        # An odd address, and four bytes that may be read.
+        data = np.frombuffer(b"x" + coded.words.astype("<u2").tobytes() + b"\xff\xff\xff\xff", np.uint8)
+        bad, got = decoded(streams, steps, data, 1, len(coded.words), coded.states, coded.lengths, table)
+        assert bad == -1
+        np.testing.assert_array_equal(got, symbols)
+        if len(coded.words) > 2:
+            stream = int(np.flatnonzero(coded.lengths)[-1])
+            states = coded.states.copy()
+            states[stream] ^= 1 << 17
+            bad, _ = decoded(streams, steps, data, 1, len(coded.words), states, coded.lengths, table)
+            assert bad == stream
+
+
+GUARDED = """
+import ctypes, mmap
+import numpy as np
+from tests.codec.test_lanes import TABLES, decoded
+from cuvee.codec.rans import rans_encode
+page = mmap.PAGESIZE
+memory = mmap.mmap(-1, 2 * page)
+address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.mprotect(ctypes.c_void_p(address + page), ctypes.c_size_t(page), 0) == 0
+whole = np.frombuffer(memory, np.uint8, page)
+rng = np.random.default_rng(0)
+table, steps = 20, 40
+known = np.flatnonzero(TABLES.freq[table]).astype(np.uint8)
+for streams in (1, 16, 33):
+    symbols = rng.choice(known, (steps, streams))
+    which = np.full(steps, table, np.uint16)
+    coded = rans_encode(symbols, which, which, TABLES, 1)
+    raw = coded.words.astype("<u2").tobytes() + bytes(4)
+    whole[page - len(raw):] = np.frombuffer(raw, np.uint8)
+    at = page - len(raw)
+    bad, got = decoded(streams, steps, whole, at, len(coded.words), coded.states, coded.lengths, table)
+    assert bad == -1 and np.array_equal(got, symbols)
+    # Streams that ask for far more words than there are, and begin beyond the last.
+    for trial in range(50):
+        states = rng.integers(1 << 16, 1 << 32, streams, dtype=np.uint32)
+        lengths = coded.lengths.copy()
+        if trial % 2:
+            lengths[0] = 0xF0000000
+        bad, _ = decoded(streams, 40 * steps, whole, at, len(coded.words), states, lengths, table)
+        assert bad >= 0
+print("within")
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is protected as on Linux")
+def test_no_step_reads_beyond_the_four_bytes_after_the_last_word() -> None:
+    """The page after them may not be read: whoever does dies."""
+    done = subprocess.run([sys.executable, "-c", GUARDED], capture_output=True, text=True, check=False,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+    assert done.returncode == 0 and done.stdout == "within\n", (done.returncode, done.stderr[-2000:])

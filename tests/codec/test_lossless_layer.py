@@ -1,0 +1,245 @@
+"""A lossless layer decoded in one call: the compiled decoder against the reference, also with damaged bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuvee.codec.byte_planes import read_layer
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.container import read_header, read_section
+from cuvee.codec.errors import CorruptError, FormatError
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.profile import Profile
+from cuvee.codec.rows import Rows, dense_rows
+from cuvee.codec.stages import get_stages, stage_names
+
+DTYPES = ("bfloat16", "float16", "float32")
+KINDS = ("stored", "coded", "mixed", "keys", "steady")
+SHAPES = {"few": (1, 3, 2), "usual": (2, 16, 16), "odd": (3, 17, 5), "deep": (4, 40, 24)}
+TOKENS = (1, 2, 15, 16, 17, 255, 256, 257, 500, 513)
+POISON = -1.5
+
+
+def layer_of(shape: str) -> LayerLayout:
+    heads, size, other = SHAPES[shape]
+    return LayerLayout(heads, size, other, None)
+
+
+def values_of(dtype: str, kind: str, tokens: int, shape: str) -> list[torch.Tensor]:
+    """Keys and values `[T, H, D]` whose planes are all stored, all coded, or some of each."""
+    heads, *sizes = SHAPES[shape]
+    generator = torch.Generator().manual_seed(tokens)
+    kind_of = torch.int16 if dtype != "float32" else torch.int32
+    low, high = (-(1 << 15), 1 << 15) if kind_of == torch.int16 else (-(1 << 31), 1 << 31)
+    out = []
+    for unit, size in enumerate(sizes):
+        noise = torch.randint(low, high, (tokens, heads, size), generator=generator).to(kind_of)
+        if kind == "coded":  # few values in each byte
+            noise = noise & (0x0303 if kind_of == torch.int16 else 0x03030303)
+        elif kind == "steady":
+            noise = torch.full_like(noise, 0x3F80)
+            noise[::7] += 1
+        elif kind == "mixed" or (kind == "keys" and unit == 0):
+            noise = torch.randn(tokens, heads, size, generator=generator).to(getattr(torch, dtype)).view(kind_of)
+        out.append(noise.view(getattr(torch, dtype)))
+    return out
+
+
+@cache
+def coded(dtype: str, kind: str, tokens: int, shape: str = "usual") -> tuple[bytes, tuple[torch.Tensor, ...]]:
+    """The section of a layer, and what it holds."""
+    layout = KVLayout("synthetic", (layer_of(shape),), dtype, None)
+    keys, values = values_of(dtype, kind, tokens, shape)
+    blob = Codec(Profile.generic(layout), "lossless", threads=1).encode(KVChunk([keys], [values], layout))
+    return bytes(read_section(blob, read_header(blob), 0)), (keys, values)
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.contiguous().view(torch.int16 if x.element_size() == 2 else torch.int32)
+
+
+def outputs(dtype: str, shape: str, rows: int) -> list[torch.Tensor]:
+    heads, *sizes = SHAPES[shape]
+    return [torch.full((rows, heads, size), POISON, dtype=getattr(torch, dtype)) for size in sizes]
+
+
+def decode(
+    name: str, data: bytes | memoryview, dtype: str, shape: str, tokens: int, at: slice, rows: Sequence[Rows | None],
+    first_row: int,
+) -> None:  # fmt: skip
+    view, (keys, values) = memoryview(data), rows
+    get_stages(name).decode_layer(view, layer_of(shape), getattr(torch, dtype), tokens, at, keys, values, first_row)
+
+
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_bit_of_a_layer_comes_back(dtype: str, kind: str, tokens: int) -> None:
+    for shape in SHAPES:
+        data, want = coded(dtype, kind, tokens, shape)
+        for name in stage_names() if tokens in (17, 257) and shape != "deep" else ("numba",):
+            got = outputs(dtype, shape, tokens)
+            decode(name, data, dtype, shape, tokens, slice(0, tokens), [dense_rows(x) for x in got], 0)
+            for mine, theirs in zip(got, want, strict=True):
+                assert torch.equal(bits(mine), bits(theirs))
+
+
+def test_the_layers_exercise_what_they_are_to() -> None:
+    for dtype in DTYPES:
+        found = {kind: read_layer(memoryview(coded(dtype, kind, 513)[0]), layer_of("usual"),
+                                  getattr(torch, dtype).itemsize, 513) for kind in KINDS}  # fmt: skip
+        assert all(model is None for model in found["stored"].models) and found["stored"].part is None
+        for kind in ("coded", "steady"):
+            assert all(model is not None for model in found[kind].models)
+        mixed = [model is not None for model in found["mixed"].models]
+        assert any(mixed) and not all(mixed)
+        of_keys = [model is not None for model in found["keys"].models]
+        assert any(of_keys) and not any(of_keys[len(of_keys) // 2 :])
+        per_stream = set()
+        for kind in ("coded", "mixed", "steady"):
+            for shape in SHAPES:
+                part = read_layer(memoryview(coded(dtype, kind, 513, shape)[0]), layer_of(shape),
+                                  getattr(torch, dtype).itemsize, 513).part  # fmt: skip
+                assert part is not None
+                per_stream.add(part.tokens_per_stream)
+        assert len(per_stream) > 2 and max(per_stream) > 16, per_stream
+
+
+@pytest.mark.parametrize("kind", ["stored", "coded", "mixed", "steady"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("at", [slice(0, 256), slice(256, 512), slice(512, 513), slice(128, 384)])
+def test_tiles_go_to_the_rows_that_there_are(dtype: str, kind: str, at: slice) -> None:
+    """Tokens before the first row and after the last are left out, as are places of -1 and units without rows."""
+    data, want = coded(dtype, kind, 513)
+    for first_row, count in ((0, 513), (-3, 100), (2, 300), (100, 101), (-200, 500)):
+        results = []
+        for name in stage_names():
+            for left_out in (None, 0, 1):
+                got = outputs(dtype, "usual", count)
+                rows: list[Rows | None] = [dense_rows(x) for x in got]
+                for own in rows:
+                    assert own is not None
+                    own.begins[::5] = -1
+                if left_out is not None:
+                    rows[left_out] = None
+                decode(name, data, dtype, "usual", 513, at, rows, first_row)
+                expected = outputs(dtype, "usual", count)
+                for unit, (mine, theirs) in enumerate(zip(expected, want, strict=True)):
+                    for t in range(at.start, at.stop):
+                        row = t - at.start + first_row
+                        if 0 <= row < count and row % 5 and unit != left_out:
+                            mine[row] = theirs[t]
+                for mine, theirs in zip(got, expected, strict=True):
+                    assert torch.equal(bits(mine), bits(theirs))
+                results.append(got)
+        assert len(results) == 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_moved_keys_are_the_references(dtype: str) -> None:
+    for interleaved in (False, True):
+        rope = Rope((1.0, 0.3, 0.01), 1.1, interleaved)
+        layout = KVLayout("synthetic", (LayerLayout(2, 16, 16, rope),) * 2, dtype, None)
+        generator = torch.Generator().manual_seed(0)
+        units = [torch.randn(300, 2, 16, generator=generator).to(layout.torch_dtype) for _ in range(4)]
+        chunk = KVChunk(units[:2], units[2:], layout, 7)
+        codecs = [Codec(Profile.generic(layout), "lossless", backend=name) for name in stage_names()]
+        blob = codecs[0].encode(chunk)
+        assert codecs[1].encode(chunk) == blob
+        for arguments in ({"start": 7}, {"start": 1000}, {"start": 1000, "tokens": (3, 290)}):
+            one, other = (codec.decode(blob, **arguments) for codec in codecs)
+            for mine, theirs in zip((*one.keys, *one.values), (*other.keys, *other.values), strict=True):
+                assert torch.equal(bits(mine), bits(theirs))
+            assert torch.equal(bits(one.keys[0]), bits(chunk.keys[0])) == (arguments == {"start": 7})
+
+
+# --- damaged bytes
+
+
+def outcome(name: str, data: bytes, dtype: str, tokens: int, shape: str) -> Any:
+    """What decoding gives: the bits, or the class and the message of the error."""
+    got = outputs(dtype, shape, tokens)
+    try:
+        decode(name, data, dtype, shape, tokens, slice(0, tokens), [dense_rows(x) for x in got], 0)
+    except FormatError as error:
+        return type(error), str(error)
+    return [bits(x).tolist() for x in got]
+
+
+def agree(data: bytes, dtype: str, tokens: int, shape: str) -> Any:
+    one, other = (outcome(name, data, dtype, tokens, shape) for name in ("numba", "reference"))
+    if isinstance(one, tuple) and isinstance(other, tuple) and one[1].startswith("entropy-coded"):
+        # If several streams are damaged, they may name different ones of them.
+        assert one[0] is other[0] and one[1].split()[3:] == other[1].split()[3:]
+    else:
+        assert one == other
+    return one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_damaged_layers_are_judged_alike(dtype: str, kind: str) -> None:
+    data, _ = coded(dtype, kind, 33, "few")
+    refused = 0
+    places = sorted({*range(min(len(data), 160)), *range(0, len(data), 7), *range(len(data) - 8, len(data))})
+    for at in places:
+        for flip in (0x01, 0x80, 0xFF):
+            bad = bytearray(data)
+            bad[at] ^= flip
+            refused += isinstance(agree(bytes(bad), dtype, 33, "few"), tuple)
+    assert refused > (100 if kind in {"coded", "steady"} else 10)
+    for end in range(0, len(data), 3):
+        kind_of, message = agree(data[:end], dtype, 33, "few")
+        assert kind_of is FormatError
+    for tail in (b"\0", bytes(4), b"\xff" * 5):
+        kind_of, message = agree(data + tail, dtype, 33, "few")
+        assert kind_of is FormatError and "too many" in message
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS), dtype=st.sampled_from(DTYPES), tokens=st.sampled_from([1, 33, 257]),
+    changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4),
+    cut=st.none() | st.floats(0, 1),
+)  # fmt: skip
+def test_any_bytes_are_judged_alike(
+    kind: str, dtype: str, tokens: int, changes: list[tuple[float, int]], cut: float | None
+) -> None:
+    data, _ = coded(dtype, kind, tokens, "few")
+    bad = bytearray(data)
+    for place, byte in changes:
+        at = int(place * 2 * min(len(bad), 64)) if place < 0.5 else int((place - 0.5) * 2 * len(bad))
+        bad[at] = byte
+    agree(bytes(bad[: int(cut * len(bad))] if cut is not None else bad), dtype, tokens, "few")
+
+
+def test_a_damaged_stream_is_named() -> None:
+    data, _ = coded("bfloat16", "coded", 257, "usual")
+    part = read_layer(memoryview(data), layer_of("usual"), 2, 257).part
+    assert part is not None
+    n, count = part.tokens_per_stream, len(part.streams.states)
+    stream = count // 2
+    at = data.rindex(part.streams.words.astype("<u2").tobytes())
+    bad = bytearray(data)
+    bad[at + 2 * int(part.streams.lengths[:stream].sum())] ^= 0x10
+    expected = f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged"
+    assert n < 257 and count > 2
+    for name in stage_names():
+        assert outcome(name, bytes(bad), "bfloat16", 257, "usual") == (CorruptError, expected)
+
+
+def test_a_layer_may_lie_anywhere_in_a_blob() -> None:
+    """At an odd address, and where the bytes end."""
+    data, want = coded("bfloat16", "mixed", 257, "odd")
+    for view in (memoryview(b"x" + data)[1:], memoryview(bytearray(data))):
+        got = outputs("bfloat16", "odd", 257)
+        decode("numba", view, "bfloat16", "odd", 257, slice(0, 257), [dense_rows(x) for x in got], 0)
+        assert all(torch.equal(bits(a), bits(b)) for a, b in zip(got, want, strict=True))

@@ -1,0 +1,226 @@
+"""The codec's threads: order, errors, how many there are, and what becomes of them in a process that was forked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
+import pytest
+import torch
+
+from cuvee.codec.pool import Pool
+
+SECONDS = 30.0  # nothing here takes so long unless it hangs
+
+
+def numbered(number: int) -> Callable[[], int]:
+    def job() -> int:
+        time.sleep(0.002 * (number % 3))
+        return number
+
+    return job
+
+
+def helpers() -> set[int]:
+    """The identities of the threads that pools keep."""
+    return {thread.ident or 0 for thread in threading.enumerate() if thread.name.startswith("cuvee")}
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+@pytest.mark.parametrize("jobs", [0, 1, 2, 40])
+def test_results_come_in_order(threads: int, jobs: int) -> None:
+    assert Pool(threads).run([numbered(i) for i in range(jobs)], threads) == list(range(jobs))
+
+
+@pytest.mark.parametrize(("threads", "workers", "most"), [(3, 3, 3), (3, 99, 3), (5, 2, 2), (2, 1, 1), (1, 8, 1)])
+def test_no_more_threads_work_than_were_asked_for(threads: int, workers: int, most: int) -> None:
+    lock, here, largest = threading.Lock(), 0, 0
+
+    def job() -> int:
+        nonlocal here, largest
+        with lock:
+            here += 1
+            largest = max(largest, here)
+        time.sleep(0.005)
+        with lock:
+            here -= 1
+        return threading.get_ident()
+
+    seen = Pool(threads).run([job] * 24, workers)
+    assert largest == most == len(set(seen))
+    assert threading.get_ident() in seen, "the caller works, too"
+
+
+def test_helpers_are_started_once_and_not_for_one_thread() -> None:
+    before = helpers()
+    alone = Pool(1)
+    assert alone.run([threading.get_ident] * 4, 4) == [threading.get_ident()] * 4
+    pool = Pool(3)
+    assert pool.run([threading.get_ident], 3) == [threading.get_ident()], "one job"
+    assert pool.run([threading.get_ident] * 4, 1) == [threading.get_ident()] * 4, "one worker"
+    assert helpers() == before
+    pool.run([partial(time.sleep, 0.01)] * 9, 3)
+    started = helpers() - before
+    assert 1 <= len(started) <= 2
+    for _ in range(5):
+        pool.run([partial(time.sleep, 0.01)] * 9, 3)
+    assert len(helpers() - before) == 2 and started <= helpers()
+
+
+@pytest.mark.parametrize("bad", [0, 3, 19])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_the_first_error_ends_the_rest(bad: int, threads: int) -> None:
+    done: list[int] = []
+
+    def job(number: int) -> None:
+        if number == bad:
+            raise ValueError(f"job {number}")
+        time.sleep(0.01)
+        done.append(number)
+
+    pool = Pool(threads)
+    with pytest.raises(ValueError, match=f"job {bad}"):
+        pool.run([partial(job, number) for number in range(20)], threads)
+    count = len(done)
+    assert count <= bad + threads - 1
+    time.sleep(0.05)
+    assert len(done) == count, "nothing goes on after the error was raised"
+    assert pool.run([numbered(i) for i in range(9)], threads) == list(range(9)), "and the pool works on"
+
+
+def test_an_error_of_a_helper_is_raised() -> None:
+    caller = threading.get_ident()
+
+    def job() -> None:
+        if threading.get_ident() != caller:
+            raise KeyboardInterrupt("of a helper")
+        time.sleep(0.05)
+
+    with pytest.raises(KeyboardInterrupt, match="of a helper"):
+        Pool(2).run([job] * 8, 2)
+
+
+def test_calls_from_several_threads_give_each_its_own() -> None:
+    pool = Pool(3)
+
+    def call(first: int) -> list[int]:
+        return pool.run([numbered(first + i) for i in range(12)], 3)
+
+    with ThreadPoolExecutor(6) as callers:
+        for first, found in zip(range(0, 600, 12), callers.map(call, range(0, 600, 12)), strict=True):
+            assert found == list(range(first, first + 12))
+
+
+def test_a_call_does_not_wait_for_another_callers_jobs() -> None:
+    """Helpers that are busy elsewhere do not come; their call has long been done."""
+    pool, started, release = Pool(2), threading.Event(), threading.Event()
+    caller: list[int] = []
+
+    def long() -> None:
+        if threading.get_ident() not in caller:
+            started.set()
+        release.wait(SECONDS)
+
+    def slow() -> None:
+        caller.append(threading.get_ident())
+        pool.run([long] * 2, 2)
+
+    other = threading.Thread(target=slow, daemon=True)
+    other.start()
+    try:
+        assert started.wait(SECONDS), "a helper works for the other call"
+        begun = time.monotonic()
+        assert pool.run([numbered(i) for i in range(6)], 2) == list(range(6))
+        assert time.monotonic() - begun < SECONDS / 2 and other.is_alive()
+    finally:
+        release.set()
+        other.join(SECONDS)
+    assert not other.is_alive()
+
+
+def test_a_job_may_call_the_pool() -> None:
+    pool, found = Pool(2), []
+
+    def outer(number: int) -> int:
+        return sum(pool.run([numbered(number + i) for i in range(3)], 2))
+
+    def call() -> None:
+        found.extend(pool.run([partial(outer, number) for number in range(6)], 2))
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(SECONDS)
+    assert found == [3 * number + 3 for number in range(6)]
+
+
+def test_threads_compute_alone_and_without_gradients() -> None:
+    def setting() -> tuple[int, bool]:
+        time.sleep(0.005)
+        return torch.get_num_threads(), torch.is_grad_enabled()
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        pool = Pool(3)
+        for jobs in (6, 30):
+            seen = pool.run([setting] * jobs, 3)
+            assert set(seen) == {(1, False)}
+            assert torch.get_num_threads() == 3 and torch.is_grad_enabled()
+            with ThreadPoolExecutor(1) as fresh:
+                assert fresh.submit(torch.get_num_threads).result() == 3
+        with pytest.raises(ZeroDivisionError):
+            pool.run([lambda: 1 // 0] * 3, 3)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
+FORKED = """
+import os, sys, threading
+import torch
+import cuvee.codec.cpu
+from cuvee import Codec, KVChunk, KVLayout, Profile
+from cuvee.codec.layout import LayerLayout
+cuvee.codec.cpu.PARALLEL_VALUES = 1
+layout = KVLayout("tiny", (LayerLayout(2, 16, 16, None),) * 4, "float32", None)
+chunk = KVChunk([torch.randn(300, 2, 16) for _ in range(4)], [torch.randn(300, 2, 16) for _ in range(4)], layout)
+for quality in ("lossless", "balanced"):
+    codec = Codec(Profile.generic(layout), quality, threads=2)
+    blob = codec.encode(chunk)
+    want = codec.decode(blob)
+    assert sum(thread.name.startswith("cuvee") for thread in threading.enumerate()) >= 1
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert threading.active_count() == 1
+            got = codec.decode(blob)
+            assert all(torch.equal(a, b) for a, b in zip((*got.keys, *got.values), (*want.keys, *want.values)))
+            assert codec.encode(chunk) == blob
+            assert any(thread.name.startswith("cuvee") for thread in threading.enumerate()), "its own helpers"
+            print("child", quality, flush=True)
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert codec.encode(chunk) == blob
+    print("parent", quality, flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_forked_process_codes_with_helpers_of_its_own() -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FORKED], capture_output=True, text=True, check=False, env=environment,
+        timeout=4 * SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split("\n") == ["child lossless", "parent lossless", "child balanced", "parent balanced", ""]

@@ -1,0 +1,227 @@
+"""Rows: tokens written straight into a cache land where `PagedCache.write` puts them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.codec.test_paged import ORDERS, SLOTS, poisoned, scattered, tensors, written
+
+from cuvee.codec import transform, transform_numba
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.rows import Rows, dense_rows, paged_rows
+from cuvee.codec.transform import Rotation, partition
+
+BLOCKS, BLOCK_TOKENS = 5, 16
+CPU = torch.device("cpu")
+DIRECT = [order for order in ORDERS if order != "transposed"]
+
+
+def joined(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]]:
+    """A cache whose keys and values share memory, as engines have it; and that memory, layer by layer."""
+    memory, keys, values = [], [], []
+    for layer in layout.layers:
+        heads, size, other = layer.kv_heads, max(layer.head_dim, layer.value_dim), layer.value_dim
+        if order == "keys, then values":
+            whole = torch.full((2, BLOCKS, BLOCK_TOKENS, heads, size), 7.0).to(layout.torch_dtype)
+            k, v = whole[0], whole[1]
+        elif order == "in each block":
+            whole = torch.full((BLOCKS, 2, BLOCK_TOKENS, heads, size), 7.0).to(layout.torch_dtype)
+            k, v = whole[:, 0], whole[:, 1]
+        elif order == "in each block, head-major":
+            whole = torch.full((BLOCKS, 2, heads, BLOCK_TOKENS, size), 7.0).to(layout.torch_dtype)
+            k, v = whole[:, 0].transpose(1, 2), whole[:, 1].transpose(1, 2)
+        else:  # "in each head"
+            whole = torch.full((BLOCKS, BLOCK_TOKENS, heads, size + other + 3), 7.0).to(layout.torch_dtype)
+            k, v = whole[..., 1 : size + 1], whole[..., size + 1 :]
+        memory.append(whole)
+        keys.append(k[..., : layer.head_dim])
+        values.append(v[..., :other])
+    return PagedCache(layout, keys, values), memory
+
+
+JOINED = ["keys, then values", "in each block", "in each block, head-major", "in each head"]
+
+
+def make(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]]:
+    if order in JOINED:
+        return joined(layout, order)
+    cache = poisoned(layout, order)
+    return cache, [*cache.keys, *cache.values]
+
+
+def alike(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize("order", [*DIRECT, *JOINED])
+@pytest.mark.parametrize("name", ["bfloat16", "narrow-values", "irregular", "float16"])
+def test_rows_are_where_the_cache_writes(
+    layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk], name: str, order: str
+) -> None:
+    """All bytes of the memory are compared: also those between keys and values, and of other slots."""
+    layout = layouts[name]
+    chunk, slots = make_chunk(layout, 37), scattered(37)
+    slots[5:9] = slots[-1] = NOWHERE
+    one, want = make(layout, order)
+    one.write(chunk.keys, chunk.values, slots)
+    other, got = make(layout, order)
+    found = paged_rows(other, slots, range(layout.num_layers))
+    assert found is not None
+    for units, all_rows in zip((chunk.keys, chunk.values), found, strict=True):
+        for unit, rows in zip(units, all_rows, strict=True):
+            assert rows is not None and (rows.begins[5:9] == -1).all() and rows.begins[-1] == -1
+            for at in (slice(0, 20), slice(20, 37)):
+                rows.write(unit[at].float(), at)
+    assert alike(got, want)
+    assert not all(bool((tensor == 7).all()) for tensor in got)
+
+
+@pytest.mark.parametrize("order", [*DIRECT, *JOINED])
+@pytest.mark.parametrize("name", ["bfloat16", "narrow-values", "yarn", "float16", "interleaved"])
+@pytest.mark.parametrize("module", [transform, transform_numba])
+def test_place_writes_rows_of_pages_and_nothing_else(
+    layouts: dict[str, KVLayout], make_chunk: Callable[..., KVChunk], name: str, order: str, module: Any
+) -> None:
+    layout = layouts[name]
+    slots = scattered(37)
+    slots[::4] = NOWHERE
+    (section,) = partition(layout, "all")
+    x = torch.randn(37, section.values, generator=torch.Generator().manual_seed(1))
+    mean = torch.randn(2, section.values, generator=torch.Generator().manual_seed(2))
+    rotation = Rotation(layout, 500, 37, CPU)
+    dense = [torch.zeros(37, u.shape[2], u.shape[3], dtype=u.dtype) for u in poisoned(layout).keys]
+    others = [torch.zeros(37, u.shape[2], u.shape[3], dtype=u.dtype) for u in poisoned(layout).values]
+    whole = (list(map(dense_rows, dense)), list(map(dense_rows, others)))
+    transform.place(x, mean, section, layout, rotation, slice(0, 37), *whole)
+    one, want = make(layout, order)
+    one.write(dense, others, slots)
+    other, got = make(layout, order)
+    found = paged_rows(other, slots, range(layout.num_layers))
+    assert found is not None
+    # Dealt out, with columns of no token: as the decoder has them.
+    column = np.concatenate([np.arange(0, 37, 2), [-1, -1], np.arange(1, 37, 2), [37, 99]])
+    spread = torch.full((len(column), section.values), float("nan"))
+    there = torch.from_numpy((column >= 0) & (column < 37))
+    spread[there] = x[column[there.numpy()]]
+    module.place(spread, mean, section, layout, rotation, slice(0, 37), *found, column)
+    assert alike(got, want)
+
+
+@pytest.mark.parametrize("module", [transform, transform_numba])
+@pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
+def test_place_takes_blocks_one_after_the_other(
+    layouts: dict[str, KVLayout], module: Any, x_dtype: torch.dtype
+) -> None:
+    layout = layouts["bfloat16"]
+    rotation = Rotation(layout, 500, 30, CPU)
+    order = np.random.default_rng(0).permutation(30)
+    for group in ("head", "unit", "layer"):
+        for section in partition(layout, group):
+            generator = torch.Generator().manual_seed(section.first_layer)
+            x = torch.randn(30, section.values, generator=generator).to(x_dtype)
+            mean = torch.randn(1, section.values, generator=generator)
+            results = []
+            blocks = x.unflatten(1, (len(section.blocks), -1)).transpose(0, 1).contiguous()
+            for values, by in ((x, transform), (blocks, module)):
+                units = [torch.full((30, 2, 16), 7.0, dtype=torch.bfloat16) for _ in range(6)]
+                rows: list[Rows | None] = [dense_rows(unit) for unit in units]
+                by.place(values, mean, section, layout, rotation, slice(0, 30), rows[:3], rows[3:], order)
+                results.append(units)
+            assert alike(*results)
+
+
+def test_layers_that_are_not_asked_for_have_no_rows(layouts: dict[str, KVLayout]) -> None:
+    cache = poisoned(layouts["gqa"])
+    found = paged_rows(cache, scattered(9), range(1, 2))
+    assert found is not None
+    for rows in found:
+        assert [own is not None for own in rows] == [False, True, False]
+
+
+def test_places_that_the_cache_does_not_have_are_refused(layouts: dict[str, KVLayout]) -> None:
+    cache = poisoned(layouts["gqa"])
+    for bad in (SLOTS, -2, 1 << 40):
+        with pytest.raises(InputError, match="layer 1 has 80 slots"):
+            paged_rows(cache, torch.tensor([3, bad]), range(1, 3))
+    cache = PagedCache(cache.layout, [*cache.keys[:2], cache.keys[2][:3]], cache.values)
+    with pytest.raises(InputError, match="layer 2 has 48 slots"):
+        paged_rows(cache, torch.tensor([50]), range(3))
+    assert paged_rows(cache, torch.tensor([50]), range(2)) is not None
+
+
+def test_rows_of_a_part_are_those_of_its_tokens() -> None:
+    tensor = torch.zeros(9, 2, 4)
+    rows = dense_rows(tensor)
+    rows.take(slice(3, 6)).write(torch.ones(3, 2, 4), slice(0, 3))
+    assert tensor[3:6].eq(1).all() and tensor.sum() == 24
+    assert dense_rows(torch.zeros(0, 2, 4)).begins.shape == (0,)
+    # A part of a larger tensor, in another order: only its own values change.
+    large = torch.zeros(9, 3, 10, dtype=torch.bfloat16)
+    part = large[1::2, 1:, 2:6]
+    dense_rows(part).write(torch.ones(4, 2, 4), slice(0, 4))
+    assert part.eq(1).all() and large.float().sum() == 32
+    turned = torch.zeros(2, 5, 4).transpose(0, 1)
+    dense_rows(turned).write(torch.arange(40.0).view(5, 2, 4), slice(0, 5))
+    assert torch.equal(turned, torch.arange(40.0).view(5, 2, 4))
+
+
+@pytest.mark.parametrize("backend", ["numba", "reference"])
+@pytest.mark.parametrize("scheme", ["layer", "head", "generic", "lossless"])
+@pytest.mark.parametrize("order", [*ORDERS, *JOINED])
+def test_every_order_of_memory_gets_the_same(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], order: str, scheme: str,
+    backend: str, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also one whose last dimension is not adjacent: its tokens go through scratch."""
+    layout = layouts["bfloat16"]
+    codec = make_codec("bfloat16", scheme, backend=backend, **({} if scheme == "lossless" else {"step": 0.5}))
+    blob = make_codec("bfloat16", scheme, **({} if scheme == "lossless" else {"step": 0.5})).encode(
+        make_chunk(layout, 37, start=11)
+    )
+    used: list[bool] = []
+
+    def spied(*arguments: Any) -> Any:
+        found = paged_rows(*arguments)
+        used.append(found is not None)
+        return found
+
+    monkeypatch.setattr("cuvee.codec.cpu.paged_rows", spied)
+    slots = scattered(37)
+    slots[3], slots[0], slots[-1] = NOWHERE, NOWHERE, NOWHERE
+    kept = slots != NOWHERE
+    for start in (11, 100):
+        cache, memory = make(layout, order)
+        codec.decode_paged([blob], cache, [slots], [start]).check()
+        assert used.pop() == (order != "transposed")
+        want = codec.decode(blob, start)
+        used.clear()
+        same, expected = make(layout, order)
+        same.write(want.keys, want.values, slots)
+        assert alike(memory, expected)
+        for got, unit in zip(written(cache, slots[kept]), tensors(want), strict=True):
+            assert torch.equal(got, unit[kept])
+
+
+def test_another_dtype_and_fp8_go_through_scratch(
+    layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec]
+) -> None:
+    layout = layouts["bfloat16"]
+    codec = make_codec("bfloat16", "layer", step=0.5)
+    blob, slots = codec.encode(make_chunk(layout, 37)), scattered(37)
+    want = codec.decode(blob)
+    fp8 = poisoned(layout, dtype=torch.float8_e4m3fn)
+    assert paged_rows(fp8, slots, range(3)) is None
+    for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):
+        cache, expected = poisoned(layout, dtype=dtype), poisoned(layout, dtype=dtype)
+        codec.decode_paged([blob], cache, [slots]).check()
+        expected.write(want.keys, want.values, slots)
+        for got, unit in zip((*cache.keys, *cache.values), (*expected.keys, *expected.values), strict=True):
+            assert torch.equal(got.view(torch.uint8), unit.view(torch.uint8))
