@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from cuvee.codec import (
@@ -77,6 +79,7 @@ class Stages:
     pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
     unpack: Callable[[U8, Escapes, CodingPlan], I32]
     gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor], torch.Tensor]
+    spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
     place: Place
     analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None], torch.Tensor]
     synthesize: Callable[
@@ -103,6 +106,7 @@ _STAGES = (
         symbols.pack,
         symbols.unpack,
         transform.gather_centered,
+        transform.spread,
         transform.place,
         transform.SectionBasis.coefficients,
         transform.synthesize,
@@ -123,6 +127,7 @@ _STAGES = (
         symbols_numba.pack,
         symbols_numba.unpack,
         transform_numba.gather_centered,
+        transform_numba.spread,
         transform_numba.place,
         transform.SectionBasis.coefficients,
         transform.synthesize,

@@ -25,6 +25,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.rope import cos_sin, turn
 from cuvee.codec.rows import Rows
 
+F32 = npt.NDArray[np.float32]
 I64 = npt.NDArray[np.int64]
 
 WEIGHT_RANGE = 1e-7  # smallest over largest weight of a metric; maps in float32 cannot hold a wider range
@@ -285,6 +286,23 @@ class LeadingComponents:
         for rows, values, matrix in self.parts:
             torch.mm(matrix, centered[:, values].T, out=y[rows])
         return y
+
+
+def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
+    """Channels that are coded one by one to values.
+
+    Args:
+        y: `[R, t]` float32, the coded channels.
+        live: `[R]`, which channels they are.
+        scale: `[count]` float32, one unit of each channel.
+        count: N.
+
+    Returns:
+        `[t, N]` float32; zero in the other channels.
+    """
+    x = torch.zeros(y.shape[1], count)
+    x[:, torch.from_numpy(live)] = torch.from_numpy(y).T * torch.from_numpy(scale[live])
+    return x
 
 
 def synthesize(

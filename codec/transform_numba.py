@@ -1,4 +1,4 @@
-"""`place` and `gather_centered` for the CPU, in one pass each: same bytes as in `transform.py`."""
+"""`place`, `gather_centered` and `spread` for the CPU, in one pass each: same bytes as in `transform.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.compiled import compiled
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.rows import Rows, dense_rows
-from cuvee.codec.transform import I64, Rotation, Section
+from cuvee.codec.transform import F32, I64, Rotation, Section
 
 
 def _wide(value: Any) -> Any:
@@ -77,6 +77,7 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
+_CHANNELS = 16  # written together: as many values of every token
 
 
 def place(
@@ -187,6 +188,24 @@ def gather_centered(
                 target,
             )
             column += rows.heads * rows.size
+    return out
+
+
+@compiled
+def _spread(y, live, scale, out):  # type: ignore[no-untyped-def]
+    tokens = y.shape[1]
+    for first in range(0, len(live), _CHANNELS):
+        together = min(_CHANNELS, len(live) - first)
+        for t in range(tokens):
+            row = out[t]
+            for i in range(first, first + together):
+                row[live[i]] = y[i, t] * scale[live[i]]
+
+
+def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
+    """See `cuvee.codec.transform.spread`."""
+    out = torch.empty(y.shape[1], count) if len(live) == count else torch.zeros(y.shape[1], count)
+    _spread(y, live, scale, out.numpy())
     return out
 
 

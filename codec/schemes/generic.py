@@ -160,13 +160,12 @@ class GenericScheme:
         reader = Reader(data)
         channels = read_channels(reader, section.blocks, index)
         live = channels.live
-        mean, scale, where = (torch.from_numpy(a) for a in (channels.mean, channels.scale[live], live))
+        mean = torch.from_numpy(channels.mean)
         tile = tile_tokens(section, target.layout)
         plan = channels.plan()
         part = self._coder.read(reader, plan, target.tokens)
         for at, y in self._coder.decode(part, plan, target.tokens, target.wanted, tile):
-            x = torch.zeros(at.stop - at.start, section.values)
-            x[:, where] = torch.from_numpy(y).T * scale
+            x = self._stages.spread(y, live, channels.scale, section.values)
             inside, rows = overlap(at, target.wanted)
             self._stages.place(
                 x[inside], mean[None], section, target.layout, rotation, rows, target.keys, target.values

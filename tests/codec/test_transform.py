@@ -249,6 +249,18 @@ def multiply(basis: SectionBasis, y: torch.Tensor, ranks: tuple[int, ...], depth
     return x
 
 
+@pytest.mark.parametrize("live", [range(40), range(0, 40, 3), [39], []])
+def test_channels_are_spread_alike(live: Sequence[int]) -> None:
+    draw = np.random.default_rng(0)
+    chosen = np.array(live, np.intp)
+    y = draw.standard_normal((len(chosen), 21), np.float32)
+    scale = draw.standard_normal(40, np.float32)
+    want = transform.spread(y, chosen, scale, 40)
+    assert want.shape == (21, 40) and torch.equal(want, transform_numba.spread(y, chosen, scale, 40))
+    assert np.array_equal(want.numpy()[:, chosen], (y.T * scale[chosen]))
+    assert not want[:, [c for c in range(40) if c not in live]].any()
+
+
 def test_synthesis_of_nothing_is_zero() -> None:
     out = torch.full((35,), float("nan"))
     inverse = [torch.empty(1, 0, 3), torch.empty(1, 0, 4)]
