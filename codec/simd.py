@@ -8,6 +8,7 @@ the CPU has: AVX-512, two halves of AVX2, or single instructions. The arithmetic
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
@@ -94,11 +95,17 @@ class _Code:
         return self.builder.icmp_signed("<", lanes, self.splat(self.integer(active, types.int32)))
 
 
+def _spelled_out(function: Callable[..., Any]) -> Any:
+    """What Numba calls an intrinsic: the function returns the code that a call stands for."""
+    made: Any = intrinsic(function)
+    return made
+
+
 def _constant(value: int) -> Any:
     return ir.Constant(_VECTOR, [value] * WIDTH)
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_spelled_out
 def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bits, active, out, to):  # type: ignore[no-untyped-def]
     """One symbol of 16 streams: `decode_step(x, at, first, base, slots, words, offset, last, bits, active, out, to)`.
 
@@ -146,7 +153,7 @@ def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bit
     return signature, generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_spelled_out
 def dequantize_step(typing: Any, symbols, place, one, more, step, first, active, out, to):  # type: ignore[no-untyped-def]
     """16 symbols to coefficients: `dequantize_step(symbols, place, one, more, step, first, active, out, to)`.
 
@@ -196,7 +203,7 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
     return signature, generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_spelled_out
 def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
     """One symbol of 16 streams: `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`.
 
@@ -249,7 +256,7 @@ def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, a
     return signature, generate
 
 
-@intrinsic  # type: ignore[untyped-decorator]
+@_spelled_out
 def lookup_step(typing: Any, table, place, index, first, out):  # type: ignore[no-untyped-def]
     """16 entries of a table: `lookup_step(table, place, index, first, out)`.
 
