@@ -16,7 +16,7 @@ from cuvee.codec.classes import CLASSES, ClassedPlan
 from cuvee.codec.container import CodedPart, Reader, read_coded, write_streams
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family, step_value
-from cuvee.codec.rans import LANES, MAX_TOKENS_PER_STREAM, select_streams, stream_count
+from cuvee.codec.rans import MAX_TOKENS_PER_STREAM, select_streams, stream_count
 from cuvee.codec.stages import Stages
 from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, select_escapes
 from cuvee.codec.tables import EntropyTables
@@ -24,6 +24,7 @@ from cuvee.codec.transform import tiles
 
 STREAM_BITS = 2048  # the state and the length of a stream take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512
+BATCH_STREAMS = 64  # decoded in one call: enough to keep the CPU busy, few enough for small planes
 PREDICTED_TOKENS = 16  # fewest tokens per stream under prediction, which restarts with each stream
 
 
@@ -175,7 +176,7 @@ class CoefficientCoder:
         # run of tokens must come out exactly as it does in the whole.
         low = wanted.start - wanted.start % tile
         high = min(wanted.stop + -wanted.stop % tile, tokens)
-        batch = max(LANES * per_stream // tile, 1) * tile
+        batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
         for start in range(low, high, batch):
             at = slice(start, min(start + batch, high))
             planes = self.stages.rans_decode(

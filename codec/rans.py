@@ -35,8 +35,6 @@ WORD_BITS = 16
 MAX_TOKENS_PER_STREAM_LOG2 = 7
 MAX_TOKENS_PER_STREAM = 1 << MAX_TOKENS_PER_STREAM_LOG2
 MIN_STREAM_BYTES = 6  # what a stream takes in a blob even without words: a state of 4 bytes and a length of 2
-# Streams that a CPU decodes together: enough to hide the latency of a table look-up, few enough for registers and L1.
-LANES = 64
 
 U8 = npt.NDArray[np.uint8]
 U16 = npt.NDArray[np.uint16]

@@ -38,7 +38,7 @@ _NEVER = 1 << 62  # the row of the escape after the last
 _ABSENT = 2  # the class of a column without a token, if tokens have no classes
 
 # What is wrong with a section.
-SOUND, MALFORMED, CLASS_STREAM, CLASS_RANGE, STREAM, ESCAPE_LIST = range(6)
+MALFORMED, CLASS_STREAM, CLASS_RANGE, STREAM, ESCAPE_LIST = range(5)
 
 _INITIAL = np.uint32(1 << 16)
 _ANCHOR = Prediction.ANCHOR.value
@@ -457,7 +457,6 @@ def _decode(  # type: ignore[no-untyped-def]
         ):  # fmt: skip
             problem[0], problem[1] = i, ESCAPE_LIST
             return False
-    problem[1] = SOUND
     return True
 
 

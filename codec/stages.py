@@ -64,9 +64,10 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Each stage with the signature and the results of its namesake in rans, symbols or transform.
+    """Each stage with the signature and the results of its namesake.
 
-    Those for tokens that have classes are in rans_classes and symbols_classes.
+    That stands in rans, symbols or transform; for tokens that have classes in rans_classes or symbols_classes; in
+    sections if it decodes whole ones, and in byte_planes if it is lossless.
     """
 
     name: str
