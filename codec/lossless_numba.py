@@ -178,7 +178,8 @@ def _decode(  # type: ignore[no-untyped-def]
 
 @compiled
 def _write(  # type: ignore[no-untyped-def]
-    data, tokens, start, width, planes, columns, position, scratch, begins, first_row, heads, size, stride, out
+    data, tokens, start, width, planes, columns, position, scratch, begins, first_row, heads, size, stride, offsets,
+    kinds, out
 ):  # fmt: skip
     """Join the planes of a unit, and write its values."""
     count = len(planes)
@@ -218,7 +219,11 @@ def _write(  # type: ignore[no-untyped-def]
                 if begin < 0:
                     continue
                 at = begin + h * stride + d
-                if together == _CHANNELS:
+                if len(offsets):
+                    places = offsets[kinds[first_row + t], h]
+                    for i in range(together):
+                        out[begin + places[d + i]] = tile[i, t]
+                elif together == _CHANNELS:
                     target = out[at : at + _CHANNELS]
                     for i in range(_CHANNELS):
                         target[i] = tile[i, t]
@@ -266,7 +271,8 @@ def decode_layer(
         if rows is not None:
             _write(
                 padded, tokens, at.start, at.stop - at.start, planes[first : first + itemsize], columns, position,
-                scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride, _bits(rows.memory),
+                scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride, rows.offsets, rows.kinds,
+                _bits(rows.memory),
             )  # fmt: skip
 
 

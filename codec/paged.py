@@ -78,6 +78,11 @@ class PermutedPages:
         memory: `[order.span]` contiguous, from the start of the first block on; not copied.
         order: shared by the layers whose pages are laid out alike.
 
+    Attributes:
+        memory, order: as given.
+        device, dtype: of the memory.
+        shape: `[blocks, block_tokens, heads, dim]`.
+
     Raises:
         InputError: memory of another size.
         UnsupportedModel: memory of a device; its kernels take strides.
@@ -91,6 +96,7 @@ class PermutedPages:
             )
         if memory.shape != (order.span,) or not memory.is_contiguous():
             raise InputError(f"memory must be contiguous [{order.span}], got {list(memory.shape)}")
+        self.memory = memory
         self.order = order
         self.device, self.dtype = memory.device, memory.dtype
         self.shape = torch.Size((order.blocks, *order.offsets.shape))
@@ -201,6 +207,10 @@ class PagedCache:
     def values(self) -> tuple[torch.Tensor, ...]:
         """The same for values, `[blocks, block_tokens, heads, value_dim]`."""
         return _strided(self._tensors[1])
+
+    def pages(self, layer: int) -> tuple[Pages, Pages]:
+        """Keys and values of a layer, `[blocks, block_tokens, heads, dim]`, of either kind."""
+        return self._keys[layer], self._values[layer]
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Keys and values `[T, H, D]` of a layer of a dense cache; None with several blocks, or if `permuted`."""
@@ -329,7 +339,7 @@ class PagedCache:
             return
         lowest, highest = int(slots.min()), int(slots.max())
         for layer in layers:
-            for tensor in (self._keys[layer], self._values[layer]):
+            for tensor in self.pages(layer):
                 size = tensor.shape[0] * tensor.shape[1]
                 if not least <= lowest <= highest < size:
                     raise InputError(f"slots reach from {lowest} to {highest}, layer {layer} has {size} slots")
@@ -338,7 +348,7 @@ class PagedCache:
         """Where the tokens at these slots lie, for every kind of pages that these layers have."""
         places: _Places = {}
         for layer in layers:
-            for tensor in (self._keys[layer], self._values[layer]):
+            for tensor in self.pages(layer):
                 kind = _kind(tensor)
                 if kind in places:
                     continue

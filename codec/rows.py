@@ -6,13 +6,13 @@ the tokens are decoded, without a copy in between.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged import NOWHERE, PagedCache, Pages, PermutedPages
 
 I64 = npt.NDArray[np.int64]
 
@@ -26,6 +26,9 @@ class Rows:
         begins: int64 `[T]`, where in it the row of each token begins; -1 for a token that is not to be written.
         head_stride: from head to head. The dimensions of a head are adjacent.
         heads, size: heads, and dimensions of each.
+        offsets: int64 `[K, H, D]`, from where a row begins to each of its values, where no strides describe that; else
+            `[0, 0, 0]`. There are K kinds of rows.
+        kinds: int64 `[T]`, the kind of each token's row; not read without `offsets`.
     """
 
     memory: torch.Tensor
@@ -33,18 +36,22 @@ class Rows:
     head_stride: int
     heads: int
     size: int
+    offsets: I64 = field(default_factory=lambda: np.empty((0, 0, 0), np.int64))
+    kinds: I64 = field(default_factory=lambda: np.empty(0, np.int64))
 
     def write(self, x: torch.Tensor, at: slice) -> None:
         """Write the tokens `at`, `[t, H, D]` of any dtype; values are rounded to that of the memory."""
         begins = torch.from_numpy(self.begins[at])
         there = begins >= 0
-        heads = torch.arange(self.heads) * self.head_stride
-        places = begins[there, None, None] + heads[:, None] + torch.arange(self.size)
-        self.memory[places] = x[there].to(self.memory.dtype)
+        if len(self.offsets):
+            offsets = torch.from_numpy(self.offsets[self.kinds[at]])[there]
+        else:
+            offsets = torch.arange(self.heads)[:, None] * self.head_stride + torch.arange(self.size)
+        self.memory[begins[there, None, None] + offsets] = x[there].to(self.memory.dtype)
 
     def take(self, part: slice) -> Rows:
         """The rows of some of the tokens."""
-        return Rows(self.memory, self.begins[part], self.head_stride, self.heads, self.size)
+        return replace(self, begins=self.begins[part], kinds=self.kinds[part])
 
 
 def dense_rows(tensor: torch.Tensor) -> Rows:
@@ -59,34 +66,43 @@ def paged_rows(
 ) -> tuple[list[Rows | None], list[Rows | None]] | None:
     """Rows of a cache for the tokens at `slots`: keys and values by layer, None for layers that are not asked for.
 
-    None if what is decoded cannot be written there as it is: fp8 takes a scale, and compiled code takes strides and
-    adjacent dimensions.
+    None if what is decoded cannot be written there as it is: fp8 takes a scale, and compiled code takes adjacent
+    dimensions or `PermutedPages`.
 
     Raises:
         InputError: a slot that the cache does not have.
     """
-    if cache.scaled or cache.permuted:
-        return None
-    units = [unit for index in layers for unit in (cache.keys[index], cache.values[index])]
-    if any(unit.stride(3) != 1 and unit.shape[3] > 1 for unit in units):
+    if cache.scaled or not all(map(_direct, (unit for index in layers for unit in cache.pages(index)))):
         return None
     cache.check_range(slots, layers)
     numbers = slots.numpy()
-    left_out = numbers == NOWHERE
-    known: dict[tuple[int, ...], I64] = {}
+    known: dict[tuple[int, int, int], tuple[I64, I64]] = {}
     rows: tuple[list[Rows | None], list[Rows | None]] = ([], [])
     for index in range(cache.layout.num_layers):
-        for tensor, out in zip((cache.keys[index], cache.values[index]), rows, strict=True):
+        for unit, out in zip(cache.pages(index), rows, strict=True):
             if index not in layers:
                 out.append(None)
                 continue
-            _, block_tokens, heads, size = tensor.shape
-            kind = (block_tokens, tensor.stride(0), tensor.stride(1))
+            _, block_tokens, heads, size = unit.shape
+            if isinstance(unit, PermutedPages):
+                strides = unit.order.block_stride, 0
+            else:
+                strides = unit.stride(0), unit.stride(1)
+            kind = (block_tokens, *strides)
             if kind not in known:
                 block, token = np.divmod(numbers, max(block_tokens, 1))
-                known[kind] = np.where(left_out, -1, block * tensor.stride(0) + token * tensor.stride(1))
-            out.append(Rows(_memory(tensor), known[kind], tensor.stride(2), heads, size))
+                known[kind] = np.where(numbers == NOWHERE, -1, block * strides[0] + token * strides[1]), token
+            begins, tokens = known[kind]
+            if isinstance(unit, PermutedPages):
+                out.append(Rows(unit.memory, begins, 0, heads, size, unit.order.offsets.numpy(), tokens))
+            else:
+                out.append(Rows(_memory(unit), begins, unit.stride(2), heads, size))
     return rows
+
+
+def _direct(unit: Pages) -> bool:
+    """Whether compiled code can write there."""
+    return isinstance(unit, PermutedPages) or unit.stride(3) == 1 or unit.shape[3] == 1
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

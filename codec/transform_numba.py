@@ -48,10 +48,12 @@ def _rounded_for(value, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride, heads, size):  # type: ignore[no-untyped-def]
+def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride, heads, size, offsets, kinds):  # type: ignore[no-untyped-def]
     columns = len(order)
     half = cos.shape[1]
     means = len(mean)
+    permuted = len(offsets) > 0
+    spare = np.empty(size if permuted else 0, memory.dtype)
     for row in range(columns):
         t = order[row]
         if t < 0 or t >= len(begins) or begins[t] < 0:
@@ -63,7 +65,7 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
             first = column + h * size
             at = (first // block * columns + row) * block + first % block
             source, center = x[at : at + size], of_mean[first : first + size]
-            target = memory[begin + h * head_stride : begin + h * head_stride + size]
+            target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
             low, high = source[:half], source[half : 2 * half]
             low_center, high_center = center[:half], center[half : 2 * half]
             low_target, high_target = target[:half], target[half : 2 * half]
@@ -74,6 +76,10 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
             for i in range(len(tail)):
                 tail_target[i] = _rounded(_wide(tail[i]) + tail_center[i], tail_target)
+            if permuted:
+                places = offsets[kinds[t], h]
+                for i in range(size):
+                    memory[begin + places[i]] = spare[i]
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
@@ -126,7 +132,7 @@ def _write(
 ) -> None:
     _place(
         source, block, means, column, cos, sin, order, _plain(rows.memory), rows.begins[at], rows.head_stride,
-        rows.heads, rows.size,
+        rows.heads, rows.size, rows.offsets, rows.kinds[at],
     )  # fmt: skip
 
 

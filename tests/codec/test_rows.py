@@ -8,20 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.codec.test_paged import ORDERS, SLOTS, poisoned, scattered, tensors, written
+from tests.codec.test_paged import ORDERS, PERMUTED, SLOTS, poisoned, scattered, tensors, written
 
 from cuvee.codec import transform, transform_numba
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
 from cuvee.codec.rows import Rows, dense_rows, paged_rows
 from cuvee.codec.transform import Rotation, partition
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
-DIRECT = [order for order in ORDERS if order != "transposed"]
+DIRECT = [*(order for order in ORDERS if order != "transposed"), PERMUTED]
 
 
 def joined(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]]:
@@ -54,6 +54,9 @@ def make(layout: KVLayout, order: str) -> tuple[PagedCache, list[torch.Tensor]]:
     if order in JOINED:
         return joined(layout, order)
     cache = poisoned(layout, order)
+    if order == PERMUTED:
+        units = [unit for index in range(layout.num_layers) for unit in cache.pages(index)]
+        return cache, [unit.memory for unit in units if isinstance(unit, PermutedPages)]
     return cache, [*cache.keys, *cache.values]
 
 
@@ -175,7 +178,7 @@ def test_rows_of_a_part_are_those_of_its_tokens() -> None:
 
 @pytest.mark.parametrize("backend", ["numba", "reference"])
 @pytest.mark.parametrize("scheme", ["layer", "head", "generic", "lossless"])
-@pytest.mark.parametrize("order", [*ORDERS, *JOINED])
+@pytest.mark.parametrize("order", [*ORDERS, PERMUTED, *JOINED])
 def test_every_order_of_memory_gets_the_same(
     layouts: dict[str, KVLayout], make_chunk: Any, make_codec: Callable[..., Codec], order: str, scheme: str,
     backend: str, monkeypatch: pytest.MonkeyPatch,
