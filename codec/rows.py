@@ -51,7 +51,7 @@ def dense_rows(tensor: torch.Tensor) -> Rows:
     """The rows of a tensor `[T, H, D]`, whose last dimension is adjacent."""
     tokens, heads, size = tensor.shape
     begins = np.arange(tokens, dtype=np.int64) * tensor.stride(0)
-    return Rows(_memory(tensor), begins, tensor.stride(1), heads, size)
+    return Rows(all_memory(tensor), begins, tensor.stride(1), heads, size)
 
 
 def paged_rows(
@@ -85,11 +85,11 @@ def paged_rows(
             if kind not in known:
                 block, token = np.divmod(numbers, max(block_tokens, 1))
                 known[kind] = np.where(left_out, -1, block * tensor.stride(0) + token * tensor.stride(1))
-            out.append(Rows(_memory(tensor), known[kind], tensor.stride(2), heads, size))
+            out.append(Rows(all_memory(tensor), known[kind], tensor.stride(2), heads, size))
     return rows
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def all_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Everything between a tensor's first value and its last."""
     if not tensor.numel():
         return tensor.flatten()
