@@ -56,7 +56,7 @@ def coding_order(classes: U8) -> npt.NDArray[np.intp]:
 @compiled
 def _encode_classes(classes, coders, words):  # type: ignore[no-untyped-def]
     """One stream of classes: its state, and how many words it has."""
-    x, count = LOWER_BOUND, 0
+    x, count = np.int64(LOWER_BOUND), 0
     for t in range(len(classes) - 1, -1, -1):
         coder = np.int64(coders[classes[t]])
         frequency, below = coder & 0xFFFF, coder >> 16
