@@ -17,8 +17,9 @@ from cuvee.codec.container import CodedPart, Reader, read_coded, write_streams
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family, step_value
 from cuvee.codec.rans import MAX_TOKENS_PER_STREAM, select_streams, stream_count
+from cuvee.codec.rans_classes import ClassedPlanes
 from cuvee.codec.stages import Stages
-from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, select_escapes
+from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, select_escapes, too_large_error
 from cuvee.codec.tables import EntropyTables
 from cuvee.codec.transform import tiles
 
@@ -38,12 +39,16 @@ def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction
 
 def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
     """The escapes of a tile of `columns` tokens from `start` on, numbered in the matrix of all `tokens`."""
+    if columns == tokens:
+        return escapes
     row, column = np.divmod(escapes.index, np.uint32(columns))
     return Escapes(row * np.uint32(tokens) + column + np.uint32(start), escapes.value)
 
 
 def _merge(parts: list[Escapes]) -> Escapes:
     """All escapes, in rising order."""
+    if len(parts) == 1:
+        return parts[0]
     index = np.concatenate([part.index for part in parts])
     order = np.argsort(index, kind="stable")
     return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
@@ -52,10 +57,6 @@ def _merge(parts: list[Escapes]) -> Escapes:
 def _peak(y: F32) -> float:
     """The largest magnitude; NaN if there is one."""
     return float(max(y.max(initial=0.0), -y.min(initial=0.0)))
-
-
-def _too_large(steps: float) -> str:
-    return f"the KV cache holds values that are {steps:.3g} quantizer steps large: encode it with quality='lossless'"
 
 
 def _side_by_side(parts: list[U8], tokens: int) -> U8:
@@ -69,8 +70,25 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassedSection:
+    """A section whose tokens have classes, to be encoded.
+
+    Attributes:
+        pieces: tiles in order, all but the last made of whole windows. Each gives the classes `[t]` of its tokens, the
+            classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of components of
+            the finest class among them.
+        plan: how the components of each class are coded.
+        class_table: the table that codes the classes.
+    """
+
+    pieces: Iterable[tuple[U8, U8, F32]]
+    plan: ClassedPlan
+    class_table: EntropyTables
+
+
+@dataclass(frozen=True, slots=True)
 class CoefficientCoder:
-    """Codes the coefficients of one section at one step."""
+    """Codes the coefficients of sections at one step."""
 
     stages: Stages
     family: Family
@@ -99,7 +117,7 @@ class CoefficientCoder:
         for at, y in pieces:
             peak = _peak(y)
             if not peak < MAX_LEVEL * step:
-                raise InputError(_too_large(peak / step))
+                raise too_large_error(peak / step)
             levels = self.stages.quantize(y, step, plan, self.family.quantizer)
             differences = self.stages.predict(levels, plan, per_stream)
             planes[:, at], escapes = self.stages.pack(differences, plan, self.family.tables, per_stream)
@@ -107,48 +125,45 @@ class CoefficientCoder:
         streams = self.stages.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
         return write_streams(streams, _merge(escaped), plan.planes, per_stream)
 
-    def encode_classes(
-        self, pieces: Iterable[tuple[U8, U8, F32]], tokens: int, plan: ClassedPlan, table: EntropyTables
-    ) -> bytes:
-        """Encode the coefficients of tokens that have classes.
-
-        Args:
-            pieces: tiles in order, all but the last made of whole windows. Each gives the classes `[t]` of its tokens,
-                the classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of
-                components of the finest class among them.
-            tokens: T.
-            plan: how the components of each class are coded.
-            table: the table that codes the classes.
+    def encode_classes(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
+        """Encode the coefficients of tokens that have classes, of several sections.
 
         Raises:
             InputError: a coefficient is too many steps large.
         """
+        packed: list[ClassedPlanes] = []
+        escapes: list[Escapes] = []
+        for section in sections:
+            planes, listed = self._to_planes(section, tokens)
+            packed.append(planes)
+            escapes.append(listed)
+        return [
+            write_streams(streams, listed, int(own.plan.planes.max()), own.tokens_per_stream, classes)
+            for own, listed, (streams, classes) in zip(
+                packed, escapes, self.stages.encode_classed(packed, self.family.tables), strict=True
+            )
+        ]
+
+    def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
+        """All of a section but its entropy coding."""
+        plan = section.plan
         if int(plan.rows.max()) * tokens >= 1 << 32:
             raise InputError(f"{plan.rows.max()} components cannot hold {tokens} tokens: encode fewer at a time")
-        classes, order = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
+        classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
         coded: list[U8] = []
         escaped: list[Escapes] = []
         start = 0
-        for own, columns, y in pieces:
+        for own, by_class, y in section.pieces:
             at = slice(start, start + len(own))
-            classes[at], order[at] = own, columns
-            peak = _peak(y) / float(plan.steps[columns].min())
-            if not peak < MAX_LEVEL:  # of the finest step; its own may be coarser
-                with np.errstate(over="ignore"):  # infinitely many steps are refused below
-                    peak = float((np.abs(y).max(0, initial=0.0) / plan.steps[columns]).max())
-            if not peak < MAX_LEVEL:
-                raise InputError(_too_large(peak))
-            planes, escapes = self.stages.to_planes(y, columns, plan, self.family.quantizer, self.family.tables)
+            classes[at], columns[at] = own, by_class
+            planes, escapes = self.stages.to_planes(y, by_class, plan, self.family.quantizer, self.family.tables)
             coded.append(planes)
             escaped.append(_renumber(escapes, len(own), tokens, start))
             start = at.stop
         share = np.bincount(classes, minlength=CLASSES) / tokens
         per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
-        streams = self.stages.rans_encode_classes(joined, order, plan, self.family.tables, per_stream)
-        which = np.zeros(tokens, np.uint16)
-        listed = self.stages.rans_encode(classes[:, None], which, which, table, 1)
-        return write_streams(streams, _merge(escaped), int(plan.planes.max()), per_stream, listed)
+        return ClassedPlanes(joined, columns, classes, plan, section.class_table, per_stream), _merge(escaped)
 
     def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> CodedPart:
         """The coded part of a section of tokens without classes: all that is left of `reader`.

@@ -1,6 +1,6 @@
 """The backend of the CPU: threads, tiles and runs of tokens around the schemes, which code one section at a time.
 
-encode   pages --views, or a copy--> chunk --one job per section--> sections
+encode   pages --views, or a copy--> chunk --one job per run of sections--> sections
 decode   blobs --one job per section and run of tokens--> rows of the cache, or scratch --> pages
 """
 
@@ -72,8 +72,10 @@ class CpuBackend:
         for at, start, own in zip(slots, starts, offsets, strict=True):
             chunk = cache.chunk(at, start)
             unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
-            jobs = [partial(scheme.encode, chunk, index, unrotation, own) for index in range(len(scheme.sections))]
-            out.append(self._pool.run(jobs, self._workers(chunk.tokens, chunk.layout)))
+            workers = self._workers(chunk.tokens, chunk.layout)
+            shares = _shares(range(len(scheme.sections)), workers)
+            jobs = [partial(scheme.encode, chunk, share, unrotation, own) for share in shares]
+            out.append([section for coded in self._pool.run(jobs, workers) for section in coded])
         return out
 
     def decode(
@@ -166,7 +168,7 @@ def _scratch(layout: KVLayout, tokens: int, layers: range) -> tuple[list[torch.T
     return keys, values
 
 
-def _shares(parts: list[T], workers: int) -> list[list[T]]:
+def _shares(parts: Sequence[T], workers: int) -> list[Sequence[T]]:
     """The parts in runs that threads take in turn: several for each, so that none waits long for the last."""
     if workers == 1:
         return [parts]

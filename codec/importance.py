@@ -98,10 +98,10 @@ class Predictor:
             first: the run's first token, counted from there.
         """
         u = y / torch.from_numpy(self.scale)[:, None]
-        squares = u.square()
-        out = torch.from_numpy(self.linear) @ u.clamp(-CLAMP, CLAMP)
-        out += torch.from_numpy(self.square) @ (squares + SQUARE_FLOOR).log()
-        out += self.energy * (y.square().sum(0) + 1e-9).log() + self.bias
+        logs = u.square().add_(SQUARE_FLOOR).log_()
+        out = torch.from_numpy(self.linear) @ u.clamp_(-CLAMP, CLAMP)
+        out += torch.from_numpy(self.square) @ logs
+        out += y.square().sum(0).add_(1e-9).log_().mul_(self.energy).add_(self.bias)
         sinks = torch.from_numpy(self.sinks[start + first : start + first + y.shape[1]])
         out[: len(sinks)] = torch.minimum(out[: len(sinks)], sinks)
         return out
@@ -156,8 +156,8 @@ def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], r
 def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
     """Offsets `[t]` in octaves -> classes `[t]` uint8, none finer than `finest`. NaN gives the neutral class."""
     # Extreme weights or values give NaN, which as an integer may be anything. Compiled loops rely on valid classes.
-    wanted = torch.nan_to_num((offsets * CLASSES_PER_OCTAVE).round() + NEUTRAL, nan=NEUTRAL)
-    classes: U8 = wanted.clamp(finest, CLASSES - 1).to(torch.uint8).numpy()
+    wanted = (offsets * CLASSES_PER_OCTAVE).round_().add_(NEUTRAL).nan_to_num_(nan=NEUTRAL)
+    classes: U8 = wanted.clamp_(finest, CLASSES - 1).to(torch.uint8).numpy()
     return classes
 
 

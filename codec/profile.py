@@ -96,6 +96,7 @@ class Profile:
         self.curve = self._curve.overall
         self.curves = self._curve.kinds
         self.sections: tuple[Section, ...] = partition(layout, group)
+        self._known_layouts: set[bytes] = set()  # one for each dtype
         if learned and len(learned) != len(self.sections):
             raise FormatError(f"the profile has {len(learned)} sections, group {group!r} needs {len(self.sections)}")
 
@@ -194,11 +195,14 @@ class Profile:
 
     def check_layout(self, layout: KVLayout) -> None:
         """Raise ProfileMismatch unless chunks of `layout` are this profile's (the dtype apart)."""
+        if layout.fingerprint in self._known_layouts:  # a layout knows its own; that of another dtype takes a while
+            return
         if replace(layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
             raise ProfileMismatch(
                 f"the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
                 "heads, sizes, RoPE or position limit differ"
             )
+        self._known_layouts.add(layout.fingerprint)
 
     # Quality ---------------------------------------------------------------------------------------------------
 

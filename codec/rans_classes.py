@@ -10,13 +10,24 @@ The coder itself, its bounds and its final state are those of `rans.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from cuvee.codec.classes import ClassedPlan, windows
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.rans import LOWER_BOUND, U8, WORD_BITS, Streams, check_streams, rans_decode, stream_count, stream_error
+from cuvee.codec.rans import (
+    LOWER_BOUND,
+    U8,
+    WORD_BITS,
+    Streams,
+    check_streams,
+    rans_decode,
+    rans_encode,
+    stream_count,
+    stream_error,
+)
 from cuvee.codec.tables import EntropyTables
 
 
@@ -64,6 +75,39 @@ def rans_encode_classes(
     lengths = np.array([len(w) for w in words], dtype=np.uint32)
     flat = np.array([word for w in words for word in reversed(w)], dtype=np.uint16)
     return Streams(state.astype(np.uint32), lengths, flat)
+
+
+@dataclass(frozen=True, slots=True)
+class ClassedPlanes:
+    """A section whose tokens have classes, to be entropy-coded.
+
+    Attributes:
+        planes, columns, plan, tokens_per_stream: as for `rans_encode_classes`; `columns` are the classes there.
+        classes: `[T]` uint8, the class of each token.
+        class_table: the table that codes them.
+    """
+
+    planes: U8
+    columns: U8
+    classes: U8
+    plan: ClassedPlan
+    class_table: EntropyTables
+    tokens_per_stream: int
+
+
+def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> list[tuple[Streams, Streams]]:
+    """Encode sections of one chunk: of each the streams of its planes, and the one stream of its tokens' classes.
+
+    Args:
+        sections: all have the same number of tokens.
+        tables: the family that their plans index.
+    """
+    out = []
+    for own in sections:
+        streams = rans_encode_classes(own.planes, own.columns, own.plan, tables, own.tokens_per_stream)
+        which = np.zeros(len(own.classes), np.uint16)
+        out.append((streams, rans_encode(own.classes[:, None], which, which, own.class_table, 1)))
+    return out
 
 
 def class_stream_error() -> CorruptError:

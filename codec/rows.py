@@ -58,7 +58,7 @@ def dense_rows(tensor: torch.Tensor) -> Rows:
     """The rows of a tensor `[T, H, D]`, whose last dimension is adjacent."""
     tokens, heads, size = tensor.shape
     begins = np.arange(tokens, dtype=np.int64) * tensor.stride(0)
-    return Rows(_memory(tensor), begins, tensor.stride(1), heads, size)
+    return Rows(all_memory(tensor), begins, tensor.stride(1), heads, size)
 
 
 def paged_rows(
@@ -96,7 +96,7 @@ def paged_rows(
             if isinstance(unit, PermutedPages):
                 out.append(Rows(unit.memory, begins, 0, heads, size, unit.order.offsets.numpy(), tokens))
             else:
-                out.append(Rows(_memory(unit), begins, unit.stride(2), heads, size))
+                out.append(Rows(all_memory(unit), begins, unit.stride(2), heads, size))
     return rows
 
 
@@ -105,7 +105,7 @@ def _direct(unit: Pages) -> bool:
     return isinstance(unit, PermutedPages) or unit.stride(3) == 1 or unit.shape[3] == 1
 
 
-def _memory(tensor: torch.Tensor) -> torch.Tensor:
+def all_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Everything between a tensor's first value and its last."""
     if not tensor.numel():
         return tensor.flatten()

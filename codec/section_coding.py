@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cached_property
 
+import numpy as np
 import torch
 
 from cuvee.codec.classes import ClassedPlan, class_table
@@ -58,7 +59,9 @@ class SectionCoding:
         predictor = self.learned.predictor
         return None if predictor is None else self.learned.basis.leading(predictor.components)
 
-    def classes(self, x: torch.Tensor, start: int, at: slice, offsets: torch.Tensor | None) -> U8:
+    def classes(
+        self, x: torch.Tensor, start: int, at: slice, offsets: torch.Tensor | None
+    ) -> tuple[U8, torch.Tensor | None]:
         """The classes of the tokens `at` of a chunk that begins at position `start`.
 
         Args:
@@ -66,12 +69,27 @@ class SectionCoding:
             start: position of the chunk's first token.
             at: the tokens.
             offsets: octaves `[T]` of all tokens that the caller asks for; None: as the predictor says.
+
+        Returns:
+            the classes; and the first components `[K, t]` of the first block, if those are what the predictor read, so
+            that they need no second product.
         """
         if offsets is not None:
-            return choose_classes(offsets[at], self.classed.finest)
-        if self.learned.predictor is None or self._leading is None:
+            return choose_classes(offsets[at], self.classed.finest), None
+        predictor = self.learned.predictor
+        if predictor is None or self._leading is None:
             raise ProfileError("a section without a predictor cannot tell its tokens' classes")
-        return choose_classes(self.learned.predictor.offsets(self._leading(x), start, at.start), self.classed.finest)
+        y = self._leading(x)
+        classes = choose_classes(predictor.offsets(y, start, at.start), self.classed.finest)
+        return classes, y if self._reads_first else None
+
+    @cached_property
+    def _reads_first(self) -> bool:
+        """Whether the predictor reads the first components of a single block."""
+        predictor = self.learned.predictor
+        if predictor is None or len(self.ranks) > 1:
+            return False
+        return np.array_equal(predictor.components, np.arange(len(predictor.components)))
 
 
 class StepCoding:

@@ -17,6 +17,7 @@ import torch
 from cuvee.codec import lanes, plans
 from cuvee.codec.arena import Arena
 from cuvee.codec.classes import CLASSES, WINDOW
+from cuvee.codec.classes_numba import sort_columns
 from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import FormatError
 from cuvee.codec.lanes import decode_lanes, list_groups
@@ -122,27 +123,6 @@ def _read_classes(data, found, slots, bits, classes):  # type: ignore[no-untyped
             x = (x << np.uint32(16)) | word
             at += 1
     return x == _INITIAL and at == found[_CLASS_WORDS]
-
-
-@compiled
-def _sort(classes, order, columns):  # type: ignore[no-untyped-def]
-    """`classes.coding_order`, and the class of each column."""
-    first = np.empty(CLASSES, np.int64)
-    for begin in range(0, len(classes), WINDOW):
-        end = min(begin + WINDOW, len(classes))
-        first[:] = 0
-        for t in range(begin, end):
-            first[classes[t]] += 1
-        place = begin
-        for k in range(CLASSES):
-            size = first[k]
-            first[k] = place
-            place += size
-        for t in range(begin, end):
-            k = classes[t]
-            order[first[k]] = t
-            columns[first[k]] = k
-            first[k] += 1
 
 
 @compiled
@@ -409,7 +389,7 @@ def _decode(  # type: ignore[no-untyped-def]
                     problem[0], problem[1] = i, CLASS_RANGE
                     return False
             own[_COLUMNS] = width
-            _sort(classes[start:stop], order[i], columns[i])
+            sort_columns(classes[start:stop], order[i], columns[i])
             finest = np.int64(CLASSES)
             for t in range(width):
                 finest = min(finest, np.int64(columns[i, t]))

@@ -16,6 +16,7 @@ import torch
 
 from cuvee.codec import (
     byte_planes,
+    classes,
     classes_numba,
     lossless_numba,
     rans,
@@ -35,6 +36,7 @@ from cuvee.codec.classes import ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.rans import U8, U16, Streams
+from cuvee.codec.rans_classes import ClassedPlanes
 from cuvee.codec.rows import Rows
 from cuvee.codec.section_coding import StepCoding
 from cuvee.codec.sections import Coefficients
@@ -66,8 +68,8 @@ class Place(Protocol):
 class Stages:
     """Each stage with the signature and the results of its namesake.
 
-    That stands in rans, symbols or transform; for tokens that have classes in rans_classes or symbols_classes; in
-    sections if it decodes whole ones, and in byte_planes if it is lossless.
+    That stands in rans, symbols or transform; for tokens that have classes in classes, rans_classes or symbols_classes;
+    in sections if it decodes whole ones, and in byte_planes if it is lossless.
     """
 
     name: str
@@ -82,11 +84,12 @@ class Stages:
     gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor], torch.Tensor]
     spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
     place: Place
-    analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None], torch.Tensor]
+    analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
     synthesize: Callable[
         [torch.Tensor, Sequence[torch.Tensor], Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor
     ]
-    rans_encode_classes: Callable[[U8, U8, ClassedPlan, EntropyTables, int], Streams]
+    coding_order: Callable[[U8], npt.NDArray[np.intp]]
+    encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
     decode_sections: Callable[
         [StepCoding, Sequence[tuple[int, memoryview]], int, slice, torch.dtype], list[Coefficients]
@@ -111,7 +114,8 @@ _STAGES = (
         transform.place,
         transform.SectionBasis.coefficients,
         transform.synthesize,
-        rans_classes.rans_encode_classes,
+        classes.coding_order,
+        rans_classes.encode_classed,
         symbols_classes.to_planes,
         sections.decode_sections,
         byte_planes.split_unit,
@@ -132,7 +136,8 @@ _STAGES = (
         transform_numba.place,
         transform.SectionBasis.coefficients,
         transform.synthesize,
-        classes_numba.rans_encode_classes,
+        classes_numba.coding_order,
+        classes_numba.encode_classed,
         classes_numba.to_planes,
         sections_numba.decode_sections,
         lossless_numba.split_unit,

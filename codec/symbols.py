@@ -19,7 +19,7 @@ from enum import IntEnum
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.errors import CorruptError, FormatError
+from cuvee.codec.errors import CorruptError, FormatError, InputError
 from cuvee.codec.tables import EntropyTables
 
 ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
@@ -118,6 +118,13 @@ def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32
     level[magnitude < quantizer.dead_zone[table, None]] = 0
     signed: I32 = np.copysign(level, y).astype(np.int32)
     return signed
+
+
+def too_large_error(steps: float) -> InputError:
+    """What is wrong with a chunk whose largest coefficient is so many steps large."""
+    return InputError(
+        f"the KV cache holds values that are {steps:.3g} quantizer steps large: encode it with quality='lossless'"
+    )
 
 
 def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F32:

@@ -16,7 +16,7 @@ import torch
 
 from cuvee.codec import symbols
 from cuvee.codec.classes import ClassedPlan
-from cuvee.codec.symbols import ESCAPE, F32, U8, Escapes, Quantizer, escape_error
+from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, U8, Escapes, Quantizer, escape_error, too_large_error
 from cuvee.codec.tables import EntropyTables
 
 
@@ -34,7 +34,8 @@ def to_planes(
     """Quantize and pack.
 
     Args:
-        y: `[R, T]` float32, columns sorted by class. R is at least the number of components of the finest class here.
+        y: `[R, T]` float32, columns sorted by class within windows. R is at least the number of components of the
+            finest class here.
         classes: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
         plan: how each class is coded.
         quantizer: the quantizer of the profile's family.
@@ -43,6 +44,9 @@ def to_planes(
     Returns:
         planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class
         here; and the escapes, numbered row * T + column.
+
+    Raises:
+        InputError: a coefficient is too many steps large, or no number.
     """
     tokens = len(classes)
     planes = np.zeros((int(plan.planes[classes].max(initial=0)), tokens), np.uint8)
@@ -50,7 +54,12 @@ def to_planes(
     for at, k in class_runs(classes):
         own = plan.of(k)
         rows, width = len(own.shift), at.stop - at.start
-        levels = symbols.quantize(np.ascontiguousarray(y[:rows, at]), float(plan.steps[k]), own, quantizer)
+        of_class = np.ascontiguousarray(y[:rows, at])
+        with np.errstate(over="ignore"):  # infinitely many steps are refused below
+            largest = np.abs(of_class).max(initial=0) * (np.float32(1) / plan.steps[k])
+        if not largest < MAX_LEVEL:
+            raise too_large_error(float(largest))
+        levels = symbols.quantize(of_class, float(plan.steps[k]), own, quantizer)
         coded, escapes = symbols.pack(levels, own, tables, 1)
         planes[: own.planes, at] = coded
         row, column = np.divmod(escapes.index, np.uint32(width))

@@ -137,19 +137,32 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
 def gather_centered(
     chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
 ) -> torch.Tensor:
-    """`gather`, less the means `[m, N]` float32, of which the last row serves all further tokens."""
+    """`gather`, less the means `[m, N]` float32, of which the last row serves all further tokens.
+
+    The result is valid until the thread gathers the next.
+
+    Raises:
+        InputError: some of the values are NaN or infinite.
+    """
     x = gather(chunk, section, rotation, at)
-    return x - (mean[torch.arange(len(x)).clamp_max(len(mean) - 1)] if 1 < len(mean) < len(x) else mean)
+    x -= mean[torch.arange(len(x)).clamp_max(len(mean) - 1)] if 1 < len(mean) < len(x) else mean
+    require_finite(x, section)
+    return x
 
 
 def require_finite(x: torch.Tensor, section: Section) -> None:
     """Raise InputError if `x`, values of the section, holds NaN or infinities."""
     # A sum is finite only if all of its terms are. If it overflows, the terms themselves are checked.
     if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
-        raise InputError(
-            f"the KV cache holds NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
-            "encode it with quality='lossless'"
-        )
+        raise not_finite_error(section)
+
+
+def not_finite_error(section: Section) -> InputError:
+    """What is wrong with a section whose values are not all finite."""
+    return InputError(
+        f"the KV cache holds NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
+        "encode it with quality='lossless'"
+    )
 
 
 def place(
@@ -243,15 +256,19 @@ class SectionBasis:
         return self.coefficients(x - self.means(start, at), ranks)
 
     def coefficients(
-        self, centered: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None
+        self, centered: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None, known: int = 0
     ) -> torch.Tensor:
-        """`analyze` of values `[t, N]` less their means; `out` receives y."""
+        """`analyze` of values `[t, N]` less their means.
+
+        `out` receives y. The first `known` components of the first block are left as they are there.
+        """
         y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
         row = column = 0
         for matrix, rank in zip(self.forward, ranks, strict=True):
             size = matrix.shape[1]
-            torch.mm(matrix[:rank], centered[:, column : column + size].T, out=y[row : row + rank])
-            row, column = row + rank, column + size
+            if known < rank:
+                torch.mm(matrix[known:rank], centered[:, column : column + size].T, out=y[row + known : row + rank])
+            row, column, known = row + rank, column + size, 0
         return y
 
     def leading(self, wanted: npt.NDArray[np.int32]) -> LeadingComponents:

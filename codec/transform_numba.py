@@ -12,10 +12,11 @@ from numba.core import types
 from numba.extending import overload
 
 from cuvee.codec import transform
+from cuvee.codec.arena import Arena
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.compiled import compiled
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.rows import Rows, dense_rows
+from cuvee.codec.rows import Rows, all_memory
 from cuvee.codec.transform import F32, I64, Rotation, Section
 
 
@@ -84,6 +85,8 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
 
 _NO_TABLE = np.empty((1, 0), np.float32)
 _CHANNELS = 16  # written together: as many values of every token
+_MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
+_arena = Arena()
 
 
 def place(
@@ -137,14 +140,16 @@ def _write(
 
 
 @compiled
-def _gather(memory, begins, head_stride, heads, size, cos, sin, mean, column, out):  # type: ignore[no-untyped-def]
+def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, out):  # type: ignore[no-untyped-def]
+    """Write the values of one unit to its columns of `out`; whether all of them are finite."""
     half = cos.shape[1]
     means = len(mean)
-    for t in range(len(begins)):
+    worst = np.uint32(0)
+    for t in range(len(out)):
         of_mean = mean[min(t, means - 1)]
         c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(sin) - 1)]
         for h in range(heads):
-            begin = begins[t] + h * head_stride
+            begin = t * stride + h * head_stride
             first = column + h * size
             source, center, target = (
                 memory[begin : begin + size],
@@ -161,6 +166,9 @@ def _gather(memory, begins, head_stride, heads, size, cos, sin, mean, column, ou
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
             for i in range(len(tail)):
                 tail_target[i] = _wide(tail[i]) - tail_center[i]
+            for i in range(size):  # as integers, the magnitudes of floats are in order, and NaN is above infinity
+                worst = max(worst, np.float32(target[i]).view(np.uint32) & _MAGNITUDE)
+    return worst < _INFINITE
 
 
 def gather_centered(
@@ -175,26 +183,22 @@ def gather_centered(
     ]
     if any(map(_interleaved, layers)) or any(unit.dtype == torch.float16 or unit.stride(2) != 1 for unit in units):
         return transform.gather_centered(chunk, section, rotation, at, mean)
-    out = torch.empty(at.stop - at.start, section.values)
-    target, means = out.numpy(), mean.numpy()
+    tokens = at.stop - at.start
+    target = _arena.array("x", tokens * section.values, np.float32).reshape(tokens, section.values)
+    means, finite = mean.numpy(), True
     column = 0
-    for index, layer in enumerate(layers, section.first_layer):
-        cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
-        for unit, tables in ((chunk.keys[index], (cos, sin)), (chunk.values[index], (_NO_TABLE, _NO_TABLE))):
-            rows = dense_rows(unit[at])
-            _gather(
-                _plain(rows.memory),
-                rows.begins,
-                rows.head_stride,
-                rows.heads,
-                rows.size,
-                *tables,
-                means,
-                column,
-                target,
-            )
-            column += rows.heads * rows.size
-    return out
+    for number, unit in enumerate(units):
+        rope = layers[number // 2].rope
+        cos, sin = (_NO_TABLE, _NO_TABLE) if number % 2 or rope is None else rotation.tables(rope, at)
+        _, heads, size = unit.shape
+        memory = _plain(all_memory(unit[at]))
+        finite &= _gather(
+            memory, unit.stride(0), unit.stride(1), heads, size, cos, sin, means, column, target
+        )  # fmt: skip
+        column += heads * size
+    if not finite:
+        raise transform.not_finite_error(section)
+    return torch.from_numpy(target)
 
 
 @compiled

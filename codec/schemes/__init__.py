@@ -57,8 +57,10 @@ class SectionScheme(Protocol):
         """What is coded alone, in order of layers."""
         ...
 
-    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
-        """The bytes of section `index`; `unrotation` frees the chunk's keys of their positions.
+    def encode(
+        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
+    ) -> list[bytes]:
+        """The bytes of the sections `numbers`; `unrotation` frees the chunk's keys of their positions.
 
         `offsets` are the octaves `[T]` by which the tokens' steps shall be coarser, None where the profile is to say.
         """

@@ -130,8 +130,13 @@ class GenericScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
+    def encode(
+        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
+    ) -> list[bytes]:
         """See `SectionScheme.encode`. Tokens have no classes: all are quantized alike."""
+        return [self._encode(chunk, index, unrotation) for index in numbers]
+
+    def _encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
         section = self._sections[index]
         tile = tile_tokens(section, chunk.layout)
         x = torch.cat([gather(chunk, section, unrotation, at) for at in tiles(chunk.tokens, tile)])

@@ -35,8 +35,13 @@ class LosslessScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
+    def encode(
+        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
+    ) -> list[bytes]:
         """See `SectionScheme.encode`. Keys are coded as stored: un-rotation is not exactly invertible."""
+        return [self._encode(chunk, index) for index in numbers]
+
+    def _encode(self, chunk: KVChunk, index: int) -> bytes:
         layer = self._sections[index].first_layer
         planes = [plane for unit in (chunk.keys[layer], chunk.values[layer]) for plane in self._stages.split_unit(unit)]
         tables = [choose_table(plane.counts, len(plane.data)) for plane in planes]

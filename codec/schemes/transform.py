@@ -12,8 +12,7 @@ import torch
 
 from cuvee.codec.arena import Arena
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import coding_order
-from cuvee.codec.coefficients import CoefficientCoder
+from cuvee.codec.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.profile import Profile
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.section_coding import StepCoding
@@ -25,7 +24,6 @@ from cuvee.codec.transform import (
     Rotation,
     Section,
     as_numpy,
-    require_finite,
     tile_tokens,
     tiles,
 )
@@ -37,7 +35,7 @@ FAST_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._
 # has operations, and short runs have fewer; with them a call costs as much as what it saves.
 PRODUCT_COLUMNS = 64
 
-BATCH_VALUES = 1 << 20  # planes of sections that are decoded together: enough streams for the CPU, in its second cache
+BATCH_VALUES = 1 << 20  # planes of sections that are coded together: enough streams for the CPU, in its second cache
 _arena = Arena()
 
 
@@ -57,34 +55,56 @@ class TransformScheme:
         """See `SectionScheme.sections`."""
         return self._sections
 
-    def encode(self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None = None) -> bytes:
+    def encode(
+        self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
+    ) -> list[bytes]:
         """See `SectionScheme.encode`."""
-        section, coding = self._sections[index], self._coding.sections[index]
-        basis = coding.learned.basis
+        coded: dict[int, bytes] = {}
+        classed: list[int] = []
+        for index in numbers:
+            coding = self._coding.sections[index]
+            if offsets is not None or coding.learned.predictor is not None:
+                classed.append(index)
+                continue
+            basis, tiles_of = coding.learned.basis, self._centered(chunk, index, unrotation)
+            pieces = ((at, as_numpy(self._stages.analyze(basis, x, coding.ranks, None, 0))) for at, x in tiles_of)
+            coded[index] = self._coder.encode(pieces, coding.plan, chunk.tokens)
+        for batch in self._batches(classed, chunk.tokens):
+            sections = (
+                ClassedSection(self._columns(chunk, index, unrotation, offsets), coding.classed, coding.class_table)
+                for index in classed[batch]
+                for coding in (self._coding.sections[index],)
+            )
+            coded |= zip(classed[batch], self._coder.encode_classes(sections, chunk.tokens), strict=True)
+        return [coded[index] for index in numbers]
 
-        def values() -> Iterator[tuple[slice, torch.Tensor]]:
-            for at in tiles(chunk.tokens, self._tiles[index]):
-                x = self._stages.gather_centered(chunk, section, unrotation, at, basis.leading_means(chunk.start, at))
-                require_finite(x, section)
-                yield at, x
+    def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The section's values less their means, tile by tile."""
+        basis = self._coding.sections[index].learned.basis
+        for at in tiles(chunk.tokens, self._tiles[index]):
+            means = basis.leading_means(chunk.start, at)
+            yield at, self._stages.gather_centered(chunk, self._sections[index], unrotation, at, means)
 
-        if offsets is None and coding.learned.predictor is None:
-            pieces = ((at, as_numpy(self._stages.analyze(basis, x, coding.ranks, None))) for at, x in values())
-            return self._coder.encode(pieces, coding.plan, chunk.tokens)
-
-        def columns() -> Iterator[tuple[U8, U8, F32]]:
-            for at, x in values():
-                classes = coding.classes(x, chunk.start, at, offsets)
-                order = coding_order(classes)
-                own = classes[order]
-                ordered = x[torch.from_numpy(order)]
-                y = torch.zeros(int(coding.classed.rows[own].max()), len(own))
-                for run, k in _product_runs(own, len(coding.ranks)):
-                    ranks = coding.class_ranks[k]
-                    self._stages.analyze(basis, ordered[run], ranks, y[: sum(ranks), run])
-                yield classes, own, as_numpy(y)
-
-        return self._coder.encode_classes(columns(), chunk.tokens, coding.classed, coding.class_table)
+    def _columns(
+        self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None
+    ) -> Iterator[tuple[U8, U8, F32]]:
+        """Tile by tile the classes of the tokens, those of the columns, and the columns' coefficients."""
+        coding = self._coding.sections[index]
+        for at, x in self._centered(chunk, index, unrotation):
+            classes, leading = coding.classes(x, chunk.start, at, offsets)
+            by_class = self._stages.coding_order(classes)
+            columns, order = classes[by_class], torch.from_numpy(by_class)
+            ordered = torch.index_select(x, 0, order, out=_arena.tensor("ordered", x.numel(), x.dtype).view(x.shape))
+            rows = int(coding.classed.rows[columns.min()])
+            y = _arena.tensor("y", rows * len(columns), x.dtype).view(rows, len(columns))
+            known = 0
+            if leading is not None:
+                known = min(len(leading), rows)
+                torch.index_select(leading[:known], 1, order, out=y[:known])
+            for run, k in _product_runs(columns, len(coding.ranks)):
+                ranks = coding.class_ranks[k]
+                self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known)
+            yield classes, columns, as_numpy(y)
 
     def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
         """See `SectionScheme.decode`."""
@@ -95,23 +115,23 @@ class TransformScheme:
         tile = max(self._tiles)
         for start in range(target.wanted.start - target.wanted.start % tile, target.wanted.stop, tile):
             at = slice(start, min(start + tile, target.tokens))
-            for batch in self._batches(parts, at.stop - at.start):
+            for run in self._batches([index for index, _ in parts], at.stop - at.start):
+                batch = parts[run]
                 decoded = self._stages.decode_sections(self._coding, batch, target.tokens, at, dtype)
                 for (index, _), tile_of in zip(batch, decoded, strict=True):
                     self._place(self._values(index, tile_of), at, index, tile_of, target, rotation)
 
-    def _batches(
-        self, parts: Sequence[tuple[int, memoryview]], columns: int
-    ) -> Iterator[Sequence[tuple[int, memoryview]]]:
-        """Sections whose planes fit the cache together, or one."""
+    def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
+        """Runs of sections whose planes fit the cache together, or of one."""
         first = size = 0
-        for i, (index, _) in enumerate(parts):
+        for i, index in enumerate(numbers):
             own = int(self._coding.sections[index].classed.planes.max()) * columns
-            if size and size + own > BATCH_VALUES:
-                yield parts[first:i]
+            if first < i and size + own > BATCH_VALUES:
+                yield slice(first, i)
                 first, size = i, 0
             size += own
-        yield parts[first:]
+        if first < len(numbers):
+            yield slice(first, len(numbers))
 
     def _values(self, index: int, tile: Coefficients) -> torch.Tensor:
         """The values of the tile's columns without their means: `[t, N]`, or `[B, t, N / B]` for B blocks alike."""

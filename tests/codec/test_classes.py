@@ -23,12 +23,12 @@ from cuvee.codec.classes import (
     coding_order,
     default_class_frequencies,
 )
-from cuvee.codec.coefficients import CoefficientCoder
+from cuvee.codec.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.container import Reader, read_coded, read_streams, write_streams
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
 from cuvee.codec.family import coding_plan, default_family, scale_codes, step_value
 from cuvee.codec.rans import Streams, select_streams, stream_count
-from cuvee.codec.rans_classes import rans_decode_classes, stream_rows
+from cuvee.codec.rans_classes import ClassedPlanes, rans_decode_classes, stream_rows
 from cuvee.codec.sections import Coefficients, check_classes, read_part
 from cuvee.codec.stages import Stages, get_stages
 from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, U8, CodingPlan, Escapes
@@ -95,6 +95,44 @@ def test_columns_are_sorted_by_class_within_windows() -> None:
             assert np.all(np.diff(own[columns == k]) > 0), "tokens of one class keep their order"
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 63, 256, 257, 1000])
+def test_backends_agree_on_the_order(tokens: int) -> None:
+    rng = np.random.default_rng(tokens)
+    for classes in (rng.integers(0, CLASSES, tokens).astype(np.uint8), np.full(tokens, CLASSES - 1, np.uint8)):
+        one, other = (get_stages(name).coding_order(classes) for name in BACKENDS)
+        assert one.dtype == other.dtype and np.array_equal(one, other)
+
+
+def encoded(stages: Stages, planes: U8, columns: U8, plan: ClassedPlan, n: int) -> Streams:
+    """The streams of one section's planes."""
+    ((streams, _),) = stages.encode_classed([ClassedPlanes(planes, columns, columns, plan, TABLE, n)], FAMILY.tables)
+    return streams
+
+
+@pytest.mark.parametrize("tokens", SIZES)
+def test_sections_coded_together_are_the_same_words(tokens: int) -> None:
+    """Sections of different depths, streams and class tables; one of them codes nothing."""
+    rng = np.random.default_rng(tokens)
+    sections = []
+    for rows, n, widest in ((24, 8, 60), (3, 1, 5), (0, 128, 60), (40, 128, 500), (12, 16, 60)):
+        plan = plan_of(rows, widest=widest) if rows else ClassedPlan([EMPTY] * CLASSES, 0)
+        classes = rng.integers(0, CLASSES, tokens).astype(np.uint8)
+        columns = classes[coding_order(classes)]
+        y = coefficients(rows, columns, plan) if rows else np.empty((0, tokens), np.float32)
+        planes, _ = get_stages("reference").to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
+        counts = np.bincount(classes, minlength=CLASSES)
+        table = class_table(class_frequencies(counts)) if n > 1 else TABLE
+        sections.append(ClassedPlanes(planes, columns, classes, plan, table, n))
+    one, other = (get_stages(name).encode_classed(sections, FAMILY.tables) for name in BACKENDS)
+    alone = [get_stages("numba").encode_classed([section], FAMILY.tables)[0] for section in sections]
+    for pairs in zip(one, other, alone, strict=True):
+        for want, *got in zip(*pairs, strict=True):
+            for streams in got:
+                for name in ("states", "lengths", "words"):
+                    a, b = getattr(streams, name), getattr(want, name)
+                    assert a.dtype == b.dtype and np.array_equal(a, b)
+
+
 @pytest.mark.parametrize("tokens", [1, 8, 255, 256, 257, 600])
 @pytest.mark.parametrize("n", [1, 8, 128])
 def test_rows_hold_every_column_once_and_streams_stay_in_a_window(tokens: int, n: int) -> None:
@@ -146,8 +184,8 @@ def test_backends_code_the_same_bytes(tokens: int, n: int) -> None:
     classes = classes_of(tokens, plan, tokens)
     one, other = (get_stages(name) for name in BACKENDS)
     planes, escapes = one.to_planes(coefficients(24, classes, plan), classes, plan, FAMILY.quantizer, FAMILY.tables)
-    want = one.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
-    got = other.rans_encode_classes(planes, classes, plan, FAMILY.tables, n)
+    want = encoded(one, planes, classes, plan, n)
+    got = encoded(other, planes, classes, plan, n)
     for name in ("states", "lengths", "words"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     back = rans_decode_classes(want, classes, plan, FAMILY.tables, n)
@@ -175,7 +213,7 @@ def test_windows_decode_alone(backend: Stages, at: slice) -> None:
     classes = classes_of(700, plan)
     y = coefficients(24, classes, plan)
     planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
-    streams = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    streams = encoded(backend, planes, classes, plan, 8)
     part = select_streams(streams, at.start // 8, stream_count(at.stop, 8))
     back = rans_decode_classes(part, classes[at], plan, FAMILY.tables, 8)
     for column, k in enumerate(classes[at]):
@@ -192,7 +230,7 @@ def test_damaged_streams_are_found(backend: Stages, change: str) -> None:
     classes = classes_of(300, plan)
     y = coefficients(24, classes, plan)
     planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
-    good = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    good = encoded(backend, planes, classes, plan, 8)
     states, lengths, words = good.states.copy(), good.lengths.copy(), good.words.copy()
     if change == "word":
         words[len(words) // 2 :][:20] ^= 0x9D7B
@@ -215,7 +253,7 @@ def test_classes_that_are_not_those_of_the_streams_are_found(backend: Stages, wr
     classes = classes_of(256, plan)
     y = coefficients(24, classes, plan)
     planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
-    good = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    good = encoded(backend, planes, classes, plan, 8)
     other = {
         "finer": np.zeros_like(classes),
         "coarser": np.full_like(classes, CLASSES - 1),
@@ -248,7 +286,7 @@ def test_planes_come_back_within_half_a_step(tokens: int, step: int) -> None:
         np.testing.assert_array_equal(planes[: plan.planes[k], t], again[: plan.planes[k], t])
     rows = int(plan.rows[classes].max())
     wide = from_planes(planes, classes, escapes, plan, FAMILY.quantizer, rows, torch.float32)
-    streams = other.rans_encode_classes(again, classes, plan, FAMILY.tables, 8)
+    streams = encoded(other, again, classes, plan, 8)
     data = coded_part(streams, listed, classes, plan, 8)
     for dtype in (torch.float32, torch.bfloat16):
         mine = from_planes(planes, classes, listed, plan, FAMILY.quantizer, rows, dtype)
@@ -300,7 +338,7 @@ def test_escapes_that_do_not_match_are_found(backend: Stages, change: str) -> No
     listed = Escapes(np.array(index, np.uint32), np.array(value, np.int32))
     with pytest.raises(CorruptError, match="escape"):
         from_planes(planes, classes, listed, plan, FAMILY.quantizer, int(plan.rows[classes].max()), torch.float32)
-    streams = backend.rans_encode_classes(planes, classes, plan, FAMILY.tables, 8)
+    streams = encoded(backend, planes, classes, plan, 8)
     with pytest.raises(CorruptError, match="escape"):
         decode(backend.name, coding_of([one_block(plan)]), [(0, coded_part(streams, listed, classes, plan, 8))], 256)
 
@@ -331,7 +369,7 @@ def section(backend: Stages, plan: ClassedPlan, tokens: int, seed: int = 0, rows
     columns = classes[coding_order(classes)]
     y = coefficients(rows, columns, plan, seed)
     coder = CoefficientCoder(backend, FAMILY, plan.step)
-    return coder.encode_classes(pieces_of(classes, columns, y), tokens, plan, TABLE), classes, y
+    return coder.encode_classes([ClassedSection(pieces_of(classes, columns, y), plan, TABLE)], tokens)[0], classes, y
 
 
 @pytest.mark.parametrize("tokens", SIZES)
@@ -358,7 +396,7 @@ def test_any_classes_come_back(tokens: int, seed: int, low: int, width: int) -> 
     columns = classes[coding_order(classes)]
     y = coefficients(6, columns, plan, seed)
     coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
-    data = coder.encode_classes(pieces_of(classes, columns, y), tokens, plan, TABLE)
+    (data,) = coder.encode_classes([ClassedSection(pieces_of(classes, columns, y), plan, TABLE)], tokens)
     coding = coding_of([one_block(plan)])
     for at in tiles_of(tokens, 512):
         (tile,) = decode("numba", coding, [(0, data)], tokens, at)
@@ -473,8 +511,34 @@ def test_values_too_large_for_their_class_are_refused(value: float) -> None:
     classes = np.array([0, NEUTRAL], np.uint8)
     y = np.zeros((8, 2), np.float32)
     y[0, 1] = value
-    with pytest.raises(InputError, match="lossless"):
-        CoefficientCoder(get_stages("numba"), FAMILY, 0).encode_classes([(classes, classes, y)], 2, plan, TABLE)
+    for name in BACKENDS:
+        coder = CoefficientCoder(get_stages(name), FAMILY, 0)
+        with pytest.raises(InputError, match="lossless"):
+            coder.encode_classes([ClassedSection([(classes, classes, y)], plan, TABLE)], 2)
+
+
+@pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan"), 3e38, 1.0 * MAX_LEVEL])
+def test_values_too_large_are_found_wherever_they_are_coded(backend: Stages, value: float) -> None:
+    plan = plan_of(24)
+    rng = np.random.default_rng(0)
+    classes = rng.integers(4, CLASSES, 300).astype(np.uint8)
+    columns = classes[coding_order(classes)]
+    last = np.flatnonzero(columns == NEUTRAL)[[0, -1]]
+    y = coefficients(24, columns, plan)
+    for row, column in ((0, 0), (3, int(last[0])), (int(plan.rows[NEUTRAL]) - 1, int(last[1]))):
+        bad = y.copy()
+        bad[row, column] = value * (plan.steps[columns[column]] if abs(value) < 1e9 else 1)
+        with pytest.raises(InputError, match="quantizer steps large"):
+            backend.to_planes(bad, columns, plan, FAMILY.quantizer, FAMILY.tables)
+    # What is below a column's last component is not looked at.
+    coarse = int(np.argmin(plan.rows[columns]))
+    assert plan.rows[columns[coarse]] < 24
+    below = y.copy()
+    below[plan.rows[columns[coarse]] :, coarse] = value
+    planes, escapes = backend.to_planes(below, columns, plan, FAMILY.quantizer, FAMILY.tables)
+    want, listed = backend.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
+    coded = np.arange(len(planes))[:, None] < plan.planes[columns]
+    assert np.array_equal(planes[coded], want[coded]) and np.array_equal(escapes.index, listed.index)
 
 
 def test_a_section_costs_little_more_than_its_ideal_code() -> None:
@@ -486,7 +550,8 @@ def test_a_section_costs_little_more_than_its_ideal_code() -> None:
     y[0, 128], y[3, 0] = 0, 0
     numba = get_stages("numba")
     table = class_table(class_frequencies(np.bincount(classes, minlength=16)))
-    data = CoefficientCoder(numba, FAMILY, 0).encode_classes([(classes, columns, y)], 256, plan, table)
+    section = ClassedSection([(classes, columns, y)], plan, table)
+    (data,) = CoefficientCoder(numba, FAMILY, 0).encode_classes([section], 256)
     planes, escapes = numba.to_planes(y, columns, plan, FAMILY.quantizer, FAMILY.tables)
     ideal = 64.0 * len(escapes.index) + float(table.bits[0, classes].sum())
     for t, k in enumerate(columns):

@@ -14,7 +14,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import CLASSES, NEUTRAL
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
-from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.errors import FormatError, InputError, ProfileError
 from cuvee.codec.importance import (
     MAX_SINKS,
     Predictor,
@@ -24,6 +24,7 @@ from cuvee.codec.importance import (
 )
 from cuvee.codec.learning.importance import TokenSample, leading_components, learn_classes, learn_predictors
 from cuvee.codec.profile import Profile
+from cuvee.codec.section_coding import SectionCoding
 
 
 def fitted(group: str = "layer") -> Profile:
@@ -69,6 +70,31 @@ def test_extreme_weights_of_a_profile_do_no_harm() -> None:
     codec = Codec(profile, step=2 ** (step / 64))
     chunk = golden_chunk(3, 300, 0)
     assert codec.decode(codec.encode(chunk)).tokens == 300
+
+
+@pytest.mark.parametrize("group", ["layer", "head"])
+def test_what_the_predictor_reads_is_not_multiplied_again(group: str) -> None:
+    """Only if it reads the first components of a single block are they those of the analysis."""
+    profile = fitted(group)
+    for components, first in ((np.arange(3), True), (np.array([0, 2]), False)):
+        reads = predictor(components=components.astype(np.int32), **dict.fromkeys(
+            ("scale", "linear", "square"), np.ones(len(components), np.float32)
+        ))  # fmt: skip
+        coding = SectionCoding(replace(profile.learned[0], predictor=reads), 0)
+        basis = coding.learned.basis
+        x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
+        classes, known = coding.classes(x, 10, slice(0, 40), None)
+        assert classes.dtype == np.uint8 and classes.shape == (40,)
+        assert (known is not None) == (first and group == "layer")
+        if known is not None:
+            torch.testing.assert_close(known, basis.coefficients(x, basis.block_ranks)[:3], rtol=1e-4, atol=1e-4)
+        assert coding.classes(x, 10, slice(8, 40), torch.zeros(40))[1] is None, "a caller's classes read nothing"
+
+
+def test_a_section_without_a_predictor_has_no_classes_of_its_own() -> None:
+    coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
+    with pytest.raises(ProfileError, match="without a predictor"):
+        coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None)
 
 
 def test_offsets_are_a_sum_over_features() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.codec.planned import Planned, coding_of, decode, encode_plain, planned, same
 
 from cuvee.codec.classes import CLASSES, WINDOW, coding_order
-from cuvee.codec.coefficients import CoefficientCoder
+from cuvee.codec.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.container import write_streams
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.family import default_family, step_value
@@ -82,7 +82,8 @@ def coded(name: str, kind: str, tokens: int, seed: int = 0, step: int = 0) -> tu
     tiles = [slice(at, min(at + WINDOW, tokens)) for at in range(0, tokens, WINDOW)]
     pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles]
     coder = CoefficientCoder(get_stages("numba"), FAMILY, step)
-    return section, coder.encode_classes(pieces, tokens, section.classed, section.class_table), y, classes
+    classed = ClassedSection(pieces, section.classed, section.class_table)
+    return section, coder.encode_classes([classed], tokens)[0], y, classes
 
 
 def check_close(tile: Coefficients, section: Planned, y: F32, classes: U8 | None, at: slice, step: int = 0) -> None:
@@ -211,7 +212,7 @@ def test_any_plan_is_the_references(
         y = columns_of(section, columns, scales, seed, step)
         coder = CoefficientCoder(get_stages("numba"), FAMILY, step)
         pieces = [(classes[at], columns[at], np.ascontiguousarray(y[:, at])) for at in tiles_of(tokens, WINDOW)]
-        data = coder.encode_classes(pieces, tokens, section.classed, section.class_table)
+        (data,) = coder.encode_classes([ClassedSection(pieces, section.classed, section.class_table)], tokens)
     else:
         y = clipped(values_of(scales, section.ranks, tokens, rng), step_value(step))
         data = encode_plain(section, y, step)
@@ -461,7 +462,8 @@ def test_the_last_word_of_a_blob_is_read_and_no_more(kind: str) -> None:
         if kind == "classes":
             classes = np.full(tokens, 8, np.uint8)
             coder = CoefficientCoder(get_stages("numba"), FAMILY, 0)
-            data = coder.encode_classes([(classes, classes, y)], tokens, section.classed, section.class_table)
+            classed = ClassedSection([(classes, classes, y)], section.classed, section.class_table)
+            (data,) = coder.encode_classes([classed], tokens)
         else:
             data = encode_plain(section, y)
         places = offsets_of(section, data, tokens)

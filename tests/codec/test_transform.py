@@ -161,6 +161,37 @@ def test_large_values_are_finite_also_where_their_sum_is_not() -> None:
         require_finite(large, section)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("unit", ["keys", "values"])
+def test_what_is_gathered_is_finite(dtype: torch.dtype, bad: float, unit: str) -> None:
+    """Both implementations gather the same values, and refuse one that is not finite wherever it stands."""
+    name = str(dtype).removeprefix("torch.")
+    layout = KVLayout("mine", (LayerLayout(2, 10, 6, Rope((1.0, 0.3, 0.1, 0.01))),) * 2, name, max_positions=None)
+    section = partition(layout, "all")[0]
+    means = torch.randn(3, section.values, generator=torch.Generator().manual_seed(1))
+    for tokens, at in ((1, slice(0, 1)), (63, slice(0, 63)), (63, slice(20, 63))):
+        mean, generator = means[: at.stop - at.start], torch.Generator().manual_seed(tokens)
+        tensors = {
+            "keys": torch.randn(2, tokens, 2, 10, generator=generator).to(dtype),
+            "values": torch.randn(2, tokens, 2, 6, generator=generator).to(dtype),
+        }
+        chunk = KVChunk(tensors["keys"], tensors["values"], layout, 5)
+        rotation = Rotation(layout, 5, tokens, CPU, inverse=True)
+        one, other = (
+            module.gather_centered(chunk, section, rotation, at, mean).clone()
+            for module in (transform, transform_numba)
+        )
+        assert torch.equal(one, other)
+        for where in ((0, at.start, 0, 0), (1, at.stop - 1, 1, 5), (1, at.start, 1, 4)):
+            kept = tensors[unit][where].clone()
+            tensors[unit][where] = bad
+            for module in (transform, transform_numba):
+                with pytest.raises(InputError, match="NaN or infinite values in layers 0 … 1"):
+                    module.gather_centered(chunk, section, rotation, at, mean)
+            tensors[unit][where] = kept
+
+
 def random_covariance(size: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     mix = torch.randn(size, size, generator=generator, dtype=torch.float64)
@@ -327,6 +358,10 @@ def test_leading_components_and_shallow_products(group: str, fitted: Callable[[s
         basis, ranks = learned.basis, learned.basis.block_ranks
         x = torch.randn(40, len(basis.mean), generator=torch.Generator().manual_seed(0))
         everything = basis.coefficients(x, ranks)
+        for known in (1, ranks[0]):  # as they are, and as they would be
+            out = torch.full_like(everything, 7.0)
+            assert basis.coefficients(x, ranks, out, known) is out and bool((out[:known] == 7).all())
+            torch.testing.assert_close(out[known:], everything[known:], rtol=1e-4, atol=1e-4)
         for wanted in (np.arange(0, sum(ranks), 3), np.array([sum(ranks) - 1]), np.arange(ranks[0])):
             got = basis.leading(wanted.astype(np.int32))(x)
             torch.testing.assert_close(got, everything[torch.from_numpy(wanted)], rtol=1e-4, atol=1e-4)

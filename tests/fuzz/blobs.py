@@ -32,6 +32,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
+from cuvee.codec.rans_classes import ClassedPlanes
 from cuvee.codec.section_coding import SectionCoding
 from cuvee.codec.stages import get_stages
 from cuvee.codec.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
@@ -249,14 +250,13 @@ def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, toke
     rows = np.arange(len(planes))[:, None]
     planes[rows >= plan.planes[own][None]] = 0
     index = np.flatnonzero((planes == ESCAPE) & (rows < plan.rows[own][None]))
-    streams = get_stages("numba").rans_encode_classes(planes, own, plan, tables, n)
     listed = classes
     if dice.trick(0.3):  # other classes than those of the streams, perhaps such as are not served
         listed = classes.copy()
         for _ in range(dice.small(4)):
             listed[dice.number(0, tokens - 1)] = dice.number(0, CLASSES - 1)
-    which_class = np.zeros(tokens, np.uint16)
-    of_classes = get_stages("numba").rans_encode(listed[:, None], which_class, which_class, coding.class_table, 1)
+    section = ClassedPlanes(planes, own, listed, plan, coding.class_table, n)
+    ((streams, of_classes),) = get_stages("numba").encode_classed([section], tables)
     if dice.trick(0.1):
         of_classes = Streams(of_classes.states, of_classes.lengths, np.append(of_classes.words, np.uint16(0)))
     return write_streams(streams, _escape_list(dice, index), int(plan.planes.max()), n, of_classes)

@@ -30,7 +30,7 @@ STAGE_FUNCTIONS = {
     "gather": ("gather_centered",),
     "product": ("analyze", "synthesize"),
     "quantize and pack": ("quantize", "predict", "pack", "to_planes"),
-    "entropy coding": ("rans_encode", "rans_encode_classes"),
+    "entropy coding": ("rans_encode", "encode_classed"),
     "entropy decoding, dequantize": ("decode_sections",),
     "place": ("place",),
 }
@@ -82,7 +82,7 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
     target = Target(layout, keys, values, slice(0, tokens), tokens, 0, 0)
 
     def encoded() -> None:
-        coded = [scheme.encode(chunk, index, unrotation) for index in sections]
+        coded = scheme.encode(chunk, sections, unrotation)
         with watch.time("container"):
             write_blob(
                 Scheme.TRANSFORM, layout.dtype, tokens, 0, codec.step, layout.values_per_token, layout.fingerprint,
