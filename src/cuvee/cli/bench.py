@@ -37,7 +37,10 @@ class _CpuUnlessNamed(typer.core.TyperGroup):
         return super().parse_args(ctx, args)
 
 
-app = typer.Typer(cls=_CpuUnlessNamed, help="Measure speed and memory: on the CPU (the default), on a GPU, or in vLLM.")
+app = typer.Typer(
+    cls=_CpuUnlessNamed,
+    help="Measure speed and memory: on the CPU (the default), on a GPU, in vLLM, or with other people's benchmarks.",
+)
 
 _Out = Annotated[
     Path | None, typer.Option("--out", "-o", help="Write the report to this file, too, as JSON.", show_default=False)
@@ -134,6 +137,60 @@ def bench_engine(
         lambda progress: run_engine_bench(scope, model, stores or (), progress),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
+
+
+@app.command("clients")
+def bench_clients(
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="Folder of the checkpoint to serve, or smollm2.", show_default=False)
+    ],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the report.")] = Path("out/clients"),
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Of this model; without it, no lossy arm runs.", show_default=False)
+    ] = None,
+    arms: Annotated[
+        list[str] | None,
+        typer.Option("--arm", metavar="ARM", help="Run this one. Repeatable. Default: all.", show_default=False),
+    ] = None,
+    workloads: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--workload", metavar="NAME", show_default=False,
+            help="Run this one. Repeatable. Default: all whose client is installed.",
+        ),
+    ] = None,
+    kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for the server's own KV cache.")] = 400,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Run other people's benchmarks against vLLM's server, with and without cuvee.
+
+    They are `vllm bench serve` and `lmcache bench engine` (pip install lmcache-cli). Takes five minutes per arm.
+
+    Example: cuvee bench clients --model smollm2 --profile smollm2.cuvee
+    """
+    from cuvee.eval.bench.clients.arms import choose_arms
+    from cuvee.eval.bench.clients.run import ClientsRun, run_clients
+    from cuvee.eval.bench.clients.tables import clients_markdown
+    from cuvee.eval.bench.clients.workloads import choose_workloads
+    from cuvee.eval.real_model import REAL_MODEL, smollm2_path
+    from cuvee.eval.runs import check_folder
+
+    check_folder(out, force)
+    server = (
+        "--dtype", "bfloat16", "--max-num-seqs", "8", "--block-size", "32",
+        "--kv-cache-memory-bytes", str(kv_cache_mb * 10**6),
+    )  # fmt: skip
+    run = ClientsRun(
+        smollm2_path() if str(model) == REAL_MODEL else model.resolve(),
+        choose_arms(arms or (), profile), choose_workloads(workloads or ()),
+        None if profile is None else profile.resolve(), server, out.resolve(),
+    )  # fmt: skip
+    report = run_clients(run, make_console(stderr=True))
+    if as_json:
+        print_json(report)
+    else:
+        print(clients_markdown(report), end="")
 
 
 def _measure(

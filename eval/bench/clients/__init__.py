@@ -1,0 +1,1 @@
+"""Benchmarks that others wrote, run against vLLM's server with and without cuvee: see `run.py`."""

@@ -1,0 +1,77 @@
+"""The servers that are compared: vLLM alone, and with `CuveeConnector` at several qualities.
+
+There is none with a raw store: vLLM 0.32 brings only one that runs on a CPU, its ExampleConnector, and the engine dies
+when that loads a prompt whose last block is not full.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cuvee.codec.errors import InputError
+
+__all__ = ["ARMS", "BASELINE", "Arm", "choose_arms"]
+
+BASELINE = "no cache"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """A way to run the server.
+
+    Attributes:
+        name: in tables.
+        quality: of the connector; None without it.
+        own_cache: whether vLLM's prefix cache is on.
+        learned: whether it needs a profile.
+    """
+
+    name: str
+    quality: str | None = None
+    own_cache: bool = True
+    learned: bool = False
+
+    def command(self, store: Path, profile: Path | None) -> list[str]:
+        """What it adds to the command line of the server."""
+        arguments = [] if self.own_cache else ["--no-enable-prefix-caching"]
+        if self.quality is not None:
+            extra = {"store": f"file://{store}", "quality": self.quality}
+            if self.learned and profile is not None:
+                extra["profile"] = str(profile)
+            transfer = {
+                "kv_connector": "CuveeConnector",
+                "kv_connector_module_path": "cuvee.integrations.vllm",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": extra,
+            }
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        return arguments
+
+
+ARMS = (
+    Arm(BASELINE, own_cache=False),
+    Arm("vLLM's prefix cache"),
+    Arm("cuvee lossless", "lossless"),
+    Arm("cuvee high", "high", learned=True),
+    Arm("cuvee balanced", "balanced", learned=True),
+    Arm("cuvee small", "small", learned=True),
+)
+
+
+def choose_arms(names: Sequence[str], profile: Path | None) -> tuple[Arm, ...]:
+    """The arms of these names, and the baseline; all that can run if none are named.
+
+    Raises:
+        InputError: there is no such arm, or it needs a profile and there is none.
+    """
+    known = {arm.name: arm for arm in ARMS}
+    for name in names:
+        if name not in known:
+            raise InputError(f"arm {name!r} is unknown: choose from {', '.join(map(repr, known))}")
+        if known[name].learned and profile is None:
+            raise InputError(f"arm {name!r} needs a profile of the model: give --profile, or leave the arm out")
+    chosen = names or [arm.name for arm in ARMS if profile is not None or not arm.learned]
+    return tuple(arm for arm in ARMS if arm.name in (BASELINE, *chosen))
