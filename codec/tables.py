@@ -139,12 +139,16 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
     excess = int(freq.sum()) - total
     # Hand out or take back one count at a time, where it changes the code length least. This uses basic arithmetic and
     # no logarithm, because the result must not depend on a math library.
-    while excess > 0:
+    if excess > 0:
         cost = np.where(freq > 1, exact / (freq - 0.5), np.inf)
-        freq[int(np.argmin(cost))] -= 1
-        excess -= 1
-    while excess < 0:
+        for _ in range(excess):
+            at = int(cost.argmin())
+            freq[at] -= 1
+            cost[at] = exact[at] / (freq[at] - 0.5) if freq[at] > 1 else np.inf
+    elif excess < 0:
         gain = np.where(used & (freq < total - 1), exact / (freq + 0.5), -1.0)
-        freq[int(np.argmax(gain))] += 1
-        excess += 1
+        for _ in range(-excess):
+            at = int(gain.argmax())
+            freq[at] += 1
+            gain[at] = exact[at] / (freq[at] + 0.5) if freq[at] < total - 1 else -1.0
     return freq.astype(np.uint16)

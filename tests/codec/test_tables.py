@@ -201,3 +201,33 @@ def row(**used: int) -> npt.NDArray[np.int64]:
 def test_bad_tables_are_refused(freq: npt.NDArray[np.int64], prob_bits: int, match: str) -> None:
     with pytest.raises(FormatError, match=match):
         EntropyTables(freq, prob_bits)
+
+
+def one_at_a_time(counts: npt.NDArray[np.float64], prob_bits: int) -> npt.NDArray[np.int64]:
+    """What `normalize_counts` promises, with every cost computed anew for every count that is moved."""
+    total, used = 1 << prob_bits, counts > 0
+    exact = counts * (total / counts.sum())
+    freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
+    while freq.sum() > total:
+        freq[np.argmin(np.where(freq > 1, exact / (freq - 0.5), np.inf))] -= 1
+    while freq.sum() < total:
+        freq[np.argmax(np.where(used & (freq < total - 1), exact / (freq + 0.5), -1.0))] += 1
+    return freq
+
+
+@pytest.mark.parametrize("kind", ["flat", "sparse", "peaked", "tiny"])
+def test_every_count_is_moved_where_it_changes_the_length_least(kind: str) -> None:
+    rng = np.random.default_rng(0)
+    moved = 0
+    for _ in range(150):
+        counts = {
+            "flat": rng.integers(1, 50, SYMBOLS),
+            "sparse": np.append([5, 7], (rng.random(SYMBOLS - 2) < 0.1) * rng.integers(0, 10**9, SYMBOLS - 2)),
+            "peaked": np.bincount(rng.normal(128, rng.uniform(0.5, 30), 9000).astype(int) % 256, minlength=SYMBOLS),
+            "tiny": rng.random(SYMBOLS) * 1e-3,
+        }[kind].astype(np.float64)
+        bits = int(rng.integers(8, 13))
+        np.testing.assert_array_equal(normalize_counts(counts, bits), one_at_a_time(counts, bits))
+        rounded = np.floor(counts * ((1 << bits) / counts.sum()) + 0.5)
+        moved += int(np.where(counts > 0, np.maximum(rounded, 1), 0).sum()) != 1 << bits
+    assert moved > 50
