@@ -1,7 +1,7 @@
 """Size at equal quality on one model: what profiles need for a KL, and for each baseline's own KL.
 
     python -m cuvee.eval.rate MODEL PROFILE… --text NAME=FILE… [--sequences 6] [--length 512] [--cached 384] [--reread]
-        [--kl 0.005…] [--no-curve] [--json OUT]
+        [--kl 0.005…] [--no-curve] [--json OUT] [--plots FOLDER]
 
 It cuts sequences out of each text and stores the cache of their first three quarters in chunks of 256 tokens, with each
 profile at several steps and with each baseline. The rest of each sequence is scored after that cache (`QualityBench`).
@@ -28,11 +28,12 @@ from cuvee.codec.profile import Profile
 from cuvee.eval.corpus import load_model, read_corpus, spread_sequences
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, baseline
+from cuvee.eval.plots import Series, add_title, bar_length, draw_size_kl, new_figure, save_figure, styled
 from cuvee.eval.protocol import reread
 from cuvee.eval.quality import CodecMethod, Quality, QualityBench
 from cuvee.eval.stats import bits_at_kl
 
-__all__ = ["TARGET_KLS", "bits_at", "main", "measure_rates"]
+__all__ = ["TARGET_KLS", "bits_at", "main", "measure_rates", "plot_rates"]
 
 TARGET_KLS = (0.0034, 0.0088, 0.02)
 STEPS = tuple(range(-3 * OCTAVE, 3 * OCTAVE // 2 + 1, OCTAVE // 2))
@@ -117,6 +118,43 @@ def _figures(quality: Quality) -> dict[str, float | str | None]:
     }
 
 
+def plot_rates(result: dict[str, Any], path: Path, title: str) -> None:
+    """Write size against KL as an SVG or a PNG.
+
+    Args:
+        result: of `measure_rates`.
+        path: file to write; its folder is made.
+        title: over the plot.
+
+    Raises:
+        ImportError: matplotlib is not installed (install `cuvee[plot]`).
+    """
+    curves = []
+    for name, profile in result["profiles"].items():
+        points = sorted(profile["points"], key=lambda point: float(point["bits_per_value"]))
+        family = f"cuvee/{'all' if name == next(iter(result['profiles'])) else 'layer'}"
+        curves.append(_series(f"cuvee, group {profile['group']}", family, points))
+    rivals = [_series(name, name, [point]) for name, point in result["rivals"].items()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with styled():
+        figure = new_figure(5.2)
+        axes = figure.add_subplot()
+        add_title(axes, title, "lower and further left is better")
+        draw_size_kl(figure, axes, [curve for curve in curves if curve.x], rivals, [], None)
+    save_figure(figure, path)
+
+
+def _series(label: str, family: str, points: Sequence[dict[str, Any]]) -> Series:
+    return Series(
+        label,
+        family,
+        [point["bits_per_value"] for point in points],
+        [point["kl"] for point in points],
+        [bar_length(point["kl"], point["kl_stderr"]) for point in points],
+        ["" for _ in points],
+    )
+
+
 def _table(title: str, result: dict[str, Any]) -> str:
     def number(value: float | None, form: str = ".2f") -> str:
         return "-" if value is None else format(value, form)
@@ -167,6 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--reread", action="store_true", help="every second sequence repeats a part of its cache")
     parser.add_argument("--methods", default=",".join(COMPARED_BASELINES), help=f"baselines: {', '.join(BASELINES)}")
     parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--plots", type=Path, help="write a plot for each text into this folder")
     asked = parser.parse_args(arguments)
     try:
         _run(asked)
@@ -212,6 +251,8 @@ def _run(asked: argparse.Namespace) -> None:
         steps = () if asked.no_curve else STEPS
         results["texts"][name] = measure_rates(bench, profiles, rivals, asked.kl, steps)
         title = f"{name}: {len(tokens)} sequences, {bench.prefix} tokens cached, {asked.length - bench.prefix} scored"
+        if asked.plots is not None:
+            plot_rates(results["texts"][name], asked.plots / f"{name}.svg", title)
         print(_table(title + (", rereading" if asked.reread else ""), results["texts"][name]), flush=True)
     if asked.json is not None:
         write_json(asked.json, results)

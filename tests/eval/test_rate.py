@@ -45,11 +45,14 @@ def test_the_command_measures_profiles_and_baselines(
     text.write_text(bundled_text("orchard"), encoding="ascii")
     arguments = ["books-3m", str(profile), "--text", f"orchard={text}", "--sequences", "2", "--length", "96"]
     arguments += ["--methods", "fp8-e4m3,kivi4", "--json", str(out), *(["--reread"] if again else [])]
+    arguments += ["--plots", str(tmp_path / "plots")]
     assert main(arguments) == 0
     shown = capsys.readouterr().out
     assert "orchard: 2 sequences, 72 tokens cached, 24 scored" in shown and ("rereading" in shown) == again
     assert ("beyond the curve" in shown) == any(None in r["times_smaller"].values() for r in rivals_of(out))
     assert "| fp8-e4m3 | 8.00 |" in shown and "nothing is smaller" in shown
+    drawn = (tmp_path / "plots" / "orchard.svg").read_text()
+    assert all(label in drawn for label in ("kivi4", "fp8-e4m3", "cuvee, group unit", "orchard: 2 sequences"))
     written = json.loads(out.read_text())
     assert str(tmp_path) not in out.read_text() and str(profile.parent) not in out.read_text()
     assert written["asked"]["texts"] == {"orchard": "text.txt"} and written["asked"]["reread"] == again

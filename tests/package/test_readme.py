@@ -9,8 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import cuvee
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
@@ -19,6 +17,8 @@ from cuvee.integrations.vllm.config import Options
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
+REAL = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
@@ -28,26 +28,49 @@ ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
 
 
 def test_the_python_of_the_readme_runs(tmp_path: Path) -> None:
-    library, paged, blended = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (library,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(library, "README.md", "exec"), names)
     assert names["cache"].get_seq_length() == 300
     assert len(names["blobs"]) == 2
     assert 5 < cuvee.inspect(names["blobs"][0]).ratio < 50
-    exec(compile(paged, "README.md", "exec"), names)
-    restored = names["paged"].read(names["slots"], 0)
-    for layer, keys in enumerate(restored.keys):
-        assert torch.equal(keys.transpose(0, 1), names["cache"].layers[layer].keys[0])
-    (blob,) = names["blobs"]
-    assert cuvee.inspect(blob).tokens == 300
-    exec(compile(blended, "README.md", "exec"), names)
-    assert names["result"].cache.get_seq_length() == 128 + 128 + 30
-    assert 0.1 < names["result"].record.cost < 0.25 and names["library"].counters.misses == 2
     (of_blend,) = re.findall(r"```python\n(.*?)```", BLEND, re.DOTALL)
-    names["documents"] = names["text"][:384].split(128)
+    names["documents"], names["question"] = names["text"][:384].split(128), names["text"][650:680]
+    names["contexts"] = names["text"][2000:3024].view(8, 128)
     of_blend = of_blend.replace("/var/cache/chunks", str(tmp_path / "chunks"))
     exec(compile(of_blend, "blend/README.md", "exec"), names)
     assert names["result"].record.tokens == 384 + 30 and any((tmp_path / "chunks").iterdir())
+    assert 0.1 < names["result"].record.cost < 0.25 and names["chunks"].counters.misses == 3
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len(README.splitlines()) <= 120
+
+
+def test_links_and_pictures_of_the_readme_exist() -> None:
+    targets = re.findall(r"\]\(([^)#]+)\)", README)
+    assert len(targets) > 12
+    for target in targets:
+        assert (ROOT / target).is_file(), target
+
+
+def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
+    texts = json.loads(REAL.read_text(encoding="utf-8"))["texts"]
+    table = rows("baseline", README)
+    for cells, key in zip(table, ("fp8-e4m3", "int8", "kivi4", "cachegen"), strict=True):
+        of = [texts[name]["rivals"][key] for name in ("dracula", "python")]
+        assert cells[1] == f"{of[0]['bits_per_value']:.2f}"
+        for cell, found in zip(cells[2:4], of, strict=True):
+            assert float(cell) == float(f"{found['kl']:.2g}"), cells[0]
+        assert cells[4:] == [f"{found['times_smaller']['auto']:.1f}x" for found in of], cells[0]
+    flat = README.replace("\n", " ")
+    layer = [texts[n]["rivals"][k]["times_smaller"]["layer"] for n in ("dracula", "python") for k in texts[n]["rivals"]]
+    first = [round(x, 1) for x in (*layer[:3], *layer[6:9])]
+    assert (min(first), max(first)) == (3.6, 4.6) and "3.6 to 4.6 times smaller" in flat
+    assert [round(layer[at]) for at in (11, 5)] == [11, 15] and "11 to 15 times smaller" in flat
+    # What FP8 costs, cuvee has for so many bits.
+    bits = [texts[name]["rivals"]["fp8-e4m3"]["bits_at_its_kl"]["auto"] for name in ("dracula", "python")]
+    assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in flat
 
 
 def test_files_and_commands_that_the_readme_names_exist() -> None:
@@ -73,9 +96,9 @@ def test_security_names_what_exists() -> None:
     assert f"default {MAX_DECODED_TOKENS}" in text and f"{MIN_KEY_BYTES} to {MAX_KEY_BYTES} secret bytes" in text
 
 
-def rows(heading: str) -> list[list[str]]:
-    """The cells of the table of the README whose first cell is `heading`."""
-    table = README[README.index(f"| {heading} |") :].split("\n\n")[0]
+def rows(heading: str, text: str = RESULTS) -> list[list[str]]:
+    """The cells of the table whose first cell is `heading`; by default, of the page of results."""
+    table = text[text.index(f"| {heading} |") :].split("\n\n", maxsplit=1)[0]
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
@@ -143,7 +166,7 @@ def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
             for entry in report["footprint"]["entries"]
             if entry["chunk_tokens"] == 256 and entry["quality"] == preset and entry["profile"] == group
         )
-        assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in README.split("### In vLLM")[1]
+        assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in RESULTS.split("## In vLLM")[1]
     storing = [ratio["median"] for ratio in report["storing"]["throughput_over_no_connector"].values()]
     assert round(min(storing), 2) >= 0.84 and round(max(storing), 2) <= 0.95
 
@@ -167,5 +190,5 @@ def test_the_shares_of_blending_are_those_of_the_committed_run() -> None:
         for length in report["wall_time"]["lengths"]
         for blend in length["blends"]
     }
-    for tokens, said in re.findall(r"(\d\.\d\d) at ([\d,]+) tokens", README):
+    for tokens, said in re.findall(r"(\d\.\d\d) at ([\d,]+) tokens", RESULTS):
         assert f"{ratios[int(said.replace(',', '')), 'default', 0.15]:.2f}" == tokens
