@@ -69,7 +69,8 @@ def prefill(
 ) -> list[KVChunk]:
     """The cache of `tokens [B, T]` as one chunk per sequence, on `device` and in the layout's dtype."""
     cache = empty_cache()
-    model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    # Logits of all tokens of a long prompt would take more memory than its cache.
+    model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return [
         KVChunk(
             [layer.keys[row].transpose(0, 1).to(device, layout.torch_dtype) for layer in cache.layers],

@@ -1,24 +1,31 @@
-"""Telling whoever waits what is being measured, and how far it has come."""
+"""Telling whoever waits what is being measured, how far it has come, and when it will end.
+
+plan: units of work by kind, with a guess of what a unit of each kind takes
+  |
+step … step … step --seconds of each--> seconds left = units left x (mean of their kind, else the guess, scaled)
+  |
+  +--> a terminal: a bar on standard error        elsewhere: a line at most every half minute, and no fewer
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-__all__ = ["ProgressBar", "progress_bar", "timed_lines"]
+from cuvee.codec.learning.progress import listening
+
+__all__ = ["LINE_SECONDS", "Plan", "ProgressBar", "in_words", "progress_bar", "timed_lines"]
+
+LINE_SECONDS = 30.0  # between two lines of a log
+TICK = 1.0  # seconds between two looks at the clock
+_LEAST_SHARE = 0.02  # of a step: what has to be done of it before its own pace says when it will end
 
 
 def timed_lines(console: Console | None) -> Callable[[str], None]:
@@ -32,24 +39,136 @@ def timed_lines(console: Console | None) -> Callable[[str], None]:
     return say
 
 
+@dataclass
+class Plan:
+    """Work ahead, by kind, and an estimate of the seconds it takes.
+
+    Attributes:
+        guess: what a unit of each kind takes, in units that only have to be right relative to each other.
+        left: units of each kind that have not begun.
+        taken: seconds of the units that are finished, by kind.
+    """
+
+    guess: Mapping[str, float]
+    left: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, list[float]] = field(default_factory=dict)
+
+    def seconds_of(self, kind: str) -> float | None:
+        """What the next unit of a kind will take; None while nothing has been timed."""
+        own = self.taken.get(kind)
+        if own:
+            return sum(own) / len(own)
+        guessed = sum(self.guess[k] * len(seconds) for k, seconds in self.taken.items())
+        return self.guess[kind] * sum(map(sum, self.taken.values())) / guessed if guessed else None
+
+    def seconds_left(self) -> float | None:
+        """What all units that have not begun will take."""
+        each = [(count, self.seconds_of(kind)) for kind, count in self.left.items() if count]
+        return None if any(s is None for _, s in each) else sum(count * (s or 0.0) for count, s in each)
+
+
 class ProgressBar:
-    """A bar on standard error; where that is no terminal, a line for each step on a console. See `progress_bar`."""
+    """What is being measured, and when all of it will be done. See `progress_bar`."""
 
     def __init__(self, bar: Progress, task: TaskID, log: Console) -> None:
         self._bar, self._task, self._log = bar, task, log
+        self._plan = Plan({})
+        self._done = self._total = 0
+        self._what = self._part = ""
+        self._kind: str | None = None
+        self._share = 0.0  # of the current step that is done
+        self._began = self._step_began = time.monotonic()
+        self._line: float | None = None  # when the last one was printed
+        self._said: float | None = None  # when the last figures were
 
-    def step(self, what: str) -> None:
-        """Say what comes next."""
-        self._bar.update(self._task, description=what)
-        if not self._bar.console.is_terminal:
-            self._log.print(f"{what} …", style="dim", highlight=False)
+    def expect(self, plan: Plan) -> None:
+        """Begin a piece of work whose units are known. What was done before counts for nothing."""
+        self._plan, self._done, self._total = plan, 0, sum(plan.left.values())
+        self._bar.update(self._task, total=self._total, completed=0)
 
-    def expect(self, total: int | None) -> None:
-        """Start again from zero, with so many units of work ahead; None if nobody knows."""
-        self._bar.update(self._task, total=total, completed=0)
+    @contextmanager
+    def step(self, what: str, kind: str | None = None) -> Iterator[None]:
+        """Do a step, which is a unit of the plan if it has a kind.
 
-    def advance(self) -> None:
-        """One unit of work is done."""
+        What `tracked` work inside it tells goes into the estimate.
+        """
+        self._what, self._part, self._kind, self._share = what, "", kind, 0.0
+        self._step_began = time.monotonic()
+        if kind is not None:
+            self._plan.left[kind] -= 1
+        if self._line is None:
+            self.show()
+        with listening(self._listen):
+            yield
+        if kind is not None:
+            self._plan.taken.setdefault(kind, []).append(time.monotonic() - self._step_began)
+            self._finish_unit()
+        self._kind = None
+
+    def amend(self, left: Mapping[str, int]) -> None:
+        """Correct how many units of some kinds are left, which was not known before."""
+        self._total += sum(count - self._plan.left[kind] for kind, count in left.items())
+        self._plan.left.update(left)
+        self._bar.update(self._task, total=self._total)
+
+    def skip(self, kind: str) -> None:
+        """A unit of the plan that need not be done."""
+        self._plan.left[kind] -= 1
+        self._finish_unit()
+
+    def tell(self, part: str) -> None:
+        """Say what the current step is doing."""
+        self._part = part
+
+    def say_now_and_then(self, line: str) -> None:
+        """Print a line of figures, on a terminal above the bar: the first at once, then one every half minute."""
+        now = time.monotonic()
+        if line and (self._said is None or now - self._said >= LINE_SECONDS):
+            self._said = now
+            self.say(line)
+
+    def say(self, line: str) -> None:
+        """Print a line at once: on a terminal above the bar."""
+        console = self._bar.console if self._bar.console.is_terminal else self._log
+        console.print(line, highlight=False, markup=False)
+
+    def show(self) -> None:
+        """Bring the bar up to date, or print a line if it is time for one."""
+        left = self.seconds_left()
+        until = "" if left is None else f"about {in_words(left)} left"
+        self._bar.update(self._task, description=self._what, left=until)
+        now = time.monotonic()
+        if self._bar.console.is_terminal or (self._line is not None and now - self._line < LINE_SECONDS):
+            return
+        self._line = now
+        counted = f"{self._done} of {self._total} done" if self._total else ""
+        state = ", ".join(filter(None, [self._part, counted, until]))
+        line = f"{in_words(now - self._began):>7}  {self._what}" + (f" ({state})" if state else "")
+        self._log.print(line, style="dim", highlight=False, markup=False)
+
+    def seconds_left(self) -> float | None:
+        """Until everything is done; None while nothing is known."""
+        ahead, spent = self._plan.seconds_left(), time.monotonic() - self._step_began
+        if self._kind is None:
+            return ahead if self._total else None
+        usual = self._plan.seconds_of(self._kind)
+        if self._share >= _LEAST_SHARE:
+            rest = spent / self._share - spent
+            if ahead is None and usual is None:  # the first unit of all: its own pace is all there is
+                per_guess = (spent + rest) / self._plan.guess[self._kind]
+                ahead = per_guess * sum(self._plan.guess[kind] * count for kind, count in self._plan.left.items())
+        elif usual is not None:
+            rest = max(usual - spent, 0.0)
+        else:
+            return None
+        return None if ahead is None else ahead + rest
+
+    def _listen(self, what: str, done: int, total: int) -> None:
+        self._part = f"{what}: {done} of {total}"
+        self._share = done / total if self._kind is not None else 0.0
+
+    def _finish_unit(self) -> None:
+        self._done += 1
         self._bar.advance(self._task)
 
 
@@ -58,11 +177,34 @@ def progress_bar(log: Console, width: int) -> Iterator[ProgressBar]:
     """Show a progress bar on standard error.
 
     Args:
-        log: where the steps are listed if standard error is not a terminal.
+        log: where a line is printed every half minute if standard error is not a terminal.
         width: columns for the description of a step.
     """
     columns = (TextColumn(f"{{task.description:{width}}}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
     # Standard error as it is now: while lm-eval runs, `sys.stderr` is another file, which keeps its output away.
     shown = Console(file=sys.stderr, force_terminal=log.is_terminal or None)
-    with Progress(*columns, TimeRemainingColumn(), console=shown, transient=True) as bar:
-        yield ProgressBar(bar, bar.add_task("", total=None), log)
+    lines = Console(file=log.file, width=log.width)
+    over = threading.Event()
+    with Progress(*columns, TextColumn("{task.fields[left]}"), console=shown, transient=True) as bar:
+        progress = ProgressBar(bar, bar.add_task("", total=None, left=""), lines)
+
+        def keep_showing() -> None:
+            while not over.wait(TICK):
+                progress.show()
+
+        # A thread of its own, because a single step may take minutes, and some are a single call into a library.
+        thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
+        thread.start()
+        try:
+            yield progress
+        finally:
+            over.set()
+            thread.join()
+
+
+def in_words(seconds: float) -> str:
+    """`45 s`, `12 min`, `1 h 05`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d}"

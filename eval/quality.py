@@ -12,7 +12,6 @@ chunks: the codec (`CodecMethod`) or a baseline (`cuvee.eval.baselines`).
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -216,6 +215,7 @@ class QualityBench:
         self.caches: list[KVChunk] = []
         self._batches: list[tuple[torch.Tensor, torch.Tensor]] = []  # scored tokens [B, t], log-probabilities
         self._exact_nll: list[float] = []  # one number per sequence
+        self._batch_size = batch_size
         with frozen(model), torch.no_grad():
             for batch in token_ids.to(torch.int64).split(batch_size):
                 cached, scored = batch.to(model.device).split([self.prefix, batch.shape[1] - self.prefix], dim=1)
@@ -225,6 +225,10 @@ class QualityBench:
                 chosen = scored[:, 1:, None]
                 self._exact_nll += (-exact.gather(-1, chosen).squeeze(-1).mean(-1)).tolist()
                 self.caches += [_cast(chunk, self.layout) for chunk in caches]
+        self._spread = [
+            (_variance([c.keys[i] for c in self.caches]), _variance([c.values[i] for c in self.caches]))
+            for i in range(self.layout.num_layers)
+        ]
 
     @property
     def exact_nll(self) -> float:
@@ -249,23 +253,42 @@ class QualityBench:
         """
         if chunk_tokens < 1:
             raise InputError(f"chunk_tokens: must be at least 1, got {chunk_tokens}")
-        pieces = [chunk.slice(*span) for chunk in self.caches for span in spans(chunk.tokens, chunk_tokens)]
+        cut = spans(self.prefix, chunk_tokens)
         if method.timed:  # so that the figures do not include what the first call compiles or caches
-            method.decode(method.encode(pieces[0])[0])
-        began = time.perf_counter()
-        stored = [method.encode(chunk) for chunk in pieces]
-        encoded = time.perf_counter()
-        back = [method.decode(item) for item, _ in stored]
-        finished = time.perf_counter()
-        if [(c.start, c.tokens) for c in back] != [(c.start, c.tokens) for c in pieces]:
-            raise InputError(f"method: {name} gave back other chunks than it got")
-        count = math.ceil(self.prefix / chunk_tokens)  # chunks per sequence
-        decoded = [KVChunk.concat(back[i : i + count]) for i in range(0, len(back), count)]
+            method.decode(method.encode(self.caches[0].slice(*cut[0]))[0])
+        encode_seconds = decode_seconds = 0.0
         values = self.prefix * self.layout.values_per_token
-        bits = [sum(size for _, size in stored[i : i + count]) / values for i in range(0, len(stored), count)]
-        kl, loss, same = self._compare(decoded)
+        bits: list[float] = []
+        kl: list[float] = []
+        loss: list[float] = []
+        same: list[float] = []
+        errors = [[0.0, 0.0] for _ in range(self.layout.num_layers)]
+        layer_bits: list[list[float] | None] = []
+        # Batch after batch, because what a method makes of all caches may be several times as large as they are.
+        for index, (scored, exact) in enumerate(self._batches):
+            caches = self.caches[index * self._batch_size :][: len(scored)]
+            pieces = [chunk.slice(*span) for chunk in caches for span in cut]
+            began = time.perf_counter()
+            stored = [method.encode(chunk) for chunk in pieces]
+            encoded = time.perf_counter()
+            back = [method.decode(item) for item, _ in stored]
+            decode_seconds += time.perf_counter() - encoded
+            encode_seconds += encoded - began
+            if [(c.start, c.tokens) for c in back] != [(c.start, c.tokens) for c in pieces]:
+                raise InputError(f"method: {name} gave back other chunks than it got")
+            starts = range(0, len(back), len(cut))
+            decoded = [KVChunk.concat(back[i : i + len(cut)]) for i in starts]
+            bits += [sum(size for _, size in stored[i : i + len(cut)]) / values for i in starts]
+            layer_bits += [method.layer_bits(item) for item, _ in stored]
+            with frozen(self.model), torch.no_grad():
+                other = score(self.model, decoded, scored)
+                for kept, new in zip((kl, loss, same), compare(exact, other, scored[:, 1:]), strict=True):
+                    kept.extend(new)
+            for a, b in zip(caches, decoded, strict=True):
+                for layer, sums in enumerate(errors):
+                    sums[0] += _squared_error(a.keys[layer], b.keys[layer])
+                    sums[1] += _squared_error(a.values[layer], b.values[layer])
         bits_per_value = float(np.mean(bits))
-        encode_seconds, decode_seconds = encoded - began, finished - encoded
         return Quality(
             name=name,
             counts=method.counts,
@@ -287,30 +310,16 @@ class QualityBench:
             cached_tokens=sum(chunk.tokens for chunk in self.caches),
             scored_tokens=sum(scored.shape[0] * (scored.shape[1] - 1) for scored, _ in self._batches),
             per_sequence=PerSequence(bits, kl, loss, same),
-            layers=self._layers(decoded, [method.layer_bits(item) for item, _ in stored]),
+            layers=self._layers(errors, layer_bits),
         )
 
-    def _compare(self, decoded: list[KVChunk]) -> tuple[list[float], list[float], list[float]]:
-        """KL, loss on the real tokens and top-1 agreement, one number per sequence."""
-        kl: list[float] = []
-        loss: list[float] = []
-        same: list[float] = []
-        row = 0
-        with frozen(self.model), torch.no_grad():
-            for scored, exact in self._batches:
-                other = score(self.model, decoded[row : row + len(scored)], scored)
-                row += len(scored)
-                for kept, new in zip((kl, loss, same), compare(exact, other, scored[:, 1:]), strict=True):
-                    kept.extend(new)
-        return kl, loss, same
-
-    def _layers(self, decoded: list[KVChunk], bits: list[list[float] | None]) -> list[LayerCost]:
+    def _layers(self, errors: Sequence[Sequence[float]], bits: list[list[float] | None]) -> list[LayerCost]:
         tokens = sum(chunk.tokens for chunk in self.caches)
         costs = []
         for index, layer in enumerate(self.layout.layers):
-            keys = _relative_error([(a.keys[index], b.keys[index]) for a, b in zip(self.caches, decoded, strict=True)])
-            values = _relative_error(
-                [(a.values[index], b.values[index]) for a, b in zip(self.caches, decoded, strict=True)]
+            keys, values = (
+                error / variance if variance else 0.0
+                for error, variance in zip(errors[index], self._spread[index], strict=True)
             )
             known = [chunk[index] for chunk in bits if chunk is not None]
             size = tokens * (layer.key_values + layer.value_values)
@@ -323,12 +332,14 @@ def spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
 
 
-def _relative_error(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> float:
-    """Squared error over variance of `[T, H, D]` tensors and what they came back as; 0 if nothing varies."""
-    exact = torch.cat([a for a, _ in pairs]).double()
-    error = (exact - torch.cat([b for _, b in pairs]).double()).square().sum().item()
-    variance = (exact - exact.mean(0)).square().sum().item()
-    return error / variance if variance else 0.0
+def _variance(tensors: Sequence[torch.Tensor]) -> float:
+    """Sum of the squared distances of `[T, H, D]` tensors from their mean over all tokens."""
+    x = torch.cat([tensor.float() for tensor in tensors])
+    return float((x - x.mean(0, dtype=torch.float64).float()).square().sum(dtype=torch.float64))
+
+
+def _squared_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a.float() - b.float()).square().sum(dtype=torch.float64))
 
 
 def _cast(chunk: KVChunk, layout: KVLayout) -> KVChunk:

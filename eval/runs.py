@@ -1,17 +1,127 @@
-"""What `cuvee report` and `cuvee blend-report` have in common: a folder to fill, profiles and texts to name."""
+"""What `cuvee report` and `cuvee blend-report` have in common: a folder to fill, profiles and texts to name, an end.
+
+A run is stopped by Ctrl-C or SIGTERM. Python hears a signal only between two steps of its own, and a single call into
+LAPACK may take minutes. So a thread hears it, too: if Python has not stopped after two seconds, the thread ends the
+process. All files are written whole or not at all, and never while the process ends, so the folder can be continued.
+"""
 
 from __future__ import annotations
 
 import os
+import select
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from cuvee.codec.errors import InputError, ProfileMismatch
+from cuvee.codec.files import write_json
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
 from cuvee.eval.corpus import Corpus
 
-__all__ = ["check_folder", "load_matching_profile", "text_entry"]
+__all__ = [
+    "Interrupted",
+    "check_folder",
+    "interruptible",
+    "load_matching_profile",
+    "save_results",
+    "text_entry",
+    "writing",
+]
+
+STOPPING = (signal.SIGINT, signal.SIGTERM)
+GRACE = 2.0  # seconds that Python has to stop by itself
+_WRITING = threading.Lock()  # held while a file is written; nobody ends the process meanwhile
+_WRITE_SECONDS = 60.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody pressed Ctrl-C or sent SIGTERM.
+
+    Attributes:
+        number: of the signal. A shell expects the exit code 128 + number.
+    """
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@contextmanager
+def interruptible(farewell: Callable[[], None]) -> Iterator[None]:
+    """Raise `Interrupted` on SIGINT and SIGTERM, or end the process with 128 + signal if Python does not hear them.
+
+    Args:
+        farewell: called in both cases, to say how to go on; perhaps from another thread.
+
+    Signals only concern the main thread; in any other one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard, over = threading.Event(), threading.Event()
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if not heard.is_set():  # a second one, while the first is being dealt with, changes nothing
+            heard.set()
+            raise Interrupted(number)
+
+    def watch() -> None:
+        while not over.is_set():
+            if not select.select([reading], [], [], 0.5)[0]:
+                continue
+            number = os.read(reading, 1)[0]
+            if number in STOPPING and not heard.wait(GRACE) and not over.is_set():
+                _WRITING.acquire(timeout=_WRITE_SECONDS)
+                farewell()
+                os._exit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in STOPPING}
+    wakeup = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    watcher = threading.Thread(target=watch, name="signals", daemon=True)
+    watcher.start()
+    try:
+        yield
+    except KeyboardInterrupt:
+        farewell()
+        raise
+    finally:
+        signal.set_wakeup_fd(wakeup)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        over.set()
+        watcher.join()
+        os.close(reading)
+        os.close(writing)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Write into the folder of a run; the process does not end meanwhile.
+
+    Raises:
+        InputError: it cannot be written. What was there stays.
+    """
+    with _WRITING:
+        try:
+            yield
+        except OSError as error:
+            raise InputError(
+                f"out: {path} cannot be written ({error.strerror or error}): what was saved before is kept; make room "
+                "or allow writing, and give the same command again"
+            ) from error
+
+
+def save_results(path: Path, data: Any) -> None:
+    """Write what has been measured so far, whole or not at all. Errors: see `writing`."""
+    with writing(path):
+        write_json(path, data)
 
 
 def check_folder(out: Path, force: bool, resumed: str | None = None) -> None:

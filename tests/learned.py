@@ -28,6 +28,8 @@ def learned_once(learn: Callable[..., Profile], folder: Path) -> Callable[..., P
 
     The same arguments give the same profile, which `tests/codec/test_calibrate.py` proves.
     """
+    if getattr(learn, "learns_once", False):
+        return learn  # patched already: a second lock on the same file would wait for the first for good
 
     def once(model: Any, token_ids: Any, group: str = "auto", **options: Any) -> Profile:
         digest = hashlib.blake2b(digest_size=16)
@@ -46,4 +48,5 @@ def learned_once(learn: Callable[..., Profile], folder: Path) -> Callable[..., P
                 learn(model, token_ids, group, **options).save(path)
             return Profile.load(path)
 
+    once.learns_once = True  # type: ignore[attr-defined]
     return once

@@ -39,7 +39,7 @@ def sample_gradients(
     """
     cache = empty_cache()
     with torch.no_grad():
-        model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True)
+        model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True, logits_to_keep=1)
     # The cache is made of leaves, as a decoded cache does not change. In a single pass over all tokens a key would also
     # move the states of the prefix, and with them all keys of the layers above. That gradient differs by factors.
     keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]

@@ -1,24 +1,39 @@
-"""Long work that tells how far it is: a bar on a terminal, lines in a log."""
+"""Long work that tells how far it is: a bar on a terminal, lines in a log, or whoever listens."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import track
 
-if TYPE_CHECKING:
-    pass
-
 T = TypeVar("T")
 PROGRESS_LINES = 10  # of a log file, for each piece of long work
+_LISTENER: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("listener", default=None)
+
+
+@contextmanager
+def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
+    """Within this block, tell `listener(what, done, total)` how far `tracked` work has come, and show nothing."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
 
 
 def tracked(batches: Sequence[T], what: str, progress: bool) -> Iterator[T]:
     """Show how far the work has come: a bar on a terminal, a line for every tenth elsewhere (a log file)."""
+    if (listener := _LISTENER.get()) is not None:
+        for number, batch in enumerate(batches):
+            listener(what, number, len(batches))
+            yield batch
+        return
     console = Console(file=sys.stderr)
     if progress and console.is_terminal:
         yield from track(batches, what, console=console, transient=True)

@@ -1,8 +1,13 @@
 """Principal components of a cache: what the baselines that learn (`pca.py`, `kvtc.py`) have in common.
 
-    keys, values --un-rotate the keys, unit by unit--> x [T, N] --(x - mean) / rms, one basis per group--> y [T, N]
+    keys, values --un-rotate the keys, unit by unit--> x [T, N] --(x - mean) / rms, one basis per group--> y [T, R]
 
-N counts all values per token, in the order layer, K before V, head, dimension.
+N counts all values per token, in the order layer, K before V, head, dimension. R is N, except that a group of more than
+2,048 values keeps only its leading components: those are found by randomized subspace iteration on a sample of tokens,
+because an eigendecomposition takes time in the third power of the group's size (six minutes for the 5,760 keys of
+SmolLM2, hours for the 32,768 of a model of 8 B).
+
+Reference: Halko, Martinsson, Tropp, Finding structure with randomness, SIAM Review 53(2), 2011, algorithm 4.4.
 """
 
 from __future__ import annotations
@@ -20,10 +25,25 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.transform import Rotation
 
-__all__ = ["GROUPINGS", "MOST_VALUES", "PrincipalBasis", "columns", "flatten_values"]
+__all__ = [
+    "EXACT_VALUES",
+    "GROUPINGS",
+    "MOST_RANK",
+    "PrincipalBasis",
+    "columns",
+    "flatten_values",
+    "leading_directions",
+]
 
 GROUPINGS = ("head", "unit", "layer", "kv", "all")
-MOST_VALUES = 16384  # in one group; there its covariance alone takes 2 GiB, and the eigenvectors take hours
+EXACT_VALUES = 2048  # in one group; up to here all components are found, exactly
+MOST_RANK = 4096  # components of a larger group; on SmolLM2 the rest holds .001 of the variance
+MOST_VALUES = 65536  # in one group; there its sample and its components take 3 GiB
+_SAMPLE_TOKENS = 16384
+_SAMPLE_VALUES = 2**29  # 2 GiB of float32: a wider group is sampled on fewer tokens
+_EXTRA = 64  # directions beyond the rank, without which the last ones would be inexact
+_ROUNDS = 2
+_SEED = 11
 
 
 def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
@@ -94,7 +114,8 @@ class PrincipalBasis:
         columns: int64 indices of each group.
         mean: `[N]` float32.
         rms: the root of the mean variance of all values, which is the unit of the coefficients.
-        matrices: `[n, n]` float32 for each group, with orthonormal rows in order of falling variance.
+        matrices: `[r, n]` float32 for each group of n values, with orthonormal rows in order of falling variance; r is
+            n up to `EXACT_VALUES`. What lies outside the rows is left at the mean.
     """
 
     layout: KVLayout
@@ -106,20 +127,22 @@ class PrincipalBasis:
 
     @classmethod
     def learn(cls, layout: KVLayout, chunks: Sequence[KVChunk], grouping: str) -> PrincipalBasis:
-        """Find the principal components of each group, with all sums in float64. Errors: see `PcaTransform.fit`."""
+        """Find the principal components of each group. Errors: see `PcaTransform.fit`."""
         groups = columns(layout, grouping)
-        largest, tokens = max(map(len, groups)), sum(chunk.tokens for chunk in chunks)
+        tokens = sum(chunk.tokens for chunk in chunks)
+        needed = 2 * max(len(g) if len(g) <= EXACT_VALUES else min(MOST_RANK + _EXTRA, len(g)) for g in groups)
+        largest = max(map(len, groups))
         if largest > MOST_VALUES:
             raise InputError(
-                f"grouping: {grouping!r} needs the covariance of {largest:,} values per token, and {MOST_VALUES:,} are "
-                "the most: choose a narrower one (layer, unit or head)"
+                f"grouping: {grouping!r} needs the principal components of {largest:,} values per token, and "
+                f"{MOST_VALUES:,} are the most: choose a narrower one (layer, unit or head)"
             )
         if any(chunk.layout.fingerprint != layout.fingerprint for chunk in chunks):
             raise InputError("chunks: one has another layout than `layout`; take all from one model, in one dtype")
-        if tokens < 2 * largest:
+        if tokens < needed:
             raise InputError(
-                f"chunks: hold {tokens:,} tokens, and a basis of {largest:,} values needs {2 * largest:,}: give more "
-                "text or choose a narrower grouping"
+                f"chunks: hold {tokens:,} tokens, and a basis of {largest:,} values needs {needed:,}: "
+                "give more text or choose a narrower grouping"
             )
         device = chunks[0].device
         groups = tuple(group.to(device) for group in groups)
@@ -127,15 +150,34 @@ class PrincipalBasis:
         for chunk in chunks:
             total += flatten_values(chunk).double().sum(0)
         mean = (total / tokens).float()
-        covariances = [torch.zeros(len(g), len(g), dtype=torch.float64, device=device) for g in groups]
+        exact = [len(g) <= EXACT_VALUES for g in groups]
+        covariances = [
+            torch.zeros(len(g) if all_ else 0, len(g) if all_ else 0, dtype=torch.float64, device=device)
+            for g, all_ in zip(groups, exact, strict=True)
+        ]
+        most = min(_SAMPLE_TOKENS, _SAMPLE_VALUES // largest)
+        stride = max(1, math.ceil(tokens / most))
+        sample: list[torch.Tensor] = []
+        variance, seen = 0.0, 0
         for chunk in chunks:
-            centered = (flatten_values(chunk) - mean).double()
+            centered = flatten_values(chunk) - mean
+            variance += float(centered.square().sum(dtype=torch.float64))
             for group, covariance in zip(groups, covariances, strict=True):
-                part = centered[:, group]
-                covariance.addmm_(part.T, part)
-        variance = sum(float(covariance.trace()) for covariance in covariances) / tokens
-        rms = math.sqrt(variance / layout.values_per_token) or 1.0  # a cache that does not vary has no scale
-        matrices = tuple(torch.linalg.eigh(c)[1].flip(1).T.float().contiguous() for c in covariances)
+                if len(covariance):
+                    part = centered[:, group].double()
+                    covariance.addmm_(part.T, part)
+            if not all(exact):
+                sample.append(centered[-seen % stride :: stride])
+            seen += chunk.tokens
+        # A cache that does not vary has no scale.
+        rms = math.sqrt(variance / tokens / layout.values_per_token) or 1.0
+        rows = torch.cat(sample) if sample else mean.new_empty(0, len(mean))
+        matrices = tuple(
+            torch.linalg.eigh(covariance)[1].flip(1).T.float().contiguous()
+            if len(covariance)
+            else leading_directions(rows[:, group], min(MOST_RANK, len(group)))
+            for group, covariance in zip(groups, covariances, strict=True)
+        )
         return cls(layout, grouping, groups, mean, rms, matrices)
 
     @property
@@ -145,8 +187,8 @@ class PrincipalBasis:
 
     @property
     def sizes(self) -> list[int]:
-        """Values of each group."""
-        return [len(group) for group in self.columns]
+        """Components of each group."""
+        return [len(matrix) for matrix in self.matrices]
 
     @property
     def digest(self) -> str:
@@ -157,12 +199,12 @@ class PrincipalBasis:
         return digest.hexdigest()
 
     def project(self, x: torch.Tensor) -> torch.Tensor:
-        """Values `[T, N]` of `flatten_values` -> coefficients `[T, N]`, group after group."""
+        """Values `[T, N]` of `flatten_values` -> coefficients `[T, R]`, group after group."""
         centered = (x.to(self.device) - self.mean) / self.rms
         return torch.cat([centered[:, g] @ m.T for g, m in zip(self.columns, self.matrices, strict=True)], 1)
 
     def analyze(self, chunk: KVChunk) -> torch.Tensor:
-        """The coefficients of a chunk `[T, N]`.
+        """The coefficients of a chunk `[T, R]`.
 
         Raises:
             InputError: the chunk has another layout, or holds NaN or infinities.
@@ -173,13 +215,13 @@ class PrincipalBasis:
 
     def synthesize(self, y: torch.Tensor, start: int, device: torch.device) -> KVChunk:
         """The inverse of `analyze`."""
-        x = torch.empty_like(y)
+        x = y.new_empty(len(y), len(self.mean))
         for group, matrix, part in zip(self.columns, self.matrices, y.split(self.sizes, 1), strict=True):
             x[:, group] = part @ matrix
         return _unflatten((x * self.rms + self.mean).to(device), self.layout, start)
 
     def sample(self, chunks: Sequence[KVChunk], run: int, most: int) -> torch.Tensor:
-        """The coefficients of at most `most` runs of `run` tokens, evenly spread over the chunks: `[runs, run, N]`."""
+        """The coefficients of at most `most` runs of `run` tokens, evenly spread over the chunks: `[runs, run, R]`."""
         runs = sum(chunk.tokens // run for chunk in chunks)
         stride = max(1, math.ceil(runs / most))
         kept, seen = [], 0
@@ -190,4 +232,30 @@ class PrincipalBasis:
                 x = flatten_values(chunk)[: whole * run].unflatten(0, (whole, run))[chosen.start :: stride]
                 kept.append(self.project(x.flatten(0, 1)).unflatten(0, (-1, run)))
             seen += whole
-        return torch.cat(kept) if kept else self.mean.new_empty(0, run, len(self.mean))
+        return torch.cat(kept) if kept else self.mean.new_empty(0, run, sum(self.sizes))
+
+
+def leading_directions(rows: torch.Tensor, rank: int) -> torch.Tensor:
+    """The leading principal components of centered rows, by randomized subspace iteration; the same on every call.
+
+    Args:
+        rows: `[m, n]` float32, with a mean of zero.
+        rank: how many to find.
+
+    Returns:
+        `[rank, n]` float32 with orthonormal rows, in order of falling variance.
+
+    Example:
+        >>> rows = torch.randn(400, 3) @ torch.tensor([[9.0, 0, 0, 0], [0, 0, 3.0, 0], [0, 1.0, 0, 0]])
+        >>> leading_directions(rows, 2).abs().round().int().tolist()
+        [[1, 0, 0, 0], [0, 0, 1, 0]]
+    """
+    width = min(rank + _EXTRA, *rows.shape)
+    start = torch.randn(rows.shape[1], width, generator=torch.Generator().manual_seed(_SEED), device="cpu")
+    basis = torch.linalg.qr(start.to(rows.device))[0]
+    for _ in range(_ROUNDS):
+        basis = torch.linalg.qr(rows.T @ (rows @ basis))[0]
+    inside = (rows @ basis).double()
+    turn = torch.linalg.eigh(inside.T @ inside)[1].flip(1)[:, :rank]
+    found: torch.Tensor = (basis @ turn.float()).T.contiguous()
+    return found

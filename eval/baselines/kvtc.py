@@ -67,17 +67,18 @@ class Kvtc:
     errors: tuple[GroupErrors, GroupErrors]
 
     @classmethod
-    def fit(cls, layout: KVLayout, chunks: Sequence[KVChunk]) -> Kvtc:
+    def fit(cls, layout: KVLayout, chunks: Sequence[KVChunk], basis: PrincipalBasis | None = None) -> Kvtc:
         """Learn the bases and measure what every group costs in error.
 
         Args:
             layout: of all chunks.
             chunks: the caches, all on one device, where the transforms will be done.
+            basis: learned from the same chunks with grouping "kv", if there is one already.
 
         Raises:
             InputError: see `PcaTransform.fit`; or no chunk has 16 tokens.
         """
-        basis = PrincipalBasis.learn(layout, chunks, "kv")
+        basis = PrincipalBasis.learn(layout, chunks, "kv") if basis is None else basis
         runs = basis.sample(chunks, RUN, ERROR_RUNS)
         if not len(runs):
             raise InputError(f"chunks: none holds {RUN} tokens, which share a scale: give longer ones")
@@ -96,8 +97,8 @@ class Kvtc:
         if not 0 < budget <= MOST_BITS:
             raise InputError(f"budget: must lie above 0 and be at most {MOST_BITS} bits per value, got {budget}")
         parts = []
-        for errors, size in zip(self.errors, self.basis.sizes, strict=True):
-            chosen = allocate(errors, int(budget * size * RUN / 32))
+        for errors, values in zip(self.errors, self.basis.columns, strict=True):
+            chosen = allocate(errors, int(budget * len(values) * RUN / 32))
             parts.append(tuple(_Group(SIZES[0] * p, SIZES[k], bits) for p, k, bits in chosen))
         return KvtcMethod(self.basis, float(budget), (parts[0], parts[1]))
 

@@ -47,14 +47,16 @@ class PcaTransform:
 
     Attributes:
         basis: the map.
-        coefficients: `[S, N]` float32 of evenly spread calibration tokens, on which tables are counted.
+        coefficients: `[S, R]` float32 of evenly spread calibration tokens, on which tables are counted.
     """
 
     basis: PrincipalBasis
     coefficients: torch.Tensor
 
     @classmethod
-    def fit(cls, layout: KVLayout, chunks: Sequence[KVChunk], grouping: str) -> PcaTransform:
+    def fit(
+        cls, layout: KVLayout, chunks: Sequence[KVChunk], grouping: str, basis: PrincipalBasis | None = None
+    ) -> PcaTransform:
         """Learn the basis from calibration caches.
 
         Args:
@@ -62,13 +64,14 @@ class PcaTransform:
             chunks: the caches, all on one device, where all arithmetic of this transform will be done. They are read
                 three times.
             grouping: what one basis spans; see `columns`.
+            basis: learned from the same chunks with this grouping, if there is one already.
 
         Raises:
-            InputError: there is no such grouping; a group has more than 16,384 values per token; there are fewer than
-                twice as many tokens as values in the largest group; a chunk has another layout, or holds NaN or
+            InputError: there is no such grouping; a group has more than 65,536 values per token; there are fewer than
+                twice as many tokens as components in the largest group; a chunk has another layout, or holds NaN or
                 infinities.
         """
-        basis = PrincipalBasis.learn(layout, chunks, grouping)
+        basis = PrincipalBasis.learn(layout, chunks, grouping) if basis is None else basis
         return cls(basis, basis.sample(chunks, 1, KEPT_VALUES // layout.values_per_token).flatten(0, 1))
 
     def method(self, step: float) -> PcaMethod:
@@ -117,11 +120,11 @@ class PcaMethod(Simulated):
     Attributes:
         basis: the map.
         step: of all components.
-        top: `[N]` int64, the largest level of each component that calibration saw.
-        middle: `[N]` int64, where level 0 of each component stands in `bits`.
+        top: `[R]` int64, the largest level of each component that calibration saw.
+        middle: `[R]` int64, where level 0 of each component stands in `bits`.
         bits: float64, the cost of the levels -top … top of all components.
-        escape: `[N]` float64, the cost of saying that a level lies beyond; a sign and its distance follow.
-        centroid: `[N]` float32, steps from a level's own value to where its coefficients lie on average.
+        escape: `[R]` float64, the cost of saying that a level lies beyond; a sign and its distance follow.
+        centroid: `[R]` float32, steps from a level's own value to where its coefficients lie on average.
     """
 
     basis: PrincipalBasis
@@ -153,7 +156,7 @@ class PcaMethod(Simulated):
         return self.basis.synthesize(back, chunk.start, chunk.device), self._cost(level)
 
     def _cost(self, level: torch.Tensor) -> float:
-        """Bits of levels `[T, N]`."""
+        """Bits of levels `[T, R]`."""
         known = self.bits[self.middle + torch.maximum(torch.minimum(level, self.top), -self.top)]
         beyond = (level.abs() - self.top).clamp_min(1)
         gamma = 2 * beyond.double().log2().floor() + 1

@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.divergence import compare
 from cuvee.codec.errors import InputError
-from cuvee.codec.files import write_json
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import empty_cache
@@ -46,7 +45,15 @@ from cuvee.eval.blending.prompts import (
 )
 from cuvee.eval.blending.render import write_blend_report
 from cuvee.eval.blending.selectors import ALONE, AVERAGED, EXACT, NOTHING, ON_ALONE, ON_AVERAGED, ON_DECODED, SELECTORS
-from cuvee.eval.blending.shares import Figures, Measured, accuracy, codec_costs, compare_selectors, summarize
+from cuvee.eval.blending.shares import (
+    Figures,
+    Measured,
+    accuracy,
+    codec_costs,
+    compare_selectors,
+    first_figures,
+    summarize,
+)
 from cuvee.eval.blending.wall_time import measure_wall_time
 from cuvee.eval.corpus import (
     BUNDLED_MODEL,
@@ -58,9 +65,9 @@ from cuvee.eval.corpus import (
     spread_sequences,
 )
 from cuvee.eval.machine import hardware, torch_threads
-from cuvee.eval.progress import progress_bar
+from cuvee.eval.progress import Plan, ProgressBar, progress_bar
 from cuvee.eval.protocol import LENGTH, PREFIX, reread
-from cuvee.eval.runs import check_folder, load_matching_profile, text_entry
+from cuvee.eval.runs import check_folder, interruptible, load_matching_profile, save_results, text_entry, writing
 from cuvee.integrations.stores.memory import MemoryStore
 
 __all__ = ["BLEND_FORMAT", "BLEND_REPORT_FILE", "BLEND_VERSION", "run_blend_report"]
@@ -86,14 +93,20 @@ def run_blend_report(
         The report, as a dict for JSON.
 
     Raises:
-        InputError: `out` is not empty, or texts, files or sizes do not fit the model.
+        InputError: `out` is not empty or cannot be written, or texts, files or sizes do not fit the model.
+        Interrupted: Ctrl-C or SIGTERM.
         UnsupportedModel: cuvee does not support the model.
         ProfileMismatch, ProfileError: the profile is of another model, or cannot be learned.
         CuveeError: a blend that recomputes everything differs from the full prefill, so nothing is timed.
     """
     check_folder(out, force)
     # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
-    with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext(), torch.no_grad():
+    few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
+
+    def farewell() -> None:
+        console.print(f"interrupted: {out} keeps what was finished, but such a run cannot be continued (--force)")
+
+    with few, interruptible(farewell), torch.no_grad():
         return _BlendRun(config, out, console, command).run()
 
 
@@ -126,6 +139,7 @@ class _BlendRun:
             ALONE: ChunkCache(self.model, exact, store),
             AVERAGED: ChunkCache(self.model, exact, store, contexts=contexts),
         }
+        self._coders: dict[str, Codec] | None = None
         self.data = self._describe(command, evaluation, contexts)
 
     # What is measured --------------------------------------------------------------------------------------------
@@ -199,34 +213,54 @@ class _BlendRun:
 
         def save() -> None:
             self.data["seconds"] = time.perf_counter() - began
-            write_json(self.out / BLEND_REPORT_FILE, self.data)
+            save_results(self.out / BLEND_REPORT_FILE, self.data)
 
+        lengths = self.config.lengths
+        save()
         with progress_bar(self.console, 32) as progress:
-            codecs = self._codecs(progress.step)
-            save()
-            progress.expect(sum(len(made.prompts) for made in self.constructions))
+            progress.expect(self._plan())
             for made in self.constructions:
-                progress.step(f"blending: {made.name}")
-                entry = self._measure(made, codecs, progress.advance)
-                self.data["constructions"].append(entry)
-                self.data["comparison"] += compare_selectors(entry, self.config.seed)
-                self.data["codec_cost"] += codec_costs(entry)
+                whole = self._measure(made, progress)
+                self.data["constructions"].append(whole)
+                self.data["comparison"] += compare_selectors(whole, self.config.seed)
+                self.data["codec_cost"] += codec_costs(whole)
                 save()
-            if self.config.lengths:
-                progress.expect(None)
-                self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.step)
+            if lengths:
+                with progress.step("wall time", "wall time"):
+                    self.data["wall_time"] = measure_wall_time(lengths, self.config.seed, progress.tell)
         self.data["complete"] = True
         save()
-        write_blend_report(self.data, self.out)
+        with writing(self.out):
+            write_blend_report(self.data, self.out)
         return self.data
 
-    def _codecs(self, step: Callable[[str], None]) -> dict[str, Codec]:
+    def _plan(self) -> Plan:
+        """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
+        config = self.config
+        learns = bool(config.qualities) and self.given is None
+        left = {"profile": int(learns), "wall time": int(bool(config.lengths))}
+        guess = {"profile": 4.0 * config.calibration_sequences, "wall time": sum(config.lengths) / 100}
+        for made in self.constructions:
+            guess[made.name] = 0.4 * len(self._methods(made))
+            left[made.name] = len(made.prompts)
+        return Plan(guess, left)
+
+    def _codecs(self, progress: ProgressBar) -> dict[str, Codec]:
+        """One for each quality. A profile is learned when the first of them is needed."""
+        if self._coders is None:
+            if self.given is None and self.config.qualities:
+                with progress.step("learning a profile, group layer", "profile"):
+                    self._coders = self._learn_codecs()
+            else:
+                self._coders = self._learn_codecs()
+        return self._coders
+
+    def _learn_codecs(self) -> dict[str, Codec]:
         config = self.config
         if not config.qualities:
             return {}
         profile, seconds = self.given, None
         if profile is None:
-            step("learning a profile, group layer")
             began = time.perf_counter()
             tokens = calibration_windows(self.calibration, LENGTH, config.calibration_sequences)
             with torch.enable_grad():
@@ -257,23 +291,37 @@ class _BlendRun:
             for cost in ((None,) if selector == NOTHING else asked)
         ]
 
-    def _measure(self, made: Construction, codecs: Mapping[str, Codec], advance: Callable[[], None]) -> Figures:
-        """Measure one construction, prompt by prompt, so that large tensors are kept for one prompt only."""
+    def _measure(self, made: Construction, progress: ProgressBar) -> Figures:
+        """Measure one construction, prompt by prompt, so that large tensors are kept for one prompt only.
+
+        Exact chunks come first, and their figures are shown at once: a profile may take minutes to learn.
+        """
         found = [Measured(*method) for method in self._methods(made)]
         full: list[bool] = []
-        sizes: dict[tuple[str, str], int] = dict.fromkeys(((q, c) for q in codecs for c in (ALONE, AVERAGED)), 0)
+        sizes: dict[tuple[str, str], int] = {(q, c): 0 for q in self.config.qualities for c in (ALONE, AVERAGED)}
         for index, prompt in enumerate(made.prompts):
-            reference, targets, correct = self._reference(prompt)
-            full += [correct] if len(prompt.choices) > 1 else []
-            cached = {(EXACT, chunks): self._chunks(prompt, chunks) for chunks in self.libraries}
-            for quality, chunks in sizes:
-                blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
-                sizes[quality, chunks] += sum(map(len, blobs))
-                cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
-            for one in found:
-                if one.reason is None:
-                    self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, self.config.seed + index)
-                advance()
+            name, seed = f"{made.name}, prompt {index + 1} of {len(made.prompts)}", self.config.seed + index
+            exact = [one for one in found if one.kv == EXACT]
+            decoded = [one for one in found if one.kv != EXACT]
+            with progress.step(f"blending: {name}"):
+                reference, targets, correct = self._reference(prompt)
+                full += [correct] if len(prompt.choices) > 1 else []
+                cached = {}
+                for chunks in self.libraries:
+                    cached[EXACT, chunks] = self._chunks(prompt, chunks)
+                    for one in exact:
+                        if one.reason is None and one.chunks == chunks:
+                            self._blend(one, prompt, cached[EXACT, chunks], reference, targets, seed)
+                    progress.say_now_and_then(first_figures(made.name, found))
+            codecs = self._codecs(progress)
+            with progress.step(f"blending: {name}", made.name):
+                for quality, chunks in sizes:
+                    blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
+                    sizes[quality, chunks] += sum(map(len, blobs))
+                    cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
+                for one in decoded:
+                    if one.reason is None:
+                        self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, seed)
         values = self.layout.values_per_token * sum(len(chunk) for prompt in made.prompts for chunk in prompt.chunks)
         kinds = [prompt.kind for prompt in made.prompts]
         floor = np.array(found[0].kl)  # of the first method: exact chunks computed alone, nothing recomputed

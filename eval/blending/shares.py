@@ -24,6 +24,7 @@ __all__ = [
     "Measured",
     "codec_costs",
     "compare_selectors",
+    "first_figures",
     "ratio_of_shares",
     "share_recovered",
     "summarize",
@@ -134,6 +135,29 @@ def summarize(one: Measured, floor: F64, kinds: Sequence[str], full: Sequence[bo
             "correct": one.correct or None,
         },
     }
+
+
+def first_figures(construction: str, found: Sequence[Measured]) -> str:
+    """What exact chunks computed alone have shown so far, in a line: shares recovered at the lowest cost compared.
+
+    Example:
+        >>> floor = Measured("exact", "alone", "nothing", None, kl=[0.2])
+        >>> first_figures("reread", [floor, Measured("exact", "alone", "boundary", 0.15, kl=[0.05])])
+        'reread, prompts: 1; KL of the floor 0.200; recovered at cost 0.15: boundary 0.75'
+    """
+    alone = [one for one in found if one.kv == EXACT and one.chunks == ALONE and one.kl]
+    floor = next((one.kl for one in alone if one.selector == NOTHING), [])
+    if not floor:
+        return ""
+    cost = min((one.cost for one in alone if one.cost in COMPARED), default=None)
+    shares = {
+        SELECTORS[one.selector][0]: share_recovered(one.kl, floor)[0]
+        for one in alone
+        if one.cost == cost and one.cost is not None and one.reason is None and len(one.kl) == len(floor)
+    }
+    known = ", ".join(f"{label} {share:.2f}" for label, share in shares.items() if share is not None)
+    line = f"{construction}, prompts: {len(floor)}; KL of the floor {np.mean(floor):.3f}"
+    return f"{line}; recovered at cost {cost:g}: {known}" if known else line
 
 
 def _mean(name: str, values: Sequence[float]) -> Figures:

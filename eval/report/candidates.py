@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import difflib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import PRESET_KL
+from cuvee.eval.baselines.basis import PrincipalBasis
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
 from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
-from cuvee.eval.methods import BASELINES, family_label
+from cuvee.eval.methods import BASELINES, UNCOMPRESSED, family_label
 from cuvee.eval.quality import CodecMethod, Method
 
-__all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines"]
+__all__ = ["Candidate", "LearnedBaselines", "codec_candidates", "fixed_baselines", "select"]
 
 CURVE_OCTAVES = (  # steps measured beside the presets, the finest first
     -6.0, -5.0, -4.0, -3.5, -3.0, -2.5, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 2.0, 3.0,
@@ -52,6 +55,39 @@ class Candidate:
         """Where the dial is set; empty if there is none."""
         return self.key.partition("@")[2]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What it is selected by: its key, its family, and what the family is a variant of."""
+        return self.key, self.family, self.family.partition("/")[0]
+
+
+def select(candidates: Sequence[Candidate], names: Sequence[str], quick: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates with one of these names, in order, and the 16-bit cache.
+
+    Args:
+        candidates: all there are.
+        names: see `Candidate.names`; if there are none, `quick` is taken as it is.
+        quick: those to choose from, unless a name is of none of them.
+
+    Raises:
+        InputError: no candidate has that name.
+    """
+    if not names:
+        return list(quick)
+    chosen = {UNCOMPRESSED}
+    for name in names:
+        found = [c.key for c in quick if name in c.names] or [c.key for c in candidates if name in c.names]
+        if not found:
+            families = ", ".join(dict.fromkeys(c.family for c in candidates))
+            near = difflib.get_close_matches(name, dict.fromkeys(n for c in candidates for n in c.names), 1)
+            meant = f", did you mean {near[0]!r}?" if near else ":"
+            raise InputError(
+                f"methods: {name!r} is not known{meant} there are {families}, and settings of them after an @, as in "
+                "pca/layer@0.4"
+            )
+        chosen.update(found)
+    return [c for c in candidates if c.key in chosen]
+
 
 def fixed_baselines(quick: bool) -> list[Candidate]:
     """The baselines with one setting."""
@@ -71,6 +107,7 @@ class LearnedBaselines:
         self._layout = layout
         self._caches = caches
         self._transforms: dict[str, PcaTransform] = {}
+        self._bases: dict[str, PrincipalBasis] = {}
 
     def candidates(self, groups: Sequence[str], quick: bool) -> list[Candidate]:
         """PCA with the groupings that a profile can have, and KVTC, at every setting."""
@@ -90,7 +127,8 @@ class LearnedBaselines:
 
     def _pca(self, grouping: str, step: float) -> Method:
         if grouping not in self._transforms:
-            self._transforms[grouping] = PcaTransform.fit(self._layout, self._caches(), grouping)
+            basis = self._basis(grouping)
+            self._transforms[grouping] = PcaTransform.fit(self._layout, self._caches(), grouping, basis)
         return self._transforms[grouping].method(step)
 
     def _kvtc(self, budget: float) -> Method:
@@ -98,29 +136,48 @@ class LearnedBaselines:
 
     @cached_property
     def _kvtc_transform(self) -> Kvtc:
-        return Kvtc.fit(self._layout, self._caches())
+        return Kvtc.fit(self._layout, self._caches(), self._basis("kv"))
+
+    def _basis(self, grouping: str) -> PrincipalBasis:
+        """PCA over all keys and KVTC share theirs, which takes longest to learn."""
+        if grouping not in self._bases:
+            self._bases[grouping] = PrincipalBasis.learn(self._layout, self._caches(), grouping)
+        return self._bases[grouping]
 
 
-def codec_candidates(layout: KVLayout, profiles: Mapping[str, Profile], quick: bool) -> list[Candidate]:
-    """The codec without a profile that was learned, and with each of `profiles`, at presets and further steps."""
-    nothing = Profile.generic(layout)
+def codec_candidates(
+    layout: KVLayout, names: Sequence[str], profile: Callable[[str], Profile], quick: bool
+) -> list[Candidate]:
+    """The codec without a profile that was learned, and with each one that was, at presets and further steps.
+
+    Args:
+        layout: of the caches.
+        names: of the profiles.
+        profile: called for the profile of a name when one of its methods is made.
+        quick: fewer steps.
+    """
+
+    def nothing() -> Profile:
+        return Profile.generic(layout)
+
     found = [
         _coded("cuvee/lossless", "point", nothing, quality="lossless"),
         _coded("cuvee/generic@balanced", "preset", nothing, quality="balanced"),
     ]
     if not quick:
         found += _steps("cuvee/generic", nothing, GENERIC_OCTAVES)
-    for name, profile in profiles.items():
-        found += [_coded(f"cuvee/{name}@{preset}", "preset", profile, quality=preset) for preset in PRESET_KL]
-        found += _steps(f"cuvee/{name}", profile, CURVE_OCTAVES[1::2] if quick else CURVE_OCTAVES)
+    for name in names:
+        learned = partial(profile, name)
+        found += [_coded(f"cuvee/{name}@{preset}", "preset", learned, quality=preset) for preset in PRESET_KL]
+        found += _steps(f"cuvee/{name}", learned, CURVE_OCTAVES[1::2] if quick else CURVE_OCTAVES)
     return found
 
 
-def _coded(key: str, kind: str, profile: Profile, **quality: Any) -> Candidate:
+def _coded(key: str, kind: str, profile: Callable[[], Profile], **quality: Any) -> Candidate:
     family, _, setting = key.partition("@")
     label = family_label(family) if not setting else f"{family_label(family)}, {setting}"
-    return Candidate(key, label, kind, lambda: CodecMethod(Codec(profile, **quality)))
+    return Candidate(key, label, kind, lambda: CodecMethod(Codec(profile(), **quality)))
 
 
-def _steps(family: str, profile: Profile, octaves: Sequence[float]) -> list[Candidate]:
+def _steps(family: str, profile: Callable[[], Profile], octaves: Sequence[float]) -> list[Candidate]:
     return [_coded(f"{family}@2^{octave:g}", "curve", profile, step=2.0**octave) for octave in octaves]

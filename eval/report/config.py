@@ -13,7 +13,10 @@ from cuvee.eval.protocol import LENGTH, SEED
 from cuvee.eval.quality import CHUNK_TOKENS
 from cuvee.eval.tasks import LOCAL_TASKS
 
-__all__ = ["ReportConfig", "quick_config"]
+__all__ = ["LARGE_LIMIT", "SMALL_PARAMETERS", "ReportConfig", "quick_config"]
+
+SMALL_PARAMETERS = 10_000_000
+LARGE_LIMIT = 50  # documents of a task: all of the 1,710 that come with cuvee would take SmolLM2 two hours on two cores
 
 QUICK_TASKS = ("cuvee_kv_16", "cuvee_reread_nll")
 QUICK_LIMIT = 50  # documents of a task
@@ -29,11 +32,15 @@ class ReportConfig:
         groups: what to learn; by default "layer", and "all" if a token's cache has at most 4,096 values.
         calibration: texts to learn from (see `cuvee.eval.corpus`), at most `calibration_sequences` sequences.
         samples: how many more sequences to learn from, sampled from the model itself.
+        methods: what to measure, by key, family or the first part of a family ("kivi4", "pca/kv", "cuvee"); everything
+            if there are none. The 16-bit cache always comes along, because scores are compared with its own.
         evaluation: texts to measure on, at most `sequences` sequences.
         length, prefix: tokens in a sequence, and how many of them are cached (default: three quarters).
         reread: whether the rest of every second sequence repeats a part of its cache.
         chunk_tokens: tokens coded together.
-        tasks: lm-eval tasks, with at most `limit` documents each.
+        lengths: cached tokens; at each of them size and KL are measured as well, on `length_sequences` sequences.
+        tasks: lm-eval tasks, with at most `limit` documents each; None: all of them for a model of up to
+            `SMALL_PARAMETERS`, else `LARGE_LIMIT`.
         num_fewshot, chat_template, include_path: see `TaskScorer`.
         metadata: "name=value" for tasks that need it, such as "musique=FILE".
         dtype: of the model; "auto" is float32 on a CPU, and what the files say elsewhere.
@@ -53,12 +60,15 @@ class ReportConfig:
     calibration: tuple[str, ...] = CALIBRATION_TEXTS
     calibration_sequences: int = 200
     samples: int = 0
+    methods: tuple[str, ...] = ()
     evaluation: tuple[str, ...] = EVALUATION_TEXTS
     sequences: int = 32
     length: int = LENGTH
     prefix: int | None = None
     reread: bool = True
     chunk_tokens: int = CHUNK_TOKENS
+    lengths: tuple[int, ...] = ()
+    length_sequences: int = 4
     tasks: tuple[str, ...] = LOCAL_TASKS
     limit: int | None = None
     num_fewshot: int | None = None
@@ -73,11 +83,13 @@ class ReportConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("calibration_sequences", "sequences", "chunk_tokens", "batch_size"):
+        for name in ("calibration_sequences", "sequences", "length_sequences", "chunk_tokens", "batch_size"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
+        if short := [length for length in self.lengths if length < 1]:
+            raise InputError(f"lengths: must be at least 1 token, got {short[0]}")
         if self.samples < 0:
             raise InputError(f"samples: must not be negative, got {self.samples}")
         if wrong := [pair for pair in self.metadata if "=" not in pair]:

@@ -6,7 +6,7 @@ from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.plots import TRANSFORMS
 
-__all__ = ["family_rank", "is_learned", "layer_entries"]
+__all__ = ["family_rank", "is_learned", "label_and_setting", "layer_entries"]
 
 _USUAL = ("cuvee/layer", "cuvee/all")
 _NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")
@@ -15,6 +15,12 @@ _NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")
 def is_learned(family: str) -> bool:
     """Whether a family is the codec with a profile that was learned, which is what a report is about."""
     return family.startswith("cuvee/") and family not in _NOTHING_LEARNED
+
+
+def label_and_setting(entry: Entry) -> str:
+    """What to call a method. The label of a baseline does not include its setting."""
+    label, setting = str(entry["label"]), str(entry["setting"])
+    return label if not setting or label.endswith(setting) else f"{label} @{setting}"
 
 
 def family_rank(report: ReportData, family: str) -> tuple[int, int]:

@@ -22,9 +22,12 @@ from cuvee.eval.plots import (
     GREEN,
     INK,
     LINE,
+    ORANGE,
     POINT,
+    PURPLE,
     SKY,
     SOFT,
+    VERMILION,
     Series,
     add_heading,
     add_title,
@@ -37,15 +40,18 @@ from cuvee.eval.plots import (
     size_axis,
     styled,
 )
-from cuvee.eval.report.families import family_rank, layer_entries
+from cuvee.eval.report.families import family_rank, is_learned, label_and_setting, layer_entries
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PLOTS", "layers", "machine_name", "size_kl", "size_scores", "throughput", "write_plots"]
+__all__ = ["PLOTS", "layers", "lengths", "machine_name", "size_kl", "size_scores", "throughput", "write_plots"]
 
 _POINT_MARKERS = "DsvPX<>ph*"
+_OURS = (BLUE, VERMILION, PURPLE, SKY)  # of the lines over cache lengths: the codec's are in color …
+_OTHERS = ("#333333", "#777777", GREEN, ORANGE)  # … and the others gray where there are few
+_DASHES = ((0, (5, 2)), (0, (1.5, 1.5)), (0, (6, 2, 1.5, 2)))
 _LEVELS = {
     UNCOMPRESSED: "-",
     "destroyed": (0, (4, 3)),
@@ -214,6 +220,65 @@ def throughput(report: ReportData) -> Figure | None:
         return figure
 
 
+def lengths(report: ReportData) -> Figure | None:
+    """Bits per value, and KL, against the number of cached tokens, all logarithmic; a line for each method."""
+    entries = [e for e in report.get("lengths") or [] if e["kl"] > 0]
+    counts = sorted({int(e["length"]) for e in entries})
+    if len(counts) < 2:
+        return None
+    shown = {str(e["key"]): e for e in entries}
+    keys = sorted(shown, key=lambda k: (family_rank(report, str(shown[k]["family"])), -shown[k]["bits_per_value"]))
+    ours = [key for key in keys if is_learned(str(shown[key]["family"]))]
+    others = [key for key in keys if key not in ours]
+    with styled():
+        figure = new_figure(4.6 + 0.2 * math.ceil(len(keys) / 3))
+        add_heading(figure, "Size and KL as the cache grows")
+        panels = zip(
+            figure.subplots(1, 2),
+            (("bits_per_value", "bits per value"), ("kl", "KL to the exact cache, nats per token")),
+            strict=True,
+        )
+        handles: dict[str, Any] = {}
+        for axes, (field, name) in panels:
+            axes.set_title(name, fontsize=9.5)
+            for key in keys:
+                points = sorted((e for e in entries if e["key"] == key), key=lambda e: int(e["length"]))
+                drawn = [e for e in points if e[field] > 0]
+                if not drawn:
+                    continue
+                learned = key in ours
+                rank = (ours if learned else others).index(key)
+                color = _OURS[rank % len(_OURS)] if learned else _OTHERS[rank % len(_OTHERS)]
+                handles[key] = axes.errorbar(
+                    [int(e["length"]) for e in drawn],
+                    [e[field] for e in drawn],
+                    [bar_length(e["kl"], e["kl_stderr"]) if field == "kl" else 0.0 for e in drawn],
+                    color=color,
+                    linestyle="-" if learned else _DASHES[rank // len(_OTHERS) % len(_DASHES)],
+                    marker=(CURVE_MARKERS + _POINT_MARKERS)[rank % len(CURVE_MARKERS + _POINT_MARKERS)],
+                    markersize=4.5,
+                    linewidth=2.2 if learned else 1.3,
+                    elinewidth=0.8,
+                    zorder=4 if learned else 3,
+                )
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(counts, [f"{count:,}" for count in counts])
+            axes.minorticks_off()
+            axes.set_xlabel("cached tokens")
+            axes.grid(True, axis="y", color=LINE, linewidth=0.6)
+            axes.set_yscale("log", base=2 if field == "bits_per_value" else 10)
+            if field == "kl":
+                plain_log_ticks(axes)
+            else:
+                low, high = axes.get_ylim()
+                ticks = [2.0**n for n in range(math.ceil(math.log2(low)), math.floor(math.log2(high)) + 1)]
+                axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+                axes.minorticks_off()
+        names = [label_and_setting(shown[key]) for key in handles]
+        figure.legend(list(handles.values()), names, loc="outside lower left", ncols=2, fontsize=8.5)
+        return figure
+
+
 PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
     "size_kl": (
         size_kl,
@@ -224,6 +289,7 @@ PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
         size_scores,
         "Size against the score of each task. The lines are the cache in bfloat16, a destroyed cache, and chance.",
     ),
+    "lengths": (lengths, "Size and KL against the number of cached tokens, with one standard error."),
     "layers": (layers, "Size of each layer, where layers are stored apart, and error of its keys and values."),
     "throughput": (throughput, "Speed of encoding and decoding, every step included."),
 }

@@ -1,11 +1,14 @@
 """`cuvee report`: what compression costs a model, next to the baselines, in one folder that anyone can rerun.
 
-    model, texts --> profiles --> quality of every method --> task scores --> equal-KL ratios --> report.json
-                        |               |                        |                                     |
-                     profiles/    report.json is saved after each of these            report.md, .html, plots
+    model, texts --> profiles --> quality of each method --> each method at each cache length --> each task score
+                        |                   |                             |                            |
+                     profiles/              +-----------------------------+------> report.json <-------+
+                                                                                        |
+                                                        equal-KL ratios, report.md, report.html, plots
 
-Everything is in `report.json`, which is also the state of an unfinished run: with the same configuration, a second run
-continues where the first one stopped. A folder with the results of another configuration is refused.
+Everything is in `report.json`, which is written after every single measurement and is also the state of an unfinished
+run: with the same configuration, a second run continues where the first one stopped. A folder with the results of
+another configuration is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +17,6 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +28,6 @@ from rich.console import Console
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError
-from cuvee.codec.files import write_json
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import check_tokens, prefill
@@ -40,15 +41,16 @@ from cuvee.eval.corpus import (
 )
 from cuvee.eval.machine import hardware, torch_threads
 from cuvee.eval.methods import UNCOMPRESSED
-from cuvee.eval.progress import progress_bar
-from cuvee.eval.protocol import reread, sample_text
+from cuvee.eval.progress import Plan, ProgressBar, progress_bar
+from cuvee.eval.protocol import LENGTH, reread, sample_text
 from cuvee.eval.quality import Method, QualityBench
-from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines
-from cuvee.eval.report.config import ReportConfig
+from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, select
+from cuvee.eval.report.config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
+from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
 from cuvee.eval.report.load import REPORT_FORMAT, REPORT_VERSION
 from cuvee.eval.report.render import write_report
 from cuvee.eval.report.scoring import TaskScorer
-from cuvee.eval.runs import check_folder, load_matching_profile, text_entry
+from cuvee.eval.runs import check_folder, interruptible, load_matching_profile, save_results, text_entry, writing
 from cuvee.eval.stats import compare_at_equal_kl, paired_difference
 
 __all__ = ["ANCHORS", "run_report"]
@@ -58,7 +60,10 @@ FURTHER_ANCHORS = ("int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free")
 WORST_KL = 0.1  # nats per token: once a step costs more, coarser ones are not measured
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
 WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is learned without being asked for
+LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
+LEARNED_BASELINES = ("pca", "kvtc")
 REPORT_FILE = "report.json"
+_PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
 def run_report(
@@ -77,8 +82,12 @@ def run_report(
     Returns:
         The report, as a dict for JSON.
 
+    Ctrl-C and SIGTERM raise `Interrupted` and leave a folder that can be continued.
+
     Raises:
-        InputError: `out` holds something else, or texts, tasks or sizes do not fit the model.
+        InputError: `out` holds something else or cannot be written, a method is not known, or texts, tasks, lengths or
+            sizes do not fit the model.
+        Interrupted: somebody wants it to end.
         UnsupportedModel: cuvee does not support the model.
         ProfileMismatch, ProfileError: a profile is of another model, or cannot be learned.
 
@@ -91,7 +100,12 @@ def run_report(
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
     # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
-    with torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext():
+    few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
+
+    def farewell() -> None:
+        console.print(f"interrupted: {out} keeps what was measured, and the same command goes on from there")
+
+    with few, interruptible(farewell):
         return _ReportRun(config, out, console, force, command).run()
 
 
@@ -108,11 +122,17 @@ class _ReportRun:
         self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
         self.fingerprint = model_fingerprint(self.model)
         self.given = self._given()
-        self.calibration = [] if self.given else [read_corpus(text, config.model) for text in config.calibration]
+        self.candidates = self._candidates()
+        learned = any(c.family.partition("/")[0] in LEARNED_BASELINES for c in self.candidates)
+        texts = () if self.given and not learned else config.calibration
+        self.calibration = [read_corpus(text, config.model) for text in texts]
         self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
         tokens = spread_sequences(self.evaluation, config.length, config.sequences)
         self.prefix = check_tokens(self.model, tokens, config.prefix)
         self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
+        self.long_tokens = self._long_tokens() if config.lengths else {}
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self.limit = config.limit or (None if parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
         self.data = self._resume(self._describe(command), force)
         self._profiles: dict[str, Profile] = {}
@@ -137,13 +157,25 @@ class _ReportRun:
             config.tasks,
             include_path=config.include_path,
             metadata=dict(pair.split("=", 1) for pair in config.metadata),
-            limit=config.limit,
+            limit=self.limit,
             num_fewshot=config.num_fewshot,
             chat_template=config.chat_template,
             chunk_tokens=config.chunk_tokens,
             cache_dtype=config.cache_dtype,
             batch_size=config.batch_size,
             seed=config.seed,
+        )
+
+    def _long_tokens(self) -> dict[int, torch.Tensor]:
+        config = self.config
+        return length_tokens(
+            self.evaluation,
+            config.lengths,
+            config.length - self.prefix,
+            config.length_sequences,
+            self.layout.max_positions,
+            config.reread,
+            config.seed,
         )
 
     def _groups(self) -> tuple[str, ...]:
@@ -170,7 +202,10 @@ class _ReportRun:
             "prefix": self.prefix,
             "groups": [] if self.given else list(self._groups()),
             "profiles": {name: profile.id.hex() for name, profile in self.given.items()},
+            "methods": list(config.methods),
             "tasks": list(config.tasks),
+            "limit": self.limit if config.tasks else None,
+            "lengths": list(self.long_tokens),
             "gpu": environment["gpu"],
             "software": {k: v for k, v in machine.items() if k not in ("commit", "date", "cores")},
         }
@@ -201,11 +236,16 @@ class _ReportRun:
                 "length": config.length,
                 "prefix": self.prefix,
                 "reread": config.reread,
-                "tokens_sha256": hashlib.sha256(self.tokens.numpy().tobytes()).hexdigest(),
+                "tokens_sha256": _sha256(self.tokens),
+                "lengths": [
+                    {"cached": length, "sequences": len(rows), "tokens_sha256": _sha256(rows)}
+                    for length, rows in self.long_tokens.items()
+                ],
             },
             "profiles": {},
             "exact": None,
             "quality": [],
+            "lengths": [],
             "tasks": [],
             "scores": [],
             "skipped": [],
@@ -231,7 +271,7 @@ class _ReportRun:
                 return fresh
             raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
         if same:
-            done = len(found["quality"]) + len(found["scores"])
+            done = len(found["quality"]) + len(found["lengths"]) + len(found["scores"])
             state = "complete" if found["complete"] else f"{done} measurements done"
             self.console.print(f"{self.out} holds this run, {state}: going on", style="dim", highlight=False)
             return dict(found)
@@ -245,45 +285,87 @@ class _ReportRun:
 
     def run(self) -> dict[str, Any]:
         """Measure everything that is missing, then make the comparison and the documents."""
-        began, before = time.perf_counter(), self.data["seconds"]
-
-        def save() -> None:
-            self.data["seconds"] = before + time.perf_counter() - began
-            write_json(self.out / REPORT_FILE, self.data)
-
-        save()
+        self._began, self._before = time.perf_counter(), self.data["seconds"]
+        self._save()
         if not self.data["complete"]:
-            try:
-                self._measure(save)
-            except KeyboardInterrupt:
-                self.console.print("interrupted: the same command goes on from here", highlight=False)
-                raise
+            with progress_bar(self.console, 44) as progress:
+                self._measure(progress)
             self.data["comparison"] = self._comparison()
             self.data["complete"] = True
-            save()
-        write_report(self.data, self.out)
+            self._save()
+        with writing(self.out):
+            write_report(self.data, self.out)
         return self.data
 
-    def _measure(self, save: Callable[[], None]) -> None:
-        with progress_bar(self.console, 44) as progress:
-            self._learn(progress.step, save)
-            candidates = self._candidates()
-            scored = [c for c in candidates if self._is_scored(c)] if self.scorer else []
-            names = self.scorer.names if self.scorer else []
-            progress.expect(len(candidates) + len(scored) * len(names))
-            for candidate in candidates:
-                if not self._has("quality", candidate.key) and not self._is_too_coarse(candidate):
-                    progress.step(f"quality: {candidate.key}")
-                    self._measure_quality(candidate)
-                    save()
-                progress.advance()
-            for candidate in scored:
-                for name in names:
-                    if self.scorer is not None and not self._has("scores", candidate.key, name):
-                        progress.step(f"{name}: {candidate.key}")
-                        self._score(self.scorer, candidate, name)
-                        save()
-                    progress.advance()
+    def _save(self) -> None:
+        self.data["seconds"] = self._before + time.perf_counter() - self._began
+        save_results(self.out / REPORT_FILE, self.data)
+
+    def _measure(self, progress: ProgressBar) -> None:
+        scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
+        names = self.scorer.names if self.scorer else []
+        progress.expect(self._plan(len(scored) * len(names)))
+        self._learn(progress)
+        for candidate in self.candidates:
+            if self._has("quality", candidate.key) or self._is_too_coarse(candidate):
+                progress.skip("quality")
+                continue
+            with progress.step(f"quality: {candidate.key}", "quality"):
+                self._measure_quality(candidate)
+                self._save()
+        self._measure_lengths(progress)
+        for candidate in scored:
+            for name in names:
+                if self.scorer is None or self._has("scores", candidate.key, name):
+                    progress.skip("task")
+                    continue
+                with progress.step(f"{name}: {candidate.key}", "task"):
+                    self._score(self.scorer, candidate, name)
+                    self._save()
+
+    def _plan(self, scores: int) -> Plan:
+        """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
+        config = self.config
+        share = config.length / LENGTH
+        guess = {
+            "profile": 4.0 * share * (config.calibration_sequences + config.samples),
+            "quality": 0.8 * share * config.sequences,
+            "task": 0.5 * (self.limit or 190),
+        }
+        left = {"profile": len(self._missing_profiles()), "quality": len(self.candidates), "task": scores}
+        # How many it will be is known once their KL is: see `length_candidates`.
+        kinds = len({c.family if c.kind == "curve" else c.key for c in self.candidates})
+        for length, rows in self.long_tokens.items():
+            guess[f"length {length}"] = len(rows) * (0.5 + length / 2000)
+            guess[f"exact {length}"] = len(rows) * length / 200
+            left |= {f"length {length}": kinds, f"exact {length}": 1}
+        return Plan(guess, left)
+
+    def _measure_lengths(self, progress: ProgressBar) -> None:
+        if not self.long_tokens:
+            return
+        chosen = length_candidates(self.candidates, self.config.methods, self.data["quality"])
+        known = {(entry["length"], entry["key"]) for entry in self.data["lengths"]}
+        missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.long_tokens}
+        progress.amend({f"length {n}": len(methods) for n, methods in missing.items()})
+        for length, methods in missing.items():
+            if not methods:
+                progress.skip(f"exact {length}")
+                continue
+            with progress.step(f"the exact cache of {length} tokens", f"exact {length}"):
+                bench = self._bench_of(self.long_tokens[length], length)
+            for candidate in methods:
+                with progress.step(f"{length} tokens: {candidate.key}", f"length {length}"):
+                    method = self._make(candidate)
+                    if method is None:
+                        continue
+                    try:
+                        quality = bench.run(candidate.label, method, self.config.chunk_tokens)
+                    except InputError as refused:
+                        self._skip(f"{candidate.key} at {length} tokens", refused)
+                        continue
+                    self.data["lengths"].append(length_entry(candidate, length, quality))
+                    self._save()
 
     def _comparison(self) -> list[dict[str, Any]]:
         measured = {entry["key"] for entry in self.data["quality"]}
@@ -306,34 +388,55 @@ class _ReportRun:
             return True
         return any(entry["key"] == key and (task is None or entry["task"] == task) for entry in self.data[block])
 
-    def _learn(self, step: Callable[[str], None], save: Callable[[], None]) -> None:
+    def _missing_profiles(self) -> list[str]:
+        """The groups to learn: those that a method needs."""
+        if self.given:
+            return []
+        needed = {c.family.partition("/")[2] for c in self.candidates if c.family.startswith("cuvee/")}
+        return [group for group in self._groups() if group in needed]
+
+    def _learn(self, progress: ProgressBar) -> None:
         for name, profile in self.given.items():
             self._profiles[name] = profile
             self.data["profiles"].setdefault(name, self._profile_entry(profile, None, None))
-        if self.given:
-            return
-        for group in self._groups():
+        for group in self._missing_profiles():
             path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
             known = self.data["profiles"].get(group)
             if known is not None and path.exists():
+                progress.skip("profile")
                 profile = Profile.load(path)
                 if profile.id.hex() != known["id"]:
                     raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
             else:
-                step(f"learning a profile, group {group}")
-                began = time.perf_counter()
-                profile = Profile.calibrate(
-                    self.model, self._learning, group, prefix=self.prefix, seed=self.config.seed, progress=False
-                )
-                seconds = time.perf_counter() - began
-                if known is not None and known["id"] != profile.id.hex():
-                    raise InputError(f"out: the profile {group} is gone and cannot be learned again the same: --force")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                profile.save(path)
-                self.data["profiles"][group] = self._profile_entry(profile, path, seconds)
-                self.data["text"]["calibration_sequences"] = len(self._learning)
-                save()
+                with progress.step(f"learning a profile, group {group}", "profile"):
+                    profile = self._learn_group(group, path, known)
             self._profiles[group] = profile
+
+    def _learn_group(self, group: str, path: Path, known: dict[str, Any] | None) -> Profile:
+        began = time.perf_counter()
+        profile = Profile.calibrate(
+            self.model,
+            self._learning,
+            group,
+            prefix=self.prefix,
+            batch_size=self._rows(LEARNING_ROWS),
+            seed=self.config.seed,
+            progress=False,
+        )
+        seconds = time.perf_counter() - began
+        if known is not None and known["id"] != profile.id.hex():
+            raise InputError(f"out: the profile {group} is gone and cannot be learned again the same: --force")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.save(path)
+        self.data["profiles"][group] = self._profile_entry(profile, path, seconds)
+        self.data["text"]["calibration_sequences"] = len(self._learning)
+        self._save()
+        return profile
+
+    def _rows(self, most: int) -> int:
+        """Sequences per forward pass."""
+        return max(1, min(most, _PASS_TOKENS // self.config.length))
 
     def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> dict[str, Any]:
         size = path.stat().st_size if path is not None else _saved_size(profile)
@@ -368,19 +471,22 @@ class _ReportRun:
         layout = self._cache_layout
         chunks = []
         with torch.no_grad():
-            for batch in self._learning.split(self.config.batch_size):
+            for batch in self._learning.split(self._rows(self.config.batch_size)):
                 chunks += prefill(self.model, batch[:, : self.prefix].to(self.model.device), layout, self.config.device)
         return chunks
 
     @cached_property
     def _bench(self) -> QualityBench:
+        return self._bench_of(self.tokens, self.prefix)
+
+    def _bench_of(self, tokens: torch.Tensor, prefix: int) -> QualityBench:
         config = self.config
         return QualityBench(
             self.model,
-            self.tokens,
-            self.prefix,
+            tokens,
+            prefix,
             dtype=config.cache_dtype,
-            batch_size=config.batch_size,
+            batch_size=max(1, min(config.batch_size, _PASS_TOKENS // tokens.shape[1])),
             device=config.device,
         )
 
@@ -388,11 +494,16 @@ class _ReportRun:
 
     def _candidates(self) -> list[Candidate]:
         """Every method of this report, in order."""
-        quick, baselines = self.config.quick, LearnedBaselines(self._cache_layout, lambda: self._learning_caches)
-        found = fixed_baselines(quick)
-        if not self.given:
-            found += baselines.candidates(self._groups(), quick)
-        return found + codec_candidates(self.layout, self._profiles, quick)
+        names, methods = tuple(self.given) or self._groups(), self.config.methods
+        baselines = LearnedBaselines(self._cache_layout, lambda: self._learning_caches)
+
+        def found(quick: bool) -> list[Candidate]:
+            # With profiles given, the baselines that learn are measured only if they are asked for.
+            learned = [] if self.given and not methods else baselines.candidates(self._groups(), quick)
+            coded = codec_candidates(self.layout, names, lambda name: self._profiles[name], quick)
+            return fixed_baselines(quick) + learned + coded
+
+        return select(found(False), methods, found(self.config.quick))
 
     def _measure_quality(self, candidate: Candidate) -> None:
         method = self._make(candidate)
@@ -466,6 +577,10 @@ def _saved_size(profile: Profile) -> int:
         path = Path(folder) / "profile"
         profile.save(path)
         return path.stat().st_size
+
+
+def _sha256(tokens: torch.Tensor) -> str:
+    return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
 
 
 def _canonical(data: Any) -> bytes:

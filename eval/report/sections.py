@@ -14,7 +14,7 @@ from typing import Any
 from cuvee.eval.documents import SMALL_MODEL, Entry, ReportBlock, ReportData, ReportSection, ReportTable
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
 from cuvee.eval.methods import family_label
-from cuvee.eval.report.families import family_rank, is_learned, layer_entries
+from cuvee.eval.report.families import family_rank, is_learned, label_and_setting, layer_entries
 from cuvee.eval.report.plots import PLOTS, machine_name
 
 __all__ = ["RATIOS", "equal_kl", "headline", "report_preface", "report_sections", "report_title"]
@@ -24,7 +24,7 @@ RATIOS = (4, 8, 16, 32)  # how many times smaller a reader may want the cache
 
 def report_sections(report: ReportData) -> list[ReportSection]:
     """Everything a report says, in order. Sections that it has nothing for are left out."""
-    made = (headline, equal_kl, _methods, _tasks, _layers, _speed, _profiles, _curves, _protocol, _limits)
+    made = (headline, equal_kl, _methods, _lengths, _tasks, _layers, _speed, _profiles, _curves, _protocol, _limits)
     return [section for section in (make(report) for make in made) if section.blocks]
 
 
@@ -192,11 +192,9 @@ def _quality_table(report: ReportData, entries: Sequence[Entry], note: str) -> R
     for e in sorted(entries, key=lambda e: (family_rank(report, e["family"]), e["bits_per_value"])):
         if _is_preset(e):
             strong.add(len(rows))
-        # The label of a baseline does not include its setting.
-        named = not e["setting"] or e["label"].endswith(e["setting"])
         rows.append(
             [
-                e["label"] if named else f"{e['label']} @{e['setting']}",
+                label_and_setting(e),
                 format_bits(e["bits_per_value"]),
                 format_ratio(e["ratio"]),
                 with_error(e["kl"], e["kl_stderr"]),
@@ -209,6 +207,35 @@ def _quality_table(report: ReportData, entries: Sequence[Entry], note: str) -> R
             ]
         )
     return ReportTable(columns, rows, note=note, strong=frozenset(strong))
+
+
+def _lengths(report: ReportData) -> ReportSection:
+    """Size and KL as the cache grows."""
+    entries = report.get("lengths") or []
+    lengths = sorted({int(e["length"]) for e in entries})
+    rows: list[list[str]] = []
+    strong: set[int] = set()
+    found = {(str(e["key"]), int(e["length"])): e for e in entries}
+    shown = {str(e["key"]): e for e in entries}
+    for key in sorted(shown, key=lambda k: (family_rank(report, shown[k]["family"]), -shown[k]["bits_per_value"])):
+        if _is_preset(shown[key]):
+            strong.add(len(rows))
+        cells = []
+        for length in lengths:
+            e = found.get((key, length))
+            cells += ["", ""] if e is None else [format_bits(e["bits_per_value"]), with_error(e["kl"], e["kl_stderr"])]
+        rows.append([label_and_setting(shown[key]), *cells])
+    if not rows:
+        return ReportSection("lengths", "Cache lengths", [])
+    cached = {int(entry["cached"]): entry for entry in report["text"].get("lengths", [])}
+    sequences = max((int(cached[n]["sequences"]) for n in lengths if n in cached), default=0)
+    text = (
+        f"Bits per value and KL with more and more cached tokens, over {sequences} sequences. The scored tokens are "
+        f"the same at every length: a shorter cache holds the last tokens of a longer one."
+    )
+    columns = ["method ", *(f"{n:,}: {what}" for n in lengths for what in ("bits", "KL"))]
+    table = ReportTable(columns, rows, note="KL in nats per token, ± one standard error.", strong=frozenset(strong))
+    return ReportSection("lengths", "Cache lengths", [ReportBlock("text", text), _figure("lengths"), table])
 
 
 def _tasks(report: ReportData) -> ReportSection:

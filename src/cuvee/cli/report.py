@@ -54,6 +54,18 @@ def report(
             show_default=False,
         ),
     ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,…",
+            help="Measure only these: keys (kivi4, pca/layer@0.4), families (pca/kv) or kinds (cuvee, pca, kvtc).",
+        ),
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(metavar="TOKENS,…", help="Measure size and KL with this many cached tokens, too: 256,1024,4096."),
+    ] = None,
+    length_sequences: Annotated[int, typer.Option(min=1, help="At each of these lengths, at most so many.")] = 4,
     calibration: Calibration = None,
     calibration_sequences: Annotated[int, typer.Option(min=3, help="Learn from at most this many sequences.")] = 200,
     samples: Annotated[
@@ -73,7 +85,12 @@ def report(
         str | None,
         typer.Option(help="lm-eval tasks, separated by commas; none for no tasks. Default: cuvee's local tasks."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="At most this many documents per task.")] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="At most this many documents per task. Default: all; 50 if the model has over 10 M parameters."
+        ),
+    ] = None,
     num_fewshot: Annotated[
         int | None, typer.Option(min=0, help="Examples before each question. Default: what the task says.")
     ] = None,
@@ -102,12 +119,16 @@ def report(
 
     A TEXT is a file (.jsonl: one document per line), hf:DATASET:SPLIT:COLUMN, or the name of a bundled text.
 
-    Give an interrupted command again, and it goes on where it stopped.
+    Results are saved as they come. Stop it with Ctrl-C or SIGTERM, give the same command again, and it goes on where
+    it stopped.
 
     Example: cuvee report --model smollm2 --quick -o out/smollm2
+
+    Example: cuvee report --model smollm2 --methods cuvee,fp8-e4m3,kivi4 --lengths 256,1024 --tasks none -o out/lengths
     """
     from cuvee.eval.report.config import ReportConfig, quick_config
     from cuvee.eval.report.run import run_report
+    from cuvee.eval.runs import Interrupted
 
     given: dict[str, Any] = {
         "profiles": tuple(map(str, profiles or ())),
@@ -120,18 +141,26 @@ def report(
     if evaluation:
         given["evaluation"] = tuple(evaluation)
     if tasks is not None:
-        given["tasks"] = () if tasks == "none" else tuple(filter(None, tasks.split(",")))
+        given["tasks"] = () if tasks == "none" else _parts(tasks)
+    given["methods"] = _parts(methods)
+    try:
+        given["lengths"] = tuple(map(int, _parts(lengths)))
+    except ValueError:
+        raise typer.BadParameter(f"must be numbers of tokens, got {lengths}", param_hint="--lengths") from None
     if cache_dtype is Dtype.auto:
         raise typer.BadParameter("must be a dtype; auto says none", param_hint="--cache-dtype")
     config = ReportConfig(
         model=model, calibration_sequences=calibration_sequences, samples=samples, sequences=sequences, length=length,
         prefix=prefix, reread=repeat, chunk_tokens=chunk_tokens, limit=limit, dtype=dtype.value,
         cache_dtype=cache_dtype.value, device=device, batch_size=batch_size, seed=seed, num_fewshot=num_fewshot,
-        chat_template=chat_template, **given,
+        chat_template=chat_template, length_sequences=length_sequences, **given,
     )  # fmt: skip
     if quick:
         config = quick_config(config)
-    data = run_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+    try:
+        data = run_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+    except Interrupted as stopped:
+        raise typer.Exit(128 + stopped.number) from None
     if as_json:
         print_json(data)
         return
@@ -140,3 +169,7 @@ def report(
 
     print_summary(data, make_console())
     print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
+
+
+def _parts(listed: str | None) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, (listed or "").split(","))))

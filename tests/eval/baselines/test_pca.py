@@ -17,9 +17,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.rope import unrotate
+from cuvee.eval.baselines import basis as basis_module
 from cuvee.eval.baselines import kvtc as kvtc_module
 from cuvee.eval.baselines import pca
-from cuvee.eval.baselines.basis import GROUPINGS, columns
+from cuvee.eval.baselines.basis import GROUPINGS, columns, leading_directions
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc, allocate
 from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
 
@@ -518,17 +519,111 @@ def test_too_few_tokens_are_refused(layouts: dict[str, KVLayout], make_chunk: Ma
         PcaTransform.fit(layout, [], "head")
 
 
-def test_a_covariance_too_large_is_refused() -> None:
-    layout = KVLayout("synthetic", (LayerLayout(16, 256, 256, None),) * 4, "float32", None)
+def test_a_group_too_large_is_refused() -> None:
+    layout = KVLayout("synthetic", (LayerLayout(32, 256, 256, None),) * 8, "float32", None)
     with pytest.raises(
-        InputError, match=r"^grouping: 'all' needs the covariance of 32,768 values .* choose a narrower"
+        InputError, match=r"^grouping: 'all' needs the principal components of 131,072 values .* choose a narrower"
     ):
         PcaTransform.fit(layout, [], "all")
     with pytest.raises(InputError, match=r"^chunks: hold 0 tokens"):
-        PcaTransform.fit(layout, [], "kv")  # 16,384 are allowed
-    wide = KVLayout("synthetic", (LayerLayout(16, 257, 257, None),) * 4, "float32", None)
-    with pytest.raises(InputError, match=r"^grouping: 'kv' needs the covariance of 16,448 values"):
+        PcaTransform.fit(layout, [], "kv")  # 65,536 are allowed
+    wide = KVLayout("synthetic", (LayerLayout(32, 257, 257, None),) * 8, "float32", None)
+    with pytest.raises(InputError, match=r"^grouping: 'kv' needs the principal components of 65,792 values"):
         Kvtc.fit(wide, [])
+
+
+# Wide groups -------------------------------------------------------------------------------------------------------
+
+
+def correlated(seed: int, tokens: int, width: int) -> torch.Tensor:
+    """Rows whose standard deviation falls off like that of a cache: a few directions hold most of it."""
+    generator = torch.Generator().manual_seed(5)
+    directions = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+    spread = 4.0 * torch.arange(1, width + 1) ** -0.8
+    rows: torch.Tensor = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)) * spread
+    return rows @ directions.T
+
+
+def test_leading_directions_are_those_of_the_whole_decomposition() -> None:
+    rows = correlated(0, 4000, 300)
+    rows -= rows.mean(0)
+    exact = torch.linalg.eigh((rows.T @ rows).double())[1].flip(1).T.float()
+    found = leading_directions(rows, 100)
+    assert found.shape == (100, 300)
+    assert torch.allclose(found @ found.T, torch.eye(100), atol=1e-5)
+    energy = (rows @ found.T).square().sum(0)
+    assert bool((energy.diff() <= 1e-3 * energy[0]).all())
+    # The same directions up to their sign while their variances differ, and the same subspace throughout.
+    assert float((found[:10] * exact[:10]).sum(1).abs().min()) > 0.999
+    kept = [float((rows @ basis.T).square().sum()) for basis in (found, exact[:100])]
+    assert 0 <= 1 - kept[0] / kept[1] < 1e-3
+    assert torch.equal(found, leading_directions(rows, 100))
+
+
+def test_all_directions_are_found_if_all_are_wanted() -> None:
+    rows = correlated(1, 200, 24)
+    found = leading_directions(rows, 24)
+    assert torch.allclose(found @ found.T, torch.eye(24), atol=1e-5)
+    exact = torch.linalg.eigvalsh((rows.T @ rows).double()).flip(0)
+    assert torch.allclose((rows @ found.T).square().sum(0).double(), exact, rtol=1e-3)
+
+
+def wide_caches(seeds: range) -> tuple[KVLayout, list[KVChunk]]:
+    layout = KVLayout("synthetic", (LayerLayout(2, 20, 20, None),) * 3, "float32", None)  # 120 keys, 120 values
+    chunks = []
+    for seed in seeds:
+        x = correlated(seed, 300, 240).view(300, 6, 2, 20)
+        chunks.append(KVChunk(list(x[:, ::2].unbind(1)), list(x[:, 1::2].unbind(1)), layout))
+    return layout, chunks
+
+
+@pytest.mark.parametrize("grouping", ["kv", "all"])
+def test_a_wide_group_costs_what_its_exact_components_cost(grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 2 % of the bits, and of the error, of the whole decomposition where what is left out does not count."""
+    layout, chunks = wide_caches(range(8))
+    (test,) = wide_caches(range(9, 10))[1]
+
+    def figures() -> list[tuple[float, float]]:
+        transform = PcaTransform.fit(layout, chunks, grouping)
+        found = [transform.method(step).encode(test) for step in (0.6, 1.3)]
+        return [(bits, float((free(back) - free(test)).square().sum())) for back, bits in found]
+
+    exact = figures()
+    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
+    monkeypatch.setattr(basis_module, "MOST_RANK", 90 if grouping == "kv" else 180)
+    monkeypatch.setattr(basis_module, "_SAMPLE_TOKENS", 1200)
+    transform = PcaTransform.fit(layout, chunks, grouping)
+    assert transform.basis.sizes == ([90, 90] if grouping == "kv" else [180])
+    assert transform.coefficients.shape[1] == 180
+    for one, other in zip(figures(), exact, strict=True):
+        assert one == pytest.approx(other, rel=0.02)
+
+
+def test_kvtc_with_a_wide_group_codes_its_components(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, chunks = wide_caches(range(8))
+    (test,) = wide_caches(range(9, 10))[1]
+    exact = Kvtc.fit(layout, chunks).method(1.0)
+    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
+    monkeypatch.setattr(basis_module, "MOST_RANK", 90)
+    transform = PcaTransform.fit(layout, chunks, "kv")
+    method = Kvtc.fit(layout, chunks, transform.basis).method(1.0)
+    assert method.basis is transform.basis
+    found = [(m.encode(test)[1], float((free(m.decode(m.encode(test)[0])) - free(test)).square().sum()))
+             for m in (method, exact)]  # fmt: skip
+    assert found[0] == pytest.approx(found[1], rel=0.03)
+
+
+def test_a_wide_group_needs_tokens_for_its_components_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, chunks = wide_caches(range(1))
+    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
+    monkeypatch.setattr(basis_module, "_EXTRA", 6)
+    monkeypatch.setattr(basis_module, "MOST_RANK", 44)
+    for tokens in (100, 99):
+        if tokens == 100:
+            assert PcaTransform.fit(layout, [chunks[0].slice(0, tokens)], "kv").basis.sizes == [44, 44]
+        else:
+            with pytest.raises(InputError, match="99 tokens, and a basis of 120 values needs 100"):
+                PcaTransform.fit(layout, [chunks[0].slice(0, tokens)], "kv")
 
 
 def test_all_arithmetic_stays_on_the_device_of_the_chunks(layouts: dict[str, KVLayout], make_chunk: Make) -> None:

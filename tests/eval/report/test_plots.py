@@ -82,6 +82,12 @@ def report() -> dict[str, Any]:
             for task, base in (("recall", 0.9), ("book", 20.0))
             for i, key in enumerate(scored)
         ],
+        "lengths": [
+            {**e, "length": length, "kl": e["kl"] * length / 256}
+            for e in found
+            if e["kind"] != "curve"
+            for length in (256, 1024)
+        ],
         "comparison": [
             {
                 "anchor": "fp8-e4m3",
@@ -149,7 +155,8 @@ def test_matplotlib_stays_as_it_was(report: dict[str, Any], tmp_path: Path) -> N
 def test_plots_of_another_report_do_not_stay(report: dict[str, Any], tmp_path: Path) -> None:
     write_plots(report, tmp_path)
     (tmp_path / "mine.png").write_text("not a plot of ours")
-    assert set(write_plots({**report, "tasks": [], "scores": []}, tmp_path)) == {"size_kl", "layers", "throughput"}
+    written = set(write_plots({**report, "tasks": [], "scores": []}, tmp_path))
+    assert written == {"size_kl", "lengths", "layers", "throughput"}
     assert not list(tmp_path.glob("size_scores*")) and (tmp_path / "mine.png").exists()
 
 

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import re
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +28,8 @@ from cuvee.eval.baselines.quantizers import CacheGen, Kivi
 from cuvee.eval.data import bundled_model_path
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
-from cuvee.eval.quality import Quality, QualityBench
+from cuvee.eval.quality import Method, Quality, QualityBench
+from cuvee.eval.report.candidates import Candidate, select
 from cuvee.eval.report.config import ReportConfig, quick_config
 from cuvee.eval.report.run import ANCHORS, run_report
 from cuvee.eval.report.scoring import TaskScorer
@@ -412,6 +419,173 @@ def test_a_method_that_fails_is_left_out_and_nothing_else(
         "bf16", "destroyed", "cuvee/generic@balanced", "cuvee/layer@balanced",
     }  # fmt: skip
     assert [entry["anchor"] for entry in data["comparison"]] == ["fp8-e4m3", "kivi4", "kivi2"]
+
+
+# --- methods by name
+
+
+def keys_of(data: dict[str, Any]) -> list[str]:
+    return [entry["key"] for entry in data["quality"]]
+
+
+def no_method() -> Method:
+    raise AssertionError("a method that nobody asked for was made")
+
+
+LISTED = [
+    Candidate(key, key, "point", no_method)
+    for key in ("bf16", "fp8-e4m3", "int8", "pca/layer@1", "pca/kv@1", "cuvee/generic@high", "cuvee/layer@high")
+]
+QUICK = [c for c in LISTED if c.key not in ("int8", "pca/kv@1")]
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        ((), "bf16 fp8-e4m3 pca/layer@1 cuvee/generic@high cuvee/layer@high"),
+        (("fp8-e4m3",), "bf16 fp8-e4m3"),
+        (("bf16",), "bf16"),
+        (("cuvee", "fp8-e4m3"), "bf16 fp8-e4m3 cuvee/generic@high cuvee/layer@high"),
+        (("cuvee/layer",), "bf16 cuvee/layer@high"),
+        (("cuvee/layer@high", "cuvee/layer@high"), "bf16 cuvee/layer@high"),
+        (("pca",), "bf16 pca/layer@1"),
+        (("pca/kv", "int8"), "bf16 int8 pca/kv@1"),  # a quick report leaves them out unless they are asked for
+    ],
+)
+def test_methods_are_selected_by_key_family_or_kind(names: tuple[str, ...], expected: str) -> None:
+    assert [c.key for c in select(LISTED, names, QUICK)] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("pca/kw", "'pca/kw' is not known, did you mean 'pca/kv'. there are bf16, fp8-e4m3, int8, pca/layer, pca/kv,"),
+        ("zip", "'zip' is not known: there are bf16, .*cuvee/layer, and settings of them after an @, as in pca/layer@"),
+        ("cuvee/layer@tiny", "'cuvee/layer@tiny' is not known"),
+    ],
+)
+def test_a_method_that_is_not_known_is_named_with_those_that_are(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=f"^methods: {message}"):
+        select(LISTED, ("fp8-e4m3", name), QUICK)
+
+
+def test_only_the_methods_asked_for_are_measured(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("no method asked for needs a profile"))
+    config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/generic"), limit=2)
+    data = run_report(config, tmp_path / "run", console)
+    assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/generic@balanced"] and data["complete"]
+    assert {s["key"] for s in data["scores"]} == {"bf16", "cuvee/generic@balanced"}
+    known = {entry["key"]: entry["kl"] for entry in done[1]["quality"]}
+    assert data["quality"][2]["kl"] == pytest.approx(known["kivi4"])
+    assert data["configuration"]["methods"] == ["kivi4", "int8", "cuvee/generic"]
+    with pytest.raises(InputError, match="differs in methods"):
+        run_report(replace(config, methods=("kivi4",)), tmp_path / "run", console)
+
+
+def test_a_method_that_is_not_known_is_refused_before_anything_is_measured(tmp_path: Path, console: Console) -> None:
+    with pytest.raises(InputError, match=r"^methods: 'kivi5' is not known, did you mean 'kivi"):
+        run_report(replace(CONFIG, methods=("kivi5",)), tmp_path / "run", console)
+    assert not (tmp_path / "run").exists()
+
+
+def test_baselines_that_learn_can_be_measured_beside_a_given_profile(
+    tmp_path: Path, console: Console, books: Any
+) -> None:
+    books.profile.save(tmp_path / "mine.safetensors")
+    config = replace(
+        CONFIG, groups=(), tasks=(), profiles=(str(tmp_path / "mine.safetensors"),), sequences=2,
+        methods=("pca/layer@0.4", "kvtc/kv@1", "cuvee/mine@balanced"),
+    )  # fmt: skip
+    data = run_report(replace(config, calibration_sequences=40), tmp_path / "run", console)
+    assert keys_of(data) == ["bf16", "pca/layer@0.4", "kvtc/kv@1", "cuvee/mine@balanced"] and not data["skipped"]
+    assert [t["name"] for t in data["text"]["calibration"]] == ["harbour", "millrace", "postroad"]
+
+
+def test_large_models_are_asked_fewer_documents(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.eval.report.run.SMALL_PARAMETERS", 1_000_000)
+    monkeypatch.setattr("cuvee.eval.report.run.LARGE_LIMIT", 3)
+    data = run_report(replace(CONFIG, methods=("kivi2",), limit=None), tmp_path / "run", console)
+    assert data["configuration"]["limit"] == 3 and {s["docs"] for s in data["scores"]} == {3}
+
+
+# --- an end before its time
+
+COMMAND = [
+    "report", "--quick", "--methods", "kivi4,pca/layer,cuvee/layer", "--tasks", "none", "--length", "128",
+    "--calibration-sequences", "24", "--sequences", "12", "--chunk-tokens", "64", "-o",
+]  # fmt: skip
+
+
+def start(out: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "cuvee", *COMMAND, str(out)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_run_that_is_told_to_stop_goes_on_later_and_ends_the_same(
+    tmp_path: Path, number: signal.Signals, console: Console
+) -> None:
+    out = tmp_path / "run"
+    with start(out) as process:
+        while process.poll() is None:
+            if (out / "report.json").exists() and len(keys_of(json.loads((out / "report.json").read_text()))) >= 4:
+                process.send_signal(number)
+                break
+            time.sleep(0.01)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 128 + number, said
+    assert "keeps what was measured" in said and "Traceback" not in said
+    half = json.loads((out / "report.json").read_text())
+    assert not half["complete"] and len(half["quality"]) >= 4
+    assert sorted(p.name for p in out.iterdir()) == ["profiles", "report.json"]  # and no temporary file
+    with start(out) as process:
+        shown, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "measurements done: going on" in said and str(out / "report.md") in shown
+    data = json.loads((out / "report.json").read_text())
+    assert data["complete"] and data["quality"][: len(half["quality"])] == half["quality"]
+    with start(tmp_path / "whole") as process:
+        process.communicate(timeout=120)
+    whole = json.loads((tmp_path / "whole" / "report.json").read_text())
+    assert untimed({**data, "command": ""}) == untimed({**whole, "command": ""})
+
+
+def test_a_full_disk_keeps_what_was_measured(
+    done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, config = tmp_path / "run", replace(CONFIG, methods=("kivi4", "kivi2", "cachegen"), tasks=())
+    write, left = os.replace, [3]
+
+    def full(*paths: Any) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(*paths)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("os.replace", full)
+        with pytest.raises(InputError, match=r"^out: .*report.json cannot be written .No space left.* same command"):
+            run_report(config, out, console)
+    assert keys_of(json.loads((out / "report.json").read_text())) == ["bf16", "kivi4"]
+    assert [path.name for path in out.iterdir()] == ["report.json"]
+    data = run_report(config, out, console)
+    assert data["complete"] and keys_of(data) == ["bf16", "kivi4", "kivi2", "cachegen"]
+
+
+def test_a_log_says_what_is_measured_and_how_much_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.eval.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.eval.progress.TICK", 0.05)
+    with open(tmp_path / "log", "w+", encoding="utf-8") as file:
+        run_report(replace(CONFIG, methods=("kivi4", "cuvee/layer"), tasks=()), tmp_path / "run", Console(file=file))
+        file.seek(0)
+        said = file.read()
+    assert "learning a profile, group layer" in said and "quality: cuvee/layer@" in said
+    assert re.search(r"\d+ of \d+ done, about \d+ s left", said)
 
 
 def test_a_quick_report_is_smaller_but_keeps_what_was_asked_for() -> None:
