@@ -9,6 +9,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import cuvee
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
@@ -19,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
+LONG = ROOT / "eval" / "results" / "2026-11-23-cpu-xeon" / "engine-smollm2-long.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
@@ -71,6 +74,15 @@ def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
     # What FP8 costs, cuvee has for so many bits.
     bits = [texts[name]["rivals"]["fp8-e4m3"]["bits_at_its_kl"]["auto"] for name in ("dracula", "python")]
     assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in flat
+
+
+def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
+    lengths = json.loads(LONG.read_text(encoding="utf-8"))["first_token"]["lengths"]
+    table = rows("prefix tokens", README)
+    for cells, variant in zip(table, ("lossless, file", "balanced, file", None), strict=True):
+        for cell, length in zip(cells[1:], lengths, strict=True):
+            ratio = length["variants"][variant]["hit_over_recompute"] if variant else length["own_cache_over_recompute"]
+            assert float(cell) == pytest.approx(ratio["median"], abs=0.0051), cells[0]
 
 
 def test_files_and_commands_that_the_readme_names_exist() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -111,11 +112,18 @@ def bench_gpu(
 @app.command("engine")
 def bench_engine(
     model: Annotated[
-        Path | None, typer.Option("--model", "-m", help="Time this checkpoint instead of random weights.")
+        Path | None,
+        typer.Option("--model", "-m", help="Time this checkpoint, or smollm2, instead of random weights."),
     ] = None,
     stores: Annotated[
         list[str] | None,
         typer.Option("--store", metavar="URL", help="Load from this store, too. Repeatable.", show_default=False),
+    ] = None,
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length", metavar="TOKENS", show_default=False, help="Time prefixes of so many tokens. Repeatable."
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: three minutes.")] = False,
     out: _Out = None,
@@ -126,15 +134,18 @@ def bench_engine(
 
     Takes ten minutes, on the device that vLLM was built for.
 
-    Example: cuvee bench engine --store redis://127.0.0.1:6379/0
+    Example: cuvee bench engine --store redis://127.0.0.1:6379/0 --length 512 --length 4096
     """
     from cuvee.eval.bench.engine.run import run_engine_bench
     from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
     from cuvee.eval.bench.engine.tables import print_engine_report
 
     scope = ENGINE_QUICK if quick else ENGINE_FULL
+    if lengths:
+        scope = replace(scope, lengths=tuple(sorted(set(lengths))))
+    checkpoint = None if model is None else _checkpoint(model)
     _measure(
-        lambda progress: run_engine_bench(scope, model, stores or (), progress),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), progress),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 
@@ -173,7 +184,6 @@ def bench_clients(
     from cuvee.eval.bench.clients.run import ClientsRun, run_clients
     from cuvee.eval.bench.clients.tables import clients_markdown
     from cuvee.eval.bench.clients.workloads import choose_workloads
-    from cuvee.eval.real_model import REAL_MODEL, smollm2_path
     from cuvee.eval.runs import check_folder
 
     check_folder(out, force)
@@ -182,7 +192,7 @@ def bench_clients(
         "--kv-cache-memory-bytes", str(kv_cache_mb * 10**6),
     )  # fmt: skip
     run = ClientsRun(
-        smollm2_path() if str(model) == REAL_MODEL else model.resolve(),
+        _checkpoint(model),
         choose_arms(arms or (), profile), choose_workloads(workloads or ()),
         None if profile is None else profile.resolve(), server, out.resolve(),
     )  # fmt: skip
@@ -191,6 +201,13 @@ def bench_clients(
         print_json(report)
     else:
         print(clients_markdown(report), end="")
+
+
+def _checkpoint(model: Path) -> Path:
+    """The folder of a checkpoint, or of the real model if that is named."""
+    from cuvee.eval.real_model import REAL_MODEL, smollm2_path
+
+    return smollm2_path() if str(model) == REAL_MODEL else model.resolve()
 
 
 def _measure(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +48,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("engine", ("engine", ENGINE_FULL, None, ())),
         (
             "engine --quick --model m --store file:///a --store file:///b",
-            ("engine", ENGINE_QUICK, Path("m"), ["file:///a", "file:///b"]),
+            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"]),
+        ),
+        (
+            "engine --length 4096 --length 512",
+            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, ()),
         ),
     ],
 )
