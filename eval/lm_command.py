@@ -66,7 +66,7 @@ def _without_data(args: list[str]) -> list[str]:
             continue
         if not equals:
             folder = given.pop(0) if given else ""
-        if not Path(folder).expanduser().is_dir():
+        if not folder or not Path(folder).expanduser().is_dir():
             raise InputError(f"--data: no folder {folder!r}: name the one with the files of the tasks")
         kept += ["--metadata", json.dumps({"data": folder})]
     return kept

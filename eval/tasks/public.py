@@ -109,7 +109,7 @@ def key_values(
             choices = rng.sample(others, CHOICES - 1)
         except (KeyError, TypeError, ValueError) as error:
             raise sources.malformed(
-                "kv_uuid", data, f"line {number} holds no {CHOICES} pairs, key and value"
+                "kv_uuid", data, f"holds no {CHOICES} pairs, key and value in line {number}"
             ) from error
         answer = rng.randrange(CHOICES)
         choices.insert(answer, value)
@@ -351,7 +351,7 @@ def musique(
         try:
             passages, question, answer = passages_of(row)
         except (KeyError, IndexError, TypeError) as error:
-            raise sources.malformed("musique", data, f"question {number} is not in MuSiQue's format") from error
+            raise sources.malformed("musique", data, f"is not in MuSiQue's format, question {number}") from error
         docs.append(_open_question("\n\n".join(passages) + "\n\n", question, answer))
     return _dataset(docs, context, random.Random(_SEED))
 

@@ -169,8 +169,9 @@ def read_text(name: str, data: str | Path, any_version: Any = False) -> str:
 
 def read_json(name: str, data: str | Path, any_version: Any = False) -> Any:
     """The content of a JSON file. Errors: see `read_text`; `CorruptError` if it is not JSON."""
+    text = read_text(name, data, any_version)
     try:
-        return json.loads(read_text(name, data, any_version))
+        return json.loads(text)
     except ValueError as error:
         raise malformed(name, data, f"is not JSON: {error}") from error
 
