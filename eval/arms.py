@@ -125,10 +125,11 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
     }
     del asked["tasks"], asked["arms"]
     asked = json.loads(json.dumps(asked))
+    machine = hardware()
     found: dict[str, Any] = {
         "asked": asked,
         "command": command,
-        "hardware": hardware(),
+        "hardware": machine,
         "model_fingerprint": fingerprint,
         "tasks": [],
         "scores": [],
@@ -162,6 +163,7 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
             else:
                 score |= _difference(score, known["exact"])
             found["scores"].append({"arm": arm, **score})
+            found |= {"command": command, "hardware": machine}
             say(f"{name}, {arm}: {score['score']:.4f}")
             if out is not None:
                 out.parent.mkdir(parents=True, exist_ok=True)
@@ -187,7 +189,7 @@ def _resumed(out: Path, new: dict[str, Any]) -> dict[str, Any]:
         raise FormatError(f"{out} holds no scores of tasks: name another file") from error
     if not same or not complete:
         raise InputError(f"out: {out} holds scores of another configuration: name another file")
-    return {**old, "command": new["command"] or old["command"], "hardware": new["hardware"]}
+    return dict(old)
 
 
 def _difference(score: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float | None]:

@@ -455,7 +455,7 @@ def test_every_task_runs(lm: CuveeLM, folder: Path) -> None:
             if name in CHOICE:
                 gap = " " if "manyshot" in name else ""
                 ends = [arguments["arg_1"] for arguments in _arguments(sample)]
-                assert ends == [gap + choice for choice in doc["choices"]] and sample["target"] == str(doc["answer"])
+                assert ends == [gap + choice for choice in doc["choices"]] and sample["target"] == doc["answer"]
 
 
 def _arguments(sample: dict[str, Any]) -> list[dict[str, Any]]:
