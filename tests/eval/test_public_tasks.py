@@ -105,7 +105,8 @@ def load(name: str, data: Path | None, **arguments: Any) -> list[dict[str, Any]]
 
 def test_names() -> None:
     manager = TaskManager(include_path=str(TASKS_PATH), include_defaults=False)
-    assert tuple(manager.task_index["cuvee_public"].cfg["task"]) == PUBLIC_TASKS
+    # SmolLM2 shows nothing in answers of its own.
+    assert {*manager.task_index["cuvee_public"].cfg["task"], "cuvee_xquad_f1"} == set(PUBLIC_TASKS)
     assert all(is_ours(name) for name in PUBLIC_TASKS) and not is_ours("cuvee_public") and not is_ours("gsm8k")
     assert {name: chance(name) for name in PUBLIC_TASKS if name in CHOICE} == dict.fromkeys(CHOICE, 0.1)
     assert {main_metric(name) for name in PUBLIC_TASKS if name in CHOICE} == {("acc", True)}
@@ -376,8 +377,8 @@ def hub(folder: Path) -> Callable[..., Dataset]:
         if path in ("openai/gsm8k", "dgslibisey/MuSiQue"):
             return Dataset.from_list(lines("gsm8k" if "gsm8k" in path else "musique"))
         if path == "Salesforce/wikitext":
-            rows = (folder / "wikitext2_valid.txt").read_text().removesuffix("\n").split("\n")
-            return Dataset.from_dict({"text": [row + "\n" if row.strip() else "" for row in rows]})
+            text = (folder / "wikitext2_valid.txt").read_text().removesuffix("\n").split("\n")
+            return Dataset.from_dict({"text": [line + "\n" if line.strip() else "" for line in text]})
         if path == "mteb/banking77":
             rows = public._banking77_file(f"banking77_{split}", str(folder), True)
             return Dataset.from_dict({"text": [t for t, _ in rows], "label_text": [k for _, k in rows]})
@@ -443,7 +444,7 @@ def test_every_task_runs(lm: CuveeLM, folder: Path) -> None:
     """On small files, with the exact cache."""
     lm.use(Uncompressed())
     small = {"passages": 2, "lines": 10, "shots": 1, "classes": 10, "words": 20}
-    found = evaluate(lm, ["cuvee_public"], 2, data=str(folder), any_version=True, **small)
+    found = evaluate(lm, ["cuvee_public", "cuvee_xquad_f1"], 2, data=str(folder), any_version=True, **small)
     assert set(found["results"]) >= set(PUBLIC_TASKS)
     for name in PUBLIC_TASKS:
         metric, _ = main_metric(name)
