@@ -38,6 +38,7 @@ from cuvee.eval.cached_reading import CachedReader, Read, Statistics
 from cuvee.eval.corpus import model_path
 from cuvee.eval.methods import baseline, method_identity
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
+from cuvee.eval.tasks import shorter
 
 try:
     from lm_eval.api.registry import register_model
@@ -421,6 +422,9 @@ class CuveeLM(HFLM):  # type: ignore[misc]
             remedy = (
                 "only with truncation=True is its left end cut off" if cut else "its continuation alone is too long"
             )
+            settings = {setting for task in tasks if (setting := shorter(task))}
+            if cut and settings:
+                remedy = f"give it less context, as with --metadata {' '.join(sorted(settings))}; {remedy}"
             raise InputError(
                 f"tasks: {_listed(tasks)} has a request of {tokens} tokens, the model reads {limit}: {remedy}"
             )

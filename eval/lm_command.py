@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 
 import cuvee.eval.lm  # noqa: F401, registers the model
+from cuvee.codec.errors import InputError
 from cuvee.eval.tasks import TASKS_PATH
 
 __all__ = ["complete_arguments", "run_cli"]
@@ -14,7 +17,8 @@ def run_cli(args: list[str]) -> int:
     """Run lm-eval's own command line with the model `cuvee` registered, and return the exit status.
 
     As in lm-eval, the word `run` may be left out. If no model is named, `run` takes `cuvee`. All commands also look for
-    tasks in cuvee's own folder, unless `--include_path` names another one.
+    tasks in cuvee's own folder, unless `--include_path` names another one. `--data DIR` names the folder with the files
+    of cuvee's tasks on public data.
 
     Args:
         args: without the program's name, such as `["--model_args", "pretrained=…,quality=balanced", "--tasks", "…"]`.
@@ -36,7 +40,12 @@ def run_cli(args: list[str]) -> int:
 
 
 def complete_arguments(args: list[str]) -> list[str]:
-    """Add what `run_cli` promises before the user's own arguments, so that these override it."""
+    """Add what `run_cli` promises before the user's own arguments, so that these override it.
+
+    Raises:
+        InputError: `--data` names no folder.
+    """
+    args = _without_data(args)
     if not args or args[0] in ("-h", "--help") or args == ["run"]:
         return args  # which print help
     if args[0] not in ("run", "ls", "validate"):
@@ -45,6 +54,22 @@ def complete_arguments(args: list[str]) -> list[str]:
     decided = _yaml_settings(args)
     added = [word for name, value in defaults.items() if name not in decided for word in (f"--{name}", value)]
     return [args[0], *added, *args[1:]]
+
+
+def _without_data(args: list[str]) -> list[str]:
+    """Replace `--data DIR`, which lm-eval does not know, by the metadata that tasks get."""
+    kept, given = [], list(args)
+    while given:
+        name, equals, folder = given.pop(0).partition("=")
+        if name != "--data":
+            kept.append(name + equals + folder)
+            continue
+        if not equals:
+            folder = given.pop(0) if given else ""
+        if not folder or not Path(folder).expanduser().is_dir():
+            raise InputError(f"--data: no folder {folder!r}: name the one with the files of the tasks")
+        kept += ["--metadata", json.dumps({"data": folder})]
+    return kept
 
 
 def _yaml_settings(args: list[str]) -> set[str]:

@@ -20,7 +20,7 @@ from cuvee.codec.suggest import suggestion
 from cuvee.eval.corpus import load_tokenizer
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
-from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH, chance, description, main_metric
+from cuvee.eval.tasks import TASKS_PATH, chance, description, is_ours, main_metric
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -138,7 +138,7 @@ class TaskScorer:
                 apply_chat_template=self._chat_template,
             )
         measured = results["results"][name]
-        metric, higher = main_metric(name) if name in LOCAL_TASKS else _first_metric(results, name)
+        metric, higher = main_metric(name) if is_ours(name) else _first_metric(results, name)
         column = next(key for key in measured if key.partition(",")[0] == metric)
         samples = [s for s in results["samples"][name] if s.get("filter", "none") == column.partition(",")[2]]
         per_doc = [s[metric] for s in sorted(samples, key=lambda s: s["doc_id"])]
@@ -149,8 +149,8 @@ class TaskScorer:
             "metric": metric,
             "higher_is_better": higher,
             "docs": len(per_doc),
-            "chance": chance(name) if name in LOCAL_TASKS else None,
-            "description": description(name) if name in LOCAL_TASKS else "",
+            "chance": chance(name) if is_ours(name) else None,
+            "description": description(name) if is_ours(name) else "",
             "docs_sha256": hashlib.sha256("".join(sorted(s["doc_hash"] for s in samples)).encode()).hexdigest(),
         }
         score = {

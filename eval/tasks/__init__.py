@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from cuvee.codec.errors import InputError
 
-__all__ = ["LOCAL_TASKS", "TASKS_PATH", "chance", "description", "main_metric"]
+__all__ = ["LOCAL_TASKS", "PUBLIC_TASKS", "TASKS_PATH", "chance", "description", "is_ours", "main_metric", "shorter"]
 
 TASKS_PATH = Path(__file__).parent
 
@@ -27,6 +27,29 @@ LOCAL_TASKS = (
     "cuvee_reread_nll",
 )
 """The tasks of the group `cuvee_local`, in the order of a report."""
+
+PUBLIC_TASKS = (
+    "cuvee_xquad",
+    "cuvee_xquad_f1",
+    "cuvee_kv_uuid_75",
+    "cuvee_lines_100",
+    "cuvee_manyshot_banking77",
+    "cuvee_manyshot_clinc150",
+    "cuvee_wikitext2",
+    "cuvee_gsm8k_nll",
+    "cuvee_musique_nll",
+)
+"""The tasks on public data, which is not part of cuvee: all but `cuvee_lines_100` load it (`sources`)."""
+
+
+def is_ours(task_name: str) -> bool:
+    """Whether one of the YAML files here is that of a task of this name."""
+    return task_name in _configs()
+
+
+def shorter(task_name: str) -> str | None:
+    """The setting that gives a task less context, as `--metadata` takes it; None if there is none."""
+    return cast("str | None", _config(task_name)["metadata"].get("shorter")) if is_ours(task_name) else None
 
 
 def chance(task_name: str) -> float | None:

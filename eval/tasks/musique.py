@@ -16,7 +16,7 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 
-__all__ = ["load", "normalize", "prompt", "score"]
+__all__ = ["load", "normalize", "passages_of", "prompt", "score"]
 
 _HOW = (
     "give MuSiQue's file, as in --metadata musique=musique_ans_v1.0_dev.jsonl; "
@@ -84,9 +84,22 @@ def _question(line: str, where: str) -> dict[str, Any]:
 
 def prompt(doc: Mapping[str, Any]) -> str:
     """All paragraphs in the order of the file, then the question: the cache holds them all, whichever are needed."""
-    paragraphs = [f"{p['title']}\n{p['paragraph_text']}" for p in doc["paragraphs"]]
+    paragraphs, _, _ = passages_of(doc)
     task = "Answer the question from the passages above, in as few words as possible."
     return "\n\n".join([*paragraphs, f"{task}\nQuestion: {doc['question']}\nAnswer:"])
+
+
+def passages_of(question: Mapping[str, Any]) -> tuple[list[str], str, str]:
+    """The passages, the question and its first answer, of MuSiQue's format or of one with `ctxs` and `answers`.
+
+    Raises:
+        IndexError, KeyError, TypeError: it is of neither.
+    """
+    if "ctxs" in question:
+        passages = [f"{p['title']}\n{p['text']}".strip() for p in question["ctxs"]]
+        return passages, question["question"], question["answers"][0]
+    passages = [f"{p['title']}\n{p['paragraph_text']}" for p in question["paragraphs"]]
+    return passages, question["question"], question["answer"]
 
 
 def score(doc: Mapping[str, Any], results: list[str]) -> dict[str, float]:

@@ -21,7 +21,17 @@ from cuvee.eval import tasks
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
 from cuvee.eval.data import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.eval.lm import CuveeLM
-from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH, chance, description, documents, generate, main_metric, musique
+from cuvee.eval.tasks import (
+    LOCAL_TASKS,
+    PUBLIC_TASKS,
+    TASKS_PATH,
+    chance,
+    description,
+    documents,
+    generate,
+    main_metric,
+    musique,
+)
 
 CHOICE_TASKS = LOCAL_TASKS[:7]
 NLL_TASKS = LOCAL_TASKS[7:]
@@ -49,8 +59,8 @@ def evaluate(lm: Any, names: list[str], limit: int | None = None, **metadata: An
 
 def test_names() -> None:
     index = manager()
-    assert set(index.all_subtasks) == {*LOCAL_TASKS, "cuvee_musique"}
-    assert index.all_groups == ["cuvee_local"]
+    assert set(index.all_subtasks) == {*LOCAL_TASKS, *PUBLIC_TASKS, "cuvee_musique"}
+    assert index.all_groups == ["cuvee_local", "cuvee_public"]
     assert tuple(index.task_index["cuvee_local"].cfg["task"]) == LOCAL_TASKS
     assert {path.stem for path in TASKS_PATH.glob("*.jsonl")} == set(LOCAL_TASKS)
 
@@ -72,7 +82,7 @@ def test_main_metric() -> None:
 
 
 def test_description() -> None:
-    texts = [description(name) for name in (*LOCAL_TASKS, "cuvee_musique")]
+    texts = [description(name) for name in (*LOCAL_TASKS, *PUBLIC_TASKS, "cuvee_musique")]
     assert len(set(texts)) == len(texts)
     assert all(text.endswith(".") and len(text) <= 120 and "\n" not in text for text in texts)
     assert "32 listed pairs" in description("cuvee_kv_32")

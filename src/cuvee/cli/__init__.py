@@ -11,7 +11,20 @@ from typing import Annotated, Any
 
 import typer
 
-from cuvee.cli import bench, blend_report, compare, decode, demo, encode, inspect, kernels, profile, report, store
+from cuvee.cli import (
+    bench,
+    blend_report,
+    compare,
+    decode,
+    demo,
+    encode,
+    inspect,
+    kernels,
+    profile,
+    report,
+    store,
+    tasks,
+)
 from cuvee.cli import eval as lm_eval
 from cuvee.codec.errors import CuveeError
 
@@ -52,6 +65,7 @@ app.command(
     add_help_option=False,
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False},
 )(lm_eval.evaluate)
+app.command()(tasks.tasks)
 app.command()(kernels.kernels)
 app.add_typer(profile.app, name="profile")
 app.add_typer(bench.app, name="bench")

@@ -1,0 +1,390 @@
+"""Tasks on public data whose answer lies in a long context: documents as the YAML files beside this one want them.
+
+A document is what a prompt cache holds, and a question about it:
+
+    context ("" without it)  |  question  |  one of the choices, or the continuation
+
+All is drawn with a seed, so every run and every machine gets the same documents in the same order.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import random
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from cuvee.codec.errors import InputError
+from cuvee.eval.tasks import sources
+from cuvee.eval.tasks.generate import QUALITIES, THINGS
+from cuvee.eval.tasks.musique import passages_of
+
+__all__ = ["banking77", "clinc150", "gsm8k", "key_values", "line_retrieval", "musique", "wikitext2", "xquad"]
+
+CHOICES = 10
+DOCUMENTS = 200  # where the data would give more
+PARAGRAPHS_PER_ARTICLE = 5  # in all of XQuAD
+CONTEXT_WORDS = 2_735  # about 3,584 tokens of SmolLM2
+SCORED_WORDS = 391  # about 512
+QUESTION_WORDS = 16  # of WikiText-2 that are left when there is no context
+
+_SEED = 7
+
+
+def xquad(
+    data: str | None = None, *, passages: Any = 16, context: str = "given", any_version: Any = False, **metadata: Any
+) -> dict[str, Any]:
+    """XQuAD in English: a question about one of several paragraphs, all others being of other articles.
+
+    Artetxe, Ruder, Yogatama: On the Cross-lingual Transferability of Monolingual Representations, ACL 2020
+    (arXiv:1910.11856).
+
+    Args:
+        data: the folder with the file; default: the copy on the hub.
+        passages: how many paragraphs make a context. There is one question for each paragraph of the data.
+        context: "given" or "absent", to see what the question alone is worth.
+        any_version: see `read_bytes`.
+        metadata: whatever else lm-eval passes, which is ignored.
+
+    Returns:
+        The split "test" as a `datasets.Dataset` in memory.
+
+    Raises:
+        CorruptError, InputError: see `read_bytes` and `hub_rows`; or an argument is out of range.
+    """
+    count = _at_least_one("passages", passages)
+    paragraphs = _xquad_hub() if data is None else _xquad_file(data, any_version)
+    most = len(paragraphs) - PARAGRAPHS_PER_ARTICLE + 1
+    if count > most:
+        raise InputError(f"passages: the data has {most} paragraphs that fit together, got {count}")
+    rng = random.Random(_SEED)
+    docs = []
+    for index, (text, questions) in enumerate(paragraphs):
+        article = index // PARAGRAPHS_PER_ARTICLE
+        others = [p for i, (p, _) in enumerate(paragraphs) if i // PARAGRAPHS_PER_ARTICLE != article]
+        chosen = rng.sample(others, count - 1)
+        chosen.insert(rng.randrange(count), text)
+        question, answer = rng.choice(questions)
+        docs.append(_open_question("\n\n".join(chosen) + "\n\n", question, answer))
+    return _dataset(docs, context, rng)
+
+
+def _xquad_file(data: str, any_version: Any) -> list[tuple[str, list[tuple[str, str]]]]:
+    """Paragraphs in the order of the file, each with its questions and their answers."""
+    found = sources.read_json("xquad", data, any_version)
+    try:
+        return [
+            (p["context"], [(q["question"], q["answers"][0]["text"]) for q in p["qas"]])
+            for article in found["data"]
+            for p in article["paragraphs"]
+        ]
+    except (KeyError, IndexError, TypeError) as error:
+        raise sources.malformed("xquad", data, f"is not in SQuAD's format ({type(error).__name__}: {error})") from error
+
+
+def _xquad_hub() -> list[tuple[str, list[tuple[str, str]]]]:
+    paragraphs: dict[str, list[tuple[str, str]]] = {}
+    for row in sources.hub_rows("xquad", ("context", "question", "answers")):
+        paragraphs.setdefault(row["context"], []).append((row["question"], row["answers"]["text"][0]))
+    return list(paragraphs.items())
+
+
+def key_values(
+    data: str | None = None, *, context: str = "given", any_version: Any = False, **metadata: Any
+) -> dict[str, Any]:
+    """A JSON object of 75 pairs of random UUIDs, and one of its keys: its value against nine others of the object.
+
+    Liu et al.: Lost in the Middle, TACL 2024 (arXiv:2307.03172). Arguments and errors: see `xquad`.
+    """
+    rows = sources.hub_rows("kv_uuid", ()) if data is None else sources.read_objects("kv_uuid", data, any_version)
+    rng = random.Random(_SEED)
+    docs = []
+    for number, found in enumerate(rows, 1):
+        try:
+            pairs = [(str(key), str(value)) for key, value in found["ordered_kv_records"]]
+            key, value = found["key"], found["value"]
+            others = [other for _, other in pairs if other != value]
+            choices = rng.sample(others, CHOICES - 1)
+        except (KeyError, TypeError, ValueError) as error:
+            raise sources.malformed(
+                "kv_uuid", data, f"holds no {CHOICES} pairs, key and value in line {number}"
+            ) from error
+        answer = rng.randrange(CHOICES)
+        choices.insert(answer, value)
+        listed = ",\n ".join(f'"{k}": "{v}"' for k, v in pairs)
+        docs.append(
+            {
+                "context": f"A JSON object, and one pair of it again.\n\n{{{listed}}}\n\n",
+                "question": f'{{"{key}": "',
+                "choices": choices,
+                "answer": answer,
+            }
+        )
+    return _dataset(docs, context, rng)
+
+
+def line_retrieval(*, lines: Any = 100, context: str = "given", **metadata: Any) -> dict[str, Any]:
+    """Lines with a name and a number each, and one of the names: its number against nine others of the same text.
+
+    Made here, in the way of LongChat's line retrieval (Li et al.: How Long Can Open-Source LLMs Truly Promise on
+    Context Length?, 2023).
+
+    Args:
+        lines: how many lines make a context.
+        context: see `xquad`.
+        metadata: whatever else lm-eval passes, which is ignored.
+
+    Raises:
+        InputError: `lines` is out of range.
+    """
+    count = _at_least_one("lines", lines)
+    names = [f"{quality}-{thing}" for quality in QUALITIES for thing in THINGS]
+    if not CHOICES <= count <= len(names):
+        raise InputError(f"lines: must be {CHOICES} to {len(names)}, got {count}")
+    rng = random.Random(_SEED)
+    docs = []
+    for _ in range(DOCUMENTS):
+        numbers = [str(number) for number in rng.sample(range(10_000, 100_000), count)]
+        starts = [f"line {name}: REGISTER_CONTENT is <" for name in rng.sample(names, count)]
+        asked = rng.randrange(count)
+        choices = rng.sample([number for number in numbers if number != numbers[asked]], CHOICES - 1)
+        answer = rng.randrange(CHOICES)
+        choices.insert(answer, numbers[asked])
+        docs.append(
+            {
+                "context": "Every line below has a name and a number.\n\n"
+                + "".join(f"{start}{number}>\n" for start, number in zip(starts, numbers, strict=True)),
+                "question": f"\nNow one of these lines again.\n{starts[asked]}",
+                "choices": choices,
+                "answer": answer,
+            }
+        )
+    return _dataset(docs, context, rng)
+
+
+def banking77(data: str | None = None, *, any_version: Any = False, **metadata: Any) -> dict[str, Any]:
+    """What a bank's customer wants, by many labeled examples (Casanueva et al., 2020, arXiv:2003.04807).
+
+    Arguments and errors: see `xquad` and `_many_shot`.
+    """
+    if data is None:
+        train, test = (
+            [(row["text"], row["label_text"]) for row in sources.hub_rows(name, ("text", "label_text"))]
+            for name in ("banking77_train", "banking77_test")
+        )
+    else:
+        train, test = (_banking77_file(name, data, any_version) for name in ("banking77_train", "banking77_test"))
+    return _many_shot(train, test, **metadata)
+
+
+def _banking77_file(name: str, data: str, any_version: Any) -> list[tuple[str, str]]:
+    rows = csv.DictReader(io.StringIO(sources.read_text(name, data, any_version), newline=""))
+    try:
+        return [(row["text"].strip(), row["category"].strip()) for row in rows]
+    except (KeyError, AttributeError) as error:
+        raise sources.malformed(name, data, "has no columns text and category") from error
+
+
+def clinc150(data: str | None = None, *, any_version: Any = False, **metadata: Any) -> dict[str, Any]:
+    """What an assistant's user wants, by many labeled examples (Larson et al., EMNLP 2019, arXiv:1909.02027).
+
+    Queries of no intent are left out. Arguments and errors: see `xquad` and `_many_shot`.
+    """
+    if data is None:
+        train, test = (_clinc150_hub(split) for split in ("train", "test"))
+    else:
+        found = sources.read_json("clinc150", data, any_version)
+        try:
+            train, test = ([(text, label) for text, label in found[split]] for split in ("train", "test"))
+        except (KeyError, TypeError, ValueError) as error:
+            raise sources.malformed("clinc150", data, "has no lists train and test of texts and labels") from error
+    return _many_shot(train, test, **metadata)
+
+
+def _clinc150_hub(split: str) -> list[tuple[str, str]]:
+    rows = sources.hub_rows("clinc150", ("text", "intent"), split)
+    names = rows.features["intent"].names
+    return [(row["text"], names[row["intent"]]) for row in rows if names[row["intent"]] != "oos"]
+
+
+def _many_shot(
+    train: Sequence[tuple[str, str]],
+    test: Sequence[tuple[str, str]],
+    *,
+    classes: Any = CHOICES,
+    shots: Any = 12,
+    context: str = "given",
+    **metadata: Any,
+) -> dict[str, Any]:
+    """Examples of some classes, and a query of one of them.
+
+    Args:
+        train: texts and labels, from which examples are drawn.
+        test: the same for queries.
+        classes: how many labels there are in a context, and to choose from. Each document has its own.
+        shots: examples of each.
+        context: see `xquad`.
+        metadata: whatever else lm-eval passes, which is ignored.
+
+    Raises:
+        InputError: the data has fewer classes or examples.
+    """
+    labels, examples = _at_least_one("classes", classes), _at_least_one("shots", shots)
+    by_label: dict[str, list[str]] = {}
+    for text, label in train:
+        by_label.setdefault(label, []).append(text)
+    known = sorted(label for label, texts in by_label.items() if len(texts) >= examples)
+    queries = [(text, label) for text, label in test if label in set(known)]
+    if labels < 2 or len(known) < labels or not queries:
+        raise InputError(
+            f"classes: the data has {len(known)} classes of {examples} examples each, got {labels}: ask for 2 or more, "
+            "and for fewer if need be (--metadata classes=N shots=N)"
+        )
+    rng = random.Random(_SEED)
+    docs = []
+    for text, label in rng.sample(queries, min(DOCUMENTS, len(queries))):
+        chosen = [*rng.sample([other for other in known if other != label], labels - 1), label]
+        rng.shuffle(chosen)
+        shown = [(example, name) for name in chosen for example in rng.sample(by_label[name], examples)]
+        rng.shuffle(shown)
+        docs.append(
+            {
+                "context": "".join(f"Query: {example}\nIntent: {_words(name)}\n\n" for example, name in shown),
+                "question": f"Query: {text}\nIntent:",
+                "choices": [_words(name) for name in chosen],
+                "answer": chosen.index(label),
+            }
+        )
+    return _dataset(docs, context, rng)
+
+
+def _words(label: str) -> str:
+    return label.replace("_", " ").strip()
+
+
+def wikitext2(
+    data: str | None = None,
+    *,
+    words: Any = CONTEXT_WORDS,
+    context: str = "given",
+    any_version: Any = False,
+    **metadata: Any,
+) -> dict[str, Any]:
+    """WikiText-2's validation text in pieces: the last 391 words of each are scored (Merity et al., arXiv:1609.07843).
+
+    Arguments and errors: see `xquad`; `words` is how many stand before those that are scored.
+    """
+    count = _at_least_one("words", words)
+    if count <= QUESTION_WORDS:
+        raise InputError(f"words: must be more than {QUESTION_WORDS}, got {count}")
+    if data is None:
+        found = [row["text"] for row in sources.hub_rows("wikitext2", ("text",))]
+    else:
+        found = sources.read_text("wikitext2", data, any_version).split("\n")
+    # The file and the hub differ in the blanks around lines.
+    text = "\n".join(line.strip() for line in found)
+    ends = [match.end() for match in re.finditer(r"\S+", text)]
+    if len(ends) <= count + SCORED_WORDS:
+        raise InputError(f"words: the text has {len(ends)} words, got {count} and {SCORED_WORDS} that are scored")
+    docs: list[dict[str, Any]] = []
+    start = 0
+    for first in range(0, len(ends) - count - SCORED_WORDS, count + SCORED_WORDS):
+        given, middle, end = (ends[first + n - 1] for n in (count - QUESTION_WORDS, count, count + SCORED_WORDS))
+        docs.append(
+            {
+                "context": text[start:given].lstrip(),
+                "question": text[given:middle],
+                "continuation": text[middle:end],
+            }
+        )
+        start = end
+    return _dataset(docs, context, random.Random(_SEED))
+
+
+def gsm8k(
+    data: str | None = None, *, shots: Any = 8, context: str = "given", any_version: Any = False, **metadata: Any
+) -> dict[str, Any]:
+    """Grade-school problems after eight solved ones: the likelihood of the solution (Cobbe et al., arXiv:2110.14168).
+
+    The solved ones are other problems of the test part, drawn for each document. Arguments and errors: see `xquad`;
+    `shots` is how many.
+    """
+    count = _at_least_one("shots", shots)
+    rows = (
+        sources.hub_rows("gsm8k", ("question", "answer"))
+        if data is None
+        else sources.read_objects("gsm8k", data, any_version)
+    )
+    try:
+        problems = [(str(row["question"]), str(row["answer"])) for row in rows]
+    except KeyError as error:
+        raise sources.malformed("gsm8k", data, f"has a problem without {error}") from error
+    if count >= len(problems):
+        raise InputError(f"shots: the data has {len(problems)} problems, got {count}")
+    rng = random.Random(_SEED)
+    docs = []
+    for index in rng.sample(range(len(problems)), min(DOCUMENTS, len(problems))):
+        solved = rng.sample([i for i in range(len(problems)) if i != index], count)
+        shown = "".join(f"Question: {problems[i][0]}\nAnswer: {problems[i][1]}\n\n" for i in solved)
+        question, answer = problems[index]
+        docs.append({"context": shown, "question": f"Question: {question}\nAnswer:", "continuation": f" {answer}"})
+    return _dataset(docs, context, rng)
+
+
+def musique(
+    data: str | None = None, *, context: str = "given", any_version: Any = False, **metadata: Any
+) -> dict[str, Any]:
+    """MuSiQue's questions over twenty paragraphs (see `cuvee.eval.tasks.musique`), for the answer's likelihood.
+
+    With `any_version`, a file in which one JSON list holds objects with `ctxs`, `question` and `answers` is read, too.
+    Arguments and errors: see `xquad`.
+    """
+    rows = (
+        sources.hub_rows("musique", ("question", "paragraphs", "answer"))
+        if data is None
+        else sources.read_objects("musique", data, any_version)
+    )
+    docs = []
+    for number, row in enumerate(rows, 1):
+        try:
+            passages, question, answer = passages_of(row)
+        except (KeyError, IndexError, TypeError) as error:
+            raise sources.malformed("musique", data, f"is not in MuSiQue's format, question {number}") from error
+        docs.append(_open_question("\n\n".join(passages) + "\n\n", question, answer))
+    return _dataset(docs, context, random.Random(_SEED))
+
+
+# --- what they share
+
+
+def _open_question(context: str, question: str, answer: str) -> dict[str, Any]:
+    """A document for the answer's likelihood, and for F1 (`musique.score`)."""
+    return {
+        "context": context,
+        "question": f"Answer in as few words as possible.\nQuestion: {question}\nAnswer:",
+        "continuation": f" {answer}",
+        "answer": answer,
+        "answer_aliases": [answer],
+    }
+
+
+def _dataset(docs: list[dict[str, Any]], context: str, rng: random.Random) -> dict[str, Any]:
+    """Documents in an order in which the first few are of all parts of the data."""
+    from datasets import Dataset
+
+    if context not in ("given", "absent"):
+        raise InputError(f"context: must be given or absent, got {context!r}")
+    rng.shuffle(docs)
+    if context == "absent":
+        docs = [{**doc, "context": "", "question": doc["question"].lstrip()} for doc in docs]
+    return {"test": Dataset.from_list(docs)}
+
+
+def _at_least_one(name: str, value: Any) -> int:
+    """A count, which may come from a command line as text."""
+    text = str(value)
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
+    return int(text)

@@ -1,0 +1,237 @@
+"""Where the public data of tasks comes from: a file in a folder the user names, or a copy on the Hugging Face hub.
+
+    --data DIR    DIR/FILE ──▶ size and SHA-256 are those of the published file ──▶ bytes
+    otherwise     datasets.load_dataset(hub id) ──▶ columns are the expected ones ──▶ rows
+
+No file of these is part of cuvee. Both ways give the same documents.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuvee.codec.errors import CorruptError, InputError
+
+__all__ = [
+    "ANY_VERSION",
+    "SOURCES",
+    "Source",
+    "hub_rows",
+    "malformed",
+    "read_bytes",
+    "read_json",
+    "read_objects",
+    "read_text",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A published file.
+
+    Attributes:
+        file: its name in the folder that `--data` names. Upstream, some are called only `test.csv`.
+        size: bytes.
+        sha256: in hex.
+        origin: where to download it.
+        license: of the data.
+        hub: arguments of `datasets.load_dataset` for a copy on the hub: an id, perhaps a configuration. Empty if we
+            know of none.
+        split: of that copy.
+    """
+
+    file: str
+    size: int
+    sha256: str
+    origin: str
+    license: str
+    hub: tuple[str, ...] = ()
+    split: str = ""
+
+
+_GITHUB = "https://raw.githubusercontent.com/"
+
+SOURCES: dict[str, Source] = {
+    "xquad": Source(
+        "xquad.en.json", 609_383, "e4c57d1c9143aaa1c5d265ba5987a65f4e69528d2a98f29d6e75019b10344f29",
+        f"{_GITHUB}google-deepmind/xquad/master/xquad.en.json", "CC BY-SA 4.0", ("google/xquad", "xquad.en"),
+        "validation",
+    ),
+    "kv_uuid": Source(
+        "kv-retrieval-75_keys.jsonl.gz", 1_667_554, "eb6d61fc3473349f2b86df76757c6ab659cc929d907d24caf1c69928e03f6203",
+        f"{_GITHUB}nelson-liu/lost-in-the-middle/main/kv_retrieval_data/kv-retrieval-75_keys.jsonl.gz", "MIT",
+    ),
+    "wikitext2": Source(
+        "wikitext2_valid.txt", 1_121_681, "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+        f"{_GITHUB}pytorch/examples/main/word_language_model/data/wikitext-2/valid.txt", "CC BY-SA 3.0",
+        ("Salesforce/wikitext", "wikitext-2-v1"), "validation",
+    ),
+    "gsm8k": Source(
+        "gsm8k_test.jsonl", 749_738, "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
+        f"{_GITHUB}openai/grade-school-math/master/grade_school_math/data/test.jsonl", "MIT",
+        ("openai/gsm8k", "main"), "test",
+    ),
+    "musique": Source(
+        "musique_ans_v1.0_dev.jsonl", 30_439_728, "15fa63794d18a94ce12411aca6e2327e65b6e83b0b1490efab3f1962e48abf3b",
+        "https://github.com/StonyBrookNLP/musique", "CC BY 4.0", ("dgslibisey/MuSiQue",), "validation",
+    ),
+    "banking77_train": Source(
+        "banking77_train.csv", 839_073, "b06e26ac675513959a63135f11b94ea7786ed02da65db93a5650d8838cbc664b",
+        f"{_GITHUB}PolyAI-LDN/task-specific-datasets/master/banking_data/train.csv", "CC BY 4.0",
+        ("mteb/banking77",), "train",
+    ),
+    "banking77_test": Source(
+        "banking77_test.csv", 239_961, "d12d6e3bc4c3103966ae786dc435913c0c563dfa328f5a3646d0e62cfeeb474d",
+        f"{_GITHUB}PolyAI-LDN/task-specific-datasets/master/banking_data/test.csv", "CC BY 4.0",
+        ("mteb/banking77",), "test",
+    ),
+    "clinc150": Source(
+        "clinc150_data_full.json", 2_495_390, "36923c3705a59e08fe9c3883d8bc2dd966ef93e22cb78ac41171782a698d56e0",
+        f"{_GITHUB}clinc/oos-eval/master/data/data_full.json", "CC BY 3.0", ("clinc/clinc_oos", "plus"),
+    ),
+}  # fmt: skip
+"""By name. The hashes are those of the files as published; `any_version` uses another file knowingly."""
+
+ANY_VERSION = "to use another version knowingly, add --metadata any_version=true"
+
+
+def _is_true(name: str, value: Any) -> bool:
+    """A switch, which may come from a command line as text.
+
+    Raises:
+        InputError: it is neither true nor false.
+    """
+    known = {"true": True, "false": False}
+    if str(value).lower() not in known:
+        raise InputError(f"{name}: must be true or false, got {value!r}")
+    return known[str(value).lower()]
+
+
+def read_bytes(name: str, data: str | Path, any_version: Any = False) -> bytes:
+    """The content of a source's file, unpacked if its name ends in .gz.
+
+    Args:
+        name: of the source.
+        data: the folder.
+        any_version: do not compare the file's size and SHA-256 with those of the published one.
+
+    Raises:
+        CorruptError: the file is truncated, or another version.
+        InputError: no such folder, or the file is not in it.
+    """
+    source, folder = SOURCES[name], Path(data).expanduser()
+    if not folder.is_dir():
+        raise InputError(f"data: no folder {folder}: --data names the folder that holds {source.file}")
+    path = folder / source.file
+    if not path.is_file():
+        hub = f", or leave --data out to load {source.hub[0]} from the hub" if source.hub else ""
+        raise InputError(
+            f"data: {folder} holds no {source.file}: download it from {source.origin} ({source.license}) under that "
+            f"name{hub}"
+        )
+    content = path.read_bytes()
+    if not _is_true("any_version", any_version):
+        if len(content) < source.size:
+            raise CorruptError(
+                f"{path} has {len(content):,} bytes instead of {source.size:,}: it is truncated, or another version; "
+                f"download it again from {source.origin} (SHA-256 {source.sha256}); {ANY_VERSION}"
+            )
+        digest = hashlib.sha256(content).hexdigest()
+        if digest != source.sha256:
+            raise CorruptError(
+                f"{path} has the SHA-256 {digest} instead of {source.sha256}: it is another version, or damaged; "
+                f"download it again from {source.origin}; {ANY_VERSION}"
+            )
+    if path.suffix != ".gz":
+        return content
+    try:
+        return gzip.decompress(content)
+    except (EOFError, OSError, zlib.error) as error:
+        raise CorruptError(
+            f"{path} cannot be unpacked ({error}): it is truncated or damaged; download it again from {source.origin}"
+        ) from error
+
+
+def read_text(name: str, data: str | Path, any_version: Any = False) -> str:
+    """The text of a source's file. Errors: see `read_bytes`; `CorruptError` if it is not UTF-8."""
+    try:
+        return read_bytes(name, data, any_version).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise malformed(name, data, f"is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def read_json(name: str, data: str | Path, any_version: Any = False) -> Any:
+    """The content of a JSON file. Errors: see `read_text`; `CorruptError` if it is not JSON."""
+    text = read_text(name, data, any_version)
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise malformed(name, data, f"is not JSON: {error}") from error
+
+
+def read_objects(name: str, data: str | Path, any_version: Any = False) -> list[dict[str, Any]]:
+    """The objects of a JSON list, or of a file of one JSON object per line.
+
+    Errors: see `read_text`; `CorruptError` for a file that holds anything else, or nothing.
+    """
+    text = read_text(name, data, any_version)
+    found = []
+    if text.lstrip().startswith("["):
+        found = list(read_json(name, data, any_version))
+    else:
+        # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for the end of a line.
+        for number, line in enumerate(text.split("\n"), 1):
+            if line.strip():
+                try:
+                    found.append(json.loads(line))
+                except ValueError as error:
+                    raise malformed(name, data, f"is no JSON in line {number}: {error}") from error
+    if not found or not all(isinstance(item, dict) for item in found):
+        raise malformed(name, data, "does not hold JSON objects")
+    return found
+
+
+def malformed(name: str, data: str | Path | None, what: str) -> CorruptError:
+    """The error for a file, or for rows of the hub if `data` is None, that lack what a task needs."""
+    if data is None:
+        hub = SOURCES[name].hub[0]
+        return CorruptError(f"{hub} on the hub {what}: it has changed; give the published file with --data DIR")
+    source = SOURCES[name]
+    return CorruptError(f"{Path(data) / source.file} {what}: download it again from {source.origin}")
+
+
+def hub_rows(name: str, columns: Sequence[str], split: str = "") -> Any:
+    """The rows of a source's copy on the hub, as a `datasets.Dataset`. `datasets` keeps what it has downloaded.
+
+    Args:
+        name: of the source.
+        columns: that the copy must have.
+        split: default: the one the source names.
+
+    Raises:
+        CorruptError: a column is missing.
+        InputError: there is no copy that we know of, or it cannot be loaded: the hub cannot be reached.
+    """
+    import datasets
+
+    source = SOURCES[name]
+    remedy = f"download {source.origin} ({source.license}) as DIR/{source.file} and give --data DIR"
+    if not source.hub:
+        raise InputError(f"data: {source.file} has no copy on the hub: {remedy}")
+    try:
+        rows = datasets.load_dataset(*source.hub, split=split or source.split)
+    except Exception as error:  # of many kinds, none of them ours
+        first = str(error).strip().partition("\n")[0]
+        raise InputError(
+            f"data: {source.hub[0]} cannot be loaded from the hub ({type(error).__name__}: {first}): {remedy}"
+        ) from error
+    if missing := [column for column in columns if column not in rows.column_names]:
+        raise malformed(name, None, f"has no column {missing[0]!r}")
+    return rows

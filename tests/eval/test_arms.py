@@ -1,0 +1,203 @@
+"""What tasks show: arms on the bundled model, files that are continued, verdicts, and the command."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from tests.package.cli.running import fails, misused, run
+
+from cuvee.codec.errors import FormatError, InputError, ProfileMismatch
+from cuvee.codec.profile import Profile
+from cuvee.eval.arms import ArmsConfig, arms_tables, run_arms, shows_something
+from cuvee.eval.report import scoring
+from cuvee.eval.stats import paired_difference
+from cuvee.eval.tasks import sources
+
+QUIET = Console(quiet=True)
+DOCS = 6
+
+
+def config(**changes: Any) -> ArmsConfig:
+    return ArmsConfig(
+        **{
+            "model": "books-3m",
+            "tasks": ("cuvee_kv_8",),
+            "arms": ("destroyed", "absent", "small"),
+            "limit": DOCS,
+            **changes,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Two tasks: one of ours without a context apart from its question, and line retrieval, which has one."""
+    out = tmp_path_factory.mktemp("arms") / "new" / "arms.json"
+    tasks = ("cuvee_kv_8", "cuvee_lines_100")
+    made = run_arms(config(tasks=tasks, metadata=("lines=10",)), out, QUIET, "cuvee tasks …")
+    assert json.loads(out.read_text()) == json.loads(json.dumps(made))
+    return made
+
+
+def test_arms(found: dict[str, Any]) -> None:
+    arms = {
+        name: [s["arm"] for s in found["scores"] if s["task"] == name] for name in ("cuvee_kv_8", "cuvee_lines_100")
+    }
+    # Without a context apart from the question, `absent` would be the exact cache once more.
+    assert arms == {
+        "cuvee_kv_8": ["exact", "destroyed", "small"],
+        "cuvee_lines_100": ["exact", "destroyed", "absent", "small"],
+    }
+    for score in found["scores"]:
+        (exact,) = [s for s in found["scores"] if s["task"] == score["task"] and s["arm"] == "exact"]
+        assert len(score["per_doc"]) == DOCS and score["score"] == pytest.approx(sum(score["per_doc"]) / DOCS)
+        if score["arm"] == "exact":
+            assert score["bits_per_value"] == 16 and "difference" not in score
+        else:
+            mean, error = paired_difference(score["per_doc"], exact["per_doc"])
+            assert (score["difference"], score["difference_stderr"]) == (mean, error)
+    bits = {s["arm"]: s["bits_per_value"] for s in found["scores"] if s["task"] == "cuvee_kv_8"}
+    assert bits["destroyed"] == 0 < bits["small"] < 16
+    assert [task["chance"] for task in found["tasks"]] == [0.125, 0.1]
+    assert found["command"] == "cuvee tasks …" and found["asked"]["data"] is None and "cpu" in found["hardware"]
+
+
+def test_tables(found: dict[str, Any]) -> None:
+    first, second = arms_tables(found)
+    assert first.title == "cuvee_kv_8: acc (more is better, a guess 0.125), 6 documents"
+    assert [row[0] for row in first.rows] == ["exact", "destroyed", "small"]
+    assert [row[0] for row in second.rows] == ["exact", "destroyed", "absent", "small"]
+    assert first.rows[0][2] == "" and first.rows[1][2].startswith(("-", "+")) and " ± " in first.rows[1][2]
+    assert second.note.startswith("Of 100 lines")
+
+
+@pytest.mark.parametrize(
+    ("higher", "guess", "exact", "control", "verdict"),
+    [
+        (True, 0.1, [1, 1, 1, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1], True),
+        (True, 0.1, [1, 0, 0, 1, 0, 0, 1, 0], [0, 0, 0, 1, 0, 0, 1, 0], False),
+        (True, 0.9, [1, 1, 1, 1, 1, 0, 1, 1], [0, 0, 0, 0, 0, 0, 0, 1], False),  # no better than a guess
+        (True, 0.1, [0, 0, 0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 0, 1, 1], False),
+        (False, None, [2.0, 2.1, 2.2], [3.0, 3.2, 3.1], True),
+        (False, None, [3.0, 3.2, 3.1], [2.0, 2.1, 2.2], False),
+        (False, None, [2.0], [3.0], None),
+    ],
+)
+def test_verdict(
+    higher: bool, guess: float | None, exact: list[float], control: list[float], verdict: bool | None
+) -> None:
+    mean, error = paired_difference(control, exact)
+    task = {"name": "t", "higher_is_better": higher, "chance": guess, "docs": len(exact)}
+    scores: list[dict[str, Any]] = [
+        {"task": "t", "arm": "exact", "score": sum(exact) / len(exact)},
+        {"task": "t", "arm": "destroyed", "difference": mean, "difference_stderr": error},
+    ]
+    assert shows_something({"tasks": [task], "scores": scores}, "t") is verdict
+    assert shows_something({"tasks": [task], "scores": scores[:1]}, "t") is None
+
+
+def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "arms.json"
+    score: Callable[..., Any] = scoring.TaskScorer.score
+    calls: list[str] = []
+
+    def counted(self: Any, method: Any, name: str) -> Any:
+        calls.append(name)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return score(self, method, name)
+
+    monkeypatch.setattr(scoring.TaskScorer, "score", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run_arms(config(arms=("destroyed",)), out, QUIET)
+    assert [s["arm"] for s in json.loads(out.read_text())["scores"]] == ["exact"]
+    run_arms(config(arms=("destroyed",)), out, QUIET)
+    assert len(calls) == 3
+    more = run_arms(config(arms=("destroyed", "fp8-e4m3")), out, QUIET)
+    assert [s["arm"] for s in more["scores"]] == ["exact", "destroyed", "fp8-e4m3"] and len(calls) == 4
+    with pytest.raises(InputError, match=r"^out: .*arms\.json holds scores of another configuration: name another"):
+        run_arms(config(arms=("destroyed",), limit=3), out, QUIET)
+    for content in ("[]", "{}", "x"):
+        out.write_text(content)
+        with pytest.raises(FormatError, match=r"arms\.json holds no scores of tasks: name another file"):
+            run_arms(config(), out, QUIET)
+
+
+def test_arms_that_finished_are_kept(tmp_path: Path) -> None:
+    """A later task has no data: what was scored before it stays in the file, if the data is looked for in time."""
+    with pytest.raises(InputError, match=r"^data: .* holds no kv-retrieval-75_keys\.jsonl\.gz: download it from"):
+        run_arms(config(tasks=("cuvee_kv_8", "cuvee_kv_uuid_75"), data=str(tmp_path)), tmp_path / "o.json", QUIET)
+    assert not (tmp_path / "o.json").exists()  # found out before anything was scored
+    with pytest.raises(InputError, match=r"^tasks: cuvee_lines_100 has a request of \d+ tokens, the model reads 2048"):
+        run_arms(config(tasks=("cuvee_kv_8", "cuvee_lines_100"), arms=("destroyed",)), tmp_path / "o.json", QUIET)
+    assert [s["arm"] for s in json.loads((tmp_path / "o.json").read_text())["scores"]] == ["exact", "destroyed"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"tasks": ()}, "tasks: name at least one"),
+        ({"arms": ("exakt",)}, r"arms: 'exakt' is not known; did you mean 'exact'\?"),
+        ({"metadata": ("lines",)}, "metadata: 'lines' must be name=value"),
+        ({"data": "nowhere"}, "data: no folder nowhere: name the one with the files of the tasks"),
+    ],
+)
+def test_wrong_configurations(changes: dict[str, Any], match: str) -> None:
+    with pytest.raises(InputError, match=f"^{match}"):
+        config(**changes)
+
+
+def test_a_profile_of_another_model(fitted: Callable[[str, str], Profile], tmp_path: Path) -> None:
+    fitted("gqa", "layer").save(tmp_path / "p.safetensors")
+    with pytest.raises(ProfileMismatch):
+        run_arms(config(profile=str(tmp_path / "p.safetensors")), None, QUIET)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    out = tmp_path / "o.json"
+    shared = (
+        "tasks",
+        "cuvee_lines_100",
+        "--metadata",
+        "lines=10",
+        "--limit",
+        2,
+        "--arms",
+        "exact,destroyed",
+        "-o",
+        out,
+    )
+    done = run(*map(str, shared))
+    assert "destroyed" in done.stdout and "cuvee_lines_100: acc" in done.stdout
+    again = run(*map(str, shared), "--json")
+    assert json.loads(again.stdout) == json.loads(out.read_text())
+    fails("tasks", "cuvee_lines_100", "--arms", "exakt", match="arms: 'exakt' is not known")
+    fails("tasks", "cuvee_xquad", "--data", tmp_path / "nowhere", match="data: no folder")
+    (tmp_path / sources.SOURCES["xquad"].file).write_text("{}")
+    # These are found out after the model was loaded, which shows a bar.
+    said = run("tasks", "cuvee_xquad", "--data", tmp_path, code=1).stderr.splitlines()[-1]
+    assert re.match(
+        r"error: .*xquad\.en\.json has 2 bytes instead of 609,383: it is truncated, or another version", said
+    )
+    said = run("tasks", "cuvee_xqad", code=1).stderr.splitlines()[-1]
+    assert said.startswith("error: tasks: 'cuvee_xqad' is not known; did you mean 'cuvee_xquad'")
+    misused("tasks")
+
+
+def test_the_real_model_reads_its_cache(smollm2: tuple[Any, Any]) -> None:
+    tasks, metadata = ("cuvee_reread_nll", "cuvee_lines_100"), ("lines=20",)
+    found = run_arms(
+        config(model="smollm2", tasks=tasks, arms=("destroyed",), metadata=metadata, limit=4, dtype="bfloat16"),
+        None,
+        QUIET,
+    )
+    exact, destroyed = (s for s in found["scores"] if s["task"] == "cuvee_reread_nll")
+    assert destroyed["score"] > exact["score"] + 2 and shows_something(found, "cuvee_reread_nll")
+    exact, destroyed = (s for s in found["scores"] if s["task"] == "cuvee_lines_100")
+    assert destroyed["score"] < 1 and len(exact["per_doc"]) == 4
