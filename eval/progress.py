@@ -78,12 +78,13 @@ class ProgressBar:
         self._kind: str | None = None
         self._share = 0.0  # of the current step that is done
         self._began = self._step_began = time.monotonic()
+        self._known: tuple[float, float] | None = None  # when the end was last estimated, and the seconds until then
         self._line: float | None = None  # when the last one was printed
         self._said: float | None = None  # when the last figures were
 
     def expect(self, plan: Plan) -> None:
         """Begin a piece of work whose units are known. What was done before counts for nothing."""
-        self._plan, self._done, self._total = plan, 0, sum(plan.left.values())
+        self._plan, self._done, self._total, self._known = plan, 0, sum(plan.left.values()), None
         self._bar.update(self._task, total=self._total, completed=0)
 
     @contextmanager
@@ -134,10 +135,15 @@ class ProgressBar:
 
     def show(self) -> None:
         """Bring the bar up to date, or print a line if it is time for one."""
-        left = self.seconds_left()
-        until = "" if left is None else f"about {in_words(left)} left"
-        self._bar.update(self._task, description=self._what, left=until)
         now = time.monotonic()
+        left = self.seconds_left()
+        if left is not None:
+            self._known = now, left
+        elif self._known is not None:  # a part of a step has just begun, whose pace nobody knows
+            left = max(self._known[1] - (now - self._known[0]), 0.0)
+        until = "" if left is None else f"about {in_words(left)} left"
+        part = f" ({self._part})" if self._part else ""
+        self._bar.update(self._task, description=self._what + part, left=until)
         if self._bar.console.is_terminal or (self._line is not None and now - self._line < LINE_SECONDS):
             return
         self._line = now

@@ -2,10 +2,15 @@
 
     keys, values --un-rotate the keys, unit by unit--> x [T, N] --(x - mean) / rms, one basis per group--> y [T, R]
 
-N counts all values per token, in the order layer, K before V, head, dimension. R is N, except that a group of more than
-2,048 values keeps only its leading components: those are found by randomized subspace iteration on a sample of tokens,
-because an eigendecomposition takes time in the third power of the group's size (six minutes for the 5,760 keys of
-SmolLM2, hours for the 32,768 of a model of 8 B).
+N counts all values per token, in the order layer, K before V, head, dimension. A whole eigendecomposition takes time in
+the third power of a group's size (six minutes for the 5,760 keys of SmolLM2, hours for the 32,768 of a model of 8 B).
+So in a group of more than 2,048 values
+
+1. the leading 4,096 components are found by randomized subspace iteration on a sample of tokens;
+2. what is orthogonal to them gets components of its own, from a decomposition of the rest alone. On text that nothing
+   was learned from, a coder that left it out would pay for it: with PCA over all keys of SmolLM2 a KL of .007 that no
+   step gets below. R is N;
+3. but in a group of more than 16,384 values the rest is left out, and R is smaller.
 
 Reference: Halko, Martinsson, Tropp, Finding structure with randomness, SIAM Review 53(2), 2011, algorithm 4.4.
 """
@@ -26,6 +31,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.transform import Rotation
 
 __all__ = [
+    "COMPLETE_VALUES",
     "EXACT_VALUES",
     "GROUPINGS",
     "MOST_RANK",
@@ -37,7 +43,8 @@ __all__ = [
 
 GROUPINGS = ("head", "unit", "layer", "kv", "all")
 EXACT_VALUES = 2048  # in one group; up to here all components are found, exactly
-MOST_RANK = 4096  # components of a larger group; on SmolLM2 the rest holds .001 of the variance
+MOST_RANK = 4096  # leading components of a larger group
+COMPLETE_VALUES = 16384  # up to here the rest of a group has components, too; there its matrix takes 1 GiB
 MOST_VALUES = 65536  # in one group; there its sample and its components take 3 GiB
 _SAMPLE_TOKENS = 16384
 _SAMPLE_VALUES = 2**29  # 2 GiB of float32: a wider group is sampled on fewer tokens
@@ -115,7 +122,7 @@ class PrincipalBasis:
         mean: `[N]` float32.
         rms: the root of the mean variance of all values, which is the unit of the coefficients.
         matrices: `[r, n]` float32 for each group of n values, with orthonormal rows in order of falling variance; r is
-            n up to `EXACT_VALUES`. What lies outside the rows is left at the mean.
+            n up to `COMPLETE_VALUES`. What lies outside the rows is left at the mean.
     """
 
     layout: KVLayout
@@ -130,7 +137,7 @@ class PrincipalBasis:
         """Find the principal components of each group. Errors: see `PcaTransform.fit`."""
         groups = columns(layout, grouping)
         tokens = sum(chunk.tokens for chunk in chunks)
-        needed = 2 * max(len(g) if len(g) <= EXACT_VALUES else min(MOST_RANK + _EXTRA, len(g)) for g in groups)
+        needed = 2 * max(len(g) if len(g) <= COMPLETE_VALUES else min(MOST_RANK + _EXTRA, len(g)) for g in groups)
         largest = max(map(len, groups))
         if largest > MOST_VALUES:
             raise InputError(
@@ -175,7 +182,7 @@ class PrincipalBasis:
         matrices = tuple(
             torch.linalg.eigh(covariance)[1].flip(1).T.float().contiguous()
             if len(covariance)
-            else leading_directions(rows[:, group], min(MOST_RANK, len(group)))
+            else _wide_directions(rows[:, group])
             for group, covariance in zip(groups, covariances, strict=True)
         )
         return cls(layout, grouping, groups, mean, rms, matrices)
@@ -235,6 +242,16 @@ class PrincipalBasis:
         return torch.cat(kept) if kept else self.mean.new_empty(0, run, sum(self.sizes))
 
 
+def _wide_directions(rows: torch.Tensor) -> torch.Tensor:
+    """The components `[r, n]` of a group of more than `EXACT_VALUES` values, from centered rows `[m, n]`."""
+    width = rows.shape[1]
+    leading = leading_directions(rows, min(MOST_RANK, width))
+    if len(leading) == width or width > COMPLETE_VALUES:
+        return leading
+    rest = torch.linalg.qr(leading.T, mode="complete")[0][:, len(leading) :]
+    return torch.cat([leading, _turned(rows, rest, rest.shape[1])])
+
+
 def leading_directions(rows: torch.Tensor, rank: int) -> torch.Tensor:
     """The leading principal components of centered rows, by randomized subspace iteration; the same on every call.
 
@@ -255,7 +272,12 @@ def leading_directions(rows: torch.Tensor, rank: int) -> torch.Tensor:
     basis = torch.linalg.qr(start.to(rows.device))[0]
     for _ in range(_ROUNDS):
         basis = torch.linalg.qr(rows.T @ (rows @ basis))[0]
-    inside = (rows @ basis).double()
-    turn = torch.linalg.eigh(inside.T @ inside)[1].flip(1)[:, :rank]
+    return _turned(rows, basis, rank)
+
+
+def _turned(rows: torch.Tensor, basis: torch.Tensor, rank: int) -> torch.Tensor:
+    """The leading components `[rank, n]` of rows `[m, n]` within the span of the orthonormal columns `[n, k]`."""
+    inside = rows @ basis
+    turn = torch.linalg.eigh((inside.T @ inside).double())[1].flip(1)[:, :rank]
     found: torch.Tensor = (basis @ turn.float()).T.contiguous()
     return found

@@ -16,7 +16,7 @@ from cuvee.eval.tasks import LOCAL_TASKS
 __all__ = ["LARGE_LIMIT", "SMALL_PARAMETERS", "ReportConfig", "quick_config"]
 
 SMALL_PARAMETERS = 10_000_000
-LARGE_LIMIT = 50  # documents of a task: all of the 1,710 that come with cuvee would take SmolLM2 two hours on two cores
+LARGE_LIMIT = 40  # documents of a task: all of the 1,710 that come with cuvee would take SmolLM2 two hours on two cores
 
 QUICK_TASKS = ("cuvee_kv_16", "cuvee_reread_nll")
 QUICK_LIMIT = 50  # documents of a task

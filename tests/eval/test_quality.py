@@ -87,6 +87,17 @@ def test_batches_do_not_matter(bench: QualityBench, books: Any) -> None:
     assert other.kl == pytest.approx(bench.run("nothing", Destroyed()).kl, rel=1e-4)
 
 
+def test_a_long_prompt_leaves_no_logits_but_the_last(books: Any) -> None:
+    """Those of 8,192 tokens of a large vocabulary would take more memory than their cache."""
+    seen: list[int] = []
+    hook = books.model.lm_head.register_forward_hook(lambda module, given, out: seen.append(out.shape[1]))
+    try:
+        QualityBench(books.model, books.orchard[:4], 200, batch_size=2)
+    finally:
+        hook.remove()
+    assert seen == [1, books.orchard.shape[1] - 200] * 2
+
+
 def test_a_single_sequence_has_no_standard_error(books: Any) -> None:
     q = QualityBench(books.model, books.orchard[:1], books.prefix).run("nothing", Destroyed())
     assert q.kl_stderr is None and q.delta_nll_stderr is None and q.top1_stderr is None

@@ -39,7 +39,7 @@ def blend_report(
 
     A TEXT is a file (.jsonl: one document per line), hf:DATASET:SPLIT:COLUMN, or the name of a bundled text.
 
-    Takes twelve minutes on the bundled model.
+    Takes twelve minutes on the bundled model. Figures of exact chunks are printed as they come.
 
     Example: cuvee blend-report --quick
     """
@@ -48,6 +48,7 @@ def blend_report(
 
     from cuvee.eval.blending.config import BlendConfig, quick_blend_config
     from cuvee.eval.blending.run import run_blend_report
+    from cuvee.eval.runs import Interrupted
 
     given: dict[str, Any] = {"profile": str(profiles[0])} if profiles else {}
     given |= {"calibration": tuple(calibration)} if calibration else {}
@@ -55,7 +56,10 @@ def blend_report(
     config = BlendConfig(model=model, seed=seed, multidoc=tuple(map(str, multidoc or ())), **given)
     if quick:
         config = quick_blend_config(config)
-    data = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+    try:
+        data = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+    except Interrupted as stopped:
+        raise typer.Exit(128 + stopped.number) from None
     if as_json:
         print_json(data)
         return

@@ -88,7 +88,7 @@ def report(
     limit: Annotated[
         int | None,
         typer.Option(
-            min=1, help="At most this many documents per task. Default: all; 50 if the model has over 10 M parameters."
+            min=1, help="At most this many documents per task. Default: all; 40 if the model has over 10 M parameters."
         ),
     ] = None,
     num_fewshot: Annotated[

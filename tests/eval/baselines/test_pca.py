@@ -540,8 +540,9 @@ def correlated(seed: int, tokens: int, width: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     directions = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
     spread = 4.0 * torch.arange(1, width + 1) ** -0.8
-    rows: torch.Tensor = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed)) * spread
-    return rows @ directions.T
+    drawn = torch.randn(tokens, width, generator=torch.Generator().manual_seed(seed))
+    rows: torch.Tensor = drawn * spread @ directions.T
+    return rows
 
 
 def test_leading_directions_are_those_of_the_whole_decomposition() -> None:
@@ -577,53 +578,73 @@ def wide_caches(seeds: range) -> tuple[KVLayout, list[KVChunk]]:
     return layout, chunks
 
 
+def narrow_limits(monkeypatch: pytest.MonkeyPatch, rank: int, complete: int) -> None:
+    """Limits that make groups of 120 and 240 values wide."""
+    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
+    monkeypatch.setattr(basis_module, "MOST_RANK", rank)
+    monkeypatch.setattr(basis_module, "COMPLETE_VALUES", complete)
+    monkeypatch.setattr(basis_module, "_EXTRA", 6)
+    monkeypatch.setattr(basis_module, "_SAMPLE_TOKENS", 1200)
+
+
+def figures(transform: PcaTransform, test: KVChunk, steps: tuple[float, ...]) -> list[tuple[float, float]]:
+    """Bits and squared error at each step."""
+    found = [transform.method(step).encode(test) for step in steps]
+    return [(bits, float((free(back) - free(test)).square().sum())) for back, bits in found]
+
+
 @pytest.mark.parametrize("grouping", ["kv", "all"])
 def test_a_wide_group_costs_what_its_exact_components_cost(grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Within 2 % of the bits, and of the error, of the whole decomposition where what is left out does not count."""
+    """Within 3 % of the bits, and of the error, of the whole decomposition, at fine steps as well."""
     layout, chunks = wide_caches(range(8))
     (test,) = wide_caches(range(9, 10))[1]
+    steps = (0.08, 0.3, 1.3)
+    exact = figures(PcaTransform.fit(layout, chunks, grouping), test, steps)
+    narrow_limits(monkeypatch, rank=40, complete=240)
+    transform = PcaTransform.fit(layout, chunks, grouping)
+    assert transform.basis.sizes == ([120, 120] if grouping == "kv" else [240])
+    for matrix in transform.basis.matrices:
+        assert torch.allclose(matrix @ matrix.T, torch.eye(len(matrix)), atol=1e-4)
+    for one, other in zip(figures(transform, test, steps), exact, strict=True):
+        assert one == pytest.approx(other, rel=0.03)
 
-    def figures() -> list[tuple[float, float]]:
-        transform = PcaTransform.fit(layout, chunks, grouping)
-        found = [transform.method(step).encode(test) for step in (0.6, 1.3)]
-        return [(bits, float((free(back) - free(test)).square().sum())) for back, bits in found]
 
-    exact = figures()
-    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
-    monkeypatch.setattr(basis_module, "MOST_RANK", 90 if grouping == "kv" else 180)
-    monkeypatch.setattr(basis_module, "_SAMPLE_TOKENS", 1200)
+@pytest.mark.parametrize("grouping", ["kv", "all"])
+def test_a_very_wide_group_keeps_its_leading_components(grouping: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At coarse steps, where what is left out would not be coded anyway, within 3 % as well."""
+    layout, chunks = wide_caches(range(8))
+    (test,) = wide_caches(range(9, 10))[1]
+    exact = figures(PcaTransform.fit(layout, chunks, grouping), test, (1.3, 2.5))
+    narrow_limits(monkeypatch, rank=90 if grouping == "kv" else 180, complete=64)
     transform = PcaTransform.fit(layout, chunks, grouping)
     assert transform.basis.sizes == ([90, 90] if grouping == "kv" else [180])
     assert transform.coefficients.shape[1] == 180
-    for one, other in zip(figures(), exact, strict=True):
-        assert one == pytest.approx(other, rel=0.02)
+    for one, other in zip(figures(transform, test, (1.3, 2.5)), exact, strict=True):
+        assert one == pytest.approx(other, rel=0.03)
 
 
-def test_kvtc_with_a_wide_group_codes_its_components(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("complete", [64, 240])
+def test_kvtc_with_a_wide_group_codes_its_components(complete: int, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, chunks = wide_caches(range(8))
     (test,) = wide_caches(range(9, 10))[1]
     exact = Kvtc.fit(layout, chunks).method(1.0)
-    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
-    monkeypatch.setattr(basis_module, "MOST_RANK", 90)
+    narrow_limits(monkeypatch, rank=90, complete=complete)
     transform = PcaTransform.fit(layout, chunks, "kv")
     method = Kvtc.fit(layout, chunks, transform.basis).method(1.0)
     assert method.basis is transform.basis
-    found = [(m.encode(test)[1], float((free(m.decode(m.encode(test)[0])) - free(test)).square().sum()))
-             for m in (method, exact)]  # fmt: skip
+    found = []
+    for one in (method, exact):
+        stored, bits = one.encode(test)
+        found.append((bits, float((free(one.decode(stored)) - free(test)).square().sum())))
     assert found[0] == pytest.approx(found[1], rel=0.03)
 
 
-def test_a_wide_group_needs_tokens_for_its_components_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    layout, chunks = wide_caches(range(1))
-    monkeypatch.setattr(basis_module, "EXACT_VALUES", 64)
-    monkeypatch.setattr(basis_module, "_EXTRA", 6)
-    monkeypatch.setattr(basis_module, "MOST_RANK", 44)
-    for tokens in (100, 99):
-        if tokens == 100:
-            assert PcaTransform.fit(layout, [chunks[0].slice(0, tokens)], "kv").basis.sizes == [44, 44]
-        else:
-            with pytest.raises(InputError, match="99 tokens, and a basis of 120 values needs 100"):
-                PcaTransform.fit(layout, [chunks[0].slice(0, tokens)], "kv")
+def test_a_very_wide_group_needs_tokens_for_its_components_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    layout, (chunk,) = wide_caches(range(1))
+    narrow_limits(monkeypatch, rank=44, complete=64)
+    assert PcaTransform.fit(layout, [chunk.slice(0, 100)], "kv").basis.sizes == [44, 44]
+    with pytest.raises(InputError, match="99 tokens, and a basis of 120 values needs 100"):
+        PcaTransform.fit(layout, [chunk.slice(0, 99)], "kv")
 
 
 def test_all_arithmetic_stays_on_the_device_of_the_chunks(layouts: dict[str, KVLayout], make_chunk: Make) -> None:

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -126,6 +127,38 @@ def untimed(data: Any) -> Any:
     if isinstance(data, dict):
         return {key: untimed(value) for key, value in data.items() if key not in TIMED}
     return [untimed(item) for item in data] if isinstance(data, list) else data
+
+
+# --- what is shown while it is measured
+
+
+def test_figures_of_exact_chunks_come_before_a_profile_is_learned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_documents: None
+) -> None:
+    """On a real model learning takes minutes, and whoever waits wants to see something."""
+    file = io.StringIO()
+    learned: list[str] = []
+
+    def stop(*_: Any, **__: Any) -> Profile:
+        learned.append(file.getvalue())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Profile, "calibrate", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_blend_report(replace(TINY, documents=1), tmp_path / "run", Console(file=file, width=200))
+    (seen,) = learned
+    assert re.search(r"reread, prompts: 1; KL of the floor 0\.\d+; recovered at cost 0\.15: random -?\d", seen)
+    assert "interrupted: " in file.getvalue()
+    assert json.loads((tmp_path / "run" / "blend.json").read_text())["complete"] is False
+
+
+def test_a_run_that_needs_no_profile_learns_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, no_documents: None, tiny: BlendConfig
+) -> None:
+    monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("there are no decoded chunks"))
+    config = replace(less_of(tiny), profile=None, few_costs=(0.3,))
+    data = run_blend_report(config, tmp_path / "run", console)
+    assert data["complete"] and data["profile"] is None
 
 
 # --- what is measured

@@ -85,7 +85,7 @@ def test_every_sequence_begins_as_a_text_does() -> None:
     ("lengths", "repeated", "message"),
     [
         ((64, 240), False, "^lengths: 240 cached tokens and 16 scored ones are 256, .* 255 positions: .* at most 239"),
-        ((17, 64), True, "^lengths: must be at least 18 with 16 scored tokens, got 17: .* --no-reread"),
+        ((17, 64), True, "^lengths: must be at least 18 with 16 scored tokens, got 17: .*--no-reread"),
         ((150,), False, "^lengths: no text holds 166 tokens in a row .150 cached, 16 scored.: give a longer text"),
     ],
 )
@@ -211,7 +211,7 @@ def test_the_documents_show_table_and_plot(done: tuple[Path, dict[str, Any]]) ->
         f"{n}: {what}" for n in (40, 100, 256) for what in ("bits", "KL")
     ]
     rows = {row[0]: row for row in table.rows}
-    assert rows["FP8 e4m3"][1::2] == ["8.00"] * 3 and float(rows["KIVI int4"][1]) == 5
+    assert rows["FP8 e4m3"][1::2] == ["8.00"] * 3 and rows["KIVI int4"][5] == "5.00"
     figure = draw_lengths(data)
     assert figure is not None
     left, right = figure.axes

@@ -161,7 +161,7 @@ def test_plots_of_another_report_do_not_stay(report: dict[str, Any], tmp_path: P
 
 
 def test_a_report_with_nothing_has_no_plots(report: dict[str, Any], tmp_path: Path) -> None:
-    empty = {**report, "quality": [], "tasks": [], "scores": [], "comparison": []}
+    empty = {**report, "quality": [], "lengths": [], "tasks": [], "scores": [], "comparison": []}
     assert write_plots(empty, tmp_path / "none") == {}
     assert not list(tmp_path.rglob("*.*"))
 
