@@ -33,13 +33,19 @@ class Crew:
         patience: seconds after which a job counts as stuck, so that another thread may start in its place. If the job
             was merely slow it ends as usual, and the surplus thread ends with it.
         clock: monotonic clock, in seconds.
+        begin: called by each thread before its first job.
     """
 
     def __init__(
-        self, threads: int, name: str, patience: float = 30.0, clock: Callable[[], float] = time.monotonic
+        self,
+        threads: int,
+        name: str,
+        patience: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        begin: Callable[[], None] = lambda: None,
     ) -> None:
         self.threads = threads
-        self._name, self._patience, self._clock = name, patience, clock
+        self._name, self._patience, self._clock, self._begin = name, patience, clock, begin
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
         self._began: dict[int, float] = {}  # when the job of each busy thread began, by the number of the thread
@@ -129,6 +135,7 @@ class Crew:
         self._alive += 1
 
     def _run(self, number: int) -> None:
+        self._begin()
         while self._step(number):
             pass
 

@@ -29,6 +29,7 @@ from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.vllm.cores import free_cores, move_to
 from cuvee.integrations.vllm.decision import load_work
 from cuvee.integrations.vllm.messages import Load, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
@@ -91,11 +92,12 @@ class WorkerSide:
         self._recorder = recorder
         self._tenant_metrics = options.tenant_metrics
         # Those that wait for a store are replaced when it hangs.
-        self._loaders = Crew(options.threads, "cuvee-load", self._timeout)
-        self._encoders = Crew(options.threads, "cuvee-encode", self._timeout)
-        self._writers = Crew(options.threads, "cuvee-write", self._timeout)
-        self._fetchers = Crew(_FETCHERS, "cuvee-fetch", self._timeout)
-        self._coders = ThreadPoolExecutor(options.threads, thread_name_prefix="cuvee-decode")
+        self._cores: frozenset[int] = frozenset()
+        self._loaders = Crew(options.threads, "cuvee-load", self._timeout, begin=self._begin_thread)
+        self._encoders = Crew(options.threads, "cuvee-encode", self._timeout, begin=self._begin_thread)
+        self._writers = Crew(options.threads, "cuvee-write", self._timeout, begin=self._begin_thread)
+        self._fetchers = Crew(_FETCHERS, "cuvee-fetch", self._timeout, begin=self._begin_thread)
+        self._coders = ThreadPoolExecutor(options.threads, "cuvee-decode", self._begin_thread)
         self._lock = threading.Lock()  # of what follows
         self._ended = threading.Condition(self._lock)  # told of every load that is over
         self._jobs: dict[str, _Job] = {}
@@ -113,6 +115,16 @@ class WorkerSide:
         Codes a chunk of zeros, so that no request waits for compilers.
         """
         self._cache = cache
+        self._cores = free_cores()
+        if cache.device.type == "cpu":  # threads of the codec run on the cores of the thread that first needs them
+            self._coders.submit(self._warm_up, cache).result()
+        else:
+            self._warm_up(cache)
+
+    def _begin_thread(self) -> None:
+        move_to(self._cores)
+
+    def _warm_up(self, cache: PagedCache) -> None:
         layout = cache.layout
         sizes = [(self._chunk, layer.kv_heads, layer.head_dim, layer.value_dim) for layer in layout.layers]
         zeros = partial(torch.zeros, dtype=layout.torch_dtype, device=cache.device)

@@ -755,8 +755,8 @@ def test_attaching_compiles_both_ways(bench: Callable[..., Bench], monkeypatch: 
         work = getattr(LosslessScheme, name)
 
         def spy(*arguments: Any) -> Any:
-            # One section is encoded at a time; several are decoded together.
-            stages.extend([name] * (1 if name == "encode" else len(arguments[1])))
+            sections = arguments[2] if name == "encode" else arguments[1]
+            stages.extend([name] * len(sections))
             return work(*arguments)
 
         return spy

@@ -1,0 +1,108 @@
+"""Threads of the connector stay off the cores that an engine is bound to."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tests.integrations.vllm.sides import Bench
+
+from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.vllm import cores, worker
+from cuvee.integrations.vllm.cores import free_cores, move_to
+
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+
+SCRIPT = """
+import os, sys, threading
+from cuvee.integrations.vllm.cores import free_cores
+whole = sorted(os.sched_getaffinity(0))
+for bound in sys.argv[1].split(","):
+    bind = lambda: os.sched_setaffinity(0, {whole[int(bound)]})
+    if bound == sys.argv[1].split(",")[0]:
+        bind()
+    else:
+        bound_too, over = threading.Event(), threading.Event()
+        def hold():
+            bind()
+            bound_too.set()
+            over.wait()
+        threading.Thread(target=hold, daemon=True).start()
+        bound_too.wait()
+print(*sorted(whole.index(core) for core in free_cores()))
+"""
+
+
+def found(bound: str) -> list[int]:
+    """What a process whose threads are bound to these cores finds free; all are numbered from zero."""
+    sources = str(Path(__file__).parents[3] / "src")
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, bound],
+        env=os.environ | {"PYTHONPATH": sources},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [int(core) for core in done.stdout.split()]
+
+
+@needs_two_cores
+def test_cores_are_free_that_no_thread_is_bound_to() -> None:
+    count = len(os.sched_getaffinity(0))
+    assert found("0") == list(range(1, count))
+    assert found("1") == [0, *range(2, count)]
+    assert found("0,1") == (list(range(2, count)) or [0, 1])  # none is left: all may be used
+
+
+def test_an_engine_that_is_not_bound_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_cores() == frozenset()
+    before = os.sched_getaffinity(0)
+    move_to(frozenset())
+    assert os.sched_getaffinity(0) == before
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on other systems
+    assert free_cores() == frozenset()
+
+
+def test_a_parent_that_is_gone_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(process: int) -> set[int]:
+        raise ProcessLookupError(process)
+
+    monkeypatch.setattr(os, "sched_getaffinity", refuse)
+    assert free_cores() == frozenset()
+
+
+def test_a_core_that_there_is_not_is_logged_and_the_thread_stays(caplog: pytest.LogCaptureFixture) -> None:
+    before = os.sched_getaffinity(0)
+    with caplog.at_level(logging.WARNING, cores.logger.name):
+        move_to(frozenset({100_000}))
+    assert os.sched_getaffinity(0) == before and "stay on the engine's core: cores [100000]" in caplog.text
+
+
+def test_a_thread_of_a_crew_begins_before_its_first_job() -> None:
+    begun: list[int] = []
+    crew = Crew(1, "test", begin=lambda: begun.append(threading.get_ident()))
+    assert [crew.submit(threading.get_ident).result() for _ in range(3)] == begun * 3
+    assert crew.dismiss(5)
+
+
+@needs_two_cores
+def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = frozenset({max(os.sched_getaffinity(0))})
+    monkeypatch.setattr(worker, "free_cores", lambda: free)
+    bench = Bench()
+    side = bench.worker
+    try:
+        for pool in (side._loaders, side._encoders, side._writers, side._fetchers, side._coders):
+            assert pool.submit(os.sched_getaffinity, 0).result() == free
+        bench.store_all()
+        bench.worker.start_loads([bench.load([1, 2], 0, 8)], synchronous=True)
+        own = [thread for thread in threading.enumerate() if thread.name.startswith("cuvee")]
+        assert own and all(os.sched_getaffinity(thread.native_id or 0) == free for thread in own)
+        assert os.sched_getaffinity(0) != free, "the engine's thread stays where it is"
+    finally:
+        side.close()
