@@ -7,9 +7,8 @@ the third power of a group's size (six minutes for the 5,760 keys of SmolLM2, ho
 So in a group of more than 2,048 values
 
 1. the leading 4,096 components are found by randomized subspace iteration on a sample of tokens;
-2. what is orthogonal to them gets components of its own, from a decomposition of the rest alone. On text that nothing
-   was learned from, a coder that left it out would pay for it: with PCA over all keys of SmolLM2 a KL of .007 that no
-   step gets below. R is N;
+2. what is orthogonal to them gets components of its own, from a decomposition of the rest alone, because on text that
+   nothing was learned from more may lie there than in the sample. R is N;
 3. but in a group of more than 16,384 values the rest is left out, and R is smaller.
 
 Reference: Halko, Martinsson, Tropp, Finding structure with randomness, SIAM Review 53(2), 2011, algorithm 4.4.
