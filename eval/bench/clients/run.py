@@ -1,6 +1,6 @@
 """What users' own benchmarks say of a server with and without cuvee.
 
-    for each arm:       a server with an empty store -> every workload twice (cold, warm), and some questions
+    for each arm:       a server with an empty store -> every workload twice (cold, warm), and some questions twice
                         the server again, with what is stored -> every workload (after a restart), the questions again
     for each workload:  seconds to the first token of each request, and how many prompt tokens were not computed
 
@@ -119,9 +119,10 @@ def _run_arm(
                         found["workloads"][workload.name][phase] = _run_workload(workload, phase, server, logs)
                         save()
                     server.check()
-                found.setdefault("answers", {})[served[0]] = [
-                    server.complete(question, _ANSWER_TOKENS) for question in _questions()
-                ]
+                for phase in served:
+                    found.setdefault("answers", {})[phase] = [
+                        server.complete(question, _ANSWER_TOKENS) for question in _questions()
+                    ]
                 counters = server.counters()
             if served[0] == COLD and stores:
                 found["disk"] = _disk(store, counters)

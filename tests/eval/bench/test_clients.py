@@ -178,6 +178,7 @@ def test_every_arm_meets_every_workload(tmp_path: Path, fake: type[FakeServer]) 
     assert measured["prompt_tokens"] == 100 and measured["hit_rate"] == 0.75
     assert arms["cuvee lossless"]["disk"]["ratio"] == 3 and "disk" not in arms[BASELINE]
     assert arms["cuvee lossless"]["same_answers"][RESTART] == {"equal": 1.0, "leading": 1.0}
+    assert list(arms["vLLM's prefix cache"]["same_answers"]) == [COLD, WARM]
     assert arms["cuvee high"]["same_answers"][COLD]["equal"] == 0
     assert len(fake.started) == 2 + 3 * 2
     out = tmp_path / "out"
