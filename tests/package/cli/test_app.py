@@ -62,8 +62,9 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 
 def test_the_commands() -> None:
     assert COMMANDS == [
-        "bench cpu", "bench engine", "bench gpu", "blend-report", "compare", "decode", "demo", "encode", "inspect",
-        "kernels", "profile learn", "profile show", "report", "store delete-tenant", "store info", "tasks",
+        "bench clients", "bench cpu", "bench engine", "bench gpu", "blend-report", "compare", "decode", "demo",
+        "encode", "inspect", "kernels", "profile learn", "profile show", "report", "store delete-tenant", "store info",
+        "tasks",
     ]  # fmt: skip
     for group in ("", "bench", "profile", "store"):
         assert "Commands" in run(*group.split(), "--help").stdout
@@ -80,8 +81,10 @@ def test_the_example_of_a_command_is_right(command: str) -> None:
     found: Any = typer.main.get_command(app)
     for word in command.split():
         found = found.commands[word]
-    (example,) = re.findall(f"Example: cuvee {command} (.*)", found.help)
-    found.make_context(command, shlex.split(example))
+    examples = re.findall(f"Example: cuvee {command} (.*)", found.help)
+    assert examples
+    for example in examples:
+        found.make_context(command, shlex.split(example))
 
 
 @pytest.mark.parametrize(
