@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from cuvee.blend.model import BlendModel, TransformersModel
-from cuvee.blend.segments import Prompt, Segment
+from cuvee.blend.recompute import KVExchange, Placed, Recompute, Recomputed
+from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -30,7 +31,6 @@ from cuvee.codec.rope import rotate, unrotate
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-_BLOCK_ROWS = 1024  # tokens computed together; their mask has so many rows, each as long as the prompt
 _PROBES = 16  # tokens of a chunk that are compared with its text
 _FEWEST_PROBES = 4
 # A chunk is refused above this error, as a share of the mean distance between tokens. Measured: 0.2 at quality "small",
@@ -220,7 +220,6 @@ class _Run:
                 f"logits_to_keep: must be 1 … {text}, as many as end this prompt in text, got {logits_to_keep!r}"
             )
         self.kept = logits_to_keep
-        self.query_token_layers = 0
 
     def _check(self) -> None:
         low, high = (int(bound) for bound in torch.aminmax(self.tokens))
@@ -236,37 +235,15 @@ class _Run:
     def run(self) -> BlendResult:
         leading = self._place()
         offset = torch.arange(len(self.tokens)) - torch.tensor(self.starts)[self.segment]
-        leading_tokens = self.cached & (self.segment == 0) if leading else torch.zeros_like(self.cached)
+        nothing = torch.zeros_like(self.cached)
+        leading_tokens = self.cached & (self.segment == 0) if leading else nothing
         self._check_tokens()
-        prompt = Prompt(self.tokens, self.segment, offset, self.cached, leading_tokens, self.layers, self._attend)
-        selection = self.selector.begin(prompt)
-        text = (~self.cached).nonzero()[:, 0]
-        depth = torch.zeros(len(self.tokens), dtype=torch.int64)
-        through = torch.zeros(self.layers, len(self.segments), dtype=torch.int64)
-        positions = torch.cat((text, selection.tokens(0))).sort().values
-        hidden = self.model.embed(self.tokens[positions])
-        blocks = self._blocks(positions)
-        for layer in range(self.layers):
-            chosen = selection.tokens(layer)
-            wanted = torch.cat((text, chosen)).sort().values
-            if len(wanted) < len(positions):
-                hidden = hidden[torch.searchsorted(positions, wanted).to(hidden.device)]
-                positions, blocks = wanted, self._blocks(wanted)
-            depth[positions] += 1
-            through[layer] = torch.bincount(self.segment[positions], minlength=len(self.segments))
-            exchanges = [
-                _Exchange(self.keys[layer][:, : block.end], self.values[layer][:, : block.end], block.positions)
-                for block in blocks
-            ]
-            if selection.watches(layer):
-                for exchange in exchanges:
-                    exchange.watch(self.cached)
-            parts = zip(hidden.split(_BLOCK_ROWS), blocks, exchanges, strict=True)
-            hidden = torch.cat([self.model.layer(layer, part, block.rows, exchange) for part, block, exchange in parts])
-            if selection.watches(layer):
-                selection.observe(layer, *_deviations(exchanges))
-        logits = self.model.logits(hidden[-self.kept :])
-        return BlendResult(self.tokens, self._cache(), logits, self._record(depth, through, leading))
+        placed = Placed(
+            self.tokens, self.segment, offset, self.cached, leading_tokens, known=nothing, end=len(self.tokens)
+        )
+        done = Recompute(self.model, _DenseKV(self.keys, self.values), placed).run(self.selector)
+        logits = self.model.logits(done.hidden[-self.kept :])
+        return BlendResult(self.tokens, self._cache(), logits, self._record(done, leading))
 
     # Cached KV -----------------------------------------------------------------------------------------------------
 
@@ -348,42 +325,6 @@ class _Run:
                 )
             done += len(probe)
 
-    # Attention of the query ----------------------------------------------------------------------------------------
-
-    def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
-        """See `Prompt.attend`."""
-        total = len(self.tokens)
-        positions = (~self.cached).nonzero()[:, 0][-queries:]
-        there = self.cached.clone()
-        there[positions] = True  # the rest of the text is not computed yet
-        visible = (positions[:, None] >= torch.arange(total)) & there
-        rows = self.model.rows(positions, visible)
-        hidden = self.model.embed(self.tokens[positions])
-        mass = torch.zeros(total)
-        for layer in range(max(layers) + 1):
-            exchange = _Exchange(self.keys[layer], self.values[layer], positions)
-            after = self.model.layer(layer, hidden, rows, exchange)
-            if layer in layers:
-                asked = self.model.queries(layer, hidden, rows).float()
-                keys = self.keys[layer].float().repeat_interleave(len(asked) // len(self.keys[layer]), 0)
-                scores = (asked @ keys.transpose(1, 2)).masked_fill(~visible.to(asked.device), float("-inf"))
-                mass += scores.softmax(-1).sum((0, 1)).cpu()
-            hidden = after
-        self.query_token_layers += len(positions) * (max(layers) + 1)
-        return mass
-
-    def _blocks(self, positions: torch.Tensor) -> list[_Block]:
-        """Cut the tokens of a pass into blocks, to keep masks small. Each block sees what those before it wrote."""
-        return [
-            _Block(part, int(part[-1]) + 1, self.model.rows(part, self._visible(part)))
-            for part in positions.split(_BLOCK_ROWS)
-        ]
-
-    def _visible(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """What the tokens at `positions` look at: all up to themselves. None if these are the first of the prompt."""
-        end = int(positions[-1]) + 1
-        return None if len(positions) == end else positions[:, None] >= torch.arange(end)
-
     # Results -------------------------------------------------------------------------------------------------------
 
     def _cache(self) -> DynamicCache:
@@ -394,64 +335,35 @@ class _Run:
             cache.update(keys[None], values[None], layer)
         return cache
 
-    def _record(self, depth: torch.Tensor, through: torch.Tensor, leading: bool) -> BlendRecord:
+    def _record(self, done: Recomputed, leading: bool) -> BlendRecord:
         text = int((~self.cached).sum())
         return BlendRecord(
             tokens=len(self.tokens),
             cached=len(self.tokens) - text,
             layers=self.layers,
-            computed=tuple(int(count) - text for count in through.sum(1)),
-            query_token_layers=self.query_token_layers,
-            depth=depth,
+            computed=tuple(int(count) - text for count in done.by_segment.sum(1)),
+            query_token_layers=done.query_token_layers,
+            depth=done.depth,
             text=~self.cached,
             segments=tuple(
                 SegmentRecord(start, end, segment.chunk is not None, leading and start == 0, tuple(column.tolist()))
-                for segment, start, end, column in zip(self.segments, self.starts, self.ends, through.T, strict=True)
+                for segment, start, end, column in zip(
+                    self.segments, self.starts, self.ends, done.by_segment.T, strict=True
+                )
             ),
             selector=repr(self.selector),
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """Tokens that go through a layer together, the position after them, and what the model needs to know of them."""
+class _DenseKV:
+    """The prompt's KV `[H, T, D]` per layer, in tensors of its own."""
 
-    positions: torch.Tensor
-    end: int
-    rows: Any
-
-
-class _Exchange:
-    """Writes a layer's new keys and values `[H, S, D]` among the cached ones `[H, T, D]`."""
-
-    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         self._keys = keys
         self._values = values
-        self._positions = positions.to(keys.device)
-        self._watched: torch.Tensor | None = None
-        self.seen: list[torch.Tensor] = []
 
-    def watch(self, cached: torch.Tensor) -> None:
-        """Measure how far the new KV of `cached` tokens (bool `[T]`) is from the KV that they came with.
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys[index], self._values[index]
 
-        `seen` will hold four tensors float32 `[n]`: the squared distances of keys and of values, then the squared new
-        keys and new values.
-        """
-        self._watched = cached[self._positions.cpu()].nonzero()[:, 0].to(self._keys.device)
-
-    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._watched is not None:
-            pairs = [(new[:, self._watched].float(), old[:, self._positions[self._watched]].float())
-                     for new, old in ((keys, self._keys), (values, self._values))]  # fmt: skip
-            squares = [new - old for new, old in pairs] + [new for new, _ in pairs]
-            self.seen = [square.square().sum((0, 2)).cpu() for square in squares]
-        self._keys.index_copy_(1, self._positions, keys)
-        self._values.index_copy_(1, self._positions, values)
-        return self._keys, self._values
-
-
-def _deviations(exchanges: Sequence[_Exchange]) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `Selection.observe`: keys and values, float32 `[n]`, over all blocks."""
-    keys, values, new_keys, new_values = (torch.cat(parts) for parts in zip(*(e.seen for e in exchanges), strict=True))
-    smallest = torch.finfo(torch.float32).tiny
-    return keys / new_keys.mean().clamp_min(smallest), values / new_values.mean().clamp_min(smallest)
+    def exchange(self, index: int, positions: torch.Tensor, end: int) -> KVExchange:
+        return KVExchange(self._keys[index][:, :end], self._values[index][:, :end], positions)

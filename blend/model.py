@@ -46,8 +46,8 @@ class BlendModel(Protocol):
 
         Args:
             positions: int64, rising.
-            visible: bool `[S, T]`: which tokens of the prompt each of them may look at. None means that these are all
-                tokens of the prompt, and each sees itself and those before it.
+            visible: bool `[S, T]`: which tokens of the prompt each of them may look at. None: itself and all before
+                it.
         """
         ...
 
@@ -124,9 +124,11 @@ class TransformersModel:
         position_ids = positions.to(self.device)[None]
         cos, sin = self._base.rotary_emb(torch.empty(0, dtype=self._model.dtype, device=self.device), position_ids)
         mask: torch.Tensor | None = None
-        if visible is None and self._attention == "eager":  # eager attention takes "no mask" as "no restriction"
-            count = position_ids.shape[1]
-            visible = torch.ones(count, count, dtype=torch.bool).tril()
+        end = int(positions[-1]) + 1
+        # Of all tokens from the first on, "sdpa" knows by itself what they may look at. To eager attention, no mask is
+        # no restriction.
+        if visible is None and (len(positions) < end or self._attention == "eager"):
+            visible = positions[:, None] >= torch.arange(end)
         if visible is not None:
             mask = torch.zeros(visible.shape, dtype=self._model.dtype, device=self.device)
             mask.masked_fill_(~visible.to(self.device), torch.finfo(mask.dtype).min)

@@ -30,7 +30,7 @@ from cuvee.blend import (
     Selector,
     TransformersModel,
     Union,
-    blender,
+    recompute,
 )
 from cuvee.blend.model import FAMILIES
 from cuvee.codec.chunk import KVChunk
@@ -339,7 +339,7 @@ def test_tokens_computed_in_blocks_see_each_other(
     ends, cached = (3, 12, 15, 26, 34), (1, 3)
     segments = stale(model, tokens, ends, cached)
     whole_blends = [Blender(model, selector=selector).blend(segments, logits_to_keep=8) for selector in SELECTORS]
-    monkeypatch.setattr(blender, "_BLOCK_ROWS", rows)
+    monkeypatch.setattr(recompute, "_BLOCK_ROWS", rows)
     for selector, expected in zip(SELECTORS, whole_blends, strict=True):
         result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
         assert torch.equal(result.record.depth, expected.record.depth), selector
@@ -362,9 +362,13 @@ def test_a_mask_that_is_off_by_one_would_be_seen(
     segments.append(Segment(tokens[25:]))
     blend = Blender(model, selector=Random(0.5)).blend
     assert same_as(blend(segments), full)
-    monkeypatch.setattr(
-        blender._Run, "_visible", lambda run, positions: positions[:, None] + off >= torch.arange(len(run.tokens))
-    )
+    rows = TransformersModel.rows
+
+    def rows_off(model: TransformersModel, positions: torch.Tensor, visible: torch.Tensor | None) -> Any:
+        assert visible is None  # no query is asked here
+        return rows(model, positions, positions[:, None] + off >= torch.arange(int(positions[-1]) + 1))
+
+    monkeypatch.setattr(TransformersModel, "rows", rows_off)
     assert not same_as(blend(segments), full, tolerance=1e-3)
 
 

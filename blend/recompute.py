@@ -1,0 +1,237 @@
+"""Recomputes the tokens that a selector chooses, in a prompt whose cached KV is in its place already.
+
+    Placed + Selector --> positions --layer by layer--> PromptKV: what they compute replaces what was there
+
+Where that place is does not matter here: tensors of a cache of transformers (`blender.py`), or the pages of a serving
+engine (`cuvee.integrations.vllm.blending`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from cuvee.blend.model import BlendModel
+from cuvee.blend.segments import Prompt
+from cuvee.blend.selectors import Selector
+
+_BLOCK_ROWS = 1024  # tokens computed together; their mask has so many rows, each as long as the prompt
+
+
+class WatchingExchange(Protocol):
+    """An exchange that can measure how far new KV is from the KV that it replaces."""
+
+    seen: list[torch.Tensor]
+
+    def watch(self, cached: torch.Tensor) -> None:
+        """Measure it for the `cached` tokens, bool `[T]`.
+
+        `seen` will hold four tensors float32 `[n]`: the squared distances of keys and of values, then the squared new
+        keys and new values.
+        """
+        ...
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `cuvee.blend.model.Exchange`."""
+        ...
+
+
+class PromptKV(Protocol):
+    """The KV of a prompt of T tokens while it is blended."""
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values `[H, T, D]` of a layer. The query's pass writes its own among them."""
+        ...
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int) -> WatchingExchange:
+        """What a layer hands the new KV of the tokens at `positions` (rising) to, which look at tokens before `end`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placed:
+    """A prompt of T tokens whose cached KV is in its place. All tensors are on the CPU, `[T]`.
+
+    Attributes:
+        tokens, segment, offset, cached, leading: as in `Prompt`.
+        known: tokens whose KV is there and exact, so that nobody has to compute them and no selector deals with them;
+            bool.
+        end: tokens from here on are left to somebody else. Selectors know them all the same.
+    """
+
+    tokens: torch.Tensor
+    segment: torch.Tensor
+    offset: torch.Tensor
+    cached: torch.Tensor
+    leading: torch.Tensor
+    known: torch.Tensor
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recomputed:
+    """What was recomputed.
+
+    Attributes:
+        hidden: of the tokens that went through the last layer, in the model's form, in order.
+        depth: how many layers each token went through, int64 `[T]`.
+        by_segment: how many tokens of each segment went through each layer, int64 `[layers, segments]`.
+        query_token_layers: token-layers that the selector spent on passes of the query.
+    """
+
+    hidden: torch.Tensor
+    depth: torch.Tensor
+    by_segment: torch.Tensor
+    query_token_layers: int
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as it is: the sum over the ranks of a model that is not split."""
+    return tensor
+
+
+class Recompute:
+    """Recomputes one prompt.
+
+    Args:
+        model: computes tokens.
+        kv: where their KV is read and written.
+        placed: the prompt.
+        total: adds up a float32 tensor over the ranks that hold a part of the model's heads each. It must give all of
+            them the same bits, because each selects by itself.
+    """
+
+    def __init__(
+        self,
+        model: BlendModel,
+        kv: PromptKV,
+        placed: Placed,
+        total: Callable[[torch.Tensor], torch.Tensor] = same,
+    ) -> None:
+        self._model = model
+        self._kv = kv
+        self._placed = placed
+        self._total = total
+        self._layers = model.layout.num_layers
+        self._query_token_layers = 0
+
+    def run(self, selector: Selector) -> Recomputed:
+        """Compute the text and what `selector` chooses; call it once.
+
+        Raises:
+            InputError: the selector's cost cannot be kept.
+        """
+        placed, model = self._placed, self._model
+        prompt = Prompt(
+            placed.tokens, placed.segment, placed.offset, placed.cached, placed.leading, self._layers, self._attend
+        )
+        selection = selector.begin(prompt)
+        text = ~placed.cached & ~placed.known
+        text[placed.end :] = False
+        wanted_text = text.nonzero()[:, 0]
+        depth = torch.zeros(len(placed.tokens), dtype=torch.int64)
+        segments = int(placed.segment.max()) + 1
+        through = torch.zeros(self._layers, segments, dtype=torch.int64)
+        positions = torch.cat((wanted_text, selection.tokens(0))).sort().values
+        hidden = model.embed(placed.tokens[positions])
+        blocks = self._blocks(positions)
+        for layer in range(self._layers):
+            wanted = torch.cat((wanted_text, selection.tokens(layer))).sort().values
+            if len(wanted) < len(positions):
+                hidden = hidden[torch.searchsorted(positions, wanted).to(hidden.device)]
+                positions, blocks = wanted, self._blocks(wanted)
+            if not len(positions):
+                break
+            depth[positions] += 1
+            through[layer] = torch.bincount(placed.segment[positions], minlength=segments)
+            exchanges = [self._kv.exchange(layer, block.positions, block.end) for block in blocks]
+            if selection.watches(layer):
+                for exchange in exchanges:
+                    exchange.watch(placed.cached)
+            parts = zip(hidden.split(_BLOCK_ROWS), blocks, exchanges, strict=True)
+            hidden = torch.cat([model.layer(layer, part, block.rows, exchange) for part, block, exchange in parts])
+            if selection.watches(layer):
+                selection.observe(layer, *self._deviations(exchanges))
+        return Recomputed(hidden, depth, through, self._query_token_layers)
+
+    def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
+        """See `Prompt.attend`."""
+        placed, model = self._placed, self._model
+        count = len(placed.tokens)
+        there = placed.cached | placed.known
+        positions = (~there).nonzero()[:, 0][-queries:]
+        there[positions] = True  # the rest of the text is not computed yet
+        visible = (positions[:, None] >= torch.arange(count)) & there
+        rows = model.rows(positions, visible)
+        hidden = model.embed(placed.tokens[positions])
+        mass = torch.zeros(count)
+        for layer in range(max(layers) + 1):
+            keys, values = self._kv.layer(layer)
+            after = model.layer(layer, hidden, rows, KVExchange(keys, values, positions))
+            if layer in layers:
+                asked = model.queries(layer, hidden, rows).float()
+                scores = asked @ keys.float().repeat_interleave(len(asked) // len(keys), 0).transpose(1, 2)
+                scores.masked_fill_(~visible.to(asked.device), float("-inf"))
+                mass += scores.softmax(-1).sum((0, 1)).cpu()
+            hidden = after
+        self._query_token_layers += len(positions) * (max(layers) + 1)
+        return self._total(mass)
+
+    def _blocks(self, positions: torch.Tensor) -> list[_Block]:
+        """Cut the tokens of a pass into blocks, to keep masks small. Each block sees what those before it wrote."""
+        return [
+            _Block(part, int(part[-1]) + 1, self._model.rows(part, None))
+            for part in positions.split(_BLOCK_ROWS)
+            if len(part)
+        ]
+
+    def _deviations(self, exchanges: Sequence[WatchingExchange]) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `Selection.observe`: keys and values, float32 `[n]`, over all blocks."""
+        keys, values, new_keys, new_values = (
+            self._total(torch.cat(parts)) for parts in zip(*(e.seen for e in exchanges), strict=True)
+        )
+        smallest = torch.finfo(torch.float32).tiny
+        return keys / new_keys.mean().clamp_min(smallest), values / new_values.mean().clamp_min(smallest)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Block:
+    """Tokens that go through a layer together, the position after them, and what the model needs to know of them."""
+
+    positions: torch.Tensor
+    end: int
+    rows: Any
+
+
+class KVExchange:
+    """Writes a layer's new keys and values `[H, S, D]` among those of the prompt `[H, T, D]`."""
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor) -> None:
+        self._keys = keys
+        self._values = values
+        self._positions = positions.to(keys.device)
+        self._watched: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+
+    def watch(self, cached: torch.Tensor) -> None:
+        """See `WatchingExchange`."""
+        self._watched = cached[self._positions.cpu()].nonzero()[:, 0].to(self._keys.device)
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `cuvee.blend.model.Exchange`."""
+        if self._watched is not None:
+            pairs = [(new[:, self._watched].float(), old[:, self._positions[self._watched]].float())
+                     for new, old in ((keys, self._keys), (values, self._values))]  # fmt: skip
+            self.seen = squared_distances(pairs)
+        self._keys.index_copy_(1, self._positions, keys)
+        self._values.index_copy_(1, self._positions, values)
+        return self._keys, self._values
+
+
+def squared_distances(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+    """Squared distances `[n]` of pairs (new, old) float32 `[H, n, D]`, then the squares of what is new."""
+    squares = [new - old for new, old in pairs] + [new for new, _ in pairs]
+    return [square.square().sum((0, 2)).cpu() for square in squares]
