@@ -1,4 +1,4 @@
-"""What blending needs of a model (`BlendModel`), and how models of transformers provide it (`TransformersModel`).
+"""What blending needs of a model (`RecomputeModel`, `BlendModel`), and how transformers provides it.
 
 Selected tokens go through unmodified decoder layers. Each layer hands its new keys and values to an object in place of
 its cache. That object writes them among the cached ones and returns all of them. A mask by position says what each
@@ -26,16 +26,10 @@ Exchange = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tens
 """Takes a layer's new keys and values `[H, S, D]`, returns those of the whole prompt `[H, T, D]`."""
 
 
-class BlendModel(Protocol):
-    """A model that can compute some tokens of a prompt: S tokens of T. C is the width of the model."""
+class RecomputeModel(Protocol):
+    """A model that can compute some tokens of a prompt: S tokens of T. C is what it keeps of a token between layers."""
 
     layout: KVLayout
-    vocabulary: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where it computes."""
-        ...
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """int64 `[S]` -> hidden states `[S, C]` before the first layer."""
@@ -56,7 +50,21 @@ class BlendModel(Protocol):
         ...
 
     def queries(self, index: int, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Hidden states `[S, C]` before a layer -> its rotated queries `[heads, S, D]`, scaled for the softmax."""
+        """Hidden states `[S, C]` before a layer -> its rotated queries `[heads, S, D]`, scaled for the softmax.
+
+        `layer` was called with the same arguments before.
+        """
+        ...
+
+
+class BlendModel(RecomputeModel, Protocol):
+    """A model that can blend a prompt from the first token to the logits after the last."""
+
+    vocabulary: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
         ...
 
     def first_values(self, tokens: torch.Tensor) -> torch.Tensor:

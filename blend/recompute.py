@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cuvee.blend.model import BlendModel
+from cuvee.blend.model import RecomputeModel
 from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selector
 
@@ -106,7 +106,7 @@ class Recompute:
 
     def __init__(
         self,
-        model: BlendModel,
+        model: RecomputeModel,
         kv: PromptKV,
         placed: Placed,
         total: Callable[[torch.Tensor], torch.Tensor] = same,

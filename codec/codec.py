@@ -278,7 +278,7 @@ class Codec:
         return OpenBlob(blob, header, self._check_header(header), self._identity)
 
     def open_own(
-        self, blob: bytes | memoryview, *, tokens: int, start: int, dtype: str, associated: bytes = b""
+        self, blob: bytes | memoryview, *, tokens: int, start: int | None, dtype: str, associated: bytes = b""
     ) -> OpenBlob:
         """Open a blob that says that this very codec wrote it for so many tokens from `start` on.
 
@@ -288,7 +288,7 @@ class Codec:
         Args:
             blob: what came from a store.
             tokens: that it must hold.
-            start: position that the first of them must have.
+            start: position that the first of them must have; None: any.
             dtype: that the tokens must have had.
             associated: as in `open`.
 
@@ -300,7 +300,7 @@ class Codec:
         header = read_header(blob)
         layout = self._check_header(header)
         found = (header.tokens, header.start, header.dtype, header.scheme, header.step)
-        wanted = (tokens, start, dtype, self._own, self.step)
+        wanted = (tokens, header.start if start is None else start, dtype, self._own, self.step)
         if found != wanted:
             raise CorruptError(f"the entry holds {_told(*found)}; expected {_told(*wanted)}")
         verify_tag(blob, header, self._keys, associated)

@@ -288,6 +288,15 @@ class PagedCache:
                 out[name].append((part.float() * scale).to(dtype) if self.scaled else part.to(dtype))
         return KVChunk(out["keys"], out["values"], self.layout, start)
 
+    def layer(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies `[T, H, D]` of a layer's keys and values at `slots`, int64 `[T]`: the numbers as they are stored.
+
+        The slots must be the cache's: on a device, to check that would wait for it.
+        """
+        places = self._places(slots, range(index, index + 1))
+        keys, values = self.pages(index)
+        return _take(keys, places), _take(values, places)
+
     def copy(self, slots: torch.Tensor) -> PagedCache:
         """The tokens at `slots`, int64 `[T]`, as the one block of a dense cache: the numbers as they are stored.
 

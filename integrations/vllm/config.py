@@ -10,6 +10,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.keys import Key, make_keys, read_secret
 from cuvee.codec.suggest import suggestion
 from cuvee.integrations.stores.redaction import redacted
+from cuvee.integrations.vllm.blending.options import BlendOptions
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 _DECISIONS = ("measured", "always")
@@ -42,6 +43,8 @@ class Options:
         key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
             authenticated: written with the first secret, accepted with any.
         key_file: instead: path of a file that holds the secret, or a list of them.
+        blend: reuse cached segments at any position, recomputing a part of their tokens; answers are approximations
+            then (`cuvee.integrations.vllm.blending.options.BlendOptions`). None: never.
     """
 
     store: tuple[str, ...] = ("memory://?max_gb=4",)
@@ -67,6 +70,7 @@ class Options:
     tenant_metrics: bool = False
     key_env: tuple[str, ...] | None = None
     key_file: tuple[str, ...] | None = None
+    blend: BlendOptions | None = None
 
     def __post_init__(self) -> None:
         given: Any = self.store
@@ -105,6 +109,9 @@ class Options:
                 raise InputError(f"{name}: must be a number above 0, got {value!r}")
         if self.decide not in _DECISIONS:
             raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
+        blend: Any = self.blend
+        if not isinstance(blend, BlendOptions | None):
+            object.__setattr__(self, "blend", BlendOptions.from_json(blend))
         if len(self.codec_quality) > 1:
             raise InputError(
                 f"quality: give at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"

@@ -1,6 +1,6 @@
 """`CuveeConnector`: vLLM's V1 connector interface, handed on to the scheduler's side and the workers' side.
 
-The only modules that import vLLM are this one and `prometheus`. Tested with vLLM 0.32.
+The only modules that import vLLM are this one, `prometheus` and `blending.model`. Tested with vLLM 0.32.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
 then: it brings numba, and with numba's llvmlite in memory vLLM 0.32 cannot start a worker on a CPU (it looks into every
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from cuvee.codec.errors import InputError, UnsupportedModel
@@ -38,6 +40,8 @@ from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 
 if TYPE_CHECKING:
+    from cuvee.integrations.vllm.blending.executing import PageBlender
+    from cuvee.integrations.vllm.blending.options import BlendOptions
     from cuvee.integrations.vllm.decision import Estimate
     from cuvee.integrations.vllm.scheduler import SchedulerSide
     from cuvee.integrations.vllm.worker import WorkerSide
@@ -111,6 +115,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._closed = False
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
+        self._blender: PageBlender | None = None
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
         if role is KVConnectorRole.SCHEDULER:
@@ -118,8 +123,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._setup.check_profile(model.model, model.revision)
             identity = self._setup.identity(vllm_config)
             self._scheduler = SchedulerSide(
-                self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni"
-            )
+                self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni",
+                separator=_separator(self._setup.options.blend, model),
+            )  # fmt: skip
             if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1):
                 logger.info(
                     "cuvee: vLLM kills this engine at once when it is stopped, and what waits to be stored then is "
@@ -158,8 +164,9 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Blocks may be freed at once: what is stored was copied, or is before anything is written to them again."""
+        told = self._scheduling.told(request)
         self._scheduling.finished(request, block_ids)
-        return False, None
+        return False, None if told is None else {"cuvee": told}
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -181,7 +188,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         rank = get_tensor_model_parallel_rank()
         codec = self._setup.codec(rank)
         worker = WorkerSide(self._setup, rank, codec, self._store, self._recorder)
-        worker.attach(self._pages(kv_caches, rank))
+        pages = self._pages(kv_caches, rank)
+        worker.attach(pages)
+        if self._setup.options.blend is not None:
+            self._blender = self._page_blender(pages, kv_caches)
         self._worker = worker
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
@@ -191,8 +201,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.save(_plan_of(kv_connector_metadata).last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; synchronous ones are over on return."""
+        """Start this step's loads; synchronous ones are over on return. Blends are recomputed once all is there."""
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
+        self._working.drop(self._plan.drops)
+        self._working.blend(self._plan.blends, self._blender)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous as a whole, or done before the step."""
@@ -269,6 +281,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def _plan(self) -> StepPlan:
         return _plan_of(self._get_connector_metadata())
 
+    def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor]) -> PageBlender:
+        """What recomputes in these pages, with the model that the engine has loaded."""
+        from cuvee.integrations.vllm.blending.executing import PageBlender
+        from cuvee.integrations.vllm.blending.model import LoadedModel, total_over_ranks
+
+        layers = get_layers_from_vllm_config(self._vllm_config, Attention)
+        names = sorted(kv_caches, key=extract_layer_index)
+        spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        model = LoadedModel(self._vllm_config, pages.layout, {name: layers[name] for name in names}, spec)
+        return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks)
+
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
         """The engine's tensors as the codec sees them, in the order of the layers."""
         layout = self._setup.layout.shard(rank, self._setup.shards)
@@ -311,6 +334,19 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             keys.append(k)
             values.append(v)
         return PagedCache(layout, keys, values)
+
+
+def _separator(blend: BlendOptions | None, model: Any) -> Sequence[int] | None:
+    """The tokens of blending's separator, by the engine's tokenizer."""
+    given = None if blend is None else blend.separator
+    if not isinstance(given, str):
+        return given
+    if model.skip_tokenizer_init:
+        raise InputError("blend.separator: the engine has no tokenizer: give the separator's token ids")
+    ids: list[int] = cached_tokenizer_from_config(model).encode(given, add_special_tokens=False)
+    if not ids:
+        raise InputError(f"blend.separator: {given!r} is no token to the engine's tokenizer")
+    return ids
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:

@@ -52,7 +52,8 @@ class Metric:
 _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
-_FAILURES = ("load", "encode", "store", "lookup", "timeout")
+_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
+_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
 
 # A chunk is one rank's: with two ranks, a span of tokens is two chunks. Where nothing else is said, tails are chunks.
 METRICS: dict[str, Metric] = {
@@ -71,6 +72,17 @@ METRICS: dict[str, Metric] = {
         Metric("loaded_tokens", "counter", "Tokens that were loaded instead of computed.", ranks="first"),
         Metric("loaded_chunks", "counter", "Whole chunks loaded, of all ranks."),
         Metric("loaded_tails", "counter", "Unfinished chunks loaded, of all ranks."),
+        Metric("loaded_segments", "counter", "Segments placed for blends, of all ranks."),
+        Metric("stored_segments", "counter", "Segments of prompts stored to be blended, of all ranks."),
+        Metric("blends", "counter", "Prompts that were blended.", ranks="first"),
+        Metric("blended_tokens", "counter", "Tokens of blends, reused ones and the text between them.", ranks="first"),
+        Metric("blend_reused_tokens", "counter", "Tokens of them that came with cached KV.", ranks="first"),
+        Metric("blend_recomputed_tokens", "counter", "Reused tokens that were recomputed all the same.", ranks="first"),
+        Metric("blend_token_layers", "counter", "Token-layers spent on that and on choosing them.", ranks="first"),
+        Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing, in the engine's loop.",
+               ranks="first", buckets=_LOAD_BUCKETS),
+        Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
+               "reason", _REFUSALS),
         Metric("recomputed_tokens", "counter", "Tokens of loads that failed, recomputed instead; of all ranks."),
         Metric("lookups", "counter", "Requests by what was found for them: their whole prompt, a part, nothing, "
                "something slower to load than to compute, no answer in time.", "result", _RESULTS),
@@ -268,6 +280,15 @@ class Recorder:
                 f"{_size(raw)} as {_size(stored)} "
                 f"({raw / max(stored, 1):.1f}x), encoding {figure('encode_seconds'):.3g} s"
             )
+        if figure("stored_segments"):
+            parts.append(f"stored {figure('stored_segments'):,} segments")
+        if figure("blends"):
+            parts.append(
+                f"blended {figure('blends'):,} prompts of {figure('blended_tokens'):,} tokens: "
+                f"{figure('blend_reused_tokens'):,} reused, {figure('blend_recomputed_tokens'):,} of them recomputed"
+            )
+        if refused := split("blends_refused"):
+            parts.append(f"not blended: {refused}")
         if figure("loads"):
             parts.append(
                 f"loaded {figure('loaded_tokens'):,} tokens ({figure('loaded_chunks'):,} chunks and "

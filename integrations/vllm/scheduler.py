@@ -36,8 +36,9 @@ from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
 from cuvee.codec.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
 from cuvee.integrations.vllm.decision import BreakEven, Estimate, load_work
-from cuvee.integrations.vllm.messages import Load, Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Blend, Load, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 
@@ -94,9 +95,13 @@ class _Tracked:
     end: int = 0  # and how many of the prompt's tokens that can give
     computed: int = 0  # tokens that have KV in the blocks the request has now, once its last step is over
     settled: bool = False  # the answer was judged and counted; the engine may ask again
-    refused: bool = False  # nothing is loaded for it any more: too slow, declined or failed once
+    refused: bool = False  # nothing is loaded for it any more: too slow, or failed once
+    declined: bool = False  # its prefix is quicker computed than loaded
     stale: bool = False  # computed some tokens before a reset: nothing of it is stored
     saved: int = 0  # chunks that need not be stored (again)
+    segmented: Segmented | None = None  # what of it may be blended
+    blend: Blend | None = None  # what was offered to the engine last, and where that ends
+    blend_end: int = 0
 
 
 class SchedulerSide:
@@ -110,6 +115,7 @@ class SchedulerSide:
         adapter_identity: names the weights of an adapter, by name and path.
         own_store: no worker has this store object, so nobody else counts what goes wrong with it.
         clock: seconds, monotonic.
+        separator: token ids of blending's separator, if it has one.
     """
 
     def __init__(
@@ -121,6 +127,7 @@ class SchedulerSide:
         adapter_identity: Callable[[str, str], str],
         own_store: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        separator: Sequence[int] | None = None,
     ) -> None:
         self._options = setup.options
         self._loads_at_all, self._stores_at_all = setup.loads, setup.stores
@@ -150,38 +157,76 @@ class SchedulerSide:
         self._patience = _PATIENCE
         self._timed_steps: dict[int, tuple[int, float]] = {}
         self._last_saves: list[Save] = []  # of requests that ended since the last step was planned
+        self._placed: dict[str, int] = {}  # ranks that have placed the segments of a request
+        self._ready: list[str] = []  # requests that all ranks can recompute
+        self._drops: list[str] = []
+        self._planner: BlendPlanner | None = None
+        if setup.options.blend is not None:
+            self._planner = BlendPlanner(
+                setup.options.blend, identity, self._block, self._pool.submit, self._contains, recorder,
+                self._options.lookup_timeout, self._options.decide == "always", separator, clock,
+            )  # fmt: skip
 
     # Requests --------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for it now, so that the answer is there when its turn comes."""
         tracked = self._track(request)
-        if tracked is not None and self._worth_asking(request, 0):
+        if tracked is None:
+            return
+        if self._planner is not None:
+            tracked.segmented = self._planner.segment(request, tracked.tenant)
+        if self._worth_asking(request, 0):
             self._ask(tracked)
+            if self._planner is not None and tracked.segmented is not None:
+                self._planner.ask(tracked.segmented, tracked.tenant)
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
         tracked = self._track(request)
-        if tracked is None or tracked.refused or not self._worth_asking(request, computed):
+        if tracked is None or tracked.refused:
             return 0, False
+        tokens = self._prefix_tokens(tracked, computed) if self._worth_asking(request, computed) else 0
+        if tokens is not None and self._planner is not None and tracked.segmented is not None and not tracked.refused:
+            tokens = self._blended_tokens(tracked, tracked.segmented, self._planner, computed, tokens)
+        return tokens, bool(tokens)
+
+    def _prefix_tokens(self, tracked: _Tracked, computed: int) -> int | None:
+        """How many tokens after the first `computed` can be loaded and continue what is there; None: ask again."""
+        request = tracked.request
         found = self._look_up(tracked)
         if found is None:
-            return None, False
+            return None
         usable = self._usable(request.num_tokens)
         coded = found.chunks * self._chunk + found.tail
         tracked.found, tracked.end = found, min(coded, usable)
         tokens = tracked.end - computed
         if tokens >= self._options.least_tokens and self._is_loaded_by_another(tracked, computed):
-            return None, False
+            return None
         result = "miss" if not coded else ("hit" if tracked.end == usable else "partial")
-        if tokens < self._options.least_tokens:
+        if tokens < self._options.least_tokens or tracked.declined:
             tokens = 0
         elif not tracked.settled and not self._pays(tracked, computed):
-            tokens, result, tracked.refused = 0, "declined", True
+            tokens, result, tracked.declined = 0, "declined", True
         if not tracked.settled:
             tracked.settled = True
             self._recorder.count("lookups", label=result)
-        return tokens, bool(tokens)
+        return tokens
+
+    def _blended_tokens(
+        self, tracked: _Tracked, segmented: Segmented, planner: BlendPlanner, computed: int, tokens: int
+    ) -> int | None:
+        """As many, or those up to the end of a blend that goes on from there; None: ask again."""
+        tracked.blend = None
+        blend = planner.offer(tracked.request, segmented, computed + tokens, self._patience)
+        if blend is True:
+            return None
+        if not isinstance(blend, Blend):
+            return tokens
+        last = blend.pieces[-1]
+        tracked.blend = blend
+        tracked.blend_end = min(last.start + last.tokens, tracked.request.num_prompt_tokens - 1)
+        return tracked.blend_end - computed
 
     def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
         """The engine allocated `blocks` for the request and wants `tokens` of them loaded (0: none)."""
@@ -191,10 +236,14 @@ class SchedulerSide:
         tracked.computed = 0  # these are other blocks than it had before, if it had any
         if not tokens:
             return
-        end = tracked.end
+        blend = tracked.blend
+        end = tracked.end if blend is None else tracked.blend_end
         start = end - tokens
         first = start // self._chunk
-        digests = self._entries(tracked)[first:]
+        digests = self._entries(tracked)[first:] if blend is None or blend.start > start else []
+        if blend is not None:
+            blend.blocks = blocks[: -(-end // self._block)]
+            self._placed[request.request_id] = 0
         self._under_way[request.request_id] = digests
         for digest in digests:
             self._loading.setdefault(digest, request.request_id)
@@ -205,8 +254,9 @@ class SchedulerSide:
             first,
             start,
             end,
-            blocks[first * self._chunk // self._block : end // self._block],
-            tracked.found.tail,
+            blocks[first * self._chunk // self._block : -(-end // self._block)],
+            tracked.found.tail if digests else 0,
+            blend,
         )
         tracked.saved = max(tracked.saved, tracked.found.chunks)
 
@@ -220,8 +270,9 @@ class SchedulerSide:
             # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is
             # left out: where the engine plans ahead it may be there, but nobody is told.
             end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
-            self._last_saves += self._tail(tracked, min(end, self._storable(request)), blocks)
+            self._last_saves += self._tail(tracked, min(end, self._storable(tracked)), blocks)
         self._loads.pop(request.request_id, None)
+        self._drop(request.request_id)
         self._load_is_over(request.request_id)
         if tracked is not None and tracked.lookup is not None:
             tracked.lookup.answer.cancel()
@@ -235,6 +286,8 @@ class SchedulerSide:
         plan = StepPlan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
         self._loads.clear()
         plan.last_saves, self._last_saves = self._unchanged(self._last_saves, output), []
+        plan.blends, self._ready = self._ready, []
+        plan.drops, self._drops = self._drops, []
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -249,7 +302,7 @@ class SchedulerSide:
             if self._stores_at_all and not tracked.stale:
                 plan.saves += self._new_saves(tracked, before, before + scheduled, output.kv_connector_block_state)
         mostly_prefill = 2 * prompt_tokens >= max(output.total_num_scheduled_tokens, 2 * _LEAST_PREFILL)
-        if mostly_prefill and (self._options.load_async or not plan.loads):
+        if mostly_prefill and not plan.blends and (self._options.load_async or not plan.loads):
             self._timed_steps[self._step] = (prompt_tokens, self._clock())
         return plan
 
@@ -258,17 +311,22 @@ class SchedulerSide:
         now = self._clock()
         timed = [self._timed_steps.pop(step) for step in report.steps if step in self._timed_steps]
         for tokens, begun in timed:
-            self._break_even.observe_prefill(tokens, max(now - begun, 1e-6))
+            for decision in self._decisions:
+                decision.observe_prefill(tokens, max(now - begun, 1e-6))
         for tokens, seconds in report.loaded:
             self._break_even.observe_load(tokens, max(seconds, 1e-6))
         for request_id in report.ended:
             self._load_is_over(request_id)
+        self._take_blends(report)
         if report.failed:
             self._distrusted = now
         for request_id in report.failed:
             tracked = self._requests.get(request_id)
             if tracked is not None:  # it would only fail again
                 tracked.refused = True
+                if tracked.segmented is not None and tracked.blend is not None and self._planner is not None:
+                    self._planner.refuse(tracked.segmented, "failed")
+            self._drop(request_id)
         for digest in report.unsaved:
             self._known.pop(digest, None)
         if report.metrics is not None:
@@ -288,10 +346,23 @@ class SchedulerSide:
         self._identity = replace(self._identity, model=f"{self._identity.model} reset {uuid4().hex}")
         self._known.clear()
         self._last_saves.clear()
+        if self._planner is not None:
+            self._planner.identity = self._identity
         for tracked in self._requests.values():
             tracked.chain = self._chain(tracked.request)
             tracked.lookup, tracked.found, tracked.end, tracked.saved = None, _NOTHING, 0, 0
             tracked.stale = tracked.request.num_computed_tokens > 0
+            if tracked.segmented is not None and self._planner is not None:
+                exact = tracked.segmented.exact
+                tracked.segmented = self._planner.segment(tracked.request, tracked.tenant)
+                if tracked.segmented is not None:
+                    tracked.segmented.exact = exact
+
+    def told(self, request: Any) -> dict[str, Any] | None:
+        """What the client of a request learns of its blend; None: nothing was to be blended."""
+        tracked = self._requests.get(request.request_id)
+        segmented = None if tracked is None else tracked.segmented
+        return None if segmented is None else segmented.told
 
     def close(self) -> None:
         """Stop asking the store, and say what was done. Waits for nothing."""
@@ -332,6 +403,31 @@ class SchedulerSide:
         owner = self._loading.get(self._entries(tracked)[computed // self._chunk])
         return owner is not None and owner != tracked.request.request_id
 
+    @property
+    def _decisions(self) -> list[BreakEven]:
+        """Both are about the same computing."""
+        return [self._break_even, *([self._planner.break_even] if self._planner is not None else [])]
+
+    def _take_blends(self, report: Report) -> None:
+        """Where every rank has placed a request's segments, it can be recomputed: by all of them in one step."""
+        for request_id in report.placed:
+            if request_id in self._placed:
+                self._placed[request_id] += 1
+                if self._placed[request_id] == self._shards:
+                    del self._placed[request_id]
+                    self._ready.append(request_id)
+            else:  # another rank failed, or the request has ended
+                self._drops.append(request_id)
+        if self._planner is not None:
+            for tokens, seconds in report.blended:
+                self._planner.break_even.observe_load(tokens, max(seconds, 1e-6))
+
+    def _drop(self, request_id: str) -> None:
+        """A blend that is under way is not to be finished: ranks that wait with it give it up."""
+        if self._placed.pop(request_id, None) or request_id in self._ready:
+            self._ready = [other for other in self._ready if other != request_id]
+            self._drops.append(request_id)
+
     def _load_is_over(self, request_id: str) -> None:
         for digest in self._under_way.pop(request_id, ()):
             if self._loading.get(digest) == request_id:
@@ -357,11 +453,14 @@ class SchedulerSide:
         blocks = (tokens - 1) // self._block * self._block
         return blocks if self._tails else min(blocks, tokens // self._chunk * self._chunk)
 
-    def _storable(self, request: Any) -> int:
-        """How many of a request's tokens may be stored once they have KV."""
+    def _storable(self, tracked: _Tracked) -> int:
+        """How many of a request's tokens may be stored once they have KV: those before the first that is not exact."""
+        request = tracked.request
         # What is sampled in a step has no KV yet; under asynchronous scheduling its tokens are not known either.
         known: int = request.num_tokens if self._options.store_generated else request.num_prompt_tokens
-        return known if self._positions is None else min(known, self._positions)
+        segmented = tracked.segmented
+        limits = [self._positions, None if segmented is None else segmented.exact]
+        return min([known, *(limit for limit in limits if limit is not None)])
 
     def _entries(self, tracked: _Tracked) -> list[bytes]:
         """Digests of what was found, in order."""
@@ -491,24 +590,41 @@ class SchedulerSide:
         its prompt, if this step computes the end of that.
         """
         request = tracked.request
-        done = min(after, self._storable(request)) // self._chunk
+        segments = self._new_segments(tracked, after, block_state)
+        done = min(after, self._storable(tracked)) // self._chunk
         first = min(tracked.saved, before // self._chunk)  # fewer than saved: a load failed, or it was preempted
         prompt_ends = before < request.num_prompt_tokens <= after
         if done <= first and not prompt_ends:
-            return []
+            return segments
         digests = tracked.chain.digests(request.all_token_ids, max(done, first))
         tracked.saved = max(done, first)
         wanted = [chunk for chunk in range(first, done) if not self._is_known(digests[chunk])]
         if not wanted and not prompt_ends:
-            return []
+            return segments
         blocks = block_state.get_block_ids(request.request_id)[0]
         per_chunk = self._chunk // self._block
         saves = [
             Save(tracked.tenant, digests[chunk], chunk, list(blocks[chunk * per_chunk : (chunk + 1) * per_chunk]))
             for chunk in wanted
         ]
-        end = min(request.num_prompt_tokens, self._storable(request))
-        return saves + (self._tail(tracked, end, blocks) if prompt_ends else [])
+        end = min(request.num_prompt_tokens, self._storable(tracked))
+        return saves + (self._tail(tracked, end, blocks) if prompt_ends else []) + segments
+
+    def _new_segments(self, tracked: _Tracked, after: int, block_state: Any) -> list[Save]:
+        """Segments of a prompt whose last token this step computes, or an earlier one did: exact ones, and new ones."""
+        segmented = tracked.segmented
+        if segmented is None or self._options.blend is None or not self._options.blend.harvest:
+            return []
+        done = min(after, self._storable(tracked))
+        saves: list[Save] = []
+        while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= done:
+            (start, end), digest = segmented.spans[segmented.harvested], segmented.digests[segmented.harvested]
+            segmented.harvested += 1
+            if not self._is_known(digest):
+                blocks = block_state.get_block_ids(tracked.request.request_id)[0]
+                held = list(blocks[start // self._block : -(-end // self._block)])
+                saves.append(Save(tracked.tenant, digest, 0, held, segment=(start, end - start)))
+        return saves
 
     def _tail(self, tracked: _Tracked, end: int, blocks: Sequence[int]) -> list[Save]:
         """The tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last whole

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -31,9 +31,12 @@ from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
 from cuvee.integrations.vllm.cores import free_cores, move_to
 from cuvee.integrations.vllm.decision import load_work
-from cuvee.integrations.vllm.messages import Load, Report, Save
+from cuvee.integrations.vllm.messages import Blend, Load, Piece, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+
+if TYPE_CHECKING:
+    from cuvee.integrations.vllm.blending.executing import PageBlender
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,7 @@ class _Job:
     lock: threading.Lock = field(default_factory=threading.Lock)
     valid_until: int = 0  # tokens before this one are restored
     over: bool = False
+    placed: bool = False  # all is decoded, and waits for its tokens to be recomputed
     bad: str | None = None  # key of an entry that is not sound
 
 
@@ -150,7 +154,9 @@ class WorkerSide:
             job = _Job(load, time.monotonic(), valid_until=load.start)
             with self._lock:
                 self._jobs[load.request] = job
-            jobs.append((job, self._loaders.submit(self._load, job, ready)))
+            loading = self._loaders.submit(self._load, job, ready)
+            if load.blend is None:  # a blend takes more than one step in any case
+                jobs.append((job, loading))
         if not synchronous:
             return
         for job, future in jobs:
@@ -168,10 +174,10 @@ class WorkerSide:
         """
         if patience:
             with self._ended:
-                self._ended.wait_for(lambda: self._arrived or not self._jobs, patience)
+                self._ended.wait_for(lambda: self._arrived or self._report.placed or not self._jobs, patience)
         now = time.monotonic()
         with self._lock:
-            late = [job for job in self._jobs.values() if now - job.begun > self._timeout]
+            late = [job for job in self._jobs.values() if not job.placed and now - job.begun > self._timeout]
         for job in late:
             self._give_up(job, patient=False)
         with self._lock:
@@ -204,16 +210,75 @@ class WorkerSide:
                 logger.exception(
                     "cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until
                 )
+        else:
+            if load.blend is not None:
+                self._place(job)
+                return
         if job.bad is not None:  # without the lock: the store may hang, and before the end: then it is stored anew
             self._discard(job.bad)
         with job.lock:
             self._end(job)
 
+    def _place(self, job: _Job) -> None:
+        """Everything that a blend reuses is in its place: the scheduler's side says when the rest is computed."""
+        with job.lock, self._lock:
+            if not job.over:
+                job.placed = True
+                self._report.placed.append(job.load.request)
+                self._ended.notify()
+
+    # Blends ----------------------------------------------------------------------------------------------------
+
+    def blend(self, requests: Sequence[str], blender: PageBlender | None) -> None:
+        """Compute what the blends of these requests leave to be computed. All ranks do so in one order.
+
+        Runs in the engine's thread, between its own passes.
+        """
+        for request in requests:
+            with self._lock:
+                job = self._jobs.get(request)
+            if job is None or job.load.blend is None or blender is None:
+                continue
+            with job.lock:
+                if not job.over:
+                    self._blend(job, job.load.blend, blender)
+
+    def _blend(self, job: _Job, blend: Blend, blender: PageBlender) -> None:
+        load = job.load
+        begun = time.monotonic()
+        try:
+            with allocations(f"blending {load.end - blend.start} tokens"):
+                record = blender.blend(blend, load.end)
+        except CuveeError as error:
+            logger.warning("cuvee: request %s is not blended but computed: %s", load.request, error)
+            self._end(job, "blend")
+            return
+        except Exception:
+            logger.exception("cuvee: request %s is not blended but computed", load.request)
+            self._end(job, "blend")
+            return
+        job.valid_until = load.end
+        for name, value in record.items():
+            self._recorder.count(name, value)
+        self._recorder.count("blend_seconds", time.monotonic() - begun)
+        self._end(job)
+
+    def drop(self, requests: Sequence[str]) -> None:
+        """Give up blends whose segments are in their places, because another rank failed or the request has ended."""
+        for request in requests:
+            with self._lock:
+                job = self._jobs.get(request)
+            if job is not None:
+                with job.lock:
+                    self._end(job)
+
+    # Parts of loads --------------------------------------------------------------------------------------------
+
     def _fetched(self, job: _Job) -> Iterator[tuple[int, list[_Entry]]]:
         """Entries in order, some at a time, the next ones on their way meanwhile: (index of the first, entries)."""
         if job.over:  # given up before a thread was free for it
             return
-        tenant, digests = job.load.tenant, job.load.digests
+        tenant, digests = job.load.tenant, _digests(job.load)
 
         def fetch(first: int) -> list[_Entry]:
             begun = time.monotonic()
@@ -252,11 +317,14 @@ class WorkerSide:
         load = job.load
         begun = time.monotonic()
         good, problem = self._decode(load, first, entries)
-        valid_until = min((load.first_chunk + first + good) * self._chunk, load.end)
+        chunks = max(min(first + good, len(load.digests)) - first, 0)
+        exact = load.end if load.blend is None else load.blend.start
+        valid_until = min((load.first_chunk + first + chunks) * self._chunk, exact)
         job.valid_until = max(job.valid_until, valid_until)
-        tails = int(bool(load.tail) and first + good == len(load.digests))
-        self._recorder.count("loaded_chunks", good - tails)
+        tails = int(bool(load.tail) and chunks > 0 and first + chunks == len(load.digests))
+        self._recorder.count("loaded_chunks", chunks - tails)
         self._recorder.count("loaded_tails", tails)
+        self._recorder.count("loaded_segments", good - chunks)
         self._recorder.count("decode_seconds", time.monotonic() - begun)
         if problem is None:
             return
@@ -274,38 +342,39 @@ class WorkerSide:
             opening.append(self._coders.submit(self._open, load, at, entry.blob))
         opened, problem = _in_a_row(opening)
         if problem is None and len(opened) < len(entries):
-            problem = CuveeError(f"chunk {load.first_chunk + first + len(opened)} is no longer in the store")
-        slots = [self._slots_of_entry(load, at).to(cache.device) for at in range(first, first + len(opened))]
+            problem = CuveeError(f"{_name(load, first + len(opened))} is no longer in the store")
+        entries_at = range(first, first + len(opened))
+        slots = [self._slots_of_entry(load, at).to(cache.device) for at in entries_at]
+        starts = [self._start_of_entry(load, at) for at in entries_at]
         if opened and self._codec.on_device(cache.device):
             try:
-                self._codec.decode_paged(opened, cache, slots).check()
+                self._codec.decode_paged(opened, cache, slots, starts).check()
                 return len(opened), problem
             except CuveeError:
                 pass  # one of them is damaged; one after the other tells which
 
-        def one(blob: OpenBlob, at: torch.Tensor) -> None:
-            self._codec.decode_paged([blob], cache, [at]).check()
+        def one(blob: OpenBlob, at: torch.Tensor, start: int) -> None:
+            self._codec.decode_paged([blob], cache, [at], [start]).check()
 
-        done, damage = _in_a_row([self._coders.submit(one, *each) for each in zip(opened, slots, strict=True)])
+        done, damage = _in_a_row([self._coders.submit(one, *each) for each in zip(opened, slots, starts, strict=True)])
         return len(done), damage or problem
 
     def _open(self, load: Load, at: int, blob: bytes) -> OpenBlob:
-        """Chunk `at` of a load, if its blob is what was asked for; decoding verifies the rest.
+        """Entry `at` of a load, if its blob is what was asked for; decoding verifies the rest.
 
         Raises:
-            CuveeError: it is another chunk's, damaged, or without a valid tag.
+            CuveeError: it is another one's, damaged, or without a valid tag.
         """
-        chunk = load.first_chunk + at
         try:
             return self._codec.open_own(
                 blob,
                 tokens=self._tokens_of_entry(load, at),
-                start=chunk * self._chunk,
+                start=self._start_of_entry(load, at) if at < len(load.digests) else None,
                 dtype=self._pages.layout.dtype,
-                associated=self._bound_to(load.tenant, load.digests[at]),
+                associated=self._bound_to(load.tenant, _digests(load)[at]),
             )
         except CorruptError as error:
-            raise CorruptError(f"chunk {chunk}: {error}") from error
+            raise CorruptError(f"{_name(load, at)}: {error}") from error
 
     def _discard(self, key: str) -> None:
         """Delete an entry that does not decode: it never will."""
@@ -337,7 +406,8 @@ class WorkerSide:
         load = job.load
         seconds = time.monotonic() - job.begun
         done = job.valid_until
-        missing = load.blocks[(done - load.first_chunk * self._chunk) // self._block :]
+        first = (done - load.first_chunk * self._chunk) // self._block
+        missing = load.blocks[first:] if done < load.end else []
         with self._lock:
             self._invalid.update(missing)
             self._arrived.add(load.request)
@@ -345,10 +415,13 @@ class WorkerSide:
             self._report.ended.add(load.request)
             if done == load.end:
                 work = load_work(len(load.digests) - bool(load.tail), load.tail, self._chunk)
-                self._report.loaded.append((work, seconds))
+                if load.blend is None:
+                    self._report.loaded.append((work, seconds))
+                else:
+                    self._report.blended.append((load.end - load.start, seconds))
             else:
                 self._report.failed.add(load.request)
-                self._report.unsaved.update(load.digests[done // self._chunk - load.first_chunk :])
+                self._report.unsaved.update(_digests(load)[done // self._chunk - load.first_chunk :])
             self._ended.notify()
         self._recorder.count("loads")
         self._recorder.count("load_seconds", seconds)
@@ -402,7 +475,7 @@ class WorkerSide:
             OutOfMemory: there is no room for them.
         """
         pages = self._pages
-        slots = torch.cat([self._slots(save.blocks, 0, self._tokens(save)) for save in batch]).to(pages.device)
+        slots = torch.cat([self._slots_of_save(save) for save in batch]).to(pages.device)
         with allocations(f"copying {len(slots)} tokens"):
             return pages.copy(slots)
 
@@ -436,7 +509,8 @@ class WorkerSide:
             blobs = self._codec.encode_paged(
                 copy,
                 [torch.arange(ends[at] - self._tokens(batch[at]), ends[at], device=copy.device) for at in which],
-                [batch[at].chunk * self._chunk for at in which],
+                [self._start(batch[at]) for at in which],
+                importance=[self._importance(batch[at]) for at in which],
                 associated=[self._bound_to(batch[at].tenant, batch[at].digest) for at in which],
             )
         except Exception as error:
@@ -456,7 +530,9 @@ class WorkerSide:
             self._fail([save], "store", error)
             return
         if kept:
-            self._recorder.count("stored_tails" if save.tail else "stored_chunks")
+            self._recorder.count(
+                "stored_segments" if save.segment else ("stored_tails" if save.tail else "stored_chunks")
+            )
             self._recorder.count("raw_bytes", self._bytes(save))
             self._recorder.count("stored_bytes", len(blob))
             if self._tenant_metrics:
@@ -540,9 +616,24 @@ class WorkerSide:
             raise RuntimeError("attach was not called")
         return self._cache
 
+    def _start(self, save: Save) -> int:
+        """Position of the first token that is stored."""
+        return save.chunk * self._chunk if save.segment is None else save.segment[0]
+
     def _tokens(self, save: Save) -> int:
-        """Of a chunk or a tail that is stored."""
-        return save.tail or self._chunk
+        """Of a chunk, a tail or a segment that is stored."""
+        return (save.tail or self._chunk) if save.segment is None else save.segment[1]
+
+    def _slots_of_save(self, save: Save) -> torch.Tensor:
+        first = 0 if save.segment is None else save.segment[0] % self._block
+        return self._slots(save.blocks, first, first + self._tokens(save))
+
+    def _importance(self, save: Save) -> torch.Tensor | None:
+        """A profile predicts which tokens matter from how caches are usually read. A segment is read behind other text,
+        so all its tokens count alike, as in `cuvee.blend.ChunkCache`.
+        """
+        alike = save.segment is not None and bool(self._codec.profile.learned)
+        return torch.ones(self._tokens(save)) if alike else None
 
     def _bytes(self, save: Save) -> int:
         """Of its tokens, uncompressed."""
@@ -550,15 +641,25 @@ class WorkerSide:
 
     def _tokens_of_entry(self, load: Load, at: int) -> int:
         """Tokens that entry `at` of a load holds."""
+        if at >= len(load.digests):
+            return _piece(load, at).tokens
         return load.tail if load.tail and at == len(load.digests) - 1 else self._chunk
+
+    def _start_of_entry(self, load: Load, at: int) -> int:
+        """Position that the first token of entry `at` of a load has in the request."""
+        return (load.first_chunk + at) * self._chunk if at < len(load.digests) else _piece(load, at).start
 
     def _slots_of_entry(self, load: Load, at: int) -> torch.Tensor:
         """Where the tokens of entry `at` of a load go; those before its start and from its end on go nowhere."""
-        begin = at * self._chunk
-        first = min(max(load.start - load.first_chunk * self._chunk - begin, 0), self._chunk)
-        last = min(load.end - load.first_chunk * self._chunk - begin, self._chunk)
-        slots = torch.full((self._tokens_of_entry(load, at),), NOWHERE)
-        slots[first:last] = self._slots(load.blocks, begin + first, begin + last)
+        origin = load.first_chunk * self._chunk
+        tokens, begin = self._tokens_of_entry(load, at), self._start_of_entry(load, at)
+        low, high = load.start, load.end
+        if load.blend is not None:
+            low, high = (low, load.blend.start) if at < len(load.digests) else (load.blend.start, high)
+        first = min(max(low - begin, 0), tokens)
+        last = max(min(high - begin, tokens), first)
+        slots = torch.full((tokens,), NOWHERE)
+        slots[first:last] = self._slots(load.blocks, begin + first - origin, begin + last - origin)
         return slots
 
     def _slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
@@ -584,6 +685,26 @@ class WorkerSide:
         with torch.cuda.device(self._pages.device), torch.cuda.stream(stream):
             stream.wait_event(ready)
             yield
+
+
+def _digests(load: Load) -> list[bytes]:
+    """Of all entries of a load: of its chunks, then of the segments behind them."""
+    return load.digests if load.blend is None else [*load.digests, *(piece.digest for piece in load.blend.pieces)]
+
+
+def _piece(load: Load, at: int) -> Piece:
+    """Entry `at` of a load, which is behind its chunks."""
+    if load.blend is None:
+        raise IndexError(f"entry {at} of a load of {len(load.digests)} chunks")
+    return load.blend.pieces[at - len(load.digests)]
+
+
+def _name(load: Load, at: int) -> str:
+    """What messages call entry `at` of a load."""
+    if at < len(load.digests):
+        return f"chunk {load.first_chunk + at}"
+    piece = _piece(load, at)
+    return f"the segment of tokens {piece.start} … {piece.start + piece.tokens}"
 
 
 def _in_a_row(jobs: Sequence[Future[T]]) -> tuple[list[T], CuveeError | None]:

@@ -1,0 +1,148 @@
+"""The workers' side of blending: recomputes tokens among segments that were placed in the engine's pages.
+
+Blend --> Placed --cuvee.blend.Recompute--> the engine's layers write what they compute into its pages
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cuvee.blend import Nothing, Selector, default_selector
+from cuvee.blend.model import RecomputeModel
+from cuvee.blend.recompute import Placed, Recompute, squared_distances
+from cuvee.codec.paged import PagedCache
+from cuvee.integrations.vllm.messages import Blend
+
+
+class PageBlender:
+    """Recomputes prompts in the pages of one rank.
+
+    Args:
+        cache: the engine's pages.
+        block_tokens: of a block.
+        open_model: makes the model for a prompt, from its block table.
+        total: adds up over the ranks (`Recompute`).
+    """
+
+    def __init__(
+        self,
+        cache: PagedCache,
+        block_tokens: int,
+        open_model: Callable[[Sequence[int]], RecomputeModel],
+        total: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        self._cache = cache
+        self._block = block_tokens
+        self._open_model = open_model
+        self._total = total
+
+    def blend(self, blend: Blend, end: int) -> dict[str, float]:
+        """Compute the tokens `blend.start … end` that are not reused, and some that are.
+
+        Returns:
+            what happened, by the names of metrics.
+
+        Raises:
+            InputError: the cost does not pay for what the selector looks at.
+        """
+        placed = place(blend, end)
+        slots = self._slots(blend.blocks, end)
+        kv = _PagesKV(self._cache, slots, len(placed.tokens))
+        with torch.inference_mode():
+            done = Recompute(self._open_model(blend.blocks), kv, placed, self._total).run(selector_for(blend.cost))
+        reused = int(placed.cached.sum())
+        computed = int((done.depth[placed.cached] > 0).sum())
+        return {
+            "blends": 1,
+            "blended_tokens": end - blend.start,
+            "blend_reused_tokens": reused,
+            "blend_recomputed_tokens": computed,
+            "blend_token_layers": int(done.depth[placed.cached].sum()) + done.query_token_layers,
+        }
+
+    def _slots(self, blocks: Sequence[int], end: int) -> torch.Tensor:
+        at = torch.arange(end)
+        return (torch.tensor(blocks)[at // self._block] * self._block + at % self._block).to(self._cache.device)
+
+
+def selector_for(cost: float) -> Selector:
+    """What selects at a cost: the library's default."""
+    return default_selector(cost=cost) if cost else Nothing()
+
+
+def place(blend: Blend, end: int) -> Placed:
+    """A blend as `cuvee.blend` sees it: exact tokens, pieces, and text between and after them."""
+    tokens = torch.tensor(blend.tokens)
+    count = len(tokens)
+    segment = torch.zeros(count, dtype=torch.int64)
+    offset = torch.arange(count)
+    cached = torch.zeros(count, dtype=torch.bool)
+    bounds = {0, blend.start, end}
+    for piece in blend.pieces:
+        first, last = max(piece.start, blend.start), min(piece.start + piece.tokens, end)
+        cached[first:last] = True
+        offset[first:last] -= piece.start
+        bounds |= {first, last}
+    for number, first in enumerate(sorted(bound for bound in bounds if bound < count)):
+        segment[first:] = number
+        if not cached[first]:
+            offset[first:] = torch.where(cached[first:], offset[first:], torch.arange(count - first))
+    known = torch.arange(count) < blend.start
+    return Placed(tokens, segment, offset, cached, torch.zeros_like(cached), known, end)
+
+
+class _PagesKV:
+    """The KV of a prompt of `count` tokens, the first of which have slots."""
+
+    def __init__(self, cache: PagedCache, slots: torch.Tensor, count: int) -> None:
+        self._cache = cache
+        self._slots = slots
+        self._count = count
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies; what has no slot yet is zero."""
+        keys, values = (
+            torch.nn.functional.pad(part.transpose(0, 1), (0, 0, 0, self._count - part.shape[0]))
+            for part in self._cache.layer(index, self._slots)
+        )
+        return keys, values
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int) -> PagesExchange:
+        return PagesExchange(self._cache, index, self._slots, positions)
+
+
+class PagesExchange:
+    """Takes note of new KV before the engine writes it into its pages, by itself."""
+
+    def __init__(self, cache: PagedCache, layer: int, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        self._cache = cache
+        self._layer = layer
+        self._slots = slots
+        self._positions = positions
+        self._watched: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+
+    @property
+    def watching(self) -> bool:
+        """Whether somebody wants to know how far new KV is from the old."""
+        return self._watched is not None
+
+    def watch(self, cached: torch.Tensor) -> None:
+        """See `cuvee.blend.recompute.WatchingExchange`."""
+        self._watched = cached[self._positions].nonzero()[:, 0]
+
+    def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take note of new keys and values `[H, S, D]`; returns them as they are, for the engine keeps the rest."""
+        if self._watched is not None:
+            device = self._slots.device
+            slots = self._slots[self._positions[self._watched].to(device)]
+            watched = self._watched.to(device)
+            old = self._cache.layer(self._layer, slots)
+            pairs = [
+                (new[:, watched].float(), was.transpose(0, 1).float())
+                for new, was in zip((keys, values), old, strict=True)
+            ]
+            self.seen = squared_distances(pairs)
+        return keys, values

@@ -1,0 +1,219 @@
+"""The scheduler's side of blending: what of a prompt is in the store, at any position, and whether to blend it.
+
+    prompt -> segments -> ask the store (in the background) -> pieces of the prompt that are there -> `Blend`, or not
+
+**Approximate KV never stands under an exact name.** From the first block on that holds a reused token, the request's
+block hashes are replaced by hashes of the recipe and themselves. The engine hashes every later block, answers included,
+from the one before it, so all that follows is apart as well: a request that asks for the same blend finds it again, and
+nobody else does. Such a request stores nothing from that token on, neither chunks nor segments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from cuvee.blend.segmentation import Span, split
+from cuvee.codec.errors import InputError
+from cuvee.codec.identity import Identity, Scope, canonical, content_digest
+from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
+from cuvee.integrations.vllm.decision import BreakEven
+from cuvee.integrations.vllm.messages import Blend, Piece
+from cuvee.integrations.vllm.metrics import Recorder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Segmented:
+    """A request's segments, and what the store said of them.
+
+    Attributes:
+        spans: where they are in the prompt.
+        digests: of their tokens.
+        cost: share of the token-layers to spend.
+        asked: when the store was asked.
+        answer: whether each is there; None: it was not asked.
+        blends: whether reuse is allowed at all; else its segments are only harvested.
+        recipe: names what makes a blend of this request; empty until it is decided.
+        exact: tokens before this one are exact; None: all are.
+        harvested: segments that were handed to be stored.
+        refused: why it is not blended, if it could have been.
+        reused: tokens that came with cached KV.
+    """
+
+    spans: list[Span]
+    digests: list[bytes]
+    cost: float
+    asked: float
+    answer: Future[list[bool]] | None = None
+    blends: bool = True
+    recipe: bytes = b""
+    exact: int | None = None
+    harvested: int = 0
+    refused: str = ""
+    reused: int = 0
+
+    @property
+    def told(self) -> dict[str, Any]:
+        """What a client learns of its request."""
+        if self.refused:
+            return {"blended": False, "refused": self.refused}
+        return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
+
+
+class BlendPlanner:
+    """Finds what can be blended. Used by the scheduler's side alone, in the engine's loop.
+
+    Args:
+        options: of the engine.
+        identity: of its blobs.
+        block_tokens: of a block of the engine.
+        submit: runs a function in the background.
+        contains: asks the store for digests of a tenant; whether all ranks' parts are there.
+        recorder: takes the figures.
+        lookup_timeout: seconds that a request waits for the answer.
+        always: blend whatever is found, whether or not it is expected to be quicker.
+        separator: token ids of the separator, if there is one.
+        clock: seconds, monotonic.
+    """
+
+    def __init__(
+        self,
+        options: BlendOptions,
+        identity: Identity,
+        block_tokens: int,
+        submit: Callable[..., Future[list[bool]]],
+        contains: Callable[[str, Sequence[bytes]], list[bool]],
+        recorder: Recorder,
+        lookup_timeout: float,
+        always: bool,
+        separator: Sequence[int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._options = options
+        self.identity = identity
+        self._block = block_tokens
+        self._submit = submit
+        self._contains = contains
+        self._recorder = recorder
+        self._timeout = lookup_timeout
+        self._always = always
+        self._separator = separator
+        self._chunker = options.chunker()
+        self._clock = clock
+        self.break_even = BreakEven()
+
+    def segment(self, request: Any, tenant: str) -> Segmented | None:
+        """Find a new request's segments; None: it has none, or must not be cut."""
+        try:
+            wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
+        except InputError as error:
+            logger.warning("cuvee: request %s is not blended: %s", request.request_id, error)
+            return self._refused("parameters")
+        if request.lora_request is not None:  # its passes would have to run through the adapter
+            return self._refused("adapter") if wants.segments else None
+        if request.mm_features:
+            return self._refused("media") if wants.segments else None
+        if request.skip_reading_prefix_cache and wants.segments:  # such a request wants every token's output
+            return self._refused("prompt_logprobs")
+        ids = request.prompt_token_ids
+        if wants.segments is not None:
+            spans = [span for span in wants.segments if span[1] - span[0] >= self._options.least_tokens]
+        elif self._separator is not None:
+            spans = [span for span in split(ids, self._separator) if span[1] - span[0] >= self._options.least_tokens]
+        else:
+            spans = self._chunker.cut(ids)
+        if not spans:
+            return None
+        digests = [content_digest(self.identity, Scope(tenant), ids[start:end]) for start, end in spans]
+        cost = self._options.cost if wants.cost is None else wants.cost
+        return Segmented(spans, digests, float(cost), self._clock(), blends=wants.blend)
+
+    def ask(self, segmented: Segmented, tenant: str) -> None:
+        """Ask the store which segments are there, in the background."""
+        if segmented.blends and segmented.answer is None and segmented.digests:
+            segmented.asked = self._clock()
+            segmented.answer = self._submit(self._contains, tenant, segmented.digests)
+
+    def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Blend | bool | None:
+        """What to blend of a request whose first `base` tokens are exact.
+
+        Args:
+            request: the engine's.
+            segmented: its segments.
+            base: tokens that the engine has, or loads exactly.
+            patience: seconds to wait for the store's answer.
+
+        Returns:
+            the blend, without its blocks; None: nothing is blended; True: ask again.
+        """
+        if not segmented.blends or segmented.answer is None:
+            return None
+        try:
+            there = segmented.answer.result(patience)
+        except TimeoutError:
+            if self._clock() - segmented.asked <= self._timeout:
+                return True
+            segmented.answer.cancel()
+            self.refuse(segmented, "timeout")
+            return None
+        except Exception:
+            logger.exception("cuvee: a lookup of segments failed; its request is computed")
+            self.refuse(segmented, "failed")
+            return None
+        last = request.num_prompt_tokens - 1
+        pieces = [
+            Piece(digest, start, end - start)
+            for (start, end), digest, found in zip(segmented.spans, segmented.digests, there, strict=True)
+            if found and end > base and start < last
+        ]
+        if not pieces:
+            return None
+        end = min(pieces[-1].start + pieces[-1].tokens, last)
+        blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [])
+        reused = blend.reused(end)
+        if segmented.recipe:  # decided before
+            return blend if reused else None
+        if reused < self._options.min_reused:
+            return None
+        if not self._always and not self.break_even.worth_loading(end - base):
+            self.refuse(segmented, "declined")
+            return None
+        if not self._set_apart(request, segmented, max(base, pieces[0].start), pieces):
+            self.refuse(segmented, "hashes")
+            return None
+        segmented.reused = reused
+        return True  # the engine may have this very blend already, under its new names
+
+    def refuse(self, segmented: Segmented, reason: str) -> None:
+        """A request is not blended, and why; counted, and told to the client."""
+        self._recorder.count("blends_refused", label=reason)
+        segmented.refused = reason
+        segmented.blends = False
+
+    def _refused(self, reason: str) -> Segmented:
+        segmented = Segmented([], [], 0.0, self._clock())
+        self.refuse(segmented, reason)
+        return segmented
+
+    def _set_apart(self, request: Any, segmented: Segmented, first: int, pieces: Sequence[Piece]) -> bool:
+        """Rename the request's blocks from the one that holds token `first` on; False: they cannot be."""
+        hashes = request.block_hashes
+        if len(hashes) != request.num_tokens // self._block:
+            return False
+        parts = [piece.digest + piece.start.to_bytes(8, "little") for piece in pieces]
+        recipe = hashlib.blake2b(
+            canonical(repr(segmented.cost).encode(), first.to_bytes(8, "little"), *parts),
+            digest_size=32,
+            person=b"cuvee-blend",
+        ).digest()
+        for at in range(first // self._block, len(hashes)):
+            hashes[at] = type(hashes[at])(hashlib.sha256(recipe + bytes(hashes[at])).digest())
+        segmented.recipe, segmented.exact = recipe, first
+        return True
