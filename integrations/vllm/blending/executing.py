@@ -79,12 +79,13 @@ def place(blend: Blend, end: int) -> Placed:
     segment = torch.zeros(count, dtype=torch.int64)
     offset = torch.arange(count)
     cached = torch.zeros(count, dtype=torch.bool)
-    bounds = {0, blend.start, end}
+    bounds = {0, blend.start}
     for piece in blend.pieces:
         first, last = max(piece.start, blend.start), min(piece.start + piece.tokens, end)
         cached[first:last] = True
-        offset[first:last] -= piece.start
-        bounds |= {first, last}
+        offset[first : piece.start + piece.tokens] -= piece.start
+        # A piece that ends the prompt goes on behind `end`, with the prompt's last token, which is always computed.
+        bounds |= {first, piece.start + piece.tokens}
     for number, first in enumerate(sorted(bound for bound in bounds if bound < count)):
         segment[first:] = number
         if not cached[first]:

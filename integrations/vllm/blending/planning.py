@@ -178,10 +178,10 @@ class BlendPlanner:
         end = min(pieces[-1].start + pieces[-1].tokens, last)
         blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [])
         reused = blend.reused(end)
-        if segmented.recipe:  # decided before
-            return blend if reused else None
         if reused < self._options.min_reused:
             return None
+        if segmented.recipe:  # decided before
+            return blend
         if not self._always and not self.break_even.worth_loading(end - base):
             self.refuse(segmented, "declined")
             return None

@@ -101,6 +101,7 @@ class Step:
         max_tokens: tokens of an answer.
         logprobs: of so many tokens at every position; -1: of all.
         salt: `cache_salt` of the requests.
+        params: `kv_transfer_params`, one for each prompt; none at all if empty.
         forget: empty the engine's own prefix cache before each submission.
         until: repeat a request of one token until a counter has reached a value: (name, value).
     """
@@ -110,6 +111,7 @@ class Step:
     max_tokens: int = 8
     logprobs: int = 5
     salt: str | None = None
+    params: Sequence[Mapping[str, Any] | None] = ()
     forget: bool = False
     until: tuple[str, float] | None = None
 
@@ -132,11 +134,13 @@ class Answer:
         tokens: generated ids.
         logprobs: at every position, token -> logprob.
         cached: prompt tokens that were not computed, by the engine's count.
+        told: `kv_transfer_params` that came with the answer.
     """
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
     cached: int
+    told: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,6 +458,7 @@ def _ran(data: dict[str, Any], log: str) -> Ran:
                 answer["tokens"],
                 [dict(zip(ids, values, strict=True)) for ids, values in answer["logprobs"]],
                 answer["cached"],
+                answer["told"],
             )
             for answer in step
         ]
@@ -495,24 +500,30 @@ def snapshot(llm: Any) -> dict[str, float]:
 def _answer(llm: Any, prompts: Sequence[Sequence[int]], step: dict[str, Any]) -> list[dict[str, Any]]:
     from vllm import SamplingParams
 
-    parameters = SamplingParams(
-        temperature=0,
-        max_tokens=step["max_tokens"],
-        logprobs=step["logprobs"],
-        ignore_eos=True,
-        detokenize=False,
-    )
+    def parameters(params: Any) -> SamplingParams:
+        return SamplingParams(
+            temperature=0,
+            max_tokens=step["max_tokens"],
+            logprobs=step["logprobs"],
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )
+
     salt = {} if step["salt"] is None else {"cache_salt": step["salt"]}
-    requests = [{"prompt_token_ids": list(prompt), **salt} for prompt in prompts]
+    given = [parameters(params) for params in step["params"] or [None] * len(prompts)]
+    requests = [({"prompt_token_ids": list(prompt), **salt}, one) for prompt, one in zip(prompts, given, strict=True)]
     answers = []
     for batch in [requests] if step["together"] else [[request] for request in requests]:
         if step["forget"] and not llm.reset_prefix_cache():
             raise RuntimeError("the engine did not empty its prefix cache")
-        for output in llm.generate(batch, parameters, use_tqdm=False):
+        asked, wanted = zip(*batch, strict=True) if batch else ((), ())
+        for output in llm.generate(list(asked), list(wanted), use_tqdm=False):
             best = output.outputs[0]
             logprobs = [[list(at), [entry.logprob for entry in at.values()]] for at in best.logprobs]
             cached = output.num_cached_tokens
-            answers.append({"tokens": list(best.token_ids), "logprobs": logprobs, "cached": cached})
+            told = output.kv_transfer_params
+            answers.append({"tokens": list(best.token_ids), "logprobs": logprobs, "cached": cached, "told": told})
     return answers
 
 
