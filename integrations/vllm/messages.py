@@ -38,6 +38,7 @@ class Blend:
         pieces: in order; the first may begin before `start`, and the last may end after the load.
         cost: share of the token-layers of what is reused to spend on recomputing it.
         blocks: the engine's blocks from the first token on, up to the load's end.
+        check: compare the next token's distribution with that of the whole prompt computed.
     """
 
     tokens: list[int]
@@ -45,6 +46,7 @@ class Blend:
     pieces: list[Piece]
     cost: float
     blocks: list[int]
+    check: bool = False
 
     def reused(self, end: int) -> int:
         """Tokens of the pieces that lie between `start` and `end`."""

@@ -37,7 +37,7 @@ class Metric:
         values: the label's permitted values; empty: any.
         ranks: what becomes of the figures of several tensor-parallel ranks: "sum", or "first" where all ranks see the
             same thing, and only rank 0 reports it.
-        buckets: upper edges of a histogram's buckets, seconds.
+        buckets: upper edges of a histogram's buckets, in seconds if the metric's name says nothing else.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Metric:
 
 _LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
@@ -81,6 +82,8 @@ METRICS: dict[str, Metric] = {
         Metric("blend_token_layers", "counter", "Token-layers spent on that and on choosing them.", ranks="first"),
         Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing, in the engine's loop.",
                ranks="first", buckets=_LOAD_BUCKETS),
+        Metric("blend_kl", "histogram", "How far blends moved the next token's distribution, in nats: those that were "
+               "computed exactly, too (check_every).", ranks="first", buckets=_KL_BUCKETS),
         Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
                "reason", _REFUSALS),
         Metric("recomputed_tokens", "counter", "Tokens of loads that failed, recomputed instead; of all ranks."),
@@ -287,6 +290,10 @@ class Recorder:
                 f"blended {figure('blends'):,} prompts of {figure('blended_tokens'):,} tokens: "
                 f"{figure('blend_reused_tokens'):,} reused, {figure('blend_recomputed_tokens'):,} of them recomputed"
             )
+        checks = {label: count for (name, label), count in totals.items() if name == "blend_kl"}
+        if checks:
+            mean = sum(float(kl) * count for kl, count in checks.items()) / sum(checks.values())
+            parts.append(f"{sum(checks.values()):,} blends were computed exactly, too: KL {mean:.3g} nats on average")
         if refused := split("blends_refused"):
             parts.append(f"not blended: {refused}")
         if figure("loads"):

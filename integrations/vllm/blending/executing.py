@@ -6,14 +6,23 @@ Blend --> Placed --cuvee.blend.Recompute--> the engine's layers write what they 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
 from cuvee.blend.model import RecomputeModel
-from cuvee.blend.recompute import Placed, Recompute, squared_distances
+from cuvee.blend.recompute import KVExchange, Placed, Recompute, squared_distances
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Blend
+
+
+class ServedModel(RecomputeModel, Protocol):
+    """A model that also says which token comes next."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What `layer` returns for the last layer, `[S, C]` -> float32 logits `[S, V]`."""
+        ...
 
 
 class PageBlender:
@@ -30,7 +39,7 @@ class PageBlender:
         self,
         cache: PagedCache,
         block_tokens: int,
-        open_model: Callable[[Sequence[int]], RecomputeModel],
+        open_model: Callable[[Sequence[int]], ServedModel],
         total: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._cache = cache
@@ -50,21 +59,47 @@ class PageBlender:
         placed = place(blend, end)
         slots = self._slots(blend.blocks, end)
         kv = _PagesKV(self._cache, slots, len(placed.tokens))
+        model = self._open_model(blend.blocks)
         with torch.inference_mode():
-            done = Recompute(self._open_model(blend.blocks), kv, placed, self._total).run(selector_for(blend.cost))
-        reused = int(placed.cached.sum())
-        computed = int((done.depth[placed.cached] > 0).sum())
-        return {
+            done = Recompute(model, kv, placed, self._total).run(selector_for(blend.cost))
+            kl = self._divergence(model, kv, placed) if blend.check else None
+        figures = {
             "blends": 1,
             "blended_tokens": end - blend.start,
-            "blend_reused_tokens": reused,
-            "blend_recomputed_tokens": computed,
+            "blend_reused_tokens": int(placed.cached.sum()),
+            "blend_recomputed_tokens": int((done.depth[placed.cached] > 0).sum()),
             "blend_token_layers": int(done.depth[placed.cached].sum()) + done.query_token_layers,
         }
+        return figures if kl is None else {**figures, "blend_kl": kl}
+
+    def _divergence(self, model: ServedModel, kv: _PagesKV, placed: Placed) -> float:
+        """KL of the next token's distribution behind the blend from that behind the whole prompt computed, in nats."""
+        exact, blended = (
+            _next_token(model, self._cache, placed.tokens, first, held) for first, held in ((0, None), (placed.end, kv))
+        )
+        return max(float((exact.exp() * (exact - blended)).sum()), 0.0)
 
     def _slots(self, blocks: Sequence[int], end: int) -> torch.Tensor:
         at = torch.arange(end)
         return (torch.tensor(blocks)[at // self._block] * self._block + at % self._block).to(self._cache.device)
+
+
+def _next_token(
+    model: ServedModel, cache: PagedCache, tokens: torch.Tensor, first: int, held: _PagesKV | None
+) -> torch.Tensor:
+    """Log-probabilities `[V]` of the token after a prompt, of which the tokens before `first` are held."""
+    count = len(tokens)
+    positions = torch.arange(first, count)
+    rows = model.rows(positions, positions[:, None] >= torch.arange(count))
+    hidden = model.embed(tokens[first:])
+    for index, layer in enumerate(cache.layout.layers):
+        if held is None:
+            shape = (layer.kv_heads, count, layer.head_dim)
+            keys, values = (torch.zeros(shape, dtype=cache.dtype, device=cache.device) for _ in range(2))
+        else:
+            keys, values = held.layer(index)
+        hidden = model.layer(index, hidden, rows, KVExchange(keys, values, positions))
+    return model.logits(hidden[-1:])[0].log_softmax(-1)
 
 
 def selector_for(cost: float) -> Selector:

@@ -74,7 +74,8 @@ class LoadedModel:
         self.layout = layout
         self.names = list(attention)
         self.attention = list(attention.values())
-        self.decoder = _decoder_of(self.attention[0])
+        self.owner = _owner_of(self.attention[0])
+        self.decoder = self.owner.model
         self.layers = list(self.decoder.layers)
         for index, (layer, module) in enumerate(zip(self.layers, self.attention, strict=True)):
             arguments = list(inspect.signature(layer.forward).parameters)
@@ -94,7 +95,7 @@ class LoadedModel:
 
 
 class EngineModel:
-    """See `RecomputeModel`: the engine's layers, on the pages of one prompt."""
+    """See `RecomputeModel`: the engine's layers, on the pages of one prompt; and what comes after the last of them."""
 
     def __init__(self, loaded: LoadedModel, blocks: Sequence[int]) -> None:
         self.layout = loaded.layout
@@ -150,6 +151,13 @@ class EngineModel:
         asked = (rows.asked or {})[index]
         return asked * float(self._loaded.attention[index].impl.scale)
 
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden states `[S, 2 C]` after the last layer -> float32 logits `[S, V]`, on every rank."""
+        states, residual = (half.contiguous() for half in hidden.chunk(2, -1))
+        normed, _ = self._loaded.decoder.norm(states, residual)
+        logits = self._loaded.owner.compute_logits(normed)
+        return cast(torch.Tensor, logits).float()
+
     def _own_attention(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
         module, visible, asked = self._loaded.attention[index], rows.visible, rows.asked
 
@@ -186,23 +194,23 @@ def total_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, group.broadcast(added, src=0)).to(tensor.device)
 
 
-def _decoder_of(attention: Any) -> Any:
-    """The stack of layers that owns an attention module. vLLM hands its connectors no model."""
+def _owner_of(attention: Any) -> Any:
+    """The model that owns an attention module. vLLM hands its connectors none."""
     owners = [
         each
         for each in gc.get_objects()
         # Of the type alone: some objects warn when they are asked for their class.
         if issubclass(type(each), torch.nn.Module)
         and hasattr(each, "compute_logits")
+        and hasattr(getattr(each, "model", None), "layers")
         and any(attention is part for part in each.modules())
     ]
-    decoders = {id(each.model): each.model for each in owners if hasattr(getattr(each, "model", None), "layers")}
-    if len(decoders) != 1:
+    if len({id(owner.model) for owner in owners}) != 1:
         raise UnsupportedModel(
-            f"blend: {len(decoders)} models own the engine's attention layers; this version of vLLM cannot be blended "
+            f"blend: {len(owners)} models own the engine's attention layers; this version of vLLM cannot be blended "
             "with"
         )
-    return next(iter(decoders.values()))
+    return owners[0]
 
 
 @contextmanager

@@ -24,6 +24,8 @@ class BlendOptions:
             all, however they were found.
         harvest: store the segments of prompts that were computed exactly.
         min_reused: tokens that a blend must reuse; below, a prompt is computed.
+        check_every: compute one in so many blends exactly, too, and export how far the next token's distribution moved
+            (`blend_kl`). That takes a whole prefill, during which the engine does nothing else. 0: never.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -36,6 +38,7 @@ class BlendOptions:
     most_tokens: int = 768
     harvest: bool = True
     min_reused: int = 256
+    check_every: int = 0
 
     def __post_init__(self) -> None:
         _check_cost("blend.cost", self.cost)
@@ -50,6 +53,8 @@ class BlendOptions:
             raise InputError(f"blend.harvest: must be true or false, got {self.harvest!r}")
         if type(self.min_reused) is not int or self.min_reused < 1:
             raise InputError(f"blend.min_reused: must be a whole number of at least 1, got {self.min_reused!r}")
+        if type(self.check_every) is not int or self.check_every < 0:
+            raise InputError(f"blend.check_every: must be a whole number of at least 0, got {self.check_every!r}")
         try:
             self.chunker()
         except InputError as error:

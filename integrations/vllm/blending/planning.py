@@ -43,6 +43,7 @@ class Segmented:
         recipe: names what makes a blend of this request; empty until it is decided.
         exact: tokens before this one are exact; None: all are.
         harvested: segments that were handed to be stored.
+        check: whether the blend is compared with the exact prompt.
         refused: why it is not blended, if it could have been.
         reused: tokens that came with cached KV.
     """
@@ -56,6 +57,7 @@ class Segmented:
     recipe: bytes = b""
     exact: int | None = None
     harvested: int = 0
+    check: bool = False
     refused: str = ""
     reused: int = 0
 
@@ -108,6 +110,7 @@ class BlendPlanner:
         self._chunker = options.chunker()
         self._clock = clock
         self.break_even = BreakEven()
+        self._blends = 0
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
         """Find a new request's segments; None: it has none, or must not be cut."""
@@ -176,7 +179,7 @@ class BlendPlanner:
         if not pieces:
             return None
         end = min(pieces[-1].start + pieces[-1].tokens, last)
-        blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [])
+        blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], segmented.check)
         reused = blend.reused(end)
         if reused < self._options.min_reused:
             return None
@@ -189,6 +192,8 @@ class BlendPlanner:
             self.refuse(segmented, "hashes")
             return None
         segmented.reused = reused
+        self._blends += 1
+        segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
         return True  # the engine may have this very blend already, under its new names
 
     def refuse(self, segmented: Segmented, reason: str) -> None:
