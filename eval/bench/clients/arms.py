@@ -10,6 +10,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cuvee.codec.errors import InputError
 
@@ -27,18 +28,22 @@ class Arm:
         quality: of the connector; None without it.
         own_cache: whether vLLM's prefix cache is on.
         learned: whether it needs a profile.
+        blend: whether segments are reused at any position; answers are approximations then.
     """
 
     name: str
     quality: str | None = None
     own_cache: bool = True
     learned: bool = False
+    blend: bool = False
 
     def command(self, store: Path, profile: Path | None) -> list[str]:
         """What it adds to the command line of the server."""
         arguments = [] if self.own_cache else ["--no-enable-prefix-caching"]
         if self.quality is not None:
-            extra = {"store": f"file://{store}", "quality": self.quality}
+            extra: dict[str, Any] = {"store": f"file://{store}", "quality": self.quality}
+            if self.blend:
+                extra["blend"] = {}
             if self.learned and profile is not None:
                 extra["profile"] = str(profile)
             transfer = {
@@ -58,6 +63,8 @@ ARMS = (
     Arm("cuvee high", "high", learned=True),
     Arm("cuvee balanced", "balanced", learned=True),
     Arm("cuvee small", "small", learned=True),
+    Arm("cuvee lossless, blend", "lossless", blend=True),
+    Arm("cuvee high, blend", "high", learned=True, blend=True),
 )
 
 

@@ -163,6 +163,13 @@ WORKLOADS: tuple[Workload, ...] = (
          "--ktp-pool-size=8", "--ktp-num-requests=12", "--ktp-max-output-length=8", "--ktp-num-inflight-requests=2"),
         volume=0.22,
     ),
+    # The same documents in ever-changing order. The client wants the model's tokenizer, so transformers beside it.
+    LMCacheWorkload(
+        "long-doc-permutator",
+        ("--ldp-num-contexts=5", "--ldp-context-length=768", "--ldp-system-prompt-length=200",
+         "--ldp-num-permutations=12", "--ldp-max-output-length=8", "--ldp-num-inflight-requests=1"),
+        volume=0.22,
+    ),
 )  # fmt: skip
 
 

@@ -16,6 +16,8 @@ from cuvee.blend.recompute import KVExchange, Placed, Recompute, squared_distanc
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Blend
 
+SINKS = 16  # tokens at the beginning of a prompt that are computed in any case
+
 
 class ServedModel(RecomputeModel, Protocol):
     """A model that also says which token comes next."""
@@ -108,7 +110,11 @@ def selector_for(cost: float) -> Selector:
 
 
 def place(blend: Blend, end: int) -> Placed:
-    """A blend as `cuvee.blend` sees it: exact tokens, pieces, and text between and after them."""
+    """A blend as `cuvee.blend` sees it: exact tokens, pieces, and text between and after them.
+
+    The first tokens of a prompt are text even where a piece holds them. All others look at them far more than at any
+    other (attention sinks: Xiao et al., arXiv:2309.17453), and a piece that was computed behind something has none.
+    """
     tokens = torch.tensor(blend.tokens)
     count = len(tokens)
     segment = torch.zeros(count, dtype=torch.int64)
@@ -121,6 +127,7 @@ def place(blend: Blend, end: int) -> Placed:
         offset[first : piece.start + piece.tokens] -= piece.start
         # A piece that ends the prompt goes on behind `end`, with the prompt's last token, which is always computed.
         bounds |= {first, piece.start + piece.tokens}
+    cached[:SINKS] = False
     for number, first in enumerate(sorted(bound for bound in bounds if bound < count)):
         segment[first:] = number
         if not cached[first]:

@@ -88,7 +88,7 @@ PROMPTS = {
     "odd offsets": Prompt(
         ((ids(21, 6), False), (C, True), (A, True), (ids(5, 7), False), (B, True), (QUESTION, False))
     ),
-    "repeated and adjacent": Prompt(((A, True), (A, True), (C, True), (QUESTION, False))),
+    "repeated and adjacent": Prompt(((ids(17, 12), False), (A, True), (A, True), (C, True), (QUESTION, False))),
     "ends in a document": Prompt(((ids(25, 8), False), (B, True), (C, True))),
     "whole blocks": Prompt(((ids(128, 9), False), (B[:128], True), (C[:64], True), (QUESTION, False))),
 }

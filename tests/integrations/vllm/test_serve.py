@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
 from tests.integrations.stores.redis_server import redis_server
-from tests.integrations.vllm.engines import Engine, Server, Step, cuvee, need_vllm, run_engines
+from tests.integrations.vllm.engines import Engine, Server, Step, cuvee, need_vllm, run_engines, run_script
 
 pytestmark = pytest.mark.slow
 
+EXAMPLES = Path(__file__).parents[3] / "integrations" / "vllm" / "examples"
 CHUNK = 64
 TOKENS = 3 * CHUNK + 10
 CACHED = 3 * CHUNK
@@ -80,3 +82,29 @@ def what_the_operator_sees(server: Server) -> None:
     assert 0 < coded < raw
     assert server.metric("vllm:cuvee_ratio") == pytest.approx(raw / coded)
     assert server.metric("vllm:cuvee_failures_total") == 0
+
+
+def test_the_example_asks_about_a_folder_of_documents(folder: Path) -> None:
+    """Through the OpenAI API, by content: the second question finds the documents in another order."""
+    from cuvee.eval.data import bundled_model_path, bundled_text
+
+    documents = folder / "documents"
+    documents.mkdir()
+    text = bundled_text("orchard")
+    for number, word in enumerate(("apples", "pears")):
+        (documents / f"{word}.txt").write_text(f"{word} {text[2000 * number : 2000 * number + 600]}")
+    few = {"least_tokens": 8, "mean_tokens": 24, "most_tokens": 64, "min_reused": 32, "cost": 0.5}
+    transfer = cuvee(f"file://{folder}/rag-store", chunk_tokens=32, blend=few)
+    arguments = ("--enable-prompt-tokens-details", "--no-enable-prefix-caching")
+    with Server(folder / "rag", bundled_model_path(), transfer, *arguments) as server:
+        example = str(EXAMPLES / "rag.py")
+        url = f"http://127.0.0.1:{server.port}/v1"
+        said = []
+        for question in ("apples?", "pears?"):
+            status, text = run_script(folder, example, url, str(documents), question, timeout=120)
+            assert status == 0, text + server.text()[-4000:]
+            said.append(text)
+            server.wait_for_metric("vllm:cuvee_stored_segments_total", 4)
+        (cached,) = re.findall(r"; (\d+) of \d+ prompt tokens were cached", said[-1])
+        assert int(cached) > 32
+        assert server.metric("vllm:cuvee_blends_total") == 1
