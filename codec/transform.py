@@ -200,14 +200,14 @@ def place(
     x = x.float() + mean
     column = 0
     for index, layer in enumerate(section.layers(layout), section.first_layer):
-        part = x[:, column : column + layer.key_values].unflatten(1, (layer.kv_heads, layer.head_dim))
         rows = keys[index]
         if rows is not None:
+            part = x[:, column : column + layer.key_values].unflatten(1, (layer.kv_heads, layer.head_dim))
             rows.write(rotation.apply(part, layer.rope, at), at)
         column += layer.key_values
-        part = x[:, column : column + layer.value_values].unflatten(1, (layer.kv_heads, layer.value_dim))
         rows = values[index]
         if rows is not None:
+            part = x[:, column : column + layer.value_values].unflatten(1, (layer.kv_heads, layer.value_dim))
             rows.write(part, at)
         column += layer.value_values
 

@@ -12,7 +12,6 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.coefficients import tokens_per_stream
 from cuvee.codec.container import write_streams
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.rope import unrotate
 from cuvee.codec.rows import dense_rows
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.stages import Stages
@@ -70,19 +69,25 @@ class LosslessScheme:
 
     def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
         """See `SectionScheme.decode`. Keys are turned only if the tokens move."""
+        unrotation = None
+        first = target.source_start + target.wanted.start
+        if target.start != first:
+            tokens = target.wanted.stop - target.wanted.start
+            unrotation = Rotation(target.layout, first, tokens, torch.device("cpu"), inverse=True)
         for index, data in parts:
-            self._decode(data, index, target, rotation)
+            self._decode(data, index, target, unrotation, rotation)
 
-    def _decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
+    def _decode(
+        self, data: memoryview, index: int, target: Target, unrotation: Rotation | None, rotation: Rotation
+    ) -> None:
         section = self._sections[index]
         layer, dtype = section.layers(target.layout)[0], target.layout.torch_dtype
         keys, values = target.keys[section.first_layer], target.values[section.first_layer]
-        turned = keys if target.start != target.source_start + target.wanted.start else None
         size = tile_tokens(section, target.layout)
         for start in range(target.wanted.start - target.wanted.start % size, target.wanted.stop, size):
             at = slice(start, min(start + size, target.tokens))
             first_row = at.start - target.wanted.start
-            if turned is None:
+            if unrotation is None or keys is None:
                 self._stages.decode_layer(data, layer, dtype, target.tokens, at, keys, values, first_row)
                 continue
             columns, rows = overlap(at, target.wanted)
@@ -90,6 +95,11 @@ class LosslessScheme:
             scratch = dense_rows(as_stored)
             self._stages.decode_layer(data, layer, dtype, target.tokens, at, scratch, None, 0)
             self._stages.decode_layer(data, layer, dtype, target.tokens, at, None, values, first_row)
-            positions = torch.arange(at.start + columns.start, at.start + columns.stop) + target.source_start
-            free = unrotate(as_stored[columns], layer.rope, positions)
-            turned.write(rotation.apply(free, layer.rope, rows).to(dtype), rows)
+            free = unrotation.apply(as_stored[columns], layer.rope, rows)
+            if bool(free.isfinite().all()):
+                # In one pass; adding -0 changes no value.
+                nothing, no_values = torch.full((1, layer.key_values), -0.0), [None] * len(target.values)
+                place = self._stages.place
+                place(free.flatten(1), nothing, section, target.layout, rotation, rows, target.keys, no_values)
+            else:
+                keys.write(rotation.apply(free, layer.rope, rows).to(dtype), rows)
