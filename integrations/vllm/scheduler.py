@@ -611,20 +611,23 @@ class SchedulerSide:
         return saves + (self._tail(tracked, end, blocks) if prompt_ends else []) + segments
 
     def _new_segments(self, tracked: _Tracked, after: int, block_state: Any) -> list[Save]:
-        """Segments of a prompt whose last token this step computes, or an earlier one did: exact ones, and new ones."""
+        """Segments of a prompt whose last token this step computes, or an earlier one did, and that are new."""
         segmented = tracked.segmented
-        if segmented is None or self._options.blend is None or not self._options.blend.harvest:
+        if segmented is None or self._planner is None:
             return []
-        done = min(after, self._storable(tracked))
-        saves: list[Save] = []
-        while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= done:
-            (start, end), digest = segmented.spans[segmented.harvested], segmented.digests[segmented.harvested]
-            segmented.harvested += 1
-            if not self._is_known(digest):
-                blocks = block_state.get_block_ids(tracked.request.request_id)[0]
-                held = list(blocks[start // self._block : -(-end // self._block)])
-                saves.append(Save(tracked.tenant, digest, 0, held, segment=(start, end - start)))
-        return saves
+        limit = after if self._positions is None else min(after, self._positions)
+        new = [at for at in self._planner.harvest(segmented, limit) if not self._is_known(segmented.digests[at])]
+        if not new:
+            return []
+        blocks = block_state.get_block_ids(tracked.request.request_id)[0]
+        return [
+            Save(
+                tracked.tenant, segmented.digests[at], 0,
+                list(blocks[start // self._block : -(-end // self._block)]), segment=(start, end - start),
+            )
+            for at in new
+            for start, end in [segmented.spans[at]]
+        ]  # fmt: skip
 
     def _tail(self, tracked: _Tracked, end: int, blocks: Sequence[int]) -> list[Save]:
         """The tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last whole

@@ -73,8 +73,9 @@ class Engine:
         variant: EngineVariant | None = None,
         profile: Path | None = None,
         chunk_tokens: int = CHUNK,
+        blend: Mapping[str, Any] | None = None,
     ) -> None:
-        """Start an engine, with or without a connector, and wait until it is up."""
+        """Start an engine, with or without a connector, and wait until it is up; with `blend`, it blends."""
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
         if variant is not None:
             extra = {
@@ -87,6 +88,8 @@ class Engine:
             }
             if profile is not None:
                 extra["profile"] = str(profile)
+            if blend is not None:
+                extra["blend"] = dict(blend)
             arguments["kv_transfer_config"] = {
                 "kv_connector": "CuveeConnector",
                 "kv_connector_module_path": "cuvee.integrations.vllm",
@@ -108,6 +111,7 @@ class Engine:
         max_tokens: int = 1,
         forget: bool = False,
         logprobs: int | None = None,
+        params: Mapping[str, Any] | None = None,
     ) -> EngineAnswer:
         """Submit prompts together, to be answered greedily.
 
@@ -117,11 +121,12 @@ class Engine:
             max_tokens: tokens to generate for each.
             forget: empty the engine's own prefix cache first.
             logprobs: for how many tokens to return logprobs at every position.
+            params: `kv_transfer_params` of all of them.
 
         Raises:
             CuveeError: the engine failed, or did not compute as many tokens as it should have.
         """
-        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs))
+        answer = EngineAnswer(**self._call("ask", prompts, max_tokens, forget, logprobs, params))
         if answer.cached != list(expect_cached):
             raise CuveeError(f"the engine found {answer.cached} tokens in a cache, expected {list(expect_cached)}")
         return answer
@@ -133,8 +138,16 @@ class Engine:
             The connector's figures since the engine started.
         """
         self._stored += chunks
-        figures: dict[str, float] = self._call("settle", self._stored)
+        return self.reach("stored_chunks", self._stored)
+
+    def reach(self, figure: str, least: float) -> dict[str, float]:
+        """Wait until a counter of the connector's has reached a value since the engine started; returns all of them."""
+        figures: dict[str, float] = self._call("settle", figure, least)
         return figures
+
+    def idle(self) -> None:
+        """Wait until nothing is being stored."""
+        self._call("idle")
 
     def estimate(self) -> dict[str, float | None] | None:
         """The connector's own estimate of what loading and computing cost; None if it has not measured enough."""

@@ -55,12 +55,15 @@ class _Served:
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = None
 
-    def ask(self, prompts: list[list[int]], max_tokens: int, forget: bool, logprobs: int | None) -> dict[str, Any]:
+    def ask(
+        self, prompts: list[list[int]], max_tokens: int, forget: bool, logprobs: int | None, params: Any
+    ) -> dict[str, Any]:
         from vllm import SamplingParams
 
         parameters = SamplingParams(
-            temperature=0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, detokenize=False
-        )
+            temperature=0, max_tokens=max_tokens, logprobs=logprobs, ignore_eos=True, detokenize=False,
+            extra_args=None if params is None else {"kv_transfer_params": params},
+        )  # fmt: skip
         if forget and not self._llm.reset_prefix_cache():
             raise CuveeError("the engine did not empty its prefix cache")
         before, steps = _connector_figures(), self._steps
@@ -98,16 +101,24 @@ class _Served:
             },
         }
 
-    def settle(self, chunks: int) -> dict[str, float]:
+    def settle(self, figure: str, least: float) -> dict[str, float]:
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
             figures = _connector_figures()
             figures = {name: value - self._origin.get(name, 0) for name, value in figures.items()}
-            if figures.get("stored_chunks", 0) >= chunks:
+            if figures.get(figure, 0) >= least:
                 return figures
             if time.monotonic() > deadline:
-                raise CuveeError(f"{figures.get('stored_chunks', 0):.0f} chunks were stored, expected {chunks}")
-            self.ask([[1]], 1, False, None)  # the figures arrive with the engine's steps
+                raise CuveeError(f"{figure} is {figures.get(figure, 0):.0f}, expected {least:.0f}")
+            self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
+
+    def idle(self) -> None:
+        deadline = time.monotonic() + SETTLE_SECONDS
+        self.ask([[1]], 1, False, None, None)  # the figures arrive with the engine's steps
+        while _connector_figures().get("queue_depth", 0):
+            if time.monotonic() > deadline:
+                raise CuveeError(f"the engine was still storing after {SETTLE_SECONDS:.0f} s")
+            self.ask([[1]], 1, False, None, None)
 
     def estimate(self) -> dict[str, float | None] | None:
         found = self._core().scheduler.connector.estimate

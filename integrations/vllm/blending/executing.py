@@ -65,7 +65,7 @@ class PageBlender:
         with torch.inference_mode():
             done = Recompute(model, kv, placed, self._total).run(selector_for(blend.cost))
             kl = self._divergence(model, kv, placed) if blend.check else None
-        figures = {
+        figures: dict[str, float] = {
             "blends": 1,
             "blended_tokens": end - blend.start,
             "blend_reused_tokens": int(placed.cached.sum()),

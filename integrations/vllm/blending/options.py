@@ -22,7 +22,9 @@ class BlendOptions:
         separator: a text or token ids that stand between the parts of prompts; None: parts are found by their content.
         least_tokens, mean_tokens, most_tokens: of the segments that are found by content. No shorter ones are used at
             all, however they were found.
-        harvest: store the segments of prompts that were computed exactly.
+        harvest: store the segments of prompts that were computed and not reused.
+        min_context: tokens that must stand before a segment to be stored, unless the request itself names it. What was
+            computed at the beginning of a prompt knows too little of what usually stands before it.
         min_reused: tokens that a blend must reuse; below, a prompt is computed.
         check_every: compute one in so many blends exactly, too, and export how far the next token's distribution moved
             (`blend_kl`). That takes a whole prefill, during which the engine does nothing else. 0: never.
@@ -37,6 +39,7 @@ class BlendOptions:
     mean_tokens: int = 192
     most_tokens: int = 768
     harvest: bool = True
+    min_context: int = 128
     min_reused: int = 256
     check_every: int = 0
 
@@ -53,8 +56,10 @@ class BlendOptions:
             raise InputError(f"blend.harvest: must be true or false, got {self.harvest!r}")
         if type(self.min_reused) is not int or self.min_reused < 1:
             raise InputError(f"blend.min_reused: must be a whole number of at least 1, got {self.min_reused!r}")
-        if type(self.check_every) is not int or self.check_every < 0:
-            raise InputError(f"blend.check_every: must be a whole number of at least 0, got {self.check_every!r}")
+        for name in ("min_context", "check_every"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise InputError(f"blend.{name}: must be a whole number of at least 0, got {value!r}")
         try:
             self.chunker()
         except InputError as error:

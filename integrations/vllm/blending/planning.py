@@ -5,7 +5,13 @@
 **Approximate KV never stands under an exact name.** From the first block on that holds a reused token, the request's
 block hashes are replaced by hashes of the recipe and themselves. The engine hashes every later block, answers included,
 from the one before it, so all that follows is apart as well: a request that asks for the same blend finds it again, and
-nobody else does. Such a request stores nothing from that token on, neither chunks nor segments.
+nobody else does. Such a request stores no chunks from that token on.
+
+**Segments are stored as they were computed, behind whatever stood before them.** That is no exact name, and the more
+stood there the better: on SmolLM2, segments from the middle of other prompts recover 61 to 83 % of what a blend loses
+without recomputing anything, while those from the beginning of a prompt make it worse. What stood before may itself
+have been blended, or a document that is new in prompts of known ones would never be stored. Reused segments are not
+stored again, so errors do not add up in one segment.
 """
 
 from __future__ import annotations
@@ -42,7 +48,9 @@ class Segmented:
         blends: whether reuse is allowed at all; else its segments are only harvested.
         recipe: names what makes a blend of this request; empty until it is decided.
         exact: tokens before this one are exact; None: all are.
-        harvested: segments that were handed to be stored.
+        named: whether the request itself said where they are.
+        taken: which of them are reused, by number.
+        harvested: segments that were looked at, to be stored or not.
         check: whether the blend is compared with the exact prompt.
         refused: why it is not blended, if it could have been.
         reused: tokens that came with cached KV.
@@ -56,6 +64,8 @@ class Segmented:
     blends: bool = True
     recipe: bytes = b""
     exact: int | None = None
+    named: bool = False
+    taken: frozenset[int] = frozenset()
     harvested: int = 0
     check: bool = False
     refused: str = ""
@@ -136,7 +146,8 @@ class BlendPlanner:
             return None
         digests = [content_digest(self.identity, Scope(tenant), ids[start:end]) for start, end in spans]
         cost = self._options.cost if wants.cost is None else wants.cost
-        return Segmented(spans, digests, float(cost), self._clock(), blends=wants.blend)
+        named = wants.segments is not None
+        return Segmented(spans, digests, float(cost), self._clock(), blends=wants.blend, named=named)
 
     def ask(self, segmented: Segmented, tenant: str) -> None:
         """Ask the store which segments are there, in the background."""
@@ -171,10 +182,13 @@ class BlendPlanner:
             self.refuse(segmented, "failed")
             return None
         last = request.num_prompt_tokens - 1
-        pieces = [
-            Piece(digest, start, end - start)
-            for (start, end), digest, found in zip(segmented.spans, segmented.digests, there, strict=True)
+        taken = [
+            at
+            for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
             if found and end > base and start < last
+        ]
+        pieces = [
+            Piece(segmented.digests[at], start, end - start) for at in taken for start, end in [segmented.spans[at]]
         ]
         if not pieces:
             return None
@@ -191,10 +205,23 @@ class BlendPlanner:
         if not self._set_apart(request, segmented, max(base, pieces[0].start), pieces):
             self.refuse(segmented, "hashes")
             return None
-        segmented.reused = reused
+        segmented.reused, segmented.taken = reused, frozenset(taken)
         self._blends += 1
         segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
         return True  # the engine may have this very blend already, under its new names
+
+    def harvest(self, segmented: Segmented, computed: int) -> list[int]:
+        """Numbers of the segments that can be stored now, since the first `computed` tokens have KV; each only once."""
+        if not self._options.harvest:
+            return []
+        least = 0 if segmented.named else self._options.min_context
+        found = []
+        while segmented.harvested < len(segmented.spans) and segmented.spans[segmented.harvested][1] <= computed:
+            at = segmented.harvested
+            segmented.harvested += 1
+            if at not in segmented.taken and segmented.spans[at][0] >= least:
+                found.append(at)
+        return found
 
     def refuse(self, segmented: Segmented, reason: str) -> None:
         """A request is not blended, and why; counted, and told to the client."""

@@ -150,6 +150,53 @@ def bench_engine(
     )  # fmt: skip
 
 
+@app.command("blend")
+def bench_blend(
+    model: Annotated[
+        Path, typer.Option("--model", "-m", help="Folder of the checkpoint, or smollm2.", show_default=False)
+    ],
+    lengths: Annotated[
+        list[int] | None,
+        typer.Option(
+            "--length", metavar="TOKENS", show_default=False,
+            help="Tokens of documents in a prompt, a multiple of 512. Repeatable. Default: 1024, 2048, 4096.",
+        ),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns for each length.")] = 5,
+    quality: Annotated[str, typer.Option(help="Of the stored documents.")] = "lossless",
+    profile: Annotated[
+        Path | None, typer.Option("--profile", help="Of this model, for a lossy quality.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Draw the ratios to this file (.svg, .png).", show_default=False)
+    ] = None,
+    out: _Out = None,
+    force: Force = False,
+    as_json: Json = False,
+) -> None:  # fmt: skip
+    """Measure the time to first token of blended prompts in vLLM, over computing them, by length and cost.
+
+    Example: cuvee bench blend --model smollm2 --length 1024 --length 4096
+    """
+    from cuvee.eval.bench.engine.blending import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
+    from cuvee.eval.plots import save_figure
+
+    if plot is not None:
+        check_absent(plot, force)
+    scope = BlendScope(rounds=rounds, quality=quality)
+    if lengths:
+        scope = replace(scope, lengths=tuple(sorted(set(lengths))))
+    checkpoint = _checkpoint(model)
+
+    def run(progress: Console) -> dict[str, Any]:
+        report = run_blend_bench(scope, checkpoint, profile, progress)
+        if plot is not None:
+            save_figure(draw_blend_report(report), plot)
+        return report
+
+    _measure(run, print_blend_report, out, force, as_json)
+
+
 @app.command("clients")
 def bench_clients(
     model: Annotated[

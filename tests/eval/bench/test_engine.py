@@ -217,7 +217,7 @@ def test_commands_and_replies_are_lines_of_json(child: Callable[[str], None], tm
     with Engine(tmp_path / "log") as engine:
         assert engine._call("ask", [1, 2], None) == ["ask", [1, 2], None]
         replies: list[Any] = [engine.settle(3), engine.settle(2)]
-        assert replies == [["settle", 3], ["settle", 5]]
+        assert replies == [["settle", "stored_chunks", 3], ["settle", "stored_chunks", 5]]
 
 
 @pytest.mark.parametrize(

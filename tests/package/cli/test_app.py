@@ -62,8 +62,8 @@ COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-e
 
 def test_the_commands() -> None:
     assert COMMANDS == [
-        "bench clients", "bench cpu", "bench engine", "bench gpu", "blend-report", "compare", "decode", "demo",
-        "encode", "inspect", "kernels", "profile learn", "profile show", "report", "store delete-tenant", "store info",
+        "bench blend", "bench clients", "bench cpu", "bench engine", "bench gpu", "blend-report", "compare", "decode",
+        "demo", "encode", "inspect", "kernels", "profile learn", "profile show", "report", "store delete-tenant", "store info",
         "tasks",
     ]  # fmt: skip
     for group in ("", "bench", "profile", "store"):

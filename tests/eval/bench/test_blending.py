@@ -1,0 +1,116 @@
+"""The bench of blends in vLLM, on an engine that answers from a script. No speed is asserted."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pytest
+from rich.console import Console
+
+from cuvee.codec.errors import InputError
+from cuvee.eval.bench.engine import blending
+from cuvee.eval.bench.engine.blending import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
+from cuvee.eval.bench.engine.process import EngineAnswer
+from cuvee.eval.data import bundled_model_path
+
+SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, document=32)
+
+
+class Scripted:
+    """Stands for an `Engine`: takes as long as the tokens that it computes, and is the farther off the fewer."""
+
+    last: Scripted
+
+    def __init__(self, log: Path) -> None:
+        Scripted.last = self
+        self.asked: list[tuple[list[int], Any]] = []
+        self.idled = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def start(self, model: Path, options: Mapping[str, Any], variant: Any, profile: Any, blend: Any) -> None:
+        assert options["max_model_len"] > max(SCOPE.lengths)
+        assert (variant.quality, profile, blend) == ("lossless", None, {"min_reused": 1})
+
+    def reach(self, figure: str, least: float) -> None:
+        assert (figure, least) == ("stored_segments", len(self.asked))
+
+    def idle(self) -> None:
+        self.idled += 1
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], *, expect_cached: Sequence[int], forget: bool,
+        params: Mapping[str, Any], logprobs: int = 0,
+    ) -> EngineAnswer:  # fmt: skip
+        (prompt,), (cached,) = prompts, expect_cached
+        asked = params["cuvee"]
+        self.asked.append((list(prompt), asked))
+        assert forget
+        for start, end in asked["segments"]:
+            assert end - start == SCOPE.document
+        cost = asked.get("cost")
+        assert cached == (0 if cost is None else asked["segments"][-1][1])
+        computed = len(prompt) if cost is None else len(prompt) - cached * (1 - cost)
+        off = 0.0 if cost is None else 0.1 * (1 - cost)
+        logprob = {"7": -0.1 - off, "9": -3.0}
+        return EngineAnswer(float(computed), 0.0, [[7]], [[logprob]], [cached], {})
+
+
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blending, "Engine", Scripted)
+    monkeypatch.setattr(blending, "find_spec", lambda _: True)
+
+
+def test_blends_are_timed_over_computing_in_the_same_turn() -> None:
+    report = run_blend_bench(SCOPE, bundled_model_path())
+    documents = max(SCOPE.lengths) // SCOPE.document
+    turns = len(SCOPE.lengths) * (SCOPE.rounds + 1)
+    asked = Scripted.last.asked
+    assert len(asked) == documents + turns * (1 + len(SCOPE.costs))
+    assert Scripted.last.idled == 1 + turns
+    for entry in report["lengths"]:
+        whole = entry["tokens"] + 48
+        assert entry["computed_seconds"]["median"] == whole
+        assert entry["computed_seconds"]["runs"] == SCOPE.rounds
+        nothing, half, everything = entry["blends"]
+        assert nothing["over_computed"]["median"] == pytest.approx((whole - entry["tokens"] - 24) / whole)
+        assert everything["over_computed"]["median"] == 1
+        assert nothing["kl"] > half["kl"] > everything["kl"] == 0
+    # In a turn all prompts are one, and the exact one comes last: the engine stores it.
+    for at in range(documents, len(asked), 1 + len(SCOPE.costs)):
+        turn = asked[at : at + 1 + len(SCOPE.costs)]
+        assert len({tuple(prompt) for prompt, _ in turn}) == 1
+        assert [params.get("blend", True) for _, params in turn] == [True] * len(SCOPE.costs) + [False]
+    prompts = {tuple(prompt) for prompt, _ in asked[documents:]}
+    assert len(prompts) == turns
+
+
+def test_the_report_is_printed_and_drawn() -> None:
+    report = run_blend_bench(SCOPE, bundled_model_path())
+    console = Console(file=io.StringIO(), width=120)
+    print_blend_report(report, console)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "blended at cost 0.5, ratio" in text
+    assert "lossless" in text
+    (axes,) = draw_blend_report(report).axes
+    assert len(axes.containers) == len(SCOPE.lengths)
+
+
+@pytest.mark.parametrize("length", [0, 48])
+def test_lengths_are_whole_documents(length: int) -> None:
+    with pytest.raises(InputError, match="length: must be a multiple of 32 tokens"):
+        run_blend_bench(BlendScope(lengths=(length,), document=32), bundled_model_path())
+
+
+def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blending, "find_spec", lambda _: None)
+    with pytest.raises(ImportError, match="needs vLLM"):
+        run_blend_bench(SCOPE, bundled_model_path())
