@@ -15,11 +15,13 @@ from tests.integrations.vllm.engines import need_vllm, run_script
 from cuvee.eval.data import bundled_model_path
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.redaction import redacted
+from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.config import Options
 from cuvee.integrations.vllm.metrics import METRICS
 
 ROOT = Path(__file__).parents[3] / "integrations"
 CONNECTOR = (ROOT / "vllm" / "README.md").read_text()
+BLENDING = (ROOT / "vllm" / "blending" / "README.md").read_text()
 STORES = (ROOT / "stores" / "README.md").read_text()
 
 
@@ -71,6 +73,28 @@ def test_every_configuration_of_the_text_is_accepted() -> None:
         open_store(options.store).close()
     for text in re.findall(r"\[\"memory.+?\]", CONNECTOR):
         assert all(redacted(url) for url in json.loads(text.replace("redis://…", "redis://h:1/0")))
+
+
+def test_every_option_of_blending_is_documented_with_its_default() -> None:
+    rows = {row[0].strip("`"): row[1] for row in _rows(BLENDING, "Options")}
+    assert rows == {
+        field.name: "none" if field.default is None else str(field.default).lower() for field in fields(BlendOptions)
+    }
+
+
+def test_every_refusal_of_a_blend_is_documented() -> None:
+    assert {row[0].strip("`") for row in _rows(BLENDING, "Refused")} == set(METRICS["blends_refused"].values)
+
+
+def test_the_configurations_and_parameters_of_blending_are_accepted() -> None:
+    (text,) = re.findall(r"--kv-transfer-config '(.+?)'", BLENDING, re.DOTALL)
+    assert Options.from_dict(json.loads(text)["kv_connector_extra_config"]).blend == BlendOptions()
+    (text,) = re.findall(r'"kv_transfer_params": (\{"cuvee": .+?\}\})', BLENDING)
+    asked = BlendRequest.of(json.loads(text), 2000)
+    assert asked.segments
+    assert asked.cost == 0.3
+    (text,) = re.findall(r'`"blend": (\{"separator".+?\})`', BLENDING)
+    assert BlendOptions.from_json(json.loads(text)).separator == " # # "
 
 
 @pytest.mark.parametrize(
