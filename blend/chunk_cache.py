@@ -113,6 +113,9 @@ class ChunkCache:
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
         tokenizer: name of the tokenizer, if one store serves several (`Identity.tokenizer`).
+        identity: of the blobs, instead of one that is made of the model's weights, the codec and `tokenizer`: that of a
+            serving engine whose segments are to be found here, and the other way round
+            (`cuvee.integrations.vllm.checkpoint.engine_identity`). A chunk may then have been computed behind anything.
 
     Raises:
         InputError: the contexts have another shape or dtype, or tokens outside the vocabulary, or leave no position for
@@ -129,6 +132,7 @@ class ChunkCache:
         contexts: torch.Tensor | None = None,
         tenant: str = "",
         tokenizer: str = "",
+        identity: Identity | None = None,
     ) -> None:
         checked = TransformersModel(model)
         self._layout, self._vocabulary = checked.layout, checked.vocabulary
@@ -143,7 +147,8 @@ class ChunkCache:
         self._codec = codec
         self._store = store
         self._contexts = None if contexts is None else self._check_contexts(contexts)
-        self._identity = Identity(
+        self._shared = identity is not None
+        self._identity = identity or Identity(
             model=fingerprint,
             tokenizer=tokenizer,
             layout=self._layout.fingerprint,
@@ -171,7 +176,7 @@ class ChunkCache:
         Args, Raises: as `get_or_compute`.
         """
         ids, contexts, digest = self._named(tokens, leading)
-        blob = self._get_or_compute(ids, contexts, digest)
+        blob = self._get_or_compute(ids, contexts, digest, leading)
         return Segment(tokens, blob, associated=self._bound_to(digest))
 
     def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
@@ -190,7 +195,7 @@ class ChunkCache:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
                 contexts) they go beyond the model's positions; a lossy quality cannot encode the values.
         """
-        return self._get_or_compute(*self._named(tokens, leading))
+        return self._get_or_compute(*self._named(tokens, leading), leading)
 
     def _named(
         self, tokens: Sequence[int] | torch.Tensor, leading: bool
@@ -213,8 +218,8 @@ class ChunkCache:
         """What the blob of a chunk is bound to, if the codec has a key."""
         return store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
 
-    def _get_or_compute(self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes) -> bytes:
-        key = store_key(self._scope.tenant, digest)
+    def _get_or_compute(self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes, leading: bool) -> bytes:
+        key = f"{store_key(self._scope.tenant, digest)} {leading and self._shared}"
         with self._lock:
             other = self._running.get(key)
             if other is None:
@@ -224,7 +229,7 @@ class ChunkCache:
             self._count("hits")
             return blob
         try:
-            blob = self._find_or_make(digest, ids, contexts)
+            blob = self._find_or_make(digest, ids, contexts, leading)
             mine.set_result(blob)
         except BaseException as error:
             mine.set_exception(error)
@@ -234,7 +239,7 @@ class ChunkCache:
                 del self._running[key]
         return blob
 
-    def _find_or_make(self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None) -> bytes:
+    def _find_or_make(self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool) -> bytes:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
         associated = self._bound_to(digest)
         for key in keys:
@@ -242,12 +247,14 @@ class ChunkCache:
             if stored is None:
                 continue
             try:
-                self._check_blob(stored, len(ids), _start(contexts), associated)
+                start = self._check_blob(stored, len(ids), None if self._shared else _start(contexts), associated)
             except CuveeError as error:
                 _log.info("cuvee: the entry of a chunk is deleted: %s", error)
                 self._count("rejected")
                 self._ask(partial(self._store.delete, key), False)
             else:
+                if start and leading:  # an engine's: it was computed behind something, and that is not exact there
+                    break
                 self._count("hits")
                 return stored
         with self._computing, torch.no_grad():
@@ -257,7 +264,8 @@ class ChunkCache:
         alike = torch.ones(chunk.tokens) if self._codec.profile.learned else None
         blob = self._codec.encode(chunk, importance=alike, associated=associated)
         self._count("misses")
-        if self._ask(lambda: self._store.put(keys[0], blob), False):
+        # What an engine computed behind something serves better elsewhere, so it is not replaced.
+        if not (leading and self._shared) and self._ask(lambda: self._store.put(keys[0], blob), False):
             self._count("stored")
         return blob
 
@@ -285,10 +293,11 @@ class ChunkCache:
         ]
         return KVChunk(means[::2], means[1::2], self._layout, start)
 
-    def _check_blob(self, blob: bytes, tokens: int, start: int, associated: bytes) -> None:
-        """Raise CuveeError unless `blob` is undamaged and is what its key promises."""
+    def _check_blob(self, blob: bytes, tokens: int, start: int | None, associated: bytes) -> int:
+        """Where the blob was computed; raises CuveeError unless it is undamaged and is what its key promises."""
         opened = self._codec.open_own(blob, tokens=tokens, start=start, dtype=self._layout.dtype, associated=associated)
         read_sections(blob, opened.header, range(len(opened.header.section_bytes)))
+        return opened.start
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
         """The store's answer, or `otherwise` if it fails in any way: the chunk can still be computed."""

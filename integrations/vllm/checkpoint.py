@@ -31,11 +31,14 @@ import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.fingerprint import fingerprint_samples, sampled_positions
-from cuvee.codec.identity import canonical
+from cuvee.codec.identity import Identity, canonical
 from cuvee.codec.profile import Profile
+from cuvee.codec.quality import LOSSLESS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from cuvee.codec.codec import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -104,6 +107,47 @@ def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
     for file in files:
         digest.update(canonical(file.name.encode(), file.read_bytes()))
     return digest.hexdigest()
+
+
+def name_of_weights(weights: str, compute: str, quantization: str, overrides: str, dummy: str) -> str:
+    """Names the weights as an engine uses them: `Identity.model` of its blobs.
+
+    Args:
+        weights: `checkpoint_identity` of the model, or a name that the user gives it.
+        compute: the dtype that it computes in, as torch writes it.
+        quantization: how its weights are quantized, or "None".
+        overrides: what the engine changes of the model's configuration, as JSON.
+        dummy: the seed of weights that are in no file, or "".
+    """
+    parts = {
+        "weights": weights, "compute": compute, "quantization": quantization, "overrides": overrides, "dummy": dummy,
+    }  # fmt: skip
+    return json.dumps(parts, sort_keys=True)
+
+
+def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:
+    """What the connector calls the blobs of an engine on one rank, whose options change nothing about the model.
+
+    With it, `cuvee.blend.ChunkCache` and the connector find each other's segments in one store.
+
+    Args:
+        path: of the checkpoint, as in `checkpoint_identity`.
+        codec: with the profile and the quality of the engine; its layout's dtype is the one that the engine computes
+            and caches in.
+        model_id: the option of the connector, if it is set.
+        tokenizer: False if the engine has none (`skip_tokenizer_init`).
+
+    Raises:
+        InputError: as `checkpoint_identity`.
+    """
+    layout = codec.profile.layout
+    return Identity(
+        model=name_of_weights(model_id or checkpoint_identity(path), str(layout.torch_dtype), "None", "{}", ""),
+        tokenizer=tokenizer_identity(path) if tokenizer else "",
+        layout=layout.fingerprint,
+        profile=b"" if codec.lossless else codec.profile.id,
+        quality=LOSSLESS if codec.lossless else f"step:{codec.step}",
+    )
 
 
 @dataclass(slots=True)

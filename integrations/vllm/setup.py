@@ -18,7 +18,12 @@ from cuvee.codec.identity import Identity
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import LOSSLESS
-from cuvee.integrations.vllm.checkpoint import check_profile, checkpoint_identity, tokenizer_identity
+from cuvee.integrations.vllm.checkpoint import (
+    check_profile,
+    checkpoint_identity,
+    name_of_weights,
+    tokenizer_identity,
+)
 from cuvee.integrations.vllm.config import Options
 
 logger = logging.getLogger(__name__)
@@ -213,15 +218,14 @@ def _check_heads(layout: KVLayout, spec: Any, kv_cache_config: Any, shards: int)
 def _model_identity(model: Any, load_format: str, options: Options) -> str:
     """Names the weights as this engine uses them."""
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {"": str(model.hf_overrides)}
-    parts = {
-        "weights": options.model_id or checkpoint_identity(model.model, revision=model.revision),
-        "compute": str(model.dtype),
-        "quantization": str(model.quantization),
-        "overrides": json.dumps(overrides, sort_keys=True, default=str),
+    return name_of_weights(
+        options.model_id or checkpoint_identity(model.model, revision=model.revision),
+        str(model.dtype),
+        str(model.quantization),
+        json.dumps(overrides, sort_keys=True, default=str),
         # Weights that are in no file.
-        "dummy": str(model.seed) if load_format.endswith("dummy") else "",
-    }
-    return json.dumps(parts, sort_keys=True)
+        str(model.seed) if load_format.endswith("dummy") else "",
+    )
 
 
 def _tokenizer(model: Any) -> str:
