@@ -165,10 +165,10 @@ def test_parts_between_separators(tokens: list[int], separator: list[int], spans
 @given(st.lists(st.lists(st.integers(1, 5), max_size=6), max_size=8), st.integers(1, 3))
 def test_parts_that_were_joined_come_back(parts: list[list[int]], width: int) -> None:
     separator = [0] * width
-    prompt = list(itertools.chain.from_iterable([*part, *separator] for part in parts)) + [1, 2]
+    prompt = [*itertools.chain.from_iterable([*part, *separator] for part in parts), 1, 2]
     assert [prompt[start:end] for start, end in split(prompt, separator)] == [part for part in parts if part]
 
 
 def test_a_separator_of_no_tokens_is_refused() -> None:
-    with pytest.raises(InputError, match="^separator: must hold at least one token"):
+    with pytest.raises(InputError, match=r"^separator: must hold at least one token"):
         split([1, 2], [])

@@ -49,7 +49,7 @@ class PageBlender:
         """
         placed = place(blend, end)
         slots = self._slots(blend.blocks, end)
-        kv = _PagesKV(self._cache, slots, len(placed.tokens))
+        kv = _PagesKV(self._cache, slots, placed.cached | placed.known)
         with torch.inference_mode():
             done = Recompute(self._open_model(blend.blocks), kv, placed, self._total).run(selector_for(blend.cost))
         reused = int(placed.cached.sum())
@@ -94,18 +94,19 @@ def place(blend: Blend, end: int) -> Placed:
 
 
 class _PagesKV:
-    """The KV of a prompt of `count` tokens, the first of which have slots."""
+    """The KV of a prompt of T tokens, the first of which have slots. `there`, bool `[T]`, have KV before the blend."""
 
-    def __init__(self, cache: PagedCache, slots: torch.Tensor, count: int) -> None:
+    def __init__(self, cache: PagedCache, slots: torch.Tensor, there: torch.Tensor) -> None:
         self._cache = cache
         self._slots = slots
-        self._count = count
+        self._there = there.nonzero()[:, 0].to(slots.device)
+        self._count = len(there)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies; what has no slot yet is zero."""
+        """Copies `[H, T, D]`. All others are zeros: pages hold garbage before they are written, and 0 * NaN is NaN."""
         keys, values = (
-            torch.nn.functional.pad(part.transpose(0, 1), (0, 0, 0, self._count - part.shape[0]))
-            for part in self._cache.layer(index, self._slots)
+            part.new_zeros(part.shape[1], self._count, part.shape[2]).index_copy_(1, self._there, part.transpose(0, 1))
+            for part in self._cache.layer(index, self._slots[self._there])
         )
         return keys, values
 
