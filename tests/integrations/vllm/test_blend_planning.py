@@ -303,6 +303,20 @@ def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], le
     assert d.side.told(request) == {"blended": bool(found), "reused_tokens": 21 * bool(found), "cost": 0.15}
 
 
+def test_the_last_token_is_not_reused(desk: Callable[..., Desk]) -> None:
+    d = desk(blend={"min_reused": 29})
+    d.put_segments(FIRST)
+    assert d.matched(ask(d, ids=[*text(10), *FIRST], segments=[(10, 39)])) == (0, False)
+    assert d.matched(ask(d, "s", ids=[*text(10), *FIRST, 5], segments=[(10, 39)])) == (39, True)
+
+
+def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callable[..., Desk]) -> None:
+    d = desk(min_tokens=32)
+    d.put_segments(FIRST, SECOND)
+    planned = load(d, ask(d, chunks=1))
+    assert planned.blend is not None and planned.digests == [] and planned.blend.start == 0
+
+
 def test_short_segments_are_not_used(desk: Callable[..., Desk]) -> None:
     d = desk(blend={"least_tokens": 22, "mean_tokens": 23})
     d.put_segments(FIRST, SECOND)
@@ -383,6 +397,8 @@ def test_the_same_piece_at_another_place_has_other_names(desk: Callable[..., Des
     d.put_segments([5] * 20)
     ids = [5] * 60
     one, other = (names(d, start, ids=ids, segments=[(start, start + 20)]) for start in (10, 11))
+    assert one[0] == other[0] and set(one[1:]).isdisjoint(other[1:])
+    one, other = (names(d, start, ids=ids, segments=[(10, 30), (start, start + 20)]) for start in (35, 36))
     assert one[0] == other[0] and set(one[1:]).isdisjoint(other[1:])
 
 
