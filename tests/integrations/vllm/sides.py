@@ -20,7 +20,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.integrations.vllm.config import Options
-from cuvee.integrations.vllm.messages import Load, Save, StepPlan
+from cuvee.integrations.vllm.messages import Blend, Load, Piece, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.setup import Setup
@@ -209,10 +209,11 @@ class Bench:
         store: DictStore | None = None,
         sequence: KVChunk | None = None,
         device: torch.device | None = None,
+        profile: Profile | None = None,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
-        profile = Profile.generic(LAYOUT)
+        profile = Profile.generic(LAYOUT) if profile is None else profile
         self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
         self.store = store or DictStore()
         self.recorder = Recorder()
@@ -244,6 +245,28 @@ class Bench:
         """The tail of the sequence's first `end` tokens, which lie in `blocks`."""
         chunk, tail = divmod(end, CHUNK)
         return Save(TENANT, bytes([100 + end]) * 32, chunk, blocks[chunk * CHUNK // BLOCK : end // BLOCK], tail)
+
+    def save_segment(self, blocks: list[int], start: int, tokens: int) -> Save:
+        """Some tokens of the sequence, which lies in `blocks`, as a segment."""
+        held = blocks[start // BLOCK : -(-(start + tokens) // BLOCK)]
+        return Save(TENANT, self.piece(start, tokens, 0).digest, 0, held, segment=(start, tokens))
+
+    def piece(self, start: int, tokens: int, at: int) -> Piece:
+        """Tokens of the sequence from `start` on, for a prompt that has them from position `at` on."""
+        return Piece(bytes([start, tokens]) * 16, at, tokens)
+
+    def segment_key(self, start: int, tokens: int) -> str:
+        return store_key(TENANT, self.piece(start, tokens, 0).digest, self.rank, *self.codec.key_ids[:1])
+
+    def load_blend(
+        self, blocks: list[int], pieces: list[Piece], end: int, start: int = 0, exact: int = 0, request: str = "r"
+    ) -> Load:
+        """A load of the sequence's tokens `start … exact`, whole chunks, and of pieces behind them."""
+        first = start // CHUNK
+        held = blocks[: -(-end // BLOCK)]
+        blend = Blend(list(range(end + 1)), max(start, exact), pieces, 0.5, held)
+        digests = self.digests[first : exact // CHUNK]
+        return Load(request, TENANT, digests, first, start, end, held[first * CHUNK // BLOCK :], blend=blend)
 
     def load_tail(self, blocks: list[int], start: int, end: int, tail_end: int | None = None) -> Load:
         """A load that ends with the tail of the first `tail_end` tokens, or inside it."""
