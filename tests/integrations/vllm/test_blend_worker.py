@@ -233,12 +233,18 @@ def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypat
 
 
 def test_a_synchronous_load_does_not_wait_for_a_blend(bench: Callable[..., Bench]) -> None:
-    b = bench(load_async=False)
+    b, go = bench(load_async=False, load_timeout=1), threading.Event()
     store_segments(b)
+    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23, request="waits")], synchronous=True)
+    assert b.worker.take_arrived() == set()
+    go.set()
     b.worker.start_loads(
         [b.load_blend(PAGES, [b.piece(5, 20, 3)], 23), b.load([0, 1], 0, CHUNK, "s")], synchronous=True
     )
     assert b.held([0, 1], 0, CHUNK) and b.worker.take_arrived() == {"s"}
+    b.worker.drop(["waits"])
+    assert b.worker.take_arrived() == {"waits"}
     b.worker.blend(["r"], None)
     assert b.worker.take_arrived() == set()
 
@@ -364,6 +370,45 @@ def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Benc
     b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)], synchronous=False)
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[2:7]) and b.held(PAGES, 0, CHUNK)
+
+
+def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.integrations.vllm.worker._FETCH_CHUNKS", 1)
+    b = bench()
+    store_segments(b, (5, 7), (31, 9), (64, 6))
+    del b.store.entries[b.segment_key(64, 6)]
+    pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36)]
+    b.worker.start_loads([b.load_blend(PAGES, pieces, 42, exact=CHUNK)], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(PAGES[2:6]) and b.held(PAGES, 0, CHUNK)
+    assert b.counts()["recomputed_tokens"] == 42 - CHUNK
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Bench], gone: bool) -> None:
+    b = bench()
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.save([b.save_segment(blocks, 5, 20), b.save_tail(blocks, 24), *b.saves(blocks, range(1))])
+    b.drain()
+    for tensor in b.cache.keys + b.cache.values:
+        tensor.fill_(torch.nan)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=24)
+    load.digests, load.tail = [*load.digests, b.save_tail(blocks, 24).digest], 8
+    if gone:
+        del b.store.entries[b.segment_key(5, 20)]
+        b.worker.start_loads([load], synchronous=False)
+        b.wait()
+        assert b.worker.take_invalid_blocks() == set(PAGES[3:5])
+    else:
+        report = run_blend(b, load, FakeBlender())
+        assert not b.worker.take_invalid_blocks() and not report.failed
+        assert holds_piece(b, 5, 20, 20, low=24) and b.counts()["loaded_segments"] == 1
+    assert b.held(PAGES, 0, 24)
+    counts = b.counts()
+    assert (counts["loaded_chunks"], counts["loaded_tails"]) == (1, 1)
 
 
 def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., Bench]) -> None:
