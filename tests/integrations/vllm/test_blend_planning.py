@@ -26,7 +26,9 @@ def desk() -> Iterator[Callable[..., Desk]]:
     made: list[Desk] = []
 
     def make(blending: bool = True, blend: dict[str, Any] | None = None, **options: Any) -> Desk:
-        made.append(Desk(**({"blend": {**OPTIONS, **(blend or {})}} if blending else {}), **options))
+        if blending:
+            options["blend"] = {**OPTIONS, **(blend or {})}
+        made.append(Desk(**options))
         return made[-1]
 
     yield make
