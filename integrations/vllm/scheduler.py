@@ -218,7 +218,11 @@ class SchedulerSide:
     ) -> int | None:
         """As many, or those up to the end of a blend that goes on from there; None: ask again."""
         tracked.blend = None
+        refused, begun = segmented.refused, time.monotonic()
         blend = planner.offer(tracked.request, segmented, computed + tokens, self._patience)
+        self._patience = max(self._patience - (time.monotonic() - begun), 0)
+        if segmented.refused == "timeout" != refused:
+            self._store.overdue("contains", _HANGS * self._options.lookup_timeout)
         if blend is True:
             return None
         if not isinstance(blend, Blend):
@@ -353,10 +357,7 @@ class SchedulerSide:
             tracked.lookup, tracked.found, tracked.end, tracked.saved = None, _NOTHING, 0, 0
             tracked.stale = tracked.request.num_computed_tokens > 0
             if tracked.segmented is not None and self._planner is not None:
-                exact = tracked.segmented.exact
-                tracked.segmented = self._planner.segment(tracked.request, tracked.tenant)
-                if tracked.segmented is not None:
-                    tracked.segmented.exact = exact
+                self._planner.rename(tracked.segmented, tracked.request, tracked.tenant)
 
     def told(self, request: Any) -> dict[str, Any] | None:
         """What the client of a request learns of its blend; None: nothing was to be blended."""

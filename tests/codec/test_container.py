@@ -433,6 +433,19 @@ def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
             codec.open_own(codec.encode(chunk()), tokens=tokens, start=start, dtype=dtype)
 
 
+def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
+    codec, made = Codec(Profile.generic(LAYOUT), step=0.1), chunk()
+    moved = KVChunk(made.keys, made.values, LAYOUT, 5)
+    for each, start in ((made, 0), (moved, 5)):
+        opened = codec.open_own(codec.encode(each), tokens=9, start=None, dtype="float32")
+        assert (opened.start, opened.tokens) == (start, 9)
+    for tokens, dtype in ((8, "float32"), (9, "float16")):
+        with pytest.raises(CorruptError, match="the entry holds 9 tokens from 5 on in float32"):
+            codec.open_own(codec.encode(moved), tokens=tokens, start=None, dtype=dtype)
+    with pytest.raises(CorruptError, match="expected 9 tokens from 5 on"):
+        codec.open_own(Codec(Profile.generic(LAYOUT), step=0.2).encode(moved), tokens=9, start=None, dtype="float32")
+
+
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])
 def test_weak_keys_are_refused(key: Any) -> None:
     with pytest.raises(InputError, match="key"):

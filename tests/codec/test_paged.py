@@ -190,6 +190,30 @@ def test_fp8_saturates(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
 
 @pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_a_layer_is_a_copy_of_what_is_stored(
+    layouts: dict[str, KVLayout], make_chunk: Any, dtype: torch.dtype, order: str
+) -> None:
+    layout = layouts["bfloat16"]
+    scales = ([0.5, 0.25, 2.0], [1.0, 0.125, 0.5]) if dtype == torch.float8_e4m3fn else (None, None)
+    cache, slots = poisoned(layout, order, dtype, *scales), scattered(24)
+    chunk = make_chunk(layout, 24)
+    cache.write(chunk.keys, chunk.values, slots)
+    copy = cache.copy(slots)
+    some = torch.tensor([17, 3, 3, 23])
+    for index in range(layout.num_layers):
+        rows = copy.rows(index)
+        assert rows is not None
+        for got, want in zip(cache.layer(index, slots[some]), rows, strict=True):
+            assert got.dtype == dtype and torch.equal(got.float(), want[some].float())
+        keys, _ = cache.layer(index, slots)
+        keys.fill_(0)
+        again, _ = cache.layer(index, slots)
+        assert float(again.float().abs().max()) > 0, "a copy"
+    assert [len(part) for part in cache.layer(0, slots[:0])] == [0, 0]
+
+
+@pytest.mark.parametrize("order", [*ORDERS, PERMUTED])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 def test_a_copy_is_dense_and_holds_what_is_stored(
     layouts: dict[str, KVLayout], make_chunk: Any, dtype: torch.dtype, order: str
 ) -> None:

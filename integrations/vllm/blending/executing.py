@@ -60,11 +60,11 @@ class PageBlender:
         """
         placed = place(blend, end)
         slots = self._slots(blend.blocks, end)
-        kv = _PagesKV(self._cache, slots, len(placed.tokens))
+        kv = _PagesKV(self._cache, slots, placed.cached | placed.known)
         model = self._open_model(blend.blocks)
         with torch.inference_mode():
             done = Recompute(model, kv, placed, self._total).run(selector_for(blend.cost))
-            kl = self._divergence(model, kv, placed) if blend.check else None
+            kl = self._divergence(model, slots, placed) if blend.check else None
         figures: dict[str, float] = {
             "blends": 1,
             "blended_tokens": end - blend.start,
@@ -74,8 +74,9 @@ class PageBlender:
         }
         return figures if kl is None else {**figures, "blend_kl": kl}
 
-    def _divergence(self, model: ServedModel, kv: _PagesKV, placed: Placed) -> float:
+    def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> float:
         """KL of the next token's distribution behind the blend from that behind the whole prompt computed, in nats."""
+        kv = _PagesKV(self._cache, slots, torch.arange(len(placed.tokens)) < placed.end)
         exact, blended = (
             _next_token(model, self._cache, placed.tokens, first, held) for first, held in ((0, None), (placed.end, kv))
         )
@@ -137,18 +138,19 @@ def place(blend: Blend, end: int) -> Placed:
 
 
 class _PagesKV:
-    """The KV of a prompt of `count` tokens, the first of which have slots."""
+    """The KV of a prompt of T tokens, the first of which have slots. `there`, bool `[T]`, have KV before the blend."""
 
-    def __init__(self, cache: PagedCache, slots: torch.Tensor, count: int) -> None:
+    def __init__(self, cache: PagedCache, slots: torch.Tensor, there: torch.Tensor) -> None:
         self._cache = cache
         self._slots = slots
-        self._count = count
+        self._there = there.nonzero()[:, 0].to(slots.device)
+        self._count = len(there)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies; what has no slot yet is zero."""
+        """Copies `[H, T, D]`. All others are zeros: pages hold garbage before they are written, and 0 * NaN is NaN."""
         keys, values = (
-            torch.nn.functional.pad(part.transpose(0, 1), (0, 0, 0, self._count - part.shape[0]))
-            for part in self._cache.layer(index, self._slots)
+            part.new_zeros(part.shape[1], self._count, part.shape[2]).index_copy_(1, self._there, part.transpose(0, 1))
+            for part in self._cache.layer(index, self._slots[self._there])
         )
         return keys, values
 

@@ -11,6 +11,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.suggest import suggestion
 
 _REQUEST_FIELDS = ("blend", "segments", "cost")
+_MOST_SHOWN = 40  # characters of what a client sent that go into a message, and with it into the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,12 @@ class BlendRequest:
         for name in given:
             if name not in _REQUEST_FIELDS:
                 raise InputError(
-                    f"kv_transfer_params.cuvee: has no field {name!r}: {suggestion(name, _REQUEST_FIELDS)}"
+                    f"kv_transfer_params.cuvee: has no field {_shown(name)}: "
+                    f"{suggestion(_shown(name), _REQUEST_FIELDS)}"
                 )
         blend, cost = given.get("blend", True), given.get("cost")
         if not isinstance(blend, bool):
-            raise InputError(f"kv_transfer_params.cuvee.blend: must be true or false, got {blend!r}")
+            raise InputError(f"kv_transfer_params.cuvee.blend: must be true or false, got {_shown(blend)}")
         if cost is not None:
             _check_cost("kv_transfer_params.cuvee.cost", cost)
         segments = given.get("segments")
@@ -138,7 +140,7 @@ def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
         if not before <= start < end <= tokens:
             raise InputError(
                 f"{name}[{number}]: must be a span of tokens {before} … {tokens}, after those before it, got "
-                f"[{start}, {end}]"
+                f"[{_shown(start)}, {_shown(end)}]"
             )
         spans.append((start, end))
     return tuple(spans)
@@ -146,4 +148,13 @@ def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
 
 def _check_cost(name: str, cost: object) -> None:
     if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost <= 1:
-        raise InputError(f"{name}: must be a number from 0 to 1, got {cost!r}")
+        raise InputError(f"{name}: must be a number from 0 to 1, got {_shown(cost)}")
+
+
+def _shown(value: object) -> str:
+    """A value as messages show it: short, whatever it is."""
+    if isinstance(value, int) and not -(10**_MOST_SHOWN) < value < 10**_MOST_SHOWN:  # Python may refuse to write it
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value[:_MOST_SHOWN]) + "…" * (len(value) > _MOST_SHOWN)
+    return repr(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__

@@ -20,7 +20,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,10 +144,15 @@ class BlendPlanner:
             spans = self._chunker.cut(ids)
         if not spans:
             return None
-        digests = [content_digest(self.identity, Scope(tenant), ids[start:end]) for start, end in spans]
+        digests = self._digests(request, tenant, spans)
         cost = self._options.cost if wants.cost is None else wants.cost
         named = wants.segments is not None
         return Segmented(spans, digests, float(cost), self._clock(), blends=wants.blend, named=named)
+
+    def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
+        """The identity has changed: what the store said of the segments is void, and it is not asked again."""
+        segmented.digests = self._digests(request, tenant, segmented.spans)
+        segmented.answer, segmented.harvested = None, 0
 
     def ask(self, segmented: Segmented, tenant: str) -> None:
         """Ask the store which segments are there, in the background."""
@@ -169,23 +174,27 @@ class BlendPlanner:
         """
         if not segmented.blends or segmented.answer is None:
             return None
-        try:
-            there = segmented.answer.result(patience)
-        except TimeoutError:
+        waited = wait([segmented.answer], patience)
+        if not waited.done:
             if self._clock() - segmented.asked <= self._timeout:
                 return True
             segmented.answer.cancel()
             self.refuse(segmented, "timeout")
             return None
+        try:
+            there = segmented.answer.result()
         except Exception:
             logger.exception("cuvee: a lookup of segments failed; its request is computed")
             self.refuse(segmented, "failed")
             return None
         last = request.num_prompt_tokens - 1
+        # Less may be exact than when the blocks were renamed: the engine dropped some, and computes them again. Tokens
+        # in front of the first renamed one must stay exact.
+        first = 0 if segmented.exact is None or base >= segmented.exact else segmented.exact
         taken = [
             at
             for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
-            if found and end > base and start < last
+            if found and end > base and first <= start < last
         ]
         pieces = [
             Piece(segmented.digests[at], start, end - start) for at in taken for start, end in [segmented.spans[at]]
@@ -224,10 +233,16 @@ class BlendPlanner:
         return found
 
     def refuse(self, segmented: Segmented, reason: str) -> None:
-        """A request is not blended, and why; counted, and told to the client."""
+        """A request is not blended, and why; counted, and told to the client. The first reason stands."""
+        if segmented.refused:
+            return
         self._recorder.count("blends_refused", label=reason)
         segmented.refused = reason
         segmented.blends = False
+
+    def _digests(self, request: Any, tenant: str, spans: Sequence[Span]) -> list[bytes]:
+        ids = request.prompt_token_ids
+        return [content_digest(self.identity, Scope(tenant), ids[start:end]) for start, end in spans]
 
     def _refused(self, reason: str) -> Segmented:
         segmented = Segmented([], [], 0.0, self._clock())
@@ -237,7 +252,8 @@ class BlendPlanner:
     def _set_apart(self, request: Any, segmented: Segmented, first: int, pieces: Sequence[Piece]) -> bool:
         """Rename the request's blocks from the one that holds token `first` on; False: they cannot be."""
         hashes = request.block_hashes
-        if len(hashes) != request.num_tokens // self._block:
+        # The last block may have no name yet, because it is not full. It would get an exact one.
+        if len(hashes) != request.num_tokens // self._block or first // self._block >= len(hashes):
             return False
         parts = [piece.digest + piece.start.to_bytes(8, "little") for piece in pieces]
         recipe = hashlib.blake2b(

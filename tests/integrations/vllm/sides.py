@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,12 +15,12 @@ from tests.integrations.stores.redis_server import wait_until
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.identity import Identity, PrefixChain, Scope, store_key
+from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.integrations.vllm.config import Options
-from cuvee.integrations.vllm.messages import Load, Save, StepPlan
+from cuvee.integrations.vllm.messages import Blend, Load, Piece, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.setup import Setup
@@ -31,9 +32,12 @@ TENANT = "somebody"
 IDENTITY = Identity("model", "tokenizer", b"l" * 16, b"", "lossless")
 
 
-def make_request(name: str = "r", tokens: int = 100, **changes: Any) -> SimpleNamespace:
-    """A request with the attributes that vLLM's have."""
-    ids = [7 * index % 61 for index in range(tokens)]
+def make_request(
+    name: str = "r", tokens: int = 100, ids: Sequence[int] | None = None, **changes: Any
+) -> SimpleNamespace:
+    """A request with the attributes that vLLM's have; its prompt is `ids`, or so many tokens that are always alike."""
+    ids = [7 * index % 61 for index in range(tokens)] if ids is None else list(ids)
+    tokens = len(ids)
     fields: dict[str, Any] = {
         "request_id": name,
         "prompt_token_ids": ids,
@@ -47,14 +51,27 @@ def make_request(name: str = "r", tokens: int = 100, **changes: Any) -> SimpleNa
         "mm_features": [],
         "skip_reading_prefix_cache": False,
         "resumable": False,
+        "kv_transfer_params": None,
+        "block_hashes": [],
     }
-    return SimpleNamespace(**{**fields, **changes})
+    request = SimpleNamespace(**{**fields, **changes})
+    _hash_blocks(request)
+    return request
+
+
+def _hash_blocks(request: SimpleNamespace) -> None:
+    """Name the request's full blocks that have no name yet, each by the one before it, as the engine does."""
+    for start in range(BLOCK * len(request.block_hashes), request.num_tokens - BLOCK + 1, BLOCK):
+        before = request.block_hashes[-1] if start else repr(request.cache_salt).encode()
+        tokens = repr(request.all_token_ids[start : start + BLOCK]).encode()
+        request.block_hashes.append(hashlib.sha256(before + tokens).digest())
 
 
 def generate(request: SimpleNamespace, tokens: int) -> None:
     """The engine generates tokens for a request."""
     request.all_token_ids += [11] * tokens
     request.num_tokens += tokens
+    _hash_blocks(request)
 
 
 class Desk:
@@ -68,6 +85,7 @@ class Desk:
         own_store: bool = False,
         prefix_caching: bool = True,
         profile: Profile | None = None,
+        separator: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         self.now = 1000.0
@@ -84,8 +102,9 @@ class Desk:
             self.identity = replace(IDENTITY, profile=profile.id, quality=quality)
         setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching)
         self.side = SchedulerSide(
-            setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now
-        )
+            setup, self.identity, self.store, self.recorder, lambda n, p: f"{n}@{p}", own_store, lambda: self.now,
+            separator,
+        )  # fmt: skip
 
     def digests(self, request: SimpleNamespace, scope: Scope | None = None) -> list[bytes]:
         chain = PrefixChain(self.identity, scope or Scope(), self.chunk)
@@ -115,6 +134,15 @@ class Desk:
         for digest in self.digests(request, Scope(tenant))[first:chunks]:
             for rank in range(self.shards if shards is None else shards):
                 self.store.entries[store_key(tenant, digest, rank, key_id)] = b"blob"
+
+    def segment(self, tokens: Sequence[int], tenant: str = "") -> bytes:
+        """Digest of a segment."""
+        return content_digest(self.identity, Scope(tenant), tokens)
+
+    def put_segments(self, *segments: Sequence[int], tenant: str = "", ranks: Sequence[int] | None = None) -> None:
+        for tokens in segments:
+            for rank in range(self.shards) if ranks is None else ranks:
+                self.store.entries[store_key(tenant, self.segment(tokens, tenant), rank)] = b"blob"
 
     def matched(self, request: SimpleNamespace, computed: int = 0) -> tuple[int, bool]:
         """Ask as the engine does until there is an answer."""
@@ -181,10 +209,11 @@ class Bench:
         store: DictStore | None = None,
         sequence: KVChunk | None = None,
         device: torch.device | None = None,
+        profile: Profile | None = None,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
-        profile = Profile.generic(LAYOUT)
+        profile = Profile.generic(LAYOUT) if profile is None else profile
         self.setup = Setup(self.options, LAYOUT, profile, "lossless", BLOCK, 1, True, True, True)
         self.store = store or DictStore()
         self.recorder = Recorder()
@@ -216,6 +245,28 @@ class Bench:
         """The tail of the sequence's first `end` tokens, which lie in `blocks`."""
         chunk, tail = divmod(end, CHUNK)
         return Save(TENANT, bytes([100 + end]) * 32, chunk, blocks[chunk * CHUNK // BLOCK : end // BLOCK], tail)
+
+    def save_segment(self, blocks: list[int], start: int, tokens: int) -> Save:
+        """Some tokens of the sequence, which lies in `blocks`, as a segment."""
+        held = blocks[start // BLOCK : -(-(start + tokens) // BLOCK)]
+        return Save(TENANT, self.piece(start, tokens, 0).digest, 0, held, segment=(start, tokens))
+
+    def piece(self, start: int, tokens: int, at: int) -> Piece:
+        """Tokens of the sequence from `start` on, for a prompt that has them from position `at` on."""
+        return Piece(bytes([start, tokens]) * 16, at, tokens)
+
+    def segment_key(self, start: int, tokens: int) -> str:
+        return store_key(TENANT, self.piece(start, tokens, 0).digest, self.rank, *self.codec.key_ids[:1])
+
+    def load_blend(
+        self, blocks: list[int], pieces: list[Piece], end: int, start: int = 0, exact: int = 0, request: str = "r"
+    ) -> Load:
+        """A load of the sequence's tokens `start … exact`, whole chunks, and of pieces behind them."""
+        first = start // CHUNK
+        held = blocks[: -(-end // BLOCK)]
+        blend = Blend(list(range(end + 1)), max(start, exact), pieces, 0.5, held)
+        digests = self.digests[first : exact // CHUNK]
+        return Load(request, TENANT, digests, first, start, end, held[first * CHUNK // BLOCK :], blend=blend)
 
     def load_tail(self, blocks: list[int], start: int, end: int, tail_end: int | None = None) -> Load:
         """A load that ends with the tail of the first `tail_end` tokens, or inside it."""

@@ -312,6 +312,42 @@ def test_the_summary_is_one_line() -> None:
     )
 
 
+def test_the_summary_tells_of_blends() -> None:
+    recorder = Recorder()
+    recorder.count("stored_segments", 1200)
+    recorder.count("blends", 3)
+    recorder.count("blended_tokens", 6000)
+    recorder.count("blend_reused_tokens", 5000)
+    recorder.count("blend_recomputed_tokens", 700)
+    recorder.count("blends_refused", 2, "declined")
+    recorder.count("blends_refused", 1, "media")
+    assert recorder.summary() == (
+        "stored 1,200 segments; blended 3 prompts of 6,000 tokens: 5,000 reused, 700 of them recomputed; "
+        "not blended: 2 declined, 1 media"
+    )
+
+
+def test_a_prompt_is_blended_once_however_many_ranks_do_it() -> None:
+    scheduler = Recorder()
+    for rank in range(2):
+        worker_of_rank = Recorder(rank)
+        for name in (
+            "blends", "blended_tokens", "blend_reused_tokens", "blend_recomputed_tokens", "blend_token_layers",
+            "blend_seconds", "loaded_segments", "stored_segments",
+        ):  # fmt: skip
+            worker_of_rank.count(name, 5)
+        scheduler.absorb(worker_of_rank.drain() or {})
+    totals = scheduler.totals()
+    assert {name for (name, _), value in totals.items() if value == 10} == {"loaded_segments", "stored_segments"}
+    assert totals["blends", ""] == totals["blend_token_layers", ""] == 5
+    assert [value for (name, _), value in totals.items() if name == "blend_seconds"] == [1]
+
+
+def test_every_reason_not_to_blend_has_a_name() -> None:
+    reasons = {"parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed"}
+    assert set(METRICS["blends_refused"].values) == reasons and "blend" in METRICS["failures"].values
+
+
 @pytest.mark.parametrize(
     ("name", "label", "words"),
     [

@@ -1,0 +1,210 @@
+"""`Recompute` where a part of the prompt is known and a part is left to somebody else, against `Blender`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.blend.test_blender import LAYERS, Chosen, Whole, alone, close, cut, ids, layers_of, whole
+
+from cuvee.blend import (
+    HKVD,
+    Blender,
+    Boundary,
+    Nothing,
+    Overlap,
+    Product,
+    QueryGuided,
+    Random,
+    Segment,
+    Selector,
+    TransformersModel,
+    Union,
+    default_selector,
+    recompute,
+)
+from cuvee.blend.recompute import KVExchange, Placed, Recompute, Recomputed, same
+
+# Text that stays exact, two chunks with text between them, text, and text that is left to somebody else.
+ENDS = (9, 18, 21, 30, 34, 42)
+CACHED = (1, 3)
+KNOWN, END, TOKENS = 9, 34, 42
+POISON = 7.0
+# None of these looks at what is known, which is text to `Blender` and not computed yet when its query asks.
+SELECTORS: tuple[Selector, ...] = (
+    Nothing(),
+    Random(0.4, seed=1),
+    Random(1.0),
+    Boundary(tokens=2),
+    Overlap(0.5),
+    HKVD(0.3),
+    HKVD(0.2, check_layers=(0, 1), shrink=(2.0,), weight=Boundary()),
+    Product(Overlap(), Boundary(), cost=0.5),
+    Union(HKVD(0.2), Random(0.2)),
+)
+
+
+class DenseKV:
+    """KV `[H, T, D]` per layer."""
+
+    def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+        self.keys = [part.clone() for part in keys]
+        self.values = [part.clone() for part in values]
+
+    def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.keys[index].clone(), self.values[index].clone()
+
+    def exchange(self, index: int, positions: torch.Tensor, end: int) -> KVExchange:
+        return KVExchange(self.keys[index][:, :end], self.values[index][:, :end], positions)
+
+
+class Noting(TransformersModel):
+    """Notes the tokens of each pass, those of the query's apart."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__(model)
+        self.computed: set[int] = set()
+        self.asked: list[list[int]] = []
+
+    def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> Any:
+        if visible is None:
+            self.computed |= set(positions.tolist())
+        else:
+            self.asked.append(positions.tolist())
+        return super().rows(positions, visible)
+
+
+@pytest.fixture
+def model(tiny_model: Callable[..., Any]) -> Any:
+    model = tiny_model("llama", num_hidden_layers=LAYERS, initializer_range=0.15)
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+def segments(model: Any, tokens: torch.Tensor) -> list[Segment]:
+    """The prompt for `Blender`."""
+    return [
+        Segment(part, alone(model, part, 50 + start) if index in CACHED else None)
+        for index, (start, _, part) in enumerate(cut(tokens, ENDS))
+    ]
+
+
+def placed(tokens: torch.Tensor, known: int = KNOWN, end: int = END) -> Placed:
+    at = torch.arange(TOKENS)
+    segment = torch.bucketize(at, torch.tensor(ENDS), right=True)
+    starts = torch.tensor([0, *ENDS[:-1]])
+    cached = (segment == CACHED[0]) | (segment == CACHED[1])
+    return Placed(tokens, segment, at - starts[segment], cached, torch.zeros_like(cached), at < known, end)
+
+
+def in_place(model: Any, tokens: torch.Tensor, full: Whole) -> DenseKV:
+    """What is known is exact, chunks were computed alone, and everything else is poison."""
+    kv = DenseKV(full.keys, full.values)
+    for index, (start, stop, part) in enumerate(cut(tokens, ENDS)):
+        chunk = whole(model, part, start)
+        for mine, theirs in zip(kv.keys + kv.values, chunk.keys + chunk.values, strict=True):
+            if index:
+                mine[:, start:stop] = theirs if index in CACHED else POISON
+    return kv
+
+
+@torch.no_grad()
+def run(
+    model: Any,
+    tokens: torch.Tensor,
+    selector: Selector,
+    total: Callable[[torch.Tensor], torch.Tensor] = same,
+    given: Placed | None = None,
+) -> tuple[Noting, DenseKV, Recomputed]:
+    noting, kv = Noting(model), in_place(model, tokens, whole(model, tokens))
+    return noting, kv, Recompute(noting, kv, placed(tokens) if given is None else given, total).run(selector)
+
+
+@pytest.mark.parametrize("selector", SELECTORS, ids=repr)
+@pytest.mark.parametrize("rows", [4, 1024])
+def test_gives_the_kv_that_a_blend_of_the_whole_prompt_gives(
+    model: Any, selector: Selector, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = ids(TOKENS)
+    expected = Blender(model, selector=selector).blend(segments(model, tokens))
+    monkeypatch.setattr(recompute, "_BLOCK_ROWS", rows)
+    noting, kv, done = run(model, tokens, selector)
+    for index, layer in enumerate(layers_of(expected.cache)):
+        for mine, theirs in ((kv.keys[index], layer.keys[0]), (kv.values[index], layer.values[0])):
+            assert close(mine[:, :END], theirs[:, :END])
+            assert (mine[:, END:] == POISON).all(), "that is left to somebody else"
+    at = torch.arange(TOKENS)
+    own = (at >= KNOWN) & (at < END)
+    assert torch.equal(done.depth, expected.record.depth * own)
+    assert noting.computed == set(done.depth.nonzero()[:, 0].tolist()) and min(noting.computed) >= KNOWN
+    by_segment = torch.tensor([part.computed for part in expected.record.segments]).T
+    assert torch.equal(done.by_segment[:, 1:5], by_segment[:, 1:5])
+    assert not done.by_segment[:, 0].any() and not done.by_segment[:, 5].any()
+    assert len(done.hidden) == int((done.depth == LAYERS).sum())
+
+
+def test_to_recompute_all_is_a_full_prefill_behind_what_is_known(model: Any) -> None:
+    tokens = ids(TOKENS, seed=3)
+    full = whole(model, tokens)
+    _, kv, done = run(model, tokens, Random(1.0))
+    assert done.depth.tolist() == [0] * KNOWN + [LAYERS] * (END - KNOWN) + [0] * (TOKENS - END)
+    for mine, theirs in zip(kv.keys + kv.values, full.keys + full.values, strict=True):
+        assert close(mine[:, :END], theirs[:, :END])
+
+
+def test_what_is_known_is_believed(model: Any) -> None:
+    """Were it computed, wrong KV would be replaced."""
+    tokens, full = ids(TOKENS), whole(model, ids(TOKENS))
+    kv = DenseKV(*[[torch.full_like(part, 0.5) for part in parts] for parts in (full.keys, full.values)])
+    with torch.no_grad():
+        Recompute(TransformersModel(model), kv, placed(tokens)).run(Random(1.0))
+    assert all((part[:, :KNOWN] == 0.5).all() for part in kv.keys + kv.values)
+    assert not any((part[:, KNOWN:END] == 0.5).any() for part in kv.keys + kv.values)
+
+
+def test_the_query_looks_at_what_is_known_and_is_the_end_of_the_prompt(model: Any) -> None:
+    """As if what is known were a chunk that begins the prompt."""
+    tokens, full = ids(TOKENS), whole(model, ids(TOKENS))
+    parts = segments(model, tokens)
+    parts[0] = Segment(tokens[:KNOWN], full.chunk(model, 0, KNOWN))
+    mine, theirs = (Chosen(look=lambda prompt: prompt.attend(3, (1, 2))) for _ in range(2))
+    expected = Blender(model, selector=theirs).blend(parts)
+    noting, kv, done = run(model, tokens, mine)
+    assert close(mine.seen, theirs.seen) and mine.seen[:KNOWN].all()
+    assert noting.asked == [[TOKENS - 3, TOKENS - 2, TOKENS - 1]]
+    assert done.query_token_layers == expected.record.query_token_layers == 9
+    assert not mine.seen[18:21].any() and not mine.seen[30 : TOKENS - 3].any(), "text that is not computed yet"
+    assert all((part[:, END:] == POISON).all() for part in kv.keys + kv.values)
+
+
+@pytest.mark.parametrize(
+    ("selector", "calls"),
+    [(Random(0.5), 0), (QueryGuided(0.5), 1), (default_selector(cost=0.6), 1), (HKVD(0.3), 4)],
+    ids=["nothing", "query", "default", "deviations"],
+)
+def test_ranks_decide_by_sums_over_all_of_them(model: Any, selector: Selector, calls: int) -> None:
+    tokens = ids(TOKENS)
+    given: list[torch.Tensor] = []
+
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        assert tensor.dtype == torch.float32
+        given.append(tensor)
+        return tensor
+
+    _, _, done = run(model, tokens, selector, total)
+    assert len(given) == calls
+    favored = torch.zeros(TOKENS)
+    favored[[10, 23, 24]] = 1e6
+    if calls == 1:
+        _, _, done = run(model, tokens, QueryGuided(3 / 18), lambda tensor: favored)
+        assert done.depth[[10, 23, 24]].tolist() == [LAYERS] * 3, "what the sum says counts, not this rank's part"
+
+
+def test_nothing_to_compute_is_nothing_done(model: Any) -> None:
+    tokens = ids(TOKENS)
+    before = in_place(model, tokens, whole(model, tokens))
+    noting, kv, done = run(model, tokens, Nothing(), given=placed(tokens, known=9, end=18))
+    assert not done.depth.any() and len(done.hidden) == 0 and noting.computed == set()
+    assert all(map(torch.equal, kv.keys + kv.values, before.keys + before.values))

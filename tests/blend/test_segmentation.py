@@ -1,0 +1,174 @@
+"""Segments of a prompt: by content the same wherever a document stands, by a separator as somebody wrote it."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuvee.blend.segmentation import ContentChunker, Span, split
+from cuvee.codec.errors import InputError
+
+WINDOW = 4  # tokens that decide about a cut
+SMALL = ContentChunker(4, 12, 30)
+ids = st.lists(st.integers(0, 40), max_size=300)
+sizes = st.tuples(st.integers(1, 20), st.integers(1, 30), st.integers(0, 40)).map(
+    lambda parts: ContentChunker(parts[0], parts[0] + parts[1], parts[0] + parts[1] + parts[2])
+)
+
+
+def random_ids(count: int, seed: int = 0, vocabulary: int = 50_000) -> list[int]:
+    tokens: list[int] = np.random.default_rng(seed).integers(vocabulary, size=count).tolist()
+    return tokens
+
+
+def ends(spans: list[Span], low: int = 0, high: int | None = None) -> list[int]:
+    """Where spans end within the tokens `low … high`, counted from `low`."""
+    return [end - low for _, end in spans if low < end and (high is None or end <= high)]
+
+
+# By content ----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, sizes)
+def test_chunks_are_adjacent_and_neither_too_short_nor_too_long(tokens: list[int], chunker: ContentChunker) -> None:
+    spans = chunker.cut(tokens)
+    assert [start for start, _ in spans] == [0, *(end for _, end in spans)][: len(spans)]
+    assert all(chunker.least <= end - start <= chunker.most for start, end in spans)
+    rest = len(tokens) - (spans[-1][1] if spans else 0)
+    assert 0 <= rest < chunker.most, "no more is left out than a chunk that may go on"
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, ids, sizes)
+def test_what_follows_changes_no_chunk(tokens: list[int], more: list[int], chunker: ContentChunker) -> None:
+    """So the chunks of a conversation are those of its next turn, and the open one goes on."""
+    spans = chunker.cut(tokens)
+    assert chunker.cut(tokens + more)[: len(spans)] == spans
+
+
+@settings(max_examples=200, deadline=None)
+@given(ids, ids, ids, sizes)
+def test_after_the_first_common_cut_all_cuts_are_the_same(
+    first: list[int], second: list[int], document: list[int], chunker: ContentChunker
+) -> None:
+    one, other = (ends(chunker.cut(before + document), len(before)) for before in (first, second))
+    common = [at for at in one if at in other and at >= WINDOW - 1]
+    if common:
+        assert [at for at in one if at >= common[0]] == [at for at in other if at >= common[0]]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_most_of_a_document_is_found_again_elsewhere(seed: int) -> None:
+    document, chunker = random_ids(4000, seed), ContentChunker(32, 96, 384)
+    whole = ends(chunker.cut(document))
+    for before in (1, 31, 500):
+        moved = ends(chunker.cut(random_ids(before, seed + 100) + document + random_ids(300, 7)), before, before + 4000)
+        assert len(set(whole) & set(moved)) >= len(whole) - 6, "after a few chunks the cuts meet"
+        assert len(whole) > 30
+
+
+@pytest.mark.parametrize(("least", "mean", "most"), [(64, 192, 768), (16, 128, 2000), (1, 8, 100)])
+def test_chunks_are_about_as_long_as_asked_for(least: int, mean: int, most: int) -> None:
+    spans = ContentChunker(least, mean, most).cut(random_ids(400 * mean))
+    assert np.mean([end - start for start, end in spans]) == pytest.approx(mean, rel=0.15)
+
+
+def test_the_last_chunk_is_left_out_while_it_is_open() -> None:
+    tokens = random_ids(400, vocabulary=30)
+    spans = SMALL.cut(tokens)
+    for count in range(len(tokens)):
+        assert SMALL.cut(tokens[:count]) == [span for span in spans if span[1] <= count]
+
+
+def test_text_without_a_likely_cut_is_cut_at_the_most() -> None:
+    """A run of one token has the same hash everywhere after its first three."""
+    flat = next(
+        token
+        for token in range(100)
+        if SMALL.cut([token] * 40) == [(0, 30)]  # as most of them are
+    )
+    assert SMALL.cut([flat] * 100) == [(0, 30), (30, 60), (60, 90)]
+    assert SMALL.cut([flat] * 30) == [(0, 30)]
+    assert SMALL.cut([flat] * 29) == []
+
+
+def test_text_with_nothing_but_likely_cuts_is_cut_at_the_least() -> None:
+    eager = next(token for token in range(1000) if SMALL.cut([token] * 8) == [(0, 4), (4, 8)])
+    assert SMALL.cut([eager] * 14) == [(0, 4), (4, 8), (8, 12)]
+
+
+@pytest.mark.parametrize("count", range(5))
+def test_too_few_tokens_are_no_chunk(count: int) -> None:
+    assert SMALL.cut(random_ids(count)) == [] or count == 4
+    assert SMALL.cut(np.arange(count)) == SMALL.cut(list(range(count)))
+
+
+def test_any_token_ids_are_taken() -> None:
+    tokens = [0, -1, 2**62, -(2**62), 2**31, 7] * 100
+    assert SMALL.cut(tokens) == SMALL.cut(np.array(tokens))
+    assert ends(SMALL.cut(tokens))
+
+
+def test_cuts_are_those_of_every_release() -> None:
+    """Stored segments are only found again by the same cuts."""
+    cuts = ends(ContentChunker(8, 24, 64).cut(list(range(200))))
+    assert cuts == [24, 51, 68, 85, 96, 104, 127, 141, 165, 186]
+
+
+@pytest.mark.parametrize("name", ["least", "mean", "most"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, "8", None, True])
+def test_a_bad_size_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(InputError, match=f"^{name}: must be a whole number of at least 1"):
+        ContentChunker(**{"least": 8, "mean": 24, "most": 64, name: value})
+
+
+@pytest.mark.parametrize(("least", "mean", "most"), [(8, 8, 64), (9, 8, 64), (8, 65, 64)])
+def test_sizes_that_do_not_fit_are_refused(least: int, mean: int, most: int) -> None:
+    with pytest.raises(InputError, match=f"^mean: must be above least={least} and at most most=64 tokens, got {mean}"):
+        ContentChunker(least, mean, most)
+
+
+# By a separator ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "separator", "spans"),
+    [
+        ([], [0], []),
+        ([0], [0], []),
+        ([1, 2], [0], []),  # no separator: all of it is the prompt's own
+        ([1, 2, 0], [0], [(0, 2)]),
+        ([1, 2, 0, 3], [0], [(0, 2)]),
+        ([0, 1, 2, 0, 3], [0], [(1, 3)]),  # nothing in front of the first one
+        ([1, 0, 0, 2, 0], [0], [(0, 1), (3, 4)]),  # nothing between two
+        ([0, 0, 0], [0], []),
+        ([1, 8, 9, 2, 9, 8, 3, 8, 9], [8, 9], [(0, 1), (3, 7)]),
+        ([1, 5, 5, 5, 2, 5, 5], [5, 5], [(0, 1), (3, 5)]),  # the second and third 5 are no other separator
+        ([5, 5, 5, 5, 1, 5], [5, 5], []),
+        ([1, 2], [1, 2, 3], []),  # shorter than the separator
+        ([1, 2, 3], [1, 2, 3], []),
+        ([4, 1, 2], [1, 2, 3], []),  # a separator that is not finished
+    ],
+)
+def test_parts_between_separators(tokens: list[int], separator: list[int], spans: list[Span]) -> None:
+    assert split(tokens, separator) == spans
+    assert split(tuple(tokens), tuple(separator)) == spans
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.lists(st.integers(1, 5), max_size=6), max_size=8), st.integers(1, 3))
+def test_parts_that_were_joined_come_back(parts: list[list[int]], width: int) -> None:
+    separator = [0] * width
+    prompt = [*itertools.chain.from_iterable([*part, *separator] for part in parts), 1, 2]
+    assert [prompt[start:end] for start, end in split(prompt, separator)] == [part for part in parts if part]
+
+
+def test_a_separator_of_no_tokens_is_refused() -> None:
+    with pytest.raises(InputError, match=r"^separator: must hold at least one token"):
+        split([1, 2], [])

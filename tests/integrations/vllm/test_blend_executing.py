@@ -1,0 +1,295 @@
+"""`place` against a plain reference, and `PageBlender` on pages with a model that writes what it computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
+
+from cuvee.blend import Nothing, Random, Selector, default_selector
+from cuvee.blend.model import Exchange
+from cuvee.codec.errors import InputError
+from cuvee.codec.paged import PagedCache
+from cuvee.integrations.vllm.blending import executing
+from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, place, selector_for
+from cuvee.integrations.vllm.messages import Blend, Piece
+
+LAYERS = LAYOUT.num_layers
+TABLE = [20, 3, 17, 4, 9, 22]
+TOKENS = [7 * at % 61 for at in range(60)]
+
+
+# place ---------------------------------------------------------------------------------------------------------------
+
+
+def reference(blend: Blend, end: int) -> list[tuple[int, int, bool, bool]]:
+    """Run, place in it, whether it is cached and whether it is known, token by token.
+
+    A run is all exact tokens, what is used of a piece, the text between pieces, or what is left to somebody else. A
+    token of a piece counts from the piece's own beginning.
+    """
+    owners: list[Any] = []
+    for at in range(len(blend.tokens)):
+        pieces = [piece for piece in blend.pieces if piece.start <= at < piece.start + piece.tokens]
+        owner: Any = "exact" if at < blend.start else ("rest" if at >= end else "text")
+        owners.append(pieces[0] if owner == "text" and pieces else owner)
+    rows = []
+    run, begun = -1, 0
+    for at, owner in enumerate(owners):
+        if at == 0 or owner != owners[at - 1]:
+            run, begun = run + 1, at
+        offset = at - (owner.start if isinstance(owner, Piece) else begun)
+        rows.append((run, offset, isinstance(owner, Piece), owner == "exact"))
+    return rows
+
+
+@st.composite
+def blends(draw: Callable[..., Any]) -> tuple[Blend, int]:
+    count = draw(st.integers(2, 60))
+    bounds = sorted(draw(st.sets(st.integers(0, count), min_size=2, max_size=8)))
+    spans = [(a, b) for a, b in itertools.pairwise(bounds) if draw(st.booleans())]
+    pieces = [Piece(bytes([number]), a, b - a) for number, (a, b) in enumerate(spans)]
+    start = draw(st.integers(0, count - 1))
+    pieces = [piece for piece in pieces if piece.start + piece.tokens > start]
+    end = draw(st.integers(start + 1, count))
+    pieces = [piece for piece in pieces if piece.start < end]
+    return Blend(list(range(50, 50 + count)), start, pieces, 0.5, []), end
+
+
+@settings(max_examples=400, deadline=None)
+@given(blends())
+def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int]) -> None:
+    blend, end = given
+    placed = place(blend, end)
+    rows = zip(placed.segment.tolist(), placed.offset.tolist(), placed.cached.tolist(), placed.known.tolist())  # noqa: B905
+    assert list(rows) == reference(blend, end)
+    assert placed.tokens.tolist() == blend.tokens and placed.end == end
+    assert not placed.leading.any()
+    assert int(placed.cached.sum()) == blend.reused(end)
+
+
+def test_an_example_of_it() -> None:
+    """Exact, the rest of a piece, another one, text, a piece that is cut, and the end."""
+    pieces = [Piece(b"a", 1, 4), Piece(b"b", 5, 2), Piece(b"c", 8, 3)]
+    placed = place(Blend(list(range(12)), 3, pieces, 0.5, []), 10)
+    assert placed.segment.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 5]
+    assert placed.offset.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 0, 1, 0, 1]
+    assert placed.cached.nonzero()[:, 0].tolist() == [3, 4, 5, 6, 8, 9]
+    assert placed.known.nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+# PageBlender ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rows:
+    positions: torch.Tensor
+    visible: torch.Tensor | None
+
+
+def computed(tokens: torch.Tensor, positions: torch.Tensor, layer: int) -> torch.Tensor:
+    """What the model makes of tokens, `[H, S, D]`: another number for every token, position and layer."""
+    number = tokens.float() + 100 * positions + 10_000 * (layer + 1)
+    return number[None, :, None].expand(2, -1, 16)
+
+
+class PagesModel:
+    """Writes new KV into pages by itself, as an engine's layers do, and notes who went through which layer."""
+
+    layout = LAYOUT
+
+    def __init__(self, cache: PagedCache, blocks: Sequence[int]) -> None:
+        self.cache = cache
+        self.blocks = torch.tensor(blocks)
+        self.through: list[list[int]] = [[] for _ in range(LAYERS)]
+        self.seen: list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        self.exchanges: list[PagesExchange] = []
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        return tokens[:, None].float()
+
+    def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> Rows:
+        return Rows(positions, visible)
+
+    def layer(self, index: int, hidden: torch.Tensor, rows: Rows, exchange: Exchange) -> torch.Tensor:
+        new = computed(hidden[:, 0].long(), rows.positions, index)
+        if rows.visible is not None:
+            keys, values = exchange(new.bfloat16(), -new.bfloat16())
+            self.seen.append((rows.positions.tolist(), keys.clone(), values.clone(), rows.visible))
+            return hidden
+        assert isinstance(exchange, PagesExchange)
+        self.exchanges.append(exchange)
+        if exchange.watching:
+            exchange(new, -new)
+        self.through[index] += rows.positions.tolist()
+        slots = self.blocks[rows.positions // BLOCK] * BLOCK + rows.positions % BLOCK
+        for pages, part in ((self.cache.keys[index], new), (self.cache.values[index], -new)):
+            pages.view(-1, 2, 16)[slots] = part.transpose(0, 1).bfloat16()
+        return hidden
+
+    def queries(self, index: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        return torch.ones(4, len(hidden), 16)
+
+
+def pages(known: int, pieces: Sequence[Piece], end: int) -> PagedCache:
+    """NaN, and 1 where KV is known, 2 where a piece is."""
+    parts = [torch.full((BLOCKS, BLOCK, 2, 16), torch.nan).bfloat16() for _ in range(2 * LAYERS)]
+    slots = torch.tensor(TABLE).repeat_interleave(BLOCK) * BLOCK + torch.arange(BLOCK).repeat(len(TABLE))
+    for part in parts:
+        for piece in pieces:
+            part.view(-1, 2, 16)[slots[piece.start : min(piece.start + piece.tokens, end)]] = 2
+        part.view(-1, 2, 16)[slots[:known]] = 1
+    return PagedCache(LAYOUT, parts[:LAYERS], parts[LAYERS:])
+
+
+def run(
+    blend: Blend, end: int, total: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+) -> tuple[PagesModel, dict[str, float], torch.Tensor]:
+    """The model after it, the record, and the last layer's keys `[T]` of the first tokens."""
+    cache = pages(blend.start, blend.pieces, end)
+    opened: list[PagesModel] = []
+
+    def open_model(blocks: Sequence[int]) -> Any:
+        opened.append(PagesModel(cache, blocks))
+        return opened[-1]
+
+    record = PageBlender(cache, BLOCK, open_model, total).blend(blend, end)
+    (model,) = opened
+    at = torch.arange(len(TABLE) * BLOCK)
+    keys, _ = cache.layer(LAYERS - 1, torch.tensor(TABLE)[at // BLOCK] * BLOCK + at % BLOCK)
+    return model, record, keys[:, 0, 0].float()
+
+
+PIECES = [Piece(b"a", 6, 12), Piece(b"b", 22, 14)]  # of tokens 6 … 18 and 22 … 36
+
+
+def request(cost: float) -> Blend:
+    """Ten exact tokens, the rest of a piece, text, a piece, and 24 tokens of which none is placed."""
+    return Blend(TOKENS, 10, PIECES, cost, TABLE[:5])
+
+
+def test_text_is_computed_and_the_rest_stays_as_it_is() -> None:
+    model, record, keys = run(request(0), 38)
+    text = [18, 19, 20, 21, 36, 37]
+    assert model.through == [text] * LAYERS and model.blocks.tolist() == TABLE[:5]
+    expected = torch.full((48,), torch.nan)
+    expected[:10], expected[10:18], expected[22:36] = 1, 2, 2
+    expected[text] = computed(torch.tensor(TOKENS)[text], torch.tensor(text), LAYERS - 1)[0, :, 0].bfloat16().float()
+    assert torch.equal(keys.nan_to_num(-1), expected.nan_to_num(-1))
+    assert record == {
+        "blends": 1, "blended_tokens": 28, "blend_reused_tokens": 22, "blend_recomputed_tokens": 0,
+        "blend_token_layers": 0,
+    }  # fmt: skip
+
+
+def test_at_a_cost_of_one_everything_behind_the_exact_tokens_is_computed() -> None:
+    model, record, keys = run(request(1), 38)
+    assert model.through == [list(range(10, 38))] * LAYERS
+    assert (keys[:10] == 1).all() and (keys[10:38] > 2).all() and keys[38:].isnan().all()
+    assert record["blend_recomputed_tokens"] == 22 and record["blend_token_layers"] == 22 * LAYERS
+
+
+def test_a_part_is_computed_and_paid_for() -> None:
+    cost = 0.6
+    model, record, _ = run(request(cost), 38)
+    chosen = sorted(set(model.through[0]) - {18, 19, 20, 21, 36, 37})
+    assert chosen and set(chosen) <= {*range(10, 18), *range(22, 36)}
+    assert record["blend_recomputed_tokens"] == len(chosen)
+    queries, layers = sum(len(positions) for positions, *_ in model.seen), LAYERS * len(chosen)
+    assert record["blend_token_layers"] == layers + queries <= cost * 22 * LAYERS
+
+
+def test_the_query_is_the_end_of_the_prompt_and_looks_at_what_is_there() -> None:
+    """Pages hold garbage where the text stands, for another request had them."""
+    model, _, _ = run(request(0.6), 38)
+    assert model.seen
+    there = torch.zeros(60, dtype=torch.bool)
+    there[[*range(18), *range(22, 36)]] = True
+    for positions, keys, values, visible in model.seen:
+        assert positions == list(range(60 - len(positions), 60)), "behind what is placed"
+        own = there.clone()
+        own[positions] = True
+        assert torch.equal(visible, own & (torch.tensor(positions)[:, None] >= torch.arange(60)))
+        assert keys.shape == values.shape == (2, 60, 16)
+        assert (keys[:, :10] == 1).all() and (keys[:, 10:18] == 2).all() and (values[:, 22:36] == 2).all()
+        assert not keys[:, ~own].any() and not values[:, ~own].any(), "0 * NaN is NaN"
+
+
+def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
+    asked: list[torch.Tensor] = []
+
+    def total(tensor: torch.Tensor) -> torch.Tensor:
+        asked.append(tensor.clone())
+        return 2 * tensor
+
+    run(request(0.6), 38, total)
+    assert [tensor.shape for tensor in asked] == [(60,)] and asked[0].isfinite().all()
+    run(request(0), 38, total)
+    assert len(asked) == 1, "nobody was asked"
+
+
+def test_a_cost_that_does_not_pay_for_the_choice_is_refused() -> None:
+    with pytest.raises(InputError, match="cost: "):
+        run(request(0.01), 38)
+
+
+def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
+    pieces = [Piece(b"a", 0, 12), Piece(b"b", 12, 20)]
+    model, record, keys = run(Blend(TOKENS, 0, pieces, 0, TABLE[:4]), 32)
+    assert model.through == [[]] * LAYERS and (keys[:32] == 2).all()
+    assert record["blends"] == 1 and record["blend_reused_tokens"] == 32
+
+
+def test_selectors_of_costs() -> None:
+    assert selector_for(0) == Nothing()
+    assert repr(selector_for(0.3)) == repr(default_selector(cost=0.3))
+
+
+class Watching:
+    """Selects some tokens and asks how far their new KV is from what was placed."""
+
+    def __init__(self, positions: Sequence[int]) -> None:
+        self.positions = torch.tensor(positions)
+        self.observed: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, prompt: Any) -> Any:
+        return self
+
+    def tokens(self, layer: int) -> torch.Tensor:
+        return self.positions
+
+    def watches(self, layer: int) -> bool:
+        return layer == 1
+
+    def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        self.observed.append((layer, keys, values))
+
+
+def test_how_far_new_kv_is_from_the_old_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching = Watching([11, 12, 30])
+    monkeypatch.setattr(executing, "selector_for", lambda cost: watching)
+    model, _, _ = run(request(0.5), 38)
+    ((layer, keys, values),) = watching.observed
+    at = torch.tensor([11, 12, 30])
+    new = computed(torch.tensor(TOKENS)[at], at, 1)
+    scale = new.square().sum((0, 2)).mean()
+    assert layer == 1
+    assert torch.allclose(keys, (new - 2).square().sum((0, 2)) / scale)
+    assert torch.allclose(values, (-new - 2).square().sum((0, 2)) / scale)
+    assert [exchange.watching for exchange in model.exchanges] == [False, True, False]
+
+
+def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    selectors: list[Selector] = [Random(0.9), Random(0.1), default_selector(ratio=1.0)]
+    for selector in selectors:
+        monkeypatch.setattr(executing, "selector_for", lambda cost, selector=selector: selector)
+        model, _, keys = run(request(0.5), 38)
+        assert {at for layer in model.through for at in layer} <= set(range(10, 38))
+        assert (keys[:10] == 1).all() and keys[38:].isnan().all() and keys[10:38].isfinite().all()

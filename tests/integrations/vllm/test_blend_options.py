@@ -1,0 +1,211 @@
+"""What may be asked of blending, by the engine's options and by a client's request. Clients send anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuvee.codec.errors import InputError
+from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
+from cuvee.integrations.vllm.config import Options
+
+T = TypeVar("T")
+REQUEST = "kv_transfer_params.cuvee"
+
+
+def asked(given: Any, tokens: int = 100) -> BlendRequest:
+    """What a request says whose `cuvee` is this."""
+    return BlendRequest.of({"cuvee": given}, tokens)
+
+
+# Of the engine -------------------------------------------------------------------------------------------------------
+
+
+def test_blending_is_off_unless_it_is_asked_for() -> None:
+    assert Options.from_dict({}).blend is None and Options.from_dict({"blend": None}).blend is None
+
+
+def test_defaults() -> None:
+    options = Options.from_dict({"blend": {}})
+    assert options.blend == BlendOptions()
+    assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
+    assert BlendOptions().harvest
+    chunker = BlendOptions().chunker()
+    assert (chunker.least, chunker.mean, chunker.most) == (64, 192, 768)
+
+
+def test_everything_can_be_set() -> None:
+    given = {
+        "cost": 1, "separator": [1, 2], "least_tokens": 8, "mean_tokens": 16, "most_tokens": 32, "harvest": False,
+        "min_reused": 1,
+    }  # fmt: skip
+    options = Options.from_dict({"blend": json.loads(json.dumps(given))})
+    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 1)
+    assert hash(options) is not None, "stores are shared by their options"
+    assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
+    assert Options(blend=options.blend) == options
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (True, r"blend: must be an object such as \{\}"),
+        (0.15, "blend: must be an object"),
+        ([], "blend: must be an object"),
+        ("on", "blend: must be an object"),
+        ({"costs": 0.2}, "blend: has no option 'costs': did you mean 'cost'"),
+        ({"cost": "0.2"}, "blend.cost: must be a number from 0 to 1, got '0.2'"),
+        ({"cost": True}, "blend.cost: must be a number from 0 to 1"),
+        ({"cost": None}, "blend.cost: must be a number from 0 to 1"),
+        ({"cost": -0.1}, "blend.cost: must be a number from 0 to 1, got -0.1"),
+        ({"cost": 1.1}, "blend.cost: must be a number from 0 to 1, got 1.1"),
+        ({"cost": math.nan}, "blend.cost: must be a number from 0 to 1, got nan"),
+        ({"cost": math.inf}, "blend.cost: must be a number from 0 to 1, got inf"),
+        ({"separator": ""}, "blend.separator: must be a text or a list of token ids"),
+        ({"separator": []}, "blend.separator: must hold token ids, at least one"),
+        ({"separator": 5}, "blend.separator: must be a text or a list of token ids"),
+        ({"separator": [1, -1]}, "blend.separator: must hold token ids"),
+        ({"separator": [1.0]}, "blend.separator: must hold token ids"),
+        ({"separator": [True]}, "blend.separator: must hold token ids"),
+        ({"separator": ["#"]}, "blend.separator: must hold token ids"),
+        ({"harvest": 1}, "blend.harvest: must be true or false, got 1"),
+        ({"harvest": "yes"}, "blend.harvest: must be true or false"),
+        ({"min_reused": 0}, "blend.min_reused: must be a whole number of at least 1, got 0"),
+        ({"min_reused": 2.5}, "blend.min_reused: must be a whole number"),
+        ({"min_reused": True}, "blend.min_reused: must be a whole number"),
+        ({"least_tokens": 0}, "blend: least_tokens, mean_tokens and most_tokens do not fit: least: "),
+        ({"mean_tokens": "192"}, "blend: least_tokens, mean_tokens and most_tokens do not fit: mean: "),
+        ({"most_tokens": True}, "blend: least_tokens, mean_tokens and most_tokens do not fit: most: "),
+        ({"mean_tokens": 64}, "do not fit: mean: must be above least=64 and at most most=768"),
+        ({"most_tokens": 100}, "do not fit: mean: must be above least=64 and at most most=100"),
+    ],
+)
+def test_wrong_options_are_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}" if message.startswith("blend") else message):
+        Options.from_dict({"blend": given})
+
+
+# Of a request --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("params", [None, {}, {"cuvee": None}, {"other": {"cost": 7}}, [], "cuvee", 5])
+def test_requests_need_not_ask(params: Any) -> None:
+    assert BlendRequest.of(params, 100) == BlendRequest(True, None, None)
+
+
+def test_everything_can_be_asked_for() -> None:
+    request = asked({"blend": False, "segments": [[0, 3], (3, 5), [7, 100]], "cost": 0})
+    assert request == BlendRequest(False, ((0, 3), (3, 5), (7, 100)), 0)
+    assert asked({"cost": None, "segments": None}) == BlendRequest()
+    assert asked({"segments": []}).segments == (), "none at all, which is not the same as: find them"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (5, f"{REQUEST}: must be an object, got int"),
+        ([1], f"{REQUEST}: must be an object, got list"),
+        ("blend", f"{REQUEST}: must be an object, got str"),
+        ({"segment": []}, f"{REQUEST}: has no field 'segment': did you mean 'segments'"),
+        ({5: []}, f"{REQUEST}: has no field 5"),
+        ({"blend": 1}, f"{REQUEST}.blend: must be true or false, got 1"),
+        ({"blend": None}, f"{REQUEST}.blend: must be true or false"),
+        ({"cost": "much"}, f"{REQUEST}.cost: must be a number from 0 to 1, got 'much'"),
+        ({"cost": -1}, f"{REQUEST}.cost: must be a number from 0 to 1"),
+        ({"cost": math.nan}, f"{REQUEST}.cost: must be a number from 0 to 1"),
+        ({"cost": math.inf}, f"{REQUEST}.cost: must be a number from 0 to 1"),
+        ({"cost": True}, f"{REQUEST}.cost: must be a number from 0 to 1"),
+        ({"cost": [0.5]}, f"{REQUEST}.cost: must be a number from 0 to 1"),
+        ({"segments": 5}, f"{REQUEST}.segments: must be a list of .start, end., got int"),
+        ({"segments": {"0": [0, 5]}}, f"{REQUEST}.segments: must be a list of .start, end., got dict"),
+        ({"segments": "0-5"}, f"{REQUEST}.segments: must be a list of .start, end., got str"),
+        ({"segments": [0, 5]}, rf"{REQUEST}.segments\[0\]: must be .start, end., two token positions"),
+        ({"segments": [[0, 5], [5]]}, rf"{REQUEST}.segments\[1\]: must be .start, end., two token positions"),
+        ({"segments": [[0, 5, 6]]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": [[0, 5.0]]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": [[False, True]]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": [["0", "5"]]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": [[[0, 1], [2, 3]]]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": [[None, 5]]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": ["05"]}, rf"{REQUEST}.segments\[0\]: must be .start, end."),
+        ({"segments": [[-1, 5]]}, rf"{REQUEST}.segments\[0\]: must be a span of tokens 0 … 100"),
+        ({"segments": [[5, 5]]}, rf"{REQUEST}.segments\[0\]: must be a span of tokens 0 … 100"),
+        ({"segments": [[6, 5]]}, rf"{REQUEST}.segments\[0\]: must be a span of tokens 0 … 100"),
+        ({"segments": [[0, 101]]}, rf"{REQUEST}.segments\[0\]: must be a span of tokens 0 … 100"),
+        ({"segments": [[0, 10], [9, 20]]}, rf"{REQUEST}.segments\[1\]: must be a span of tokens 10 … 100"),
+        ({"segments": [[50, 60], [10, 20]]}, rf"{REQUEST}.segments\[1\]: must be a span of tokens 60 … 100"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(given: Any, message: str) -> None:
+    with pytest.raises(InputError, match=f"^{message}"):
+        asked(given)
+
+
+HUGE = int("9" * 4000) ** 3  # more digits than Python writes out
+DEEP: Any = []
+for _ in range(5000):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cost": HUGE}, {"cost": -HUGE}, {"cost": "9" * 10**6}, {"cost": DEEP}, {"cost": {"a": {"b": "c" * 10**6}}},
+        {"blend": HUGE}, {"blend": "x" * 10**6}, {"blend": DEEP}, {"x" * 10**6: 1}, {HUGE: 1},
+        {"segments": "x" * 10**6}, {"segments": DEEP}, {"segments": [DEEP]}, {"segments": [[0, HUGE]]},
+        {"segments": [[-HUGE, HUGE]]}, {"segments": [["x" * 10**6, 1]]}, {"segments": [[0, 1]] * 10**6},
+        {"segments": [[at, at + 1] for at in range(10**5)]}, {"segments": list(range(10**6))}, DEEP, "x" * 10**6,
+    ],
+)  # fmt: skip
+def test_whatever_a_client_sends_the_message_is_short(given: Any) -> None:
+    """It is written to the log: a client must not be able to fill that."""
+    with pytest.raises(InputError) as refused:
+        asked(given)
+    assert len(str(refused.value)) < 300
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+fields = st.fixed_dictionaries(
+    {}, optional={name: json_values | st.lists(st.lists(st.integers(-2, 12), min_size=2, max_size=2), max_size=4)
+                  for name in ("blend", "segments", "cost", "more")}
+)  # fmt: skip
+
+
+@settings(max_examples=500, deadline=None)
+@given(json_values | fields, st.integers(1, 12))
+def test_anything_is_understood_or_refused(given: Any, tokens: int) -> None:
+    request = _understood(lambda: asked(given, tokens), REQUEST)
+    if request is not None:
+        assert isinstance(request.blend, bool)
+        assert request.cost is None or 0 <= request.cost <= 1
+        bounds = [bound for span in request.segments or () for bound in span]
+        assert bounds == sorted(bounds) and all(0 <= bound <= tokens for bound in bounds)
+        assert all(start < end for start, end in request.segments or ())
+
+
+@settings(max_examples=300, deadline=None)
+@given(json_values | st.fixed_dictionaries({}, optional=dict.fromkeys(BlendOptions.__slots__, json_values)))
+def test_any_options_are_understood_or_refused(given: Any) -> None:
+    options = _understood(lambda: BlendOptions.from_json(given), "blend")
+    assert options is None or (0 <= options.cost <= 1 and options.chunker().most == options.most_tokens)
+
+
+def _understood(call: Callable[[], T], name: str) -> T | None:
+    """What it returns; None if it is refused by a message about `name`. Anything else is raised."""
+    message = name
+    try:
+        return call()
+    except InputError as error:
+        message = str(error)
+    assert message.startswith(name)
+    return None

@@ -1,0 +1,846 @@
+"""Blending on the scheduler's side: what is found and asked for, and that nothing approximate gets an exact name."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_request
+
+from cuvee.blend.segmentation import ContentChunker
+from cuvee.codec.identity import store_key
+from cuvee.integrations.vllm.messages import Load, Piece, Report, Save, StepPlan
+
+BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
+OPTIONS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 8}
+FIRST = list(range(1000, 1029))  # documents, of 29 and 21 tokens
+SECOND = list(range(2000, 2021))
+
+
+@pytest.fixture
+def desk() -> Iterator[Callable[..., Desk]]:
+    made: list[Desk] = []
+
+    def make(blending: bool = True, blend: dict[str, Any] | None = None, **options: Any) -> Desk:
+        if blending:
+            options["blend"] = {**OPTIONS, **(blend or {})}
+        made.append(Desk(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.before = lambda operation: None
+        each.side.close()
+
+
+def text(count: int, first: int = 10) -> list[int]:
+    return list(range(first, first + count))
+
+
+def ask(
+    d: Desk,
+    name: str = "r",
+    ids: Sequence[int] | None = None,
+    segments: Sequence[Sequence[int]] | None = ((10, 39), (44, 65)),
+    cost: float | None = None,
+    chunks: int = 0,
+    **changes: Any,
+) -> SimpleNamespace:
+    """A new request, whose first `chunks` are in the store.
+
+    Its prompt, unless others are given: 10 tokens, FIRST, 5 tokens, SECOND, 12 tokens.
+    """
+    if ids is None:
+        ids = [*text(10), *FIRST, *text(5, 30), *SECOND, *text(12, 40)]
+    wants: dict[str, Any] = {} if segments is None else {"segments": [list(span) for span in segments]}
+    if cost is not None:
+        wants["cost"] = cost
+    request = make_request(name, ids=ids, **{"kv_transfer_params": {"cuvee": wants}, **changes})
+    d.put(request, chunks)
+    d.side.arrived(request)
+    return request
+
+
+def load(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
+    """What the workers are told to load."""
+    tokens, later = d.matched(request, computed)
+    assert tokens and later, "it is always asynchronous"
+    d.side.allocated(request, BLOCKS, tokens)
+    (planned,) = d.plan().loads
+    assert d.plan().loads == [], "once"
+    return planned
+
+
+def blend(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
+    """The same, and the workers do it."""
+    planned = load(d, request, computed)
+    assert planned.blend is not None
+    name = request.request_id
+    d.side.take(Report([1], placed=[name] * d.shards))
+    assert d.plan().blends == [name]
+    d.side.take(Report([2], ended={name}, blended=[(planned.end - planned.blend.start, 0.1)] * d.shards))
+    d.side.allocated(request, BLOCKS, 0)  # as the engine does once all is there
+    return planned
+
+
+def write(d: Desk, plan: StepPlan) -> None:
+    """What the workers do with a plan's saves."""
+    for save in plan.last_saves + plan.saves:
+        for rank in range(d.shards):
+            d.store.entries[store_key(save.tenant, save.digest, rank)] = b"blob"
+
+
+def segments_of(saves: list[Save]) -> list[tuple[int, int]]:
+    return [save.segment for save in saves if save.segment is not None]
+
+
+def last_token(save: Save) -> int:
+    """Where what is saved ends."""
+    return sum(save.segment) if save.segment else save.chunk * CHUNK + (save.tail or CHUNK)
+
+
+def refused(d: Desk) -> dict[str, float]:
+    return {label: value for (name, label), value in d.recorder.totals().items() if name == "blends_refused"}
+
+
+# What is stored ------------------------------------------------------------------------------------------------------
+
+
+def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d)
+    assert d.matched(request) == (0, False)
+    first = [save for save in d.plan((request, 0, 40)).saves if save.segment]
+    assert first == [Save("", d.segment(FIRST), 0, BLOCKS[1:5], segment=(10, 29))]
+    second = [save for save in d.plan((request, 40, 24), new=False).saves if save.segment]
+    assert second == [], "its last token is not computed yet"
+    second = [save for save in d.plan((request, 64, 13), new=False).saves if save.segment]
+    assert second == [Save("", d.segment(SECOND), 0, BLOCKS[5:9], segment=(44, 21))]
+    other = ask(d, "s")
+    assert d.matched(other) == (0, False)
+    assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
+    assert d.side.told(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15}
+
+
+def test_segments_that_could_not_be_stored_are_stored_the_next_time(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request, other = ask(d), ask(d, "s")
+    d.matched(request)
+    d.plan((request, 0, 77))
+    d.side.take(Report([1], unsaved={d.segment(SECOND)}))
+    d.matched(other)
+    assert segments_of(d.plan((other, 0, 77)).saves) == [(44, 21)]
+
+
+@pytest.mark.parametrize("changes", [{"blend": {"harvest": False}}, {"stores": False}])
+def test_segments_may_not_be_stored(desk: Callable[..., Desk], changes: dict[str, Any]) -> None:
+    d = desk(**changes)
+    request = ask(d)
+    d.matched(request)
+    assert segments_of(d.plan((request, 0, 77)).saves) == []
+
+
+def test_a_producer_stores_segments_and_asks_for_none(desk: Callable[..., Desk]) -> None:
+    d = desk(loads=False)
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    assert d.matched(request) == (0, False) and d.store.calls == []
+    assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)]
+
+
+def test_segments_of_answers_are_not_stored(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, segments=None, ids=text(30))
+    d.matched(request)
+    d.plan((request, 0, 30))
+    generate(request, 100)
+    assert segments_of(d.plan((request, 30, 100), new=False).saves) == []
+
+
+def test_a_request_that_wants_no_blend_is_stored_all_the_same(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    request = ask(d, kv_transfer_params={"cuvee": {"blend": False, "segments": [[10, 39], [44, 65]]}})
+    assert d.matched(request) == (0, False)
+    assert (44, 21) in segments_of(d.plan((request, 0, 77)).saves)
+    assert d.side.told(request) == {"blended": False, "reused_tokens": 0, "cost": 0.15} and refused(d) == {}
+
+
+# What is found -------------------------------------------------------------------------------------------------------
+
+
+def test_pieces_that_are_there_are_loaded_up_to_the_end_of_the_last(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    assert d.matched(request) == (65, True)
+    planned = load(d, request)
+    assert (planned.request, planned.start, planned.end, planned.digests) == ("r", 0, 65, [])
+    assert planned.blocks == BLOCKS[:9] and planned.tail == 0
+    assert planned.blend is not None
+    assert planned.blend.tokens == request.prompt_token_ids and planned.blend.blocks == BLOCKS[:9]
+    assert (planned.blend.start, planned.blend.cost) == (0, 0.15)
+    assert planned.blend.pieces == [Piece(d.segment(FIRST), 10, 29), Piece(d.segment(SECOND), 44, 21)]
+    assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
+
+
+def test_a_piece_that_is_missing_is_text(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    planned = load(d, ask(d))
+    assert planned.blend is not None
+    assert planned.end == 39 and [piece.start for piece in planned.blend.pieces] == [10]
+
+
+def test_all_ranks_must_have_a_piece(desk: Callable[..., Desk]) -> None:
+    d = desk(shards=2)
+    d.put_segments(FIRST)
+    d.put_segments(SECOND, ranks=[1])
+    assert d.matched(ask(d)) == (39, True)
+
+
+def test_what_the_engine_has_is_not_blended(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    planned = load(d, request, 40)
+    assert planned.blend is not None
+    assert (planned.first_chunk, planned.start, planned.end) == (2, 40, 65)
+    assert planned.blocks == BLOCKS[4:9] and planned.blend.blocks == BLOCKS[:9]
+    assert planned.blend.start == 40 and [piece.start for piece in planned.blend.pieces] == [44]
+    assert d.matched(ask(d, "s"), 72) == (0, False)
+
+
+@pytest.mark.parametrize("computed", [0, 8])
+def test_the_exact_prefix_comes_first(desk: Callable[..., Desk], computed: int) -> None:
+    d = desk()
+    d.put_segments(SECOND)
+    d.put_tails(make_request(ids=[*text(10), *FIRST, *text(5, 30), *SECOND, *text(12, 40)]), 40)
+    request = ask(d, chunks=2)
+    planned = load(d, request, computed)
+    assert planned.digests == [*d.digests(request)[:2], d.tail(request, 40)]
+    assert (planned.first_chunk, planned.start, planned.end, planned.tail) == (0, computed, 65, 8)
+    assert planned.blend is not None
+    assert planned.blend.start == 40 and planned.blend.pieces == [Piece(d.segment(SECOND), 44, 21)]
+
+
+def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d, chunks=1)
+    before = list(request.block_hashes)
+    planned = load(d, request)
+    assert planned.blend is not None
+    assert planned.digests == d.digests(request)[:1] and planned.blend.start == 16
+    assert planned.blend.pieces[0] == Piece(d.segment(FIRST), 10, 29), "it is decoded as a whole"
+    assert request.block_hashes[:2] == before[:2] and request.block_hashes[2] != before[2]
+    assert d.side.told(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
+
+
+def test_pieces_within_the_exact_prefix_are_not_used(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d, chunks=4)
+    assert d.matched(request) == (64, True), "one token of SECOND is behind it, fewer than min_reused"
+    planned = load(d, request)
+    assert planned.blend is None and len(planned.digests) == 4
+
+
+@pytest.mark.parametrize(("tokens", "found"), [(39, 38), (40, 39), (30, 29)])
+def test_the_last_token_is_always_computed(desk: Callable[..., Desk], tokens: int, found: int) -> None:
+    d = desk()
+    ids = [*text(10), *FIRST, 7][:tokens]
+    end = min(tokens, 39)
+    d.put_segments(ids[10:end])
+    planned = load(d, ask(d, ids=ids, segments=[(10, end)]))
+    assert planned.end == found and planned.blocks == BLOCKS[: -(-found // BLOCK)]
+
+
+def test_documents_are_found_by_their_content_wherever_they_stand(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    document = [3 * (at * at) % 997 for at in range(300)]
+    first = ask(d, ids=document + text(20), segments=None)
+    d.matched(first)
+    write(d, d.plan((first, 0, 320)))
+    second = ask(d, "s", ids=text(50, 2000) + document + text(20, 5000), segments=None)
+    planned = load(d, second)
+    assert planned.blend is not None and planned.blend.reused(planned.end) > 200
+    spans = [(start, end) for start, end in ContentChunker(4, 12, 30).cut(second.prompt_token_ids)]
+    for piece in planned.blend.pieces:
+        assert (piece.start, piece.start + piece.tokens) in spans
+        part = second.prompt_token_ids[piece.start : piece.start + piece.tokens]
+        assert piece.digest == d.segment(part)
+        assert any(document[at : at + len(part)] == part for at in range(300))
+
+
+def test_parts_between_separators_are_segments(desk: Callable[..., Desk]) -> None:
+    d = desk(separator=[0, 1])
+    ids = [*text(10), 0, 1, *FIRST, 0, 1, 5, 6, 7, 0, 1, *SECOND, 0, 1, *text(12, 40)]
+    d.put_segments(FIRST, SECOND, [5, 6, 7])
+    planned = load(d, ask(d, ids=ids, segments=None))
+    assert planned.blend is not None
+    assert [(piece.start, piece.tokens) for piece in planned.blend.pieces] == [(12, 29), (48, 21)], "3 are too few"
+
+
+def test_a_request_may_name_its_segments_where_a_separator_is_set(desk: Callable[..., Desk]) -> None:
+    d = desk(separator=[0])
+    d.put_segments(FIRST)
+    assert d.matched(ask(d)) == (39, True)
+    assert d.matched(ask(d, "s", segments=[])) == (0, False), "it has none"
+    assert d.side.told(make_request("s")) is None
+
+
+@pytest.mark.parametrize(("least", "found"), [(21, 65), (22, 0)])
+def test_blends_that_reuse_too_little_are_not_made(desk: Callable[..., Desk], least: int, found: int) -> None:
+    d = desk(blend={"min_reused": least})
+    d.put_segments(SECOND)
+    request = ask(d)
+    before = list(request.block_hashes)
+    assert d.matched(request) == (found, bool(found))
+    assert (request.block_hashes == before) is not bool(found)
+    assert d.side.told(request) == {"blended": bool(found), "reused_tokens": 21 * bool(found), "cost": 0.15}
+
+
+def test_the_last_token_is_not_reused(desk: Callable[..., Desk]) -> None:
+    d = desk(blend={"min_reused": 29})
+    d.put_segments(FIRST)
+    assert d.matched(ask(d, ids=[*text(10), *FIRST], segments=[(10, 39)])) == (0, False)
+    assert d.matched(ask(d, "s", ids=[*text(10), *FIRST, 5], segments=[(10, 39)])) == (39, True)
+
+
+def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callable[..., Desk]) -> None:
+    d = desk(min_tokens=32)
+    d.put_segments(FIRST, SECOND)
+    planned = load(d, ask(d, chunks=1))
+    assert planned.blend is not None and planned.digests == [] and planned.blend.start == 0
+
+
+def test_short_segments_are_not_used(desk: Callable[..., Desk]) -> None:
+    d = desk(blend={"least_tokens": 22, "mean_tokens": 23})
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    assert d.matched(request) == (39, True)
+
+
+def test_tenants_do_not_share_segments(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND, tenant="alice")
+    assert d.matched(ask(d, "a", cache_salt="alice")) == (65, True)
+    for name, salt in (("b", "bob"), ("c", None)):
+        request = ask(d, name, cache_salt=salt)
+        assert d.matched(request) == (0, False)
+        saves = [save for save in d.plan((request, 0, 77)).saves if save.segment]
+        assert [save.tenant for save in saves] == [salt or ""] * 2
+        assert {save.digest for save in saves}.isdisjoint([d.segment(FIRST, "alice"), d.segment(SECOND, "alice")])
+
+
+def test_another_identity_finds_nothing(desk: Callable[..., Desk]) -> None:
+    d, lossy = desk(), desk(quality=None, step=0.1)
+    assert d.segment(FIRST) != lossy.segment(FIRST)
+    lossy.put_segments(FIRST, SECOND)
+    d.store.entries = lossy.store.entries
+    assert d.matched(ask(d)) == (0, False)
+
+
+# Names of blocks -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("leading", "first"), [(0, 0), (7, 0), (8, 1), (9, 1), (15, 1), (16, 2)])
+def test_blocks_are_renamed_from_the_first_reused_token_on(desk: Callable[..., Desk], leading: int, first: int) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    request = ask(d, ids=[*text(leading), *FIRST, *text(30, 40)], segments=[(leading, leading + 29)])
+    before = list(request.block_hashes)
+    blend(d, request)
+    assert request.block_hashes[:first] == before[:first]
+    assert len(request.block_hashes) == len(before) and set(request.block_hashes[first:]).isdisjoint(before)
+    assert {type(name) for name in request.block_hashes} == {bytes}
+
+
+def test_blocks_keep_their_names_where_nothing_is_blended(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, chunks=2)
+    before = list(request.block_hashes)
+    assert d.matched(request) == (32, True)
+    assert request.block_hashes == before
+
+
+def names(d: Desk, number: int, **asked: Any) -> list[bytes]:
+    """Of the blocks of a blended request, and of 20 tokens that were generated for it."""
+    request = ask(d, f"r{number}", **asked)
+    blend(d, request)
+    generate(request, 20)
+    found: list[bytes] = list(request.block_hashes)
+    return found
+
+
+def test_the_same_blend_has_the_same_names_and_another_has_others(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    one_piece = names(d, 0)
+    d.put_segments(SECOND)
+    both, again = names(d, 1), names(d, 2)
+    assert both == again, "the engine finds it in its own cache"
+    assert names(d, 3, cost=0.15) == both
+    other_cost, tenant = names(d, 4, cost=0.5), ask(d, "t", cache_salt="alice")
+    exact = ask(d, "e", segments=[])
+    generate(exact, 20)
+    others = [one_piece, both, other_cost, exact.block_hashes, tenant.block_hashes]
+    for mine, other in itertools.combinations(others, 2):
+        assert set(mine[1:]).isdisjoint(other[1:]), "generated ones included"
+
+
+def test_the_same_piece_at_another_place_has_other_names(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments([5] * 20)
+    ids = [5] * 60
+    one, other = (names(d, start, ids=ids, segments=[(start, start + 20)]) for start in (10, 11))
+    assert one[0] == other[0] and set(one[1:]).isdisjoint(other[1:])
+    one, other = (names(d, start, ids=ids, segments=[(10, 30), (start, start + 20)]) for start in (35, 36))
+    assert one[0] == other[0] and set(one[1:]).isdisjoint(other[1:])
+
+
+def test_the_engine_is_asked_again_under_the_new_names(desk: Callable[..., Desk]) -> None:
+    """It may have this very blend in its own cache, as far as the last full block."""
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    names(d, 0)
+    request = ask(d)
+    before = list(request.block_hashes)
+    while request.block_hashes == before:
+        tokens, _ = d.side.matched_tokens(request, 8)
+    assert tokens is None
+    assert d.matched(request, 64) == (1, True)
+    assert d.matched(request, 72) == (0, False)
+    assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
+
+
+def test_what_was_exact_when_blocks_were_renamed_stays_exact(desk: Callable[..., Desk]) -> None:
+    """The engine dropped the blocks of the exact prefix before the load began: their names are exact ones."""
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    before = list(request.block_hashes)
+    assert d.matched(request, 32) == (33, True)
+    assert request.block_hashes[:4] == before[:4] and request.block_hashes[4] != before[4]
+    planned = load(d, request, 0)
+    assert planned.blend is not None
+    assert [piece.start for piece in planned.blend.pieces] == [44], "FIRST begins before token 32"
+
+
+def test_a_last_block_without_a_name_gets_no_reused_tokens(desk: Callable[..., Desk]) -> None:
+    """It would get its name once it is full, from that of the block before it: an exact one."""
+    d = desk(blend={"min_reused": 4})
+    ids = [*text(10), *FIRST, *text(8, 40)]
+    d.put_segments(ids[20:])
+    request = ask(d, ids=ids, segments=[(20, 47)])
+    before = list(request.block_hashes)
+    assert d.matched(request, 40) == (0, False)
+    assert request.block_hashes == before and refused(d) == {"hashes": 1}
+
+
+@pytest.mark.parametrize("count", [0, 8])
+def test_without_names_there_is_no_blend(desk: Callable[..., Desk], count: int) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d)
+    del request.block_hashes[count:]
+    assert d.matched(request) == (0, False)
+    assert refused(d) == {"hashes": 1} and d.side.told(request) == {"blended": False, "refused": "hashes"}
+
+
+# Nothing approximate is stored ---------------------------------------------------------------------------------------
+
+
+def exact_prompt(d: Desk, leading: int = 30, blend: bool = True) -> SimpleNamespace:
+    """A request whose first `leading` tokens are exact; FIRST comes behind them."""
+    d.put_segments(FIRST)
+    ids = [*text(leading), *FIRST, *SECOND, *text(12, 70)]
+    wants = {"blend": blend, "segments": [[leading, leading + 29], [leading + 29, leading + 50]]}
+    return ask(d, ids=ids, kv_transfer_params={"cuvee": wants})
+
+
+def all_saves(d: Desk, request: SimpleNamespace, before: int, generated: int = 60) -> list[Save]:
+    """Everything that is stored of a request from here to its end."""
+    plans = [d.plan((request, before, request.num_tokens - before))]
+    for _ in range(generated):
+        generate(request, 1)
+        plans.append(d.plan((request, request.num_tokens - 1, 1), new=False))
+    generate(request, 1)
+    d.side.finished(request, BLOCKS)
+    plans.append(d.plan())
+    return [save for plan in plans for save in plan.saves + plan.last_saves]
+
+
+@pytest.mark.parametrize("leading", [0, 8, 16, 30, 47])
+def test_of_a_blend_only_what_is_before_it_is_stored(desk: Callable[..., Desk], leading: int) -> None:
+    d = desk()
+    request = exact_prompt(d, leading)
+    planned = blend(d, request)
+    assert planned.end == leading + 29
+    saves = all_saves(d, request, planned.end)
+    assert all(last_token(save) <= leading for save in saves)
+    chunks = d.digests(request)[: leading // CHUNK]
+    tails = [d.tail(request, leading // BLOCK * BLOCK)] if leading % CHUNK >= BLOCK and leading >= CHUNK else []
+    assert [save.digest for save in saves] == chunks + tails, "that is exact, so it is"
+
+
+def test_the_same_request_without_blending_is_stored_with_its_answer(desk: Callable[..., Desk]) -> None:
+    """What the other tests would see if a blend were stored."""
+    d = desk()
+    request = exact_prompt(d, blend=False)
+    assert d.matched(request) == (0, False)
+    saves = all_saves(d, request, 0)
+    assert segments_of(saves) == [(30, 29), (59, 21)] and max(map(last_token, saves)) == 152
+
+
+def test_after_a_preemption_nothing_more_is_stored(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = exact_prompt(d)
+    planned = blend(d, request)
+    saves = d.plan((request, planned.end, request.num_tokens - planned.end)).saves
+    generate(request, 20)
+    saves += d.plan((request, request.num_tokens - 20, 19), new=False).saves
+    request.num_computed_tokens = 0
+    again = blend(d, request)
+    assert again.blend is not None
+    assert (again.start, again.end) == (0, planned.end)
+    saves += all_saves(d, request, again.end)
+    assert saves and all(last_token(save) <= 30 for save in saves)
+
+
+def test_a_preempted_blend_that_is_computed_is_not_stored_either(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = exact_prompt(d)
+    blend(d, request)
+    request.num_computed_tokens = 0
+    d.side.take(Report([3], failed={"r"}))
+    assert d.matched(request) == (0, False)
+    assert all(last_token(save) <= 30 for save in all_saves(d, request, 0)), "its blocks have the names of a blend"
+
+
+def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[..., Desk]) -> None:
+    d = desk(shards=2)
+    request = exact_prompt(d)
+    load(d, request)
+    for _ in range(2):  # each rank says so
+        d.side.take(Report([2], ended={"r"}, failed={"r"}, unsaved={d.segment(FIRST)}))
+    assert d.matched(request) == (0, False)
+    assert d.side.told(request) == {"blended": False, "refused": "failed"}
+    assert refused(d) == {"failed": 1}
+    assert all(last_token(save) <= 30 for save in all_saves(d, request, 0))
+
+
+def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, chunks=2)
+    assert load(d, request).blend is None
+    d.side.take(Report([1], ended={"r"}, failed={"r"}))
+    assert d.matched(request) == (0, False) and refused(d) == {}
+    assert segments_of(d.plan((request, 0, 77)).saves) == [(10, 29), (44, 21)], "it is exact"
+
+
+# What is refused -----------------------------------------------------------------------------------------------------
+
+LORA = SimpleNamespace(lora_name="x", lora_path="p")
+IMAGE = SimpleNamespace(identifier="cat", mm_position=SimpleNamespace(offset=2, length=4))
+REFUSALS = [
+    ("adapter", {"lora_request": LORA}),
+    ("media", {"mm_features": [IMAGE]}),
+    ("prompt_logprobs", {"skip_reading_prefix_cache": True}),
+]
+
+
+@pytest.mark.parametrize(("reason", "changes"), REFUSALS)
+def test_requests_that_cannot_be_blended_are_told_so(
+    desk: Callable[..., Desk], reason: str, changes: dict[str, Any]
+) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d, **changes)
+    assert d.matched(request) == (0, False)
+    assert d.side.told(request) == {"blended": False, "refused": reason}
+    assert refused(d) == {reason: 1}
+    saves = d.plan((request, 0, 77)).saves
+    assert saves and segments_of(saves) == [], "its prefix is stored"
+
+
+@pytest.mark.parametrize(("reason", "changes"), REFUSALS)
+def test_nobody_is_told_who_did_not_ask(desk: Callable[..., Desk], reason: str, changes: dict[str, Any]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    request = ask(d, segments=None, ids=FIRST * 5, kv_transfer_params=None, **changes)
+    assert d.matched(request) == (0, False) and refused(d) == {}
+    if reason != "prompt_logprobs":  # whose segments are exact, and may be stored
+        assert d.side.told(request) is None and segments_of(d.plan((request, 0, 145)).saves) == []
+
+
+@pytest.mark.parametrize(
+    "wants", [{"cost": 7}, {"segments": [[0, 500]]}, {"segments": "all"}, {"segment": []}, "please", {"blend": "no"}]
+)
+def test_malformed_parameters_are_refused_and_the_request_is_served(
+    desk: Callable[..., Desk], wants: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    request = ask(d, kv_transfer_params={"cuvee": wants}, chunks=2)
+    assert "request r is not blended: kv_transfer_params.cuvee" in caplog.text
+    assert d.matched(request) == (32, True), "what is exact is loaded"
+    assert d.side.told(request) == {"blended": False, "refused": "parameters"}
+    assert refused(d) == {"parameters": 1}
+    assert segments_of(d.plan((request, 32, 45)).saves) == []
+
+
+def test_nothing_is_told_of_requests_that_have_no_segments(desk: Callable[..., Desk]) -> None:
+    d, off = desk(), desk(blending=False)
+    short = ask(d, ids=text(20), segments=[(0, 3)])
+    assert d.matched(short) == (0, False) and d.side.told(short) is None
+    assert d.side.told(make_request("unknown")) is None
+    request = make_request("r", kv_transfer_params={"cuvee": {"cost": 7}})
+    off.side.arrived(request)
+    assert off.matched(request) == (0, False) and off.side.told(request) is None
+
+
+@pytest.mark.parametrize("changes", [{"prompt_token_ids": None}, {"prompt_embeds": "tensor"}, {"resumable": True}])
+def test_requests_whose_tokens_are_not_known_are_left_alone(desk: Callable[..., Desk], changes: Any) -> None:
+    d = desk()
+    request = ask(d, **changes)
+    assert d.matched(request) == (0, False) and d.side.told(request) is None and d.store.calls == []
+
+
+# Lookups that go wrong -----------------------------------------------------------------------------------------------
+
+
+def intercept(d: Desk, segment: Sequence[int], act: Callable[[], None]) -> None:
+    """Act before the store is asked for a segment, and before no other question."""
+    contains, key = d.store.contains, store_key("", d.segment(segment), 0)
+
+    def asked(keys: Sequence[str]) -> list[bool]:
+        if key in keys:
+            act()
+        return contains(keys)
+
+    d.store.contains = asked  # type: ignore[method-assign]
+
+
+def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
+    d, go = desk(lookup_timeout=5), threading.Event()
+    d.put_segments(FIRST)
+    intercept(d, FIRST, lambda: _wait(go))
+    requests = [ask(d, str(number)) for number in range(3)]
+    for request in requests:
+        while d.side._requests[request.request_id].settled is False:
+            assert d.side.matched_tokens(request, 0) == (None, False)
+            d.plan()
+    assert [d.side.matched_tokens(request, 0) for request in requests] == [(None, False)] * 3
+    assert d.side._patience == 0, "they share that of the step"
+    go.set()
+    assert {d.matched(request) for request in requests} == {(39, True)}
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
+    d, go = desk(lookup_timeout=5), threading.Event()
+    overdue: list[tuple[str, float]] = []
+    monkeypatch.setattr(d.store, "overdue", lambda *said: overdue.append(said))
+    d.put_segments(FIRST)
+    intercept(d, FIRST, lambda: _wait(go))
+    request = ask(d, chunks=1)
+    while not d.side._requests["r"].settled:
+        assert d.side.matched_tokens(request, 0) == (None, False)
+        d.plan()
+    d.now += 4
+    assert d.side.matched_tokens(request, 0) == (None, False)
+    d.now += 2
+    assert d.matched(request) == (16, True), "its exact prefix is loaded all the same"
+    go.set()
+    assert d.matched(request) == (16, True)
+    assert refused(d) == {"timeout": 1} and d.side.told(request) == {"blended": False, "refused": "timeout"}
+    assert overdue == [("contains", 2.5)], "so the next ones need not lose their patience to it"
+
+
+@pytest.mark.parametrize("error", [OSError, TimeoutError, ValueError])
+def test_a_lookup_that_fails_is_no_blend(desk: Callable[..., Desk], error: type[Exception]) -> None:
+    d = desk()
+
+    def fail() -> None:
+        raise error("down")
+
+    intercept(d, FIRST, fail)
+    request = ask(d)
+    assert d.matched(request) == (0, False)
+    assert refused(d) == {"failed": 1} and d.side.told(request) == {"blended": False, "refused": "failed"}
+
+
+# Whether it pays -----------------------------------------------------------------------------------------------------
+
+
+def measure(d: Desk, prefill: float, blended: float) -> None:
+    """Steps of 16 tokens and blends of 65 that took so many seconds."""
+    for _ in range(8):
+        small = make_request("p", tokens=16)
+        d.matched(small)
+        step = d.plan((small, 0, 16))
+        d.now += prefill
+        d.side.take(Report([step.step], blended=[(65, blended)]))
+
+
+def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
+    d = desk(decide="measured")
+    d.put_segments(FIRST, SECOND)
+    measure(d, 1e-3, 0.65)
+    request = ask(d)
+    before = list(request.block_hashes)
+    for _ in range(3):
+        assert d.matched(request) == (0, False)
+    assert refused(d) == {"declined": 1} and d.side.told(request) == {"blended": False, "refused": "declined"}
+    assert request.block_hashes == before
+    always = desk()
+    always.put_segments(FIRST, SECOND)
+    measure(always, 1e-3, 0.65)
+    assert always.matched(ask(always)) == (65, True)
+
+
+def test_blends_that_pay_are_made(desk: Callable[..., Desk]) -> None:
+    d = desk(decide="measured")
+    d.put_segments(FIRST, SECOND)
+    assert d.matched(ask(d)) == (65, True), "nothing was measured yet"
+    measure(d, 1, 1e-3)
+    assert d.matched(ask(d, "s")) == (65, True) and refused(d) == {}
+
+
+def test_loads_and_blends_are_judged_by_their_own_speed(desk: Callable[..., Desk]) -> None:
+    d = desk(decide="measured")
+    d.put_segments(SECOND)
+    measure(d, 1e-3, 0.65)
+    for _ in range(8):
+        d.side.take(Report(loaded=[(64, 1e-5)]))
+    request = ask(d, chunks=2)
+    assert d.matched(request) == (32, True)
+
+
+def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    load(d, ask(d))
+    other = make_request("p", tokens=64)
+    d.matched(other)
+    d.side.take(Report(placed=["r"]))
+    plan = d.plan((other, 0, 32))
+    assert plan.blends == ["r"] and plan.step not in d.side._timed_steps
+    assert d.plan((other, 32, 32), new=False).step in d.side._timed_steps
+
+
+# All ranks together --------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_recompute_in_the_same_step(desk: Callable[..., Desk]) -> None:
+    d = desk(shards=3)
+    d.put_segments(FIRST, SECOND)
+    for name in ("a", "b"):
+        load(d, ask(d, name))
+    d.side.take(Report([1], placed=["a", "b", "a"]))
+    assert d.plan().blends == []
+    d.side.take(Report([2], placed=["b", "b"]))
+    assert d.plan().blends == ["b"]
+    d.side.take(Report([3], placed=["a"]))
+    plan = d.plan()
+    assert plan.blends == ["a"] and plan.drops == []
+    assert d.plan().blends == [], "once"
+
+
+@pytest.mark.parametrize("planned_between", [False, True])
+@pytest.mark.parametrize(
+    "events",
+    sorted({
+        *itertools.permutations(["placed", "failed"]),
+        *itertools.permutations(["placed", "finished"]),
+        *itertools.permutations(["placed", "failed", "finished"]),
+        ("placed and failed",), ("placed and failed", "finished"), ("finished", "placed and failed"),
+        ("finished", "placed", "placed"), ("placed", "finished", "placed"),
+    }),
+)  # fmt: skip
+def test_what_one_rank_lacks_no_rank_recomputes(
+    desk: Callable[..., Desk], events: tuple[str, ...], planned_between: bool
+) -> None:
+    d = desk(shards=2)
+    d.put_segments(FIRST)
+    request = ask(d)
+    load(d, request)
+    plans = []
+    for event in events:
+        if event == "finished":
+            d.side.finished(request, [])
+        else:
+            d.side.take(Report(placed=["r"] * ("placed" in event), failed={"r"} if "failed" in event else set()))
+        if planned_between:
+            plans.append(d.plan())
+    plans.append(d.plan())
+    assert not any(plan.blends for plan in plans)
+    assert "r" in {name for plan in plans for name in plan.drops}, "who has placed it waits for nothing any more"
+    assert d.plan().drops == [] and not d.side._placed and not d.side._ready
+
+
+def test_what_ends_before_it_is_recomputed_is_dropped(desk: Callable[..., Desk]) -> None:
+    d = desk(shards=2)
+    d.put_segments(FIRST)
+    request = ask(d)
+    load(d, request)
+    d.side.take(Report(placed=["r", "r"]))
+    d.side.finished(request, [])
+    plan = d.plan()
+    assert plan.blends == [] and plan.drops == ["r"]
+
+
+def test_an_aborted_blend_is_not_loaded(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST)
+    request = ask(d)
+    d.side.allocated(request, BLOCKS, d.matched(request)[0])
+    d.side.finished(request, [])
+    plan = d.plan()
+    assert plan.loads == [] and plan.drops == []
+
+
+# Resets --------------------------------------------------------------------------------------------------------------
+
+
+def test_reset_finds_no_segment_that_was_there(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    old, request = {d.segment(FIRST), d.segment(SECOND)}, ask(d)
+    d.side.reset()
+    later = ask(d, "s")
+    for each in (request, later):
+        assert d.matched(each) == (0, False)
+    saves = [save for save in d.plan((request, 0, 77)).saves if save.segment]
+    assert segments_of(saves) == [(10, 29), (44, 21)] and old.isdisjoint(save.digest for save in saves)
+    write(d, StepPlan(1, saves=saves))
+    assert d.matched(ask(d, "t")) == (65, True), "what was stored since is found"
+
+
+def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = exact_prompt(d)
+    blend(d, request)
+    told = d.side.told(request)
+    d.side.reset()
+    assert d.side.told(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
+    request.num_computed_tokens = 0  # preempted
+    d.side._requests["r"].stale = False
+    assert d.matched(request) == (0, False)
+    assert all(last_token(save) <= 30 for save in all_saves(d, request, 0))
+
+
+def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    request = ask(d, kv_transfer_params={"cuvee": {"cost": 7}})
+    d.side.reset()
+    assert refused(d) == {"parameters": 1} and d.side.told(request) == {"blended": False, "refused": "parameters"}

@@ -1,0 +1,508 @@
+"""Blending on the worker's side: segments in and out of real pages, and what becomes of a blend that goes wrong."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.errors import InputError
+from cuvee.codec.identity import store_key
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate, unrotate
+from cuvee.integrations.vllm.messages import Blend, Load, Report
+
+PAGES = [20, 3, 17, 4, 9, 22, 11, 5]  # of a prompt
+SEGMENTS = [(5, 20), (31, 9), (64, 16)]  # of the sequence
+
+
+class FakeBlender:
+    """Stands in for `PageBlender`: fails, or says that it has computed everything."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.calls: list[tuple[Blend, int]] = []
+
+    def blend(self, blend: Blend, end: int) -> dict[str, float]:
+        self.calls.append((blend, end))
+        if self.error is not None:
+            raise self.error
+        return {"blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7}
+
+
+@pytest.fixture
+def bench() -> Iterator[Callable[..., Bench]]:
+    made: list[Bench] = []
+
+    def make(**options: Any) -> Bench:
+        made.append(Bench(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.store.before = lambda operation: None
+        each.worker.close()
+
+
+def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
+    """The engine computes the sequence, whose segments are stored beside its first two chunks."""
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    saves = [b.save_segment(blocks, *segment) for segment in segments or SEGMENTS]
+    b.worker.save([*saves, *b.saves(blocks, range(2))])
+    b.drain()
+    for tensor in b.cache.keys + b.cache.values:
+        tensor.fill_(torch.nan)
+    b.worker.report(0)
+
+
+def run_blend(b: Bench, load: Load, blender: Any) -> Report:
+    """Load, recompute once all is placed, and report, as the engine does."""
+    b.worker.start_loads([load], synchronous=False)
+    place(b)
+    b.worker.blend([load.request], blender)
+    assert b.worker.take_arrived() == {load.request}
+    return b.worker.report(2)
+
+
+def place(b: Bench, request: str = "r") -> Report:
+    """Wait until a request's segments are in their places."""
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        assert b.worker.take_arrived(0.01) == set(), "it has not arrived before it is recomputed"
+        report = b.worker.report(1)
+        if report.placed:
+            assert report.placed == [request] and not report.ended
+            return report
+    raise AssertionError("nothing was placed")
+
+
+def tokens_at(b: Bench, start: int, end: int) -> KVChunk:
+    """What the prompt's pages hold."""
+    at = torch.arange(start, end)
+    return b.cache.read(torch.tensor(PAGES)[at // BLOCK] * BLOCK + at % BLOCK, start)
+
+
+def untouched(b: Bench, start: int, end: int) -> bool:
+    """Whether nothing was written into the prompt's pages for these tokens."""
+    if start == end:
+        return True
+    chunk = tokens_at(b, start, end)
+    return all(bool(part.isnan().all()) for part in chunk.keys + chunk.values)
+
+
+def holds_piece(b: Bench, start: int, tokens: int, at: int, low: int | None = None, high: int | None = None) -> bool:
+    """Whether the pages hold the sequence's tokens from `start` on where `at` says; of those, positions low … high."""
+    moved = b.codec.decode(b.store.entries[b.segment_key(start, tokens)], start=at)
+    low, high = at if low is None else low, at + tokens if high is None else high
+    there = tokens_at(b, low, high)
+    wanted = moved.slice(low - at, high - at)
+    return all(map(torch.equal, there.keys + there.values, wanted.keys + wanted.values))
+
+
+# Segments ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("segment", [(0, 1), (7, 1), (8, 8), (5, 20), (31, 9), (1, 127), (127, 1)])
+def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench], segment: tuple[int, int]) -> None:
+    b = bench()
+    blocks = [(5 * number) % BLOCKS for number in range(16)]
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.save([b.save_segment(blocks, *segment)])
+    b.drain()
+    start, end = segment[0], sum(segment)
+    assert list(b.store.entries) == [b.segment_key(*segment)]
+    (blob,) = b.store.entries.values()
+    assert blob == b.codec.encode(b.sequence.slice(start, end))
+    counts = b.counts()
+    assert counts["stored_segments"] == 1 and "stored_chunks" not in counts and "stored_tails" not in counts
+    assert counts["raw_bytes"] == segment[1] * LAYOUT.bytes_per_token
+    assert b.worker._pending == 0
+
+
+def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable[..., Bench]) -> None:
+    b = bench(threads=1)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.save([b.save_segment(blocks, 5, 20), *b.saves(blocks, range(2)), b.save_tail(blocks, 40)])
+    b.drain()
+    assert b.store.entries[b.segment_key(5, 20)] == b.codec.encode(b.sequence.slice(5, 25))
+    assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
+    counts = b.counts()
+    assert (counts["stored_segments"], counts["stored_chunks"], counts["stored_tails"]) == (1, 2, 1)
+
+
+def test_all_tokens_of_a_segment_count_alike(bench: Callable[..., Bench]) -> None:
+    """A learned profile would say that those behind many others matter less."""
+    noise = torch.Generator().manual_seed(0)
+    rows = [torch.randn(2, 3, 64, 2, 16, generator=noise).bfloat16() for _ in range(6)]
+    profile = Profile.fit(LAYOUT, [KVChunk(keys, values, LAYOUT, 40 * at) for at, (keys, values) in enumerate(rows)])
+    b = bench(profile=profile, codec={"quality": None, "step": 0.3})
+    assert profile.learned
+    store_segments(b)
+    chunk = b.sequence.slice(5, 25)
+    stored = b.store.entries[b.segment_key(5, 20)]
+    assert stored == b.codec.encode(chunk, importance=torch.ones(20)) != b.codec.encode(chunk)
+    assert b.store.entries[b.key(1)] == b.codec.encode(b.sequence.slice(16, 32))
+
+
+def test_a_segment_is_skipped_over_budget(bench: Callable[..., Bench]) -> None:
+    b = bench(max_pending_mb=20 * LAYOUT.bytes_per_token / 1e6)
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.save([b.save_segment(blocks, 5, 21)])
+    assert b.worker.report(1).unsaved == {b.piece(5, 21, 0).digest} and not b.store.entries
+    b.worker.save([b.save_segment(blocks, 5, 20)])
+    b.drain()
+    assert list(b.store.entries) == [b.segment_key(5, 20)]
+
+
+# Placing -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [0, 3, 8, 13, 40])
+def test_a_piece_is_decoded_where_the_prompt_has_it(bench: Callable[..., Bench], at: int) -> None:
+    b = bench()
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, at)], at + 20)
+    b.worker.start_loads([load], synchronous=False)
+    place(b)
+    there, made = tokens_at(b, at, at + 20), b.sequence.slice(5, 25)
+    positions = torch.arange(20)
+    for layer, keys, values, old, same in zip(
+        LAYOUT.layers, there.keys, there.values, made.keys, made.values, strict=True
+    ):
+        moved = rotate(unrotate(old, layer.rope, positions + 5), layer.rope, positions + at)
+        assert torch.allclose(keys.float(), moved, atol=0.03), "bfloat16"
+        assert torch.equal(values, same)
+    assert holds_piece(b, 5, 20, at)
+    assert untouched(b, 0, at) and untouched(b, at + 20, 64)
+
+
+def test_pieces_are_placed_behind_the_exact_prefix(bench: Callable[..., Bench]) -> None:
+    """The first begins in it, and leaves its tokens alone."""
+    b = bench()
+    store_segments(b)
+    pieces = [b.piece(5, 20, 25), b.piece(31, 9, 49)]
+    load = b.load_blend(PAGES, pieces, 58, exact=2 * CHUNK)
+    b.worker.start_loads([load], synchronous=False)
+    report = place(b)
+    assert report.loaded == [] and report.failed == set()
+    assert b.held(PAGES, 0, 2 * CHUNK), "exact"
+    assert holds_piece(b, 5, 20, 25, low=32) and holds_piece(b, 31, 9, 49)
+    assert untouched(b, 45, 49) and untouched(b, 58, 64)
+    counts = b.counts()
+    assert counts["loaded_chunks"] == 2 and counts["loaded_segments"] == 2 and "loads" not in counts
+
+
+def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 10)], 30, start=24)
+    assert load.digests == [] and load.first_chunk == 1
+    b.worker.start_loads([load], synchronous=False)
+    place(b)
+    assert untouched(b, 0, 24) and holds_piece(b, 5, 20, 10, low=24)
+
+
+def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    store_segments(b)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 10)], 29)], synchronous=False)
+    place(b)
+    assert holds_piece(b, 5, 20, 10, high=29) and untouched(b, 29, 32)
+
+
+def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.integrations.vllm.worker._FETCH_CHUNKS", 2)
+    b = bench()
+    store_segments(b, (5, 7), (31, 9), (64, 6), (90, 8))
+    pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36), b.piece(90, 8, 43)]
+    report = run_blend(b, b.load_blend(PAGES, pieces, 51, exact=CHUNK), FakeBlender())
+    assert report.failed == set() and not b.worker.take_invalid_blocks()
+    assert b.held(PAGES, 0, CHUNK)
+    assert all(holds_piece(b, start, tokens, at) for start, tokens, at in ((5, 7, 17), (64, 6, 36), (90, 8, 43)))
+    assert b.counts()["loaded_chunks"] == 1 and b.counts()["loaded_segments"] == 4
+
+
+def test_a_synchronous_load_does_not_wait_for_a_blend(bench: Callable[..., Bench]) -> None:
+    b, go = bench(load_async=False, load_timeout=1), threading.Event()
+    store_segments(b)
+    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23, request="waits")], synchronous=True)
+    assert b.worker.take_arrived() == set()
+    go.set()
+    b.worker.start_loads(
+        [b.load_blend(PAGES, [b.piece(5, 20, 3)], 23), b.load([0, 1], 0, CHUNK, "s")], synchronous=True
+    )
+    assert b.held([0, 1], 0, CHUNK) and b.worker.take_arrived() == {"s"}
+    b.worker.drop(["waits"])
+    assert b.worker.take_arrived() == {"waits"}
+    b.worker.blend(["r"], None)
+    assert b.worker.take_arrived() == set()
+
+
+def test_an_idle_engine_is_woken_by_what_was_placed(bench: Callable[..., Bench]) -> None:
+    b, go = bench(), threading.Event()
+    store_segments(b)
+    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)], synchronous=False)
+    found: list[set[str]] = []
+    asking = threading.Thread(target=lambda: found.append(b.worker.take_arrived(3600.0)), daemon=True)
+    asking.start()
+    asking.join(0.1)
+    assert not found
+    go.set()
+    asking.join(30)
+    assert found == [set()] and b.worker.report(1).placed == ["r"]
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+# Recomputing ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender()
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)
+    report = run_blend(b, load, blender)
+    assert blender.calls == [(load.blend, 40)]
+    assert report.ended == {"r"} and not report.failed and not report.unsaved and not report.loaded
+    ((tokens, seconds),) = report.blended
+    assert tokens == 40 and seconds > 0, "with the chunk, whose time is in it"
+    assert not b.worker.take_invalid_blocks()
+    counts = b.counts()
+    assert counts["blends"] == 1 and counts["blended_tokens"] == 24 and counts["blend_reused_tokens"] == 7
+    assert counts["loaded_tokens"] == 40 and counts["loads"] == 1 and "recomputed_tokens" not in counts
+    assert [value for name, value in counts.items() if name.startswith("blend_seconds")]
+    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    b.worker.drop(["r"])
+    assert len(blender.calls) == 1 and b.worker.take_arrived() == set(), "once"
+
+
+def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender()
+    store_segments(b)
+    loads = [
+        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
+        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
+    ]
+    b.worker.start_loads(loads, synchronous=False)
+    placed: list[str] = []
+    while len(placed) < 2:
+        b.worker.take_arrived(0.01)
+        placed += b.worker.report(1).placed
+    b.worker.blend(["b", "unknown", "a"], blender)  # type: ignore[arg-type]
+    assert [end for _, end in blender.calls] == [12, 23] and b.worker.take_arrived() == {"a", "b"}
+
+
+ERRORS = [
+    InputError("cost: does not pay"),
+    RuntimeError("a bug"),
+    torch.OutOfMemoryError("out of memory"),
+    MemoryError(),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("exact", [0, CHUNK])
+def test_a_blend_that_fails_is_computed_from_its_exact_prefix_on(
+    bench: Callable[..., Bench], error: Exception, exact: int
+) -> None:
+    b = bench()
+    store_segments(b)
+    report = run_blend(b, b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact), FakeBlender(error))
+    assert report.ended == report.failed == {"r"} and report.blended == []
+    assert b.worker.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
+    assert exact == 0 or b.held(PAGES, 0, exact)
+    counts = b.counts()
+    assert counts["failures{blend}"] == 1 and counts["recomputed_tokens"] == 40 - exact and "blends" not in counts
+    assert counts.get("loaded_tokens", 0) == exact
+    assert b.segment_key(5, 20) in b.store.entries, "that says nothing of the entry"
+
+
+@pytest.mark.parametrize("harm", ["gone", "damaged", "shorter", "of another quality", "empty"])
+@pytest.mark.parametrize("start", [0, BLOCK])
+def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
+    bench: Callable[..., Bench], harm: str, start: int
+) -> None:
+    b, blender = bench(), FakeBlender()
+    store_segments(b)
+    key, blob = b.segment_key(31, 9), b.store.entries[b.segment_key(31, 9)]
+    if harm == "gone":
+        del b.store.entries[key]
+    else:
+        b.store.entries[key] = {
+            "damaged": blob[:-9] + bytes([blob[-9] ^ 1]) + blob[-8:],
+            "shorter": b.codec.encode(b.sequence.slice(31, 39)),
+            "of another quality": type(b.codec)(Profile.generic(LAYOUT), "high").encode(b.sequence.slice(31, 40)),
+            "empty": b"",
+        }[harm]
+    pieces = [b.piece(5, 20, 20), b.piece(31, 9, 41)]
+    b.worker.start_loads([b.load_blend(PAGES, pieces, 50, start=start, exact=CHUNK)], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(PAGES[2:7])
+    assert b.held(PAGES, start, CHUNK)
+    report = b.worker.report(1)
+    assert report.failed == report.ended == {"r"} and report.placed == []
+    assert {piece.digest for piece in pieces} <= report.unsaved, "they are to be stored again"
+    assert key not in b.store.entries and b.segment_key(5, 20) in b.store.entries
+    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    assert not blender.calls
+    counts = b.counts()
+    assert counts["failures{load}"] == 1 and counts["recomputed_tokens"] == 50 - CHUNK
+
+
+def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    store_segments(b)
+    del b.store.entries[b.key(1)]
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 35)], 55, exact=2 * CHUNK)], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(PAGES[2:7]) and b.held(PAGES, 0, CHUNK)
+
+
+def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cuvee.integrations.vllm.worker._FETCH_CHUNKS", 1)
+    b = bench()
+    store_segments(b, (5, 7), (31, 9), (64, 6))
+    del b.store.entries[b.segment_key(64, 6)]
+    pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36)]
+    b.worker.start_loads([b.load_blend(PAGES, pieces, 42, exact=CHUNK)], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(PAGES[2:6]) and b.held(PAGES, 0, CHUNK)
+    assert b.counts()["recomputed_tokens"] == 42 - CHUNK
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Bench], gone: bool) -> None:
+    b = bench()
+    blocks = list(range(16))
+    b.fill(blocks, 8 * CHUNK)
+    b.worker.save([b.save_segment(blocks, 5, 20), b.save_tail(blocks, 24), *b.saves(blocks, range(1))])
+    b.drain()
+    for tensor in b.cache.keys + b.cache.values:
+        tensor.fill_(torch.nan)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=24)
+    load.digests, load.tail = [*load.digests, b.save_tail(blocks, 24).digest], 8
+    if gone:
+        del b.store.entries[b.segment_key(5, 20)]
+        b.worker.start_loads([load], synchronous=False)
+        b.wait()
+        assert b.worker.take_invalid_blocks() == set(PAGES[3:5])
+    else:
+        report = run_blend(b, load, FakeBlender())
+        assert not b.worker.take_invalid_blocks() and not report.failed
+        assert holds_piece(b, 5, 20, 20, low=24) and b.counts()["loaded_segments"] == 1
+    assert b.held(PAGES, 0, 24)
+    counts = b.counts()
+    assert (counts["loaded_chunks"], counts["loaded_tails"]) == (1, 1)
+
+
+def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., Bench]) -> None:
+    b = bench(codec={"key": b"a secret of 16 bytes"})
+    store_segments(b)
+    key = b.segment_key(5, 20)
+    theirs = store_key("attacker", b.piece(5, 20, 0).digest, 0).encode()
+    load = b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)
+    run_blend(b, load, FakeBlender())
+    assert not b.worker.take_invalid_blocks()
+    b.store.entries[key] = b.codec.encode(b.sequence.slice(5, 25), associated=theirs)
+    b.worker.start_loads([load], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries
+
+
+@pytest.mark.parametrize("exact", [0, CHUNK])
+def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int) -> None:
+    b, blender = bench(), FakeBlender()
+    store_segments(b)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=exact)], synchronous=False)
+    place(b)
+    b.worker.drop(["unknown", "r"])
+    assert b.worker.take_arrived() == {"r"}
+    assert b.worker.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
+    report = b.worker.report(2)
+    assert report.ended == report.failed == {"r"} and report.blended == []
+    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    assert not blender.calls
+
+
+def test_what_is_dropped_while_it_loads_is_not_placed(bench: Callable[..., Bench]) -> None:
+    b, go, reading = bench(), threading.Event(), threading.Event()
+    store_segments(b)
+
+    def hold(operation: str) -> None:
+        if operation == "get":
+            reading.set()
+            _wait(go)
+
+    b.store.before = hold
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)], synchronous=False)
+    assert reading.wait(30)
+    b.worker.drop(["r"])
+    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(PAGES[:5])
+    go.set()
+    b.worker.close()
+    assert b.worker.report(1).placed == [] and untouched(b, 0, 64)
+
+
+def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(load_timeout=0.2), FakeBlender()
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
+    b.worker.start_loads([load], synchronous=False)
+    place(b)
+    time.sleep(0.3)
+    assert b.worker.take_arrived() == set()
+    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+
+
+def test_what_is_not_placed_in_time_is_given_up(bench: Callable[..., Bench]) -> None:
+    b, go = bench(load_timeout=0.2), threading.Event()
+    store_segments(b)
+    b.store.before = lambda operation: _wait(go) if operation == "get" else None
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)], synchronous=False)
+    b.wait()
+    assert b.worker.take_invalid_blocks() == set(PAGES[:5])
+    report = b.worker.report(1)
+    assert report.placed == [] and report.failed == {"r"} and b.counts()["failures{timeout}"] == 1
+    go.set()
+
+
+def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender()
+    store_segments(b)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)], synchronous=False)
+    place(b)
+    begun = time.monotonic()
+    b.worker.close()
+    assert time.monotonic() - begun < 5
+    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    assert not blender.calls
+
+
+def test_reports_of_ranks_add_up() -> None:
+    one, other = Report([1], placed=["a"], blended=[(5, 0.1)]), Report([1], placed=["b", "a"], blended=[(6, 0.2)])
+    one.add(other)
+    assert sorted(one.placed) == ["a", "a", "b"] and one.blended == [(5, 0.1), (6, 0.2)]
+
+
+def test_a_blend_says_how_many_tokens_it_reuses() -> None:
+    b = Bench.piece
+    blend = Blend([], 20, [b(None, 0, 10, 15), b(None, 0, 5, 30), b(None, 0, 10, 40)], 0.5, [])  # type: ignore[arg-type]
+    assert [blend.reused(end) for end in (20, 22, 25, 33, 45, 60)] == [0, 2, 5, 8, 15, 20]
+    assert replace(blend, start=31).reused(60) == 14
