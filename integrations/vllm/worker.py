@@ -418,7 +418,7 @@ class WorkerSide:
                 if load.blend is None:
                     self._report.loaded.append((work, seconds))
                 else:
-                    self._report.blended.append((load.end - load.start, seconds))
+                    self._report.blended.append((load.end - load.blend.start, seconds))
             else:
                 self._report.failed.add(load.request)
                 self._report.unsaved.update(_digests(load)[done // self._chunk - load.first_chunk :])

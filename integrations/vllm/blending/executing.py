@@ -63,7 +63,7 @@ class PageBlender:
         kv = _PagesKV(self._cache, slots, placed.cached | placed.known)
         model = self._open_model(blend.blocks)
         with torch.inference_mode():
-            done = Recompute(model, kv, placed, self._total).run(selector_for(blend.cost))
+            done = Recompute(model, kv, placed, self._total).run(selector_for(blend.cost, int(placed.cached.sum())))
             kl = self._divergence(model, slots, placed) if blend.check else None
         figures: dict[str, float] = {
             "blends": 1,
@@ -105,9 +105,9 @@ def _next_token(
     return model.logits(hidden[-1:])[0].log_softmax(-1)
 
 
-def selector_for(cost: float) -> Selector:
-    """What selects at a cost: the library's default."""
-    return default_selector(cost=cost) if cost else Nothing()
+def selector_for(cost: float, reused: int) -> Selector:
+    """What selects among so many reused tokens: the library's default, or nothing, where the cost pays for no token."""
+    return default_selector(cost=cost) if cost * reused >= 1 else Nothing()
 
 
 def place(blend: Blend, end: int) -> Placed:

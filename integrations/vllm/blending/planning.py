@@ -121,13 +121,16 @@ class BlendPlanner:
         self._clock = clock
         self.break_even = BreakEven()
         self._blends = 0
+        self._warned = False
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
         """Find a new request's segments; None: it has none, or must not be cut."""
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
-            logger.warning("cuvee: request %s is not blended: %s", request.request_id, error)
+            # Once as a warning: what clients send must not fill the log.
+            level, self._warned = (logging.DEBUG if self._warned else logging.WARNING), True
+            logger.log(level, "cuvee: request %s is not blended (logged once): %s", request.request_id, error)
             return self._refused("parameters")
         if request.lora_request is not None:  # its passes would have to run through the adapter
             return self._refused("adapter") if wants.segments else None

@@ -374,7 +374,7 @@ def test_a_blend_is_what_the_library_makes_of_it(family: str, cost: float, first
     answers = first[family].steps[ZERO + COSTS.index(cost)]
     for prompt, answer in list(zip(PROMPTS.values(), answers, strict=True))[:ALIKE]:
         segments = [Segment(part, chunks[tuple(part)] if cached else None) for part, cached in prompt.parts]
-        logits = blender.blend(segments, selector=selector_for(cost)).logits[-1]
+        logits = blender.blend(segments, selector=selector_for(cost, 100)).logits[-1]
         expected = logits.log_softmax(-1)
         ours = torch.tensor([answer.logprobs[0][token] for token in range(len(expected))])
         assert float((expected.exp() * (expected - ours)).sum()) < 1e-5
