@@ -134,6 +134,7 @@ class SchedulerSide:
         self._chunk = setup.options.chunk_tokens
         self._block = setup.block_tokens
         self._positions = setup.layout.max_positions
+        self._step_tokens = setup.step_tokens
         self._tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
         self._identity = identity
         self._shards = setup.shards
@@ -290,7 +291,7 @@ class SchedulerSide:
         plan = StepPlan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
         self._loads.clear()
         plan.last_saves, self._last_saves = self._unchanged(self._last_saves, output), []
-        plan.blends, self._ready = self._ready, []
+        plan.blends = self._affordable_blends()
         plan.drops, self._drops = self._drops, []
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
@@ -422,6 +423,20 @@ class SchedulerSide:
         if self._planner is not None:
             for tokens, seconds in report.blended:
                 self._planner.break_even.observe_load(tokens, max(seconds, 1e-6))
+
+    def _affordable_blends(self) -> list[str]:
+        """Blends for this step: as many as compute no more tokens than a step may, but one at least. Others wait."""
+        chosen: list[str] = []
+        left = float(self._step_tokens)
+        while self._ready and (left > 0 or not chosen):
+            tracked = self._requests.get(self._ready[0])
+            if tracked is not None and tracked.blend is not None:
+                blend, end = tracked.blend, tracked.blend_end
+                left -= end - blend.start - (1 - blend.cost) * blend.reused(end)
+                if left < 0 and chosen:
+                    break
+            chosen.append(self._ready.pop(0))
+        return chosen
 
     def _drop(self, request_id: str) -> None:
         """A blend that is under way is not to be finished: ranks that wait with it give it up."""

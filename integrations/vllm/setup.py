@@ -42,6 +42,7 @@ class Setup:
         shards: tensor-parallel ranks.
         loads, stores: whether this engine loads, and stores (`kv_role`).
         prefix_caching: whether one request finds in the engine what another one loaded.
+        step_tokens: that a step of the engine computes at most.
     """
 
     options: Options
@@ -53,6 +54,7 @@ class Setup:
     loads: bool
     stores: bool
     prefix_caching: bool
+    step_tokens: int = 8192
 
     @classmethod
     def of_engine(cls, vllm_config: Any, kv_cache_config: Any) -> Setup:
@@ -93,7 +95,7 @@ class Setup:
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
         return cls(
             options, layout, profile, quality, block_tokens, shards, transfer.is_kv_consumer, transfer.is_kv_producer,
-            bool(vllm_config.cache_config.enable_prefix_caching),
+            bool(vllm_config.cache_config.enable_prefix_caching), vllm_config.scheduler_config.max_num_batched_tokens,
         )  # fmt: skip
 
     def identity(self, vllm_config: Any) -> Identity:
