@@ -109,16 +109,16 @@ def blend_report(
     chosen |= {} if wall_time else {"lengths": ()}
     config = replace(config, **chosen)
     try:
-        data = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+        report = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
     except Interrupted as stopped:
         raise typer.Exit(128 + stopped.number) from None
     if as_json:
-        print_json(data)
+        print_json(report)
         return
 
     from cuvee.eval.blending.render import print_blend_summary
 
-    print_blend_summary(data, make_console())
+    print_blend_summary(report, make_console())
     print(f"{out / 'blend.md'}\n{out / 'blend.json'}")
 
 
