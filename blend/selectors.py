@@ -32,7 +32,9 @@ from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_la
 from cuvee.blend.segments import Prompt
 from cuvee.codec.errors import InputError
 
-_BASE = 0.6  # added to scores of mean 1, for tokens that the query does not look at (0.3 and 1 measured worse)
+_BASE = 0.6  # added to votes of mean 1, for tokens that the text does not name (0.3 and 1 measured worse)
+_DEPTHS = (1 / 3, 1 / 2, 2 / 3)  # of the layers that a query is asked in: where a model looks things up
+_LEAST = 1e-3  # added to attention of mean 1, so that a product still ranks the tokens that nobody looks at
 _QUERY_SHARE = 0.1  # share of the budget that the query's pass may take in the default selector
 _PAIR = 4.0  # weight of a match of two tokens in a row, relative to a match of one
 
@@ -187,8 +189,8 @@ class Boundary(_Scored):
                 raise InputError(f"Boundary.tokens: must be an int of at least 0, got {self.tokens!r}")
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        # On its own only the order counts. In a product this curve measured better than its square root, although the
-        # deviation of isolated chunks falls about like the root.
+        # On its own only the order counts. In products this curve measured better than its square root on the bundled
+        # model and no worse on SmolLM2, although the deviation of isolated chunks falls about like the root.
         return 1.0 / (1.0 + prompt.offset.float())
 
     def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
@@ -237,12 +239,14 @@ class Overlap(_Scored):
         following = torch.zeros_like(votes)
         following[1:] = votes[:-1]
         following[first] = 0
-        return _lifted(votes + following, prompt)
+        return _scaled(votes + following, prompt) + _BASE
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class QueryGuided(_Scored):
     """Tokens that the query attends to over the chunks as they are cached (ProphetKV, arXiv:2602.02579).
+
+    Several layers are asked, because different layers look for different things.
 
         >>> QueryGuided(0.15, queries=16, most=0.02)
         QueryGuided(ratio=0.15, queries=16, most=0.02)
@@ -251,7 +255,7 @@ class QueryGuided(_Scored):
         ratio: share of the cached tokens to select; default 0.15. The query's pass costs extra.
         cost: instead of it, share of the token-layers to spend, the query's pass included.
         queries: how many tokens form the query: the last ones of the text after the chunks.
-        layers: the layers whose attention is summed; default: the one at two thirds of the depth.
+        layers: the layers whose attention is summed; default: those at a third, a half and two thirds of the depth.
         most: share of the token-layers that the pass may take. If it would take more, the query is cut to fewer
             tokens, but to one at least. Default: no limit.
     """
@@ -268,7 +272,7 @@ class QueryGuided(_Scored):
         check_share("QueryGuided.most", self.most)
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        return _lifted(prompt.attend(self._count(prompt), self._layers(prompt)), prompt)
+        return _scaled(prompt.attend(self._count(prompt), self._layers(prompt)), prompt) + _LEAST
 
     def overhead(self, prompt: Prompt) -> int:  # noqa: D102
         return self._count(prompt) * (max(self._layers(prompt)) + 1)
@@ -281,7 +285,7 @@ class QueryGuided(_Scored):
         return min(count, max(1, int(affordable + 1e-9)))
 
     def _layers(self, prompt: Prompt) -> tuple[int, ...]:
-        chosen = self.layers or (2 * prompt.layers // 3,)
+        chosen = self.layers or tuple(sorted({int(prompt.layers * depth + 1e-9) for depth in _DEPTHS}))
         if max(chosen) >= prompt.layers:
             raise InputError(f"QueryGuided.layers: {max(chosen)} is not among the {prompt.layers} layers")
         return chosen
@@ -398,17 +402,18 @@ class _UnionSelection:
 
 
 def default_selector(*, ratio: float | None = None, cost: float | None = None) -> Product:
-    """What measured best: tokens that the text names or attends to, above all near the beginnings of chunks.
+    """What measured best on a real model: tokens that the query attends to, above all near the beginnings of chunks.
 
-    The pass of the query takes at most a tenth of the budget, but always one token's. With a ratio it costs extra.
+    What a token's stale KV costs is how much it is looked at, times how stale it is. The first factor comes from a pass
+    of the query, the second from the token's place in its chunk. The pass takes at most a tenth of the budget, but
+    always one token's. With a ratio it costs extra.
 
         >>> default_selector(ratio=0.5)
-        Product(Sum(Overlap(), QueryGuided(queries=16, most=0.05)), Boundary(), ratio=0.5)
+        Product(QueryGuided(queries=16, most=0.05), Boundary(), ratio=0.5)
     """
     check_budget(ratio, cost)
     budget = next(share for share in (ratio, cost, DEFAULT_RATIO) if share is not None)
-    query = QueryGuided(queries=16, most=_QUERY_SHARE * budget)
-    return Product(Sum(Overlap(), query), Boundary(), ratio=ratio, cost=cost)
+    return Product(QueryGuided(queries=16, most=_QUERY_SHARE * budget), Boundary(), ratio=ratio, cost=cost)
 
 
 def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prompt) -> Selection:
@@ -419,7 +424,7 @@ def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prom
     return _Fixed(prompt.best(scorer.score(prompt), count))
 
 
-def _lifted(score: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-    """The score scaled to mean 1 over the cached tokens, and raised, so that no token is left without a chance."""
+def _scaled(score: torch.Tensor, prompt: Prompt) -> torch.Tensor:
+    """The score scaled to mean 1 over the cached tokens; 0 if it is 0 everywhere."""
     mean = score[prompt.cached].mean() if prompt.cached_tokens else torch.tensor(0.0)
-    return (score / mean if mean > 0 else torch.zeros_like(score)) + _BASE
+    return score / mean if mean > 0 else torch.zeros_like(score)

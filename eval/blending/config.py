@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.blending.selectors import COMPARED
+from cuvee.eval.blending.prompts import PUBLIC
+from cuvee.eval.blending.selectors import COMPARED, SELECTORS
 from cuvee.eval.blending.wall_time import LEAST_TOKENS
 from cuvee.eval.corpus import BUNDLED_MODEL
 from cuvee.eval.data import CALIBRATION_TEXTS, EVALUATION_TEXTS
 from cuvee.eval.protocol import SEED
 
-__all__ = ["BlendConfig", "quick_blend_config"]
+__all__ = ["BUNDLED", "BlendConfig", "quick_blend_config"]
+
+BUNDLED = ("reread", "ahead", "passages")  # constructions that need no other data
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,16 @@ class BlendConfig:
         model: a folder, a hub name, or "books-3m".
         profile: the profile that codes the chunks; if there is none, one is learned for group "layer".
         calibration: texts to learn from and to take contexts from, at most `calibration_sequences` sequences.
-        evaluation: texts for the construction "reread", at most `prompts` prompts.
+        evaluation: texts for the constructions "reread" and "ahead", at most `prompts` prompts.
+        constructions: which prompts, of "reread", "ahead", "passages", "xquad" and "musique" (see `prompts.py`).
+        data: the folder with the files of "xquad" and "musique"; default: the hub.
+        any_version: take other files than the published ones.
         multidoc: .jsonl files, each a construction of its own: objects with id, passages, gold, query and target.
         chunks, chunk_tokens, suffix: how many cached chunks a prompt has, tokens in each, and tokens after them.
-        documents: how many documents to use at most, of the task cuvee_passages and of each file.
+        documents: how many prompts to make at most, of the task cuvee_passages, of public data and of each file.
         fit: if a prompt of a `multidoc` file has more tokens, its passages are cut to 64 tokens each.
-        contexts, context_tokens: what chunks are averaged over.
+        contexts, context_tokens: what chunks are averaged over. With 0 contexts none are averaged.
+        selectors: which selectors, by their keys in `SELECTORS`. "nothing" is always among them: it is the floor.
         costs: shares of the token-layers to spend. All of them are measured on exact chunks of "reread".
         few_costs: those of them that are measured on decoded chunks, and everywhere else.
         qualities: of the codec.
@@ -44,6 +51,9 @@ class BlendConfig:
     calibration: tuple[str, ...] = CALIBRATION_TEXTS
     calibration_sequences: int = 200
     evaluation: tuple[str, ...] = EVALUATION_TEXTS
+    constructions: tuple[str, ...] = BUNDLED
+    data: str | None = None
+    any_version: bool = False
     multidoc: tuple[str, ...] = ()
     prompts: int = 48
     chunks: int = 3
@@ -53,6 +63,7 @@ class BlendConfig:
     fit: int = 512
     contexts: int = 8
     context_tokens: int = 128
+    selectors: tuple[str, ...] = tuple(SELECTORS)
     costs: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3, 0.45, 0.7, 1.0)
     few_costs: tuple[float, ...] = COMPARED
     qualities: tuple[str, ...] = ("high", "balanced", "small")
@@ -61,12 +72,19 @@ class BlendConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "chunk_tokens", "documents", "fit", "contexts", "context_tokens"):
+        for name in ("prompts", "chunk_tokens", "documents", "fit", "context_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}")
+        if self.contexts < 0:
+            raise InputError(f"contexts: must be at least 0, got {self.contexts}")
         for name in ("chunks", "suffix"):
             if getattr(self, name) < 2:
                 raise InputError(f"{name}: must be at least 2, got {getattr(self, name)}")
+        for name, known in (("constructions", (*BUNDLED, *PUBLIC)), ("selectors", tuple(SELECTORS))):
+            if unknown := [key for key in getattr(self, name) if key not in known]:
+                raise InputError(f"{name}: {unknown[0]!r} is not among {', '.join(known)}")
+        if not (self.constructions or self.multidoc):
+            raise InputError("constructions: must be at least one, or give a file of prompts")
         if bad := [cost for cost in self.costs if not 0 < cost <= 1]:
             raise InputError(f"costs: must be above 0 and at most 1, got {bad[0]:g}")
         if set(self.few_costs) - set(self.costs):

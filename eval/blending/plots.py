@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuvee.eval import plots
-from cuvee.eval.blending.selectors import ALONE, AVERAGED, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING
+from cuvee.eval.blending.selectors import ALONE, AVERAGED, DEFAULT, EXACT, FORMER, KINDS_OF_CHUNKS, NOTHING
 from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.formatting import format_percent
 
@@ -35,6 +35,7 @@ _LOOKS: dict[str, tuple[str, Any, str]] = {  # selector -> color, dashes, marker
     "query": ("#b0568c", "-", "P"),
     "overlap": ("#56b4e9", (0, (4, 2)), "^"),
     "overlap*boundary": ("#009e73", (0, (4, 2)), "x"),
+    FORMER: ("#009e73", (0, (1.5, 1.5)), "p"),
     DEFAULT: ("#009e73", "-", "*"),
 }
 

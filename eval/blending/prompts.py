@@ -3,6 +3,8 @@
 reread       adjacent chunks of a text; every second prompt continues with a repeat of a span of them
 ahead        the same, but the first half of the continuation is given, and only the second half scored
 passages     documents of the task cuvee_passages: each passage is a chunk, and the last sentence has six possible ends
+xquad        public data: a question about one of six paragraphs, each a chunk, and its answer
+musique      public data: a question that needs two to four of the paragraphs it comes with, and its answer
 FILE.jsonl   passages, a query that begins a sentence in one of them, and how that sentence ends
 """
 
@@ -20,8 +22,24 @@ from cuvee.codec.errors import InputError
 from cuvee.eval.corpus import Corpus, json_lines, pick_evenly, spread_sequences
 from cuvee.eval.protocol import reread
 from cuvee.eval.tasks import TASKS_PATH
+from cuvee.eval.tasks.public import open_questions
 
-__all__ = ["BlendPrompt", "Construction", "ahead_prompts", "multidoc_prompts", "passage_prompts", "reread_prompts"]
+__all__ = [
+    "PUBLIC",
+    "BlendPrompt",
+    "Construction",
+    "ahead_prompts",
+    "multidoc_prompts",
+    "passage_prompts",
+    "public_prompts",
+    "reread_prompts",
+]
+
+PUBLIC = {
+    "xquad": "a question of XQuAD about one of six paragraphs, each a cached chunk, and its answer",
+    "musique": "a question of MuSiQue, which needs several of its passages, each a cached chunk, and its answer",
+}
+_PARAGRAPHS = 6  # in a prompt of XQuAD
 
 _MULTIDOC = {"passages": list, "gold": int, "query": str, "target": str}
 _CUT = 64  # tokens that are left of each passage if a prompt is too long
@@ -39,6 +57,7 @@ class BlendPrompt:
         choices: token ids of possible continuations of the text, of which the model should take `answer`. If there is
             only one, only its likelihood counts.
         answer: the index of the right choice, whose tokens are then scored.
+        words: how many words answer a question; 0 if the prompt is none.
     """
 
     kind: str
@@ -47,6 +66,7 @@ class BlendPrompt:
     scored: int
     choices: tuple[tuple[int, ...], ...] = ()
     answer: int = 0
+    words: int = 0
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -130,6 +150,33 @@ def passage_prompts(tokenizer: Any, count: int) -> Construction:
         "again, to be ended by the right one of six words"
     )
     return Construction("passages", about, prompts)
+
+
+def public_prompts(name: str, data: str | None, any_version: bool, tokenizer: Any, count: int) -> Construction:
+    """Make at most `count` prompts from public data, spread over the first, third, fifth … question of it.
+
+    The default selector was chosen on the others.
+
+    Args:
+        name: a key of `PUBLIC`.
+        data: the folder with the file; default: the copy on the hub.
+        any_version: take another file than the published one.
+        tokenizer: of the model.
+        count: how many prompts.
+
+    Raises:
+        CorruptError, InputError: the data is not there, or not what it should be.
+    """
+    prompts = []
+    questions = open_questions(name, data, passages=_PARAGRAPHS, any_version=any_version)[::2]
+    for question in pick_evenly(questions, count):
+        document = question.document()
+        text = _ids(tokenizer, document["question"])
+        answer = tuple(_ids(tokenizer, document["question"] + document["continuation"])[len(text) :])
+        chunks = _passage_chunks(tokenizer, question.passages)
+        words = len(question.answer.split())
+        prompts.append(BlendPrompt(name, chunks, torch.tensor(text), 0, (answer,), words=words))
+    return Construction(name, PUBLIC[name], prompts)
 
 
 def multidoc_prompts(path: Path, tokenizer: Any, count: int, fit: int) -> Construction:

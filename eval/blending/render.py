@@ -129,7 +129,7 @@ def _equal_cost(report: ReportData) -> ReportSection:
     note = (
         "Exact chunks. ± one standard error over prompts. Ratios are of shares recovered, in brackets 95 % of the "
         "bootstrap over prompts; HKVD is taken with or without gradual filtering, whichever recovers more. The best "
-        "selector was chosen on these prompts, which flatters it; “(overlap + query) x boundary” is the default."
+        "selector was chosen on these prompts, which flatters it; “query x boundary” is the default."
     )
     return ReportSection(
         "equal-cost",
@@ -160,6 +160,7 @@ def _shares(report: ReportData, made: Entry) -> ReportSection:
             )
     blocks += _kinds(made)
     blocks += _scores(made)
+    blocks += _answers(made)
     floor = find_entry(made, EXACT, ALONE, NOTHING, None)
     if floor is not None:
         blocks.append(
@@ -233,6 +234,32 @@ def _scores(made: Entry) -> list[ReportTable]:
     ]
     note = "± one standard error over documents; differences to the full prefill are paired."
     return [ReportTable(["selector ", "chunks ", "cost", "accuracy", "difference"], rows, "Right choices", note)]
+
+
+def _answers(made: Entry) -> list[ReportTable]:
+    full = made["answers"]
+    if full is None:
+        return []
+    rows = [["full prefill", "", "", "100 %", with_error(full["nll"], full["nll_stderr"]), "", "100 %"]]
+    rows += [
+        [
+            e["label"],
+            e["kv"],
+            e["chunks"],
+            format_percent(e["cost"] or 0),
+            f"{full['nll'] + e['answer_loss']:.3f}",
+            with_error(e["answer_loss"], e["answer_loss_stderr"], signed=True),
+            "" if e["answer_share"] is None else with_error(e["answer_share"], e["answer_share_stderr"], percent=True),
+        ]
+        for e in made["entries"]
+        if e["reason"] is None
+    ]
+    note = (
+        "NLL of the right answer, in nats per word of it. Recovered: the share of what it loses at the floor. ± one "
+        "standard error over prompts; differences to the full prefill are paired."
+    )
+    columns = ["selector ", "KV ", "chunks ", "cost", "NLL", "difference", "recovered"]
+    return [ReportTable(columns, rows, "The answer", note)]
 
 
 def _codec(report: ReportData) -> ReportSection:

@@ -21,7 +21,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich.console import Console
 
@@ -36,11 +35,13 @@ from cuvee.codec.model import empty_cache
 from cuvee.codec.profile import Profile
 from cuvee.eval.blending.config import BlendConfig
 from cuvee.eval.blending.prompts import (
+    PUBLIC,
     BlendPrompt,
     Construction,
     ahead_prompts,
     multidoc_prompts,
     passage_prompts,
+    public_prompts,
     reread_prompts,
 )
 from cuvee.eval.blending.render import write_blend_report
@@ -52,6 +53,7 @@ from cuvee.eval.blending.shares import (
     codec_costs,
     compare_selectors,
     first_figures,
+    mean_figures,
     summarize,
 )
 from cuvee.eval.blending.wall_time import measure_wall_time
@@ -126,19 +128,21 @@ class _BlendRun:
             else load_matching_profile(config.profile, self.layout, self.fingerprint, config.model)
         )
         self.calibration = [read_corpus(text, config.model) for text in config.calibration]
-        evaluation = [read_corpus(text, config.model) for text in config.evaluation]
+        texts = config.evaluation if {"reread", "ahead"} & set(config.constructions) else ()
+        evaluation = [read_corpus(text, config.model) for text in texts]
         self.constructions = self._constructions(evaluation)
         for made in self.constructions:
             self._check_lengths(made)
-        contexts = spread_sequences(self.calibration, config.context_tokens, config.contexts)
+        contexts = torch.empty(0, config.context_tokens, dtype=torch.int64)
+        if config.contexts:
+            contexts = spread_sequences(self.calibration, config.context_tokens, config.contexts)
         exact = Codec(Profile.generic(self.layout), "lossless")
         store = MemoryStore(_STORE_BYTES)
         self.blender = Blender(self.model)
         self.codec = exact
-        self.libraries = {
-            ALONE: ChunkCache(self.model, exact, store),
-            AVERAGED: ChunkCache(self.model, exact, store, contexts=contexts),
-        }
+        self.libraries = {ALONE: ChunkCache(self.model, exact, store)}
+        if len(contexts):
+            self.libraries[AVERAGED] = ChunkCache(self.model, exact, store, contexts=contexts)
         self._coders: dict[str, Codec] | None = None
         self.data = self._describe(command, evaluation, contexts)
 
@@ -147,10 +151,17 @@ class _BlendRun:
     def _constructions(self, evaluation: Sequence[Corpus]) -> list[Construction]:
         config = self.config
         tokenizer = load_tokenizer(config.model)
-        whole = reread_prompts(
-            evaluation, config.prompts, config.chunks, config.chunk_tokens, config.suffix, config.seed
-        )
-        made = [whole, ahead_prompts(whole), passage_prompts(tokenizer, config.documents)]
+        made: list[Construction] = []
+        if evaluation:
+            whole = reread_prompts(
+                evaluation, config.prompts, config.chunks, config.chunk_tokens, config.suffix, config.seed
+            )
+            made += [one for one in (whole, ahead_prompts(whole)) if one.name in config.constructions]
+        if "passages" in config.constructions:
+            made.append(passage_prompts(tokenizer, config.documents))
+        for name in PUBLIC:
+            if name in config.constructions:
+                made.append(public_prompts(name, config.data, config.any_version, tokenizer, config.documents))
         for path in config.multidoc:
             made.append(multidoc_prompts(Path(path), tokenizer, config.documents, config.fit))
             if made[-1].name in [other.name for other in made[:-1]]:
@@ -177,7 +188,7 @@ class _BlendRun:
             "complete": False,
             "command": command,
             "configuration": {
-                **{name: value for name, value in asked.items() if name != "profile"},
+                **{name: value for name, value in asked.items() if name not in ("profile", "data")},
                 "model": Path(config.model).name,
                 "multidoc": [Path(path).name for path in config.multidoc],
             },
@@ -282,12 +293,14 @@ class _BlendRun:
         """What to measure on every prompt: the kind of chunks in two words, the selector, the cost."""
         few = self.config.few_costs
         costs = few if made.prompts[0].choices else self.config.costs
-        groups = [(EXACT, ALONE, ON_ALONE, costs), (EXACT, AVERAGED, ON_AVERAGED, costs)]
-        groups += [(q, c, ON_DECODED, few) for q in self.config.qualities for c in (ALONE, AVERAGED)]
+        compared = {ALONE: ON_ALONE, AVERAGED: ON_AVERAGED}
+        groups = [(EXACT, chunks, compared[chunks], costs) for chunks in self.libraries]
+        groups += [(quality, chunks, ON_DECODED, few) for quality in self.config.qualities for chunks in self.libraries]
         return [
             (kv, chunks, selector, cost)
             for kv, chunks, selectors, asked in groups
             for selector in selectors
+            if selector in (NOTHING, *self.config.selectors)
             for cost in ((None,) if selector == NOTHING else asked)
         ]
 
@@ -298,7 +311,8 @@ class _BlendRun:
         """
         found = [Measured(*method) for method in self._methods(made)]
         full: list[bool] = []
-        sizes: dict[tuple[str, str], int] = {(q, c): 0 for q in self.config.qualities for c in (ALONE, AVERAGED)}
+        sizes: dict[tuple[str, str], int] = {(q, c): 0 for q in self.config.qualities for c in self.libraries}
+        answers: list[float] = []
         for index, prompt in enumerate(made.prompts):
             name, seed = f"{made.name}, prompt {index + 1} of {len(made.prompts)}", self.config.seed + index
             exact = [one for one in found if one.kv == EXACT]
@@ -306,6 +320,8 @@ class _BlendRun:
             with progress.step(f"blending: {name}"):
                 reference, targets, correct = self._reference(prompt)
                 full += [correct] if len(prompt.choices) > 1 else []
+                if prompt.words:
+                    answers.append(-float(reference.gather(-1, targets[:, None]).sum()) / prompt.words)
                 cached = {}
                 for chunks in self.libraries:
                     cached[EXACT, chunks] = self._chunks(prompt, chunks)
@@ -324,7 +340,8 @@ class _BlendRun:
                         self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, seed)
         values = self.layout.values_per_token * sum(len(chunk) for prompt in made.prompts for chunk in prompt.chunks)
         kinds = [prompt.kind for prompt in made.prompts]
-        floor = np.array(found[0].kl)  # of the first method: exact chunks computed alone, nothing recomputed
+        rates = [len(prompt.choices[prompt.answer]) / prompt.words for prompt in made.prompts] if answers else []
+        # The first method is the floor: exact chunks computed alone, nothing recomputed.
         return {
             "name": made.name,
             "about": made.about,
@@ -339,11 +356,12 @@ class _BlendRun:
                 for prompt in made.prompts
             ],
             "full": {"correct": full, **accuracy(full, [])} if full else None,
+            "answers": {**mean_figures("nll", answers), "per_prompt": answers} if answers else None,
             "coded": [
                 {"kv": quality, "chunks": chunks, "bits_per_value": 8 * size / values}
                 for (quality, chunks), size in sizes.items()
             ],
-            "entries": [summarize(one, floor, kinds, full) for one in found],
+            "entries": [summarize(one, found[0], kinds, full, rates) for one in found],
         }
 
     def _chunks(self, prompt: BlendPrompt, which: str) -> list[KVChunk]:

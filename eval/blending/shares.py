@@ -25,6 +25,7 @@ __all__ = [
     "codec_costs",
     "compare_selectors",
     "first_figures",
+    "mean_figures",
     "ratio_of_shares",
     "share_recovered",
     "summarize",
@@ -92,8 +93,19 @@ def ratio_of_shares(of: F64, against: F64, floor: F64, seed: int) -> dict[str, f
     return {"ratio": float((floor - of).sum()) / whole if whole > 0 else None, "low": low, "high": high}
 
 
-def summarize(one: Measured, floor: F64, kinds: Sequence[str], full: Sequence[bool]) -> Figures:
-    """An entry of the report: what was measured, and what follows from it."""
+def summarize(
+    one: Measured, floor: Measured, kinds: Sequence[str], full: Sequence[bool], rates: Sequence[float] = ()
+) -> Figures:
+    """An entry of the report: what was measured, and what follows from it.
+
+    Args:
+        one: what was measured.
+        floor: the same of the floor.
+        kinds: of the prompts.
+        full: whether the full prefill takes the right choice, for prompts with choices.
+        rates: tokens per word of the answer, for prompts that ask a question. The entry then says how much of what the
+            answer's likelihood loses at the floor is recovered.
+    """
     named: Figures = {
         "kv": one.kv,
         "chunks": one.chunks,
@@ -106,26 +118,28 @@ def summarize(one: Measured, floor: F64, kinds: Sequence[str], full: Sequence[bo
     if one.reason is not None:
         return named
     kl = np.array(one.kl)
-    share, error = share_recovered(kl, floor)
+    below = np.array(floor.kl)
+    share, error = share_recovered(kl, below)
     parts = {}
     for kind in dict.fromkeys(kinds) if len(set(kinds)) > 1 else ():
         mask = np.array([k == kind for k in kinds])
-        part, part_error = share_recovered(kl[mask], floor[mask])
+        part, part_error = share_recovered(kl[mask], below[mask])
         parts[kind] = {
             "prompts": int(mask.sum()),
-            **_mean("kl", kl[mask].tolist()),
+            **mean_figures("kl", kl[mask].tolist()),
             "share": part,
             "share_stderr": part_error,
         }
     return {
         **named,
         "spent": float(np.mean(one.spent)),
-        **_mean("kl", one.kl),
+        **mean_figures("kl", one.kl),
         "share": share,
         "share_stderr": error,
-        **_mean("delta_nll", one.delta_nll),
-        **_mean("top1", one.top1),
+        **mean_figures("delta_nll", one.delta_nll),
+        **mean_figures("top1", one.top1),
         **accuracy(one.correct, full),
+        **_answers(one, floor, np.array(rates)),
         "parts": parts,
         "per_prompt": {
             "kl": one.kl,
@@ -135,6 +149,15 @@ def summarize(one: Measured, floor: F64, kinds: Sequence[str], full: Sequence[bo
             "correct": one.correct or None,
         },
     }
+
+
+def _answers(one: Measured, floor: Measured, rates: F64) -> Figures:
+    """What the answer's likelihood loses, in nats per word, and the share of the floor's loss that is recovered."""
+    if not len(rates):
+        return {}
+    lost, below = np.array(one.delta_nll) * rates, np.array(floor.delta_nll) * rates
+    share, error = share_recovered(lost, below)
+    return {**mean_figures("answer_loss", lost.tolist()), "answer_share": share, "answer_share_stderr": error}
 
 
 def first_figures(construction: str, found: Sequence[Measured]) -> str:
@@ -160,7 +183,8 @@ def first_figures(construction: str, found: Sequence[Measured]) -> str:
     return f"{line}; recovered at cost {cost:g}: {known}" if known else line
 
 
-def _mean(name: str, values: Sequence[float]) -> Figures:
+def mean_figures(name: str, values: Sequence[float]) -> Figures:
+    """A mean over prompts and its standard error, under `name` and `name`_stderr."""
     return {name: float(np.mean(values)), f"{name}_stderr": stderr(values)}
 
 

@@ -14,6 +14,7 @@ import io
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from cuvee.codec.errors import InputError
@@ -21,7 +22,18 @@ from cuvee.eval.tasks import sources
 from cuvee.eval.tasks.generate import QUALITIES, THINGS
 from cuvee.eval.tasks.musique import passages_of
 
-__all__ = ["banking77", "clinc150", "gsm8k", "key_values", "line_retrieval", "musique", "wikitext2", "xquad"]
+__all__ = [
+    "OpenQuestion",
+    "banking77",
+    "clinc150",
+    "gsm8k",
+    "key_values",
+    "line_retrieval",
+    "musique",
+    "open_questions",
+    "wikitext2",
+    "xquad",
+]
 
 CHOICES = 10
 DOCUMENTS = 200  # where the data would give more
@@ -54,21 +66,26 @@ def xquad(
     Raises:
         CorruptError, InputError: see `read_bytes` and `hub_rows`; or an argument is out of range.
     """
+    rng = random.Random(_SEED)
+    questions = _xquad_questions(data, passages, any_version, rng)
+    return _dataset([question.document() for question in questions], context, rng)
+
+
+def _xquad_questions(data: str | None, passages: Any, any_version: Any, rng: random.Random) -> list[OpenQuestion]:
     count = _at_least_one("passages", passages)
     paragraphs = _xquad_hub() if data is None else _xquad_file(data, any_version)
     most = len(paragraphs) - PARAGRAPHS_PER_ARTICLE + 1
     if count > most:
         raise InputError(f"passages: the data has {most} paragraphs that fit together, got {count}")
-    rng = random.Random(_SEED)
-    docs = []
+    found = []
     for index, (text, questions) in enumerate(paragraphs):
         article = index // PARAGRAPHS_PER_ARTICLE
         others = [p for i, (p, _) in enumerate(paragraphs) if i // PARAGRAPHS_PER_ARTICLE != article]
         chosen = rng.sample(others, count - 1)
         chosen.insert(rng.randrange(count), text)
         question, answer = rng.choice(questions)
-        docs.append(_open_question("\n\n".join(chosen) + "\n\n", question, answer))
-    return _dataset(docs, context, rng)
+        found.append(OpenQuestion(tuple(chosen), question, answer))
+    return found
 
 
 def _xquad_file(data: str, any_version: Any) -> list[tuple[str, list[tuple[str, str]]]]:
@@ -341,33 +358,65 @@ def musique(
     With `any_version`, a file in which one JSON list holds objects with `ctxs`, `question` and `answers` is read, too.
     Arguments and errors: see `xquad`.
     """
+    questions = _musique_questions(data, any_version)
+    return _dataset([question.document() for question in questions], context, random.Random(_SEED))
+
+
+def _musique_questions(data: str | None, any_version: Any) -> list[OpenQuestion]:
     rows = (
         sources.hub_rows("musique", ("question", "paragraphs", "answer"))
         if data is None
         else sources.read_objects("musique", data, any_version)
     )
-    docs = []
+    found = []
     for number, row in enumerate(rows, 1):
         try:
             passages, question, answer = passages_of(row)
         except (KeyError, IndexError, TypeError) as error:
             raise sources.malformed("musique", data, f"is not in MuSiQue's format, question {number}") from error
-        docs.append(_open_question("\n\n".join(passages) + "\n\n", question, answer))
-    return _dataset(docs, context, random.Random(_SEED))
+        found.append(OpenQuestion(tuple(passages), question, answer))
+    return found
 
 
 # --- what they share
 
 
-def _open_question(context: str, question: str, answer: str) -> dict[str, Any]:
-    """A document for the answer's likelihood, and for F1 (`musique.score`)."""
-    return {
-        "context": context,
-        "question": f"Answer in as few words as possible.\nQuestion: {question}\nAnswer:",
-        "continuation": f" {answer}",
-        "answer": answer,
-        "answer_aliases": [answer],
-    }
+@dataclass(frozen=True, slots=True)
+class OpenQuestion:
+    """A question about passages, and its answer."""
+
+    passages: tuple[str, ...]
+    question: str
+    answer: str
+
+    def document(self) -> dict[str, Any]:
+        """For the answer's likelihood, and for F1 (`musique.score`)."""
+        return {
+            "context": "".join(f"{passage}\n\n" for passage in self.passages),
+            "question": f"Answer in as few words as possible.\nQuestion: {self.question}\nAnswer:",
+            "continuation": f" {self.answer}",
+            "answer": self.answer,
+            "answer_aliases": [self.answer],
+        }
+
+
+def open_questions(
+    name: str, data: str | None = None, *, passages: int = 16, any_version: Any = False
+) -> list[OpenQuestion]:
+    """The questions of XQuAD or MuSiQue, in the order of the data.
+
+    Args:
+        name: "xquad" or "musique".
+        data: the folder with the file; default: the copy on the hub.
+        passages: how many a question of XQuAD comes with. MuSiQue brings its own.
+        any_version: see `read_bytes`.
+
+    Raises:
+        CorruptError, InputError: as for `xquad` and `musique`.
+    """
+    if name == "xquad":
+        return _xquad_questions(data, passages, any_version, random.Random(_SEED))
+    return _musique_questions(data, any_version)
 
 
 def _dataset(docs: list[dict[str, Any]], context: str, rng: random.Random) -> dict[str, Any]:

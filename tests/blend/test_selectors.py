@@ -222,8 +222,28 @@ def test_query_guided_takes_what_is_looked_at() -> None:
     on = prompt(*TWO, text=[2], mass=mass)
     assert chosen(QueryGuided(3 / 8), on) == [2, 4, 7]
     assert chosen(QueryGuided(1 / 8, queries=1, layers=(0, 3)), on) == [2]
-    assert on.attend.calls == [(2, (4,)), (1, (0, 3))]  # type: ignore[attr-defined]  # layer 4: two thirds of 6
+    assert on.attend.calls == [(2, (2, 3, 4)), (1, (0, 3))]  # type: ignore[attr-defined]
     assert QueryGuided(queries=1, layers=(0, 3)).overhead(on) == 4 and QueryGuided().overhead(on) == 10
+
+
+@pytest.mark.parametrize(
+    ("layers", "asked"),
+    [
+        (1, (0,)), (2, (0, 1)), (3, (1, 2)), (4, (1, 2)), (5, (1, 2, 3)), (6, (2, 3, 4)), (30, (10, 15, 20)),
+        (33, (11, 16, 22)),
+    ],
+)  # fmt: skip
+def test_the_query_is_asked_at_a_third_a_half_and_two_thirds_of_the_depth(layers: int, asked: tuple[int, ...]) -> None:
+    on = prompt(*TWO, text=[2], layers=layers, mass=[float(n) for n in range(10)])
+    assert chosen(QueryGuided(0.25), on) == [6, 7]
+    assert on.attend.calls == [(2, asked)]  # type: ignore[attr-defined]
+    assert QueryGuided().overhead(on) == 2 * (max(asked) + 1)
+
+
+def test_attention_that_is_nowhere_leaves_the_first_tokens_of_chunks_to_a_product() -> None:
+    on = prompt(*TWO, text=[2])
+    assert chosen(QueryGuided(0.25), on) == [0, 1]
+    assert chosen(Product(QueryGuided(), Boundary(), ratio=0.25), on) == [0, 4]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +262,7 @@ def test_a_pass_of_the_query_can_be_bounded(most: float | None, count: int) -> N
     selector = QueryGuided(0.25, most=most)
     assert selector.overhead(on) == 5 * count
     chosen(selector, on)
-    assert on.attend.calls == [(count, (4,))]  # type: ignore[attr-defined]
+    assert on.attend.calls == [(count, (2, 3, 4))]  # type: ignore[attr-defined]
     # In the first layers more may ask; where there is nobody to ask, none do.
     assert QueryGuided(most=10 / 48, layers=(0,)).overhead(on) == 6
     assert QueryGuided(most=0.5).overhead(prompt(A, B)) == 0
@@ -283,11 +303,28 @@ def test_a_sum_adds_and_is_a_score_like_any_other() -> None:
         Sum()
 
 
-def test_the_default_names_or_attends_near_the_boundary() -> None:
-    on = prompt(A, B, [1, 2], text=[2])
-    expected = (Overlap().score(on) + QueryGuided(queries=16).score(on)) * Boundary().score(on)
+def test_the_default_attends_near_the_boundary() -> None:
+    on = prompt(A, B, [1, 2], text=[2], mass=[0.1, 0.0, 0.9, 0.2, 0.4, 0.0, 0.0, 0.8, 5.0, 5.0])
+    expected = QueryGuided(queries=16).score(on) * Boundary().score(on)
     assert torch.allclose(default_selector(cost=1).score(on), expected)
+    # 0.9, 0.4 and 0.8 in places 2, 0 and 3 of their chunks
+    assert [chosen(default_selector(ratio=n / 8), on) for n in (1, 2, 3)] == [[4], [2, 4], [2, 4, 7]]
     assert default_selector(ratio=0.3).ratio == 0.3 and default_selector(cost=0.3).cost == 0.3
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 6])
+def test_the_default_fits_models_of_few_layers_and_prompts_that_end_in_a_chunk(
+    tiny_model: Callable[..., Any], layers: int
+) -> None:
+    model = tiny_model("llama", num_hidden_layers=layers)
+    tokens = torch.randint(61, (40,), generator=torch.Generator().manual_seed(1))
+    keys, values, layout = prefilled(model, tokens[:30])
+    chunk = Segment(tokens[:30], KVChunk(keys, values, layout))
+    for parts in ([Segment(tokens[:1]), chunk], [chunk, chunk], [chunk, chunk, Segment(tokens[30:])]):
+        for cost in (0.15, 0.5, 1.0):
+            record = Blender(model, selector=default_selector(cost=cost)).blend(parts).record
+            assert cost - 0.1 < record.cost <= cost + 1e-12
+        assert Blender(model, selector=default_selector(ratio=0.05)).blend(parts).record.layers == layers
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ LONG = ROOT / "eval" / "results" / "2026-11-23-cpu-xeon" / "engine-smollm2-long.
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
+QUESTIONS = ROOT / "eval" / "results" / "2026-11-23-smollm2-blend" / "xquad" / "blend.json"
 BLENDED = ROOT / "eval" / "results" / "2026-11-21-blend" / "blend.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
@@ -181,6 +182,32 @@ def test_the_figures_of_the_engine_are_those_of_the_committed_run() -> None:
         assert f"{entry['raw_bytes'] / entry['file_bytes']:.2f}" in RESULTS.split("## In vLLM")[1]
     storing = [ratio["median"] for ratio in report["storing"]["throughput_over_no_connector"].values()]
     assert round(min(storing), 2) >= 0.84 and round(max(storing), 2) <= 0.95
+
+
+def test_the_shares_of_blending_on_a_real_model_are_those_of_the_committed_run() -> None:
+    (made,) = json.loads(QUESTIONS.read_text(encoding="utf-8"))["constructions"]
+    kinds = (
+        ("exact", "alone", "boundary"), ("exact", "alone", "hkvd"), ("exact", "alone", "default"),
+        ("exact", "averaged", "boundary"), ("exact", "averaged", "default"), ("high", "averaged", "default"),
+    )  # fmt: skip
+    shown: dict[tuple[str, str, str], list[str]] = {}
+    for kv, chunks, selector in kinds:
+        found = [
+            e
+            for e in made["entries"]
+            if (e["kv"], e["chunks"]) == (kv, chunks) and e["selector"] in ("nothing", selector)
+        ]
+        shares = [None if e["reason"] else (100 * e["share"], 100 * e["answer_share"]) for e in found]
+        shown[kv, chunks, selector] = [
+            "-" if s is None else "0" if s == (0, 0) else f"{s[0]:.0f} / {s[1]:.0f}" for s in shares
+        ]
+    for cells, kind in zip(rows("% recovered at cost", BLEND), kinds, strict=True):
+        assert cells[1:] == shown[kind], cells[0]
+    flat = RESULTS.replace("\n", " ")
+    for kind in (kinds[2], kinds[4]):
+        for part in (0, 1):
+            figures = [cell.split(" / ")[part] for cell in shown[kind][1:]]
+            assert " / ".join(figures) + " %" in flat
 
 
 def test_the_shares_of_blending_are_those_of_the_committed_run() -> None:

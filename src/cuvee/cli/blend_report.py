@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,6 +32,44 @@ def blend_report(
             show_default=False,
         ),
     ] = None,
+    constructions: Annotated[
+        str | None,
+        typer.Option(
+            help="Separated by commas: reread, ahead, passages, xquad, musique. Default: the first three.",
+            show_default=False,
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="A folder with the files of xquad and musique. Default: the hub.", show_default=False
+        ),
+    ] = None,
+    metadata: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="any_version=true: of those files.", show_default=False),
+    ] = None,
+    documents: Annotated[
+        int | None,
+        typer.Option(min=1, help="At most this many prompts of each kind but reread.", show_default=False),
+    ] = None,
+    selectors: Annotated[
+        str | None, typer.Option(help="Separated by commas. Default: all that are compared.", show_default=False)
+    ] = None,
+    costs: Annotated[
+        str | None, typer.Option(help="Shares of the token-layers, separated by commas.", show_default=False)
+    ] = None,
+    qualities: Annotated[
+        str | None,
+        typer.Option(help="To decode chunks at, separated by commas, or none.", show_default=False),
+    ] = None,
+    contexts: Annotated[
+        int | None,
+        typer.Option(min=0, help="How many to average chunks over; 0: only chunks computed alone.", show_default=False),
+    ] = None,
+    wall_time: Annotated[
+        bool, typer.Option("--wall-time/--no-wall-time", help="Measure the speed of a random Llama, too.")
+    ] = True,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts, costs and lengths: two minutes.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace another run in the folder.")] = False,
@@ -41,7 +81,7 @@ def blend_report(
 
     Takes twelve minutes on the bundled model. Figures of exact chunks are printed as they come.
 
-    Example: cuvee blend-report --quick
+    Example: cuvee blend-report --model smollm2 --constructions xquad --data DIR --costs 0.15,0.3 --no-wall-time
     """
     if len(profiles or ()) > 1:
         raise typer.BadParameter("give one --profile")
@@ -56,15 +96,46 @@ def blend_report(
     config = BlendConfig(model=model, seed=seed, multidoc=tuple(map(str, multidoc or ())), **given)
     if quick:
         config = quick_blend_config(config)
+    chosen: dict[str, Any] = {"data": None if data is None else str(data), "any_version": _any_version(metadata or ())}
+    chosen |= {"constructions": _listed(constructions)} if constructions is not None else {}
+    chosen |= {"documents": documents} if documents is not None else {}
+    chosen |= {"selectors": _listed(selectors)} if selectors is not None else {}
+    if costs is not None:
+        asked = tuple(_number("--costs", cost) for cost in _listed(costs))
+        chosen |= {"costs": asked, "few_costs": asked}
+    if qualities is not None:
+        chosen |= {"qualities": () if qualities == "none" else _listed(qualities)}
+    chosen |= {"contexts": contexts} if contexts is not None else {}
+    chosen |= {} if wall_time else {"lengths": ()}
+    config = replace(config, **chosen)
     try:
-        data = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
+        report = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
     except Interrupted as stopped:
         raise typer.Exit(128 + stopped.number) from None
     if as_json:
-        print_json(data)
+        print_json(report)
         return
 
     from cuvee.eval.blending.render import print_blend_summary
 
-    print_blend_summary(data, make_console())
+    print_blend_summary(report, make_console())
     print(f"{out / 'blend.md'}\n{out / 'blend.json'}")
+
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers separated by commas, got {text!r}") from None
+
+
+def _any_version(metadata: Sequence[str]) -> bool:
+    """Whether `any_version=true` is given, the only thing that these tasks ask for."""
+    known = {"any_version=true": True, "any_version=false": False}
+    if unknown := [pair for pair in metadata if pair.lower() not in known]:
+        raise typer.BadParameter(f"--metadata takes any_version=true or any_version=false, got {unknown[0]!r}")
+    return any(known[pair.lower()] for pair in metadata)

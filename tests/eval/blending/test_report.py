@@ -21,13 +21,19 @@ from typer.testing import CliRunner, Result
 from cuvee.blend import Blender, Boundary, Nothing, Segment
 from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
 from cuvee.eval.blending import wall_time as blend_wall
 from cuvee.eval.blending.config import BlendConfig, quick_blend_config
-from cuvee.eval.blending.prompts import ahead_prompts, multidoc_prompts, passage_prompts, reread_prompts
+from cuvee.eval.blending.prompts import (
+    ahead_prompts,
+    multidoc_prompts,
+    passage_prompts,
+    public_prompts,
+    reread_prompts,
+)
 from cuvee.eval.blending.render import blend_markdown, blend_sections, print_blend_summary, write_blend_report
 from cuvee.eval.blending.run import run_blend_report
 from cuvee.eval.blending.selectors import ON_ALONE, ON_AVERAGED
@@ -436,6 +442,79 @@ def test_files_that_hold_no_prompts(bundled: tuple[Any, Any], tmp_path: Path) ->
         multidoc_prompts(tmp_path / "nowhere", bundled[1], 9, 512)
 
 
+# --- public data
+
+
+def public_data(folder: Path) -> None:
+    """Six questions in the format of XQuAD, of two articles, and three in that of MuSiQue."""
+
+    def paragraph(number: int) -> dict[str, Any]:
+        asked = {"question": f"Who found hill {number}?", "answers": [{"text": f"Old Ann {number}"}]}
+        return {"context": f"Hill {number} was found by old Ann {number}.", "qas": [asked]}
+
+    articles = [{"paragraphs": [paragraph(5 * a + p) for p in range(5)]} for a in range(3)]
+    (folder / "xquad.en.json").write_text(json.dumps({"data": articles}))
+    paragraphs = [{"title": f"P{i}", "paragraph_text": f"P{i} lies in Q{i}."} for i in range(3)]
+    rows = [{"question": f"Where is P{i}?", "answer": f"Q{i}", "paragraphs": paragraphs} for i in range(3)]
+    (folder / "musique_ans_v1.0_dev.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+
+def test_questions_of_public_data_become_prompts(bundled: tuple[Any, Any], tmp_path: Path) -> None:
+    public_data(tmp_path)
+    tokenizer = bundled[1]
+    made = public_prompts("xquad", str(tmp_path), True, tokenizer, 9)
+    assert made.name == "xquad" and len(made.prompts) == 8  # every second of 15
+    for index, prompt in enumerate(made.prompts):
+        text, answer = tokenizer.decode(prompt.text), tokenizer.decode(prompt.choices[0])
+        assert text.endswith(f"Question: Who found hill {2 * index}?\nAnswer:") and answer == f" Old Ann {2 * index}"
+        assert prompt.words == 3 and prompt.scored == 0 and len(prompt.chunks) == 6
+        passages = [tokenizer.decode(chunk) for chunk in prompt.chunks]
+        assert passages.count(f"Hill {2 * index} was found by old Ann {2 * index}.\n\n") == 1
+    several = public_prompts("musique", str(tmp_path), True, tokenizer, 1).prompts
+    assert [len(prompt.chunks) for prompt in several] == [3] and several[0].words == 1
+    assert tokenizer.decode(several[0].chunks[1]) == "P1\nP1 lies in Q1.\n\n"
+    with pytest.raises(CorruptError, match="any_version=true"):
+        public_prompts("xquad", str(tmp_path), False, tokenizer, 9)
+
+
+def test_what_the_answer_loses_is_measured(
+    tiny: BlendConfig, tmp_path: Path, console: Console, bundled: tuple[Any, Any]
+) -> None:
+    public_data(tmp_path)
+    config = replace(
+        less_of(tiny), constructions=("musique",), data=str(tmp_path), any_version=True, documents=2, contexts=0,
+        selectors=("boundary", "default"), costs=(0.3, 1.0), few_costs=(0.3, 1.0),
+    )  # fmt: skip
+    data = run_blend_report(config, tmp_path / "run", console)
+    (made,) = data["constructions"]
+    assert data["text"]["evaluation"] == [] and data["text"]["contexts"] == 0
+    assert str(tmp_path) not in json.dumps(data["configuration"])
+    assert [(e["chunks"], e["selector"], e["cost"]) for e in made["entries"]] == [
+        ("alone", "nothing", None), ("alone", "boundary", 0.3), ("alone", "boundary", 1.0), ("alone", "default", 0.3),
+        ("alone", "default", 1.0),
+    ]  # fmt: skip
+    model, tokenizer = bundled
+    prompts = public_prompts("musique", str(tmp_path), True, tokenizer, 2).prompts
+    expected = []
+    for prompt in prompts:
+        whole = torch.cat([prompt.tokens, torch.tensor(prompt.choices[0])])
+        with torch.no_grad():
+            steps = model(whole[None]).logits[0, len(prompt.tokens) - 1 : -1].log_softmax(-1)
+        expected.append(-float(steps.gather(1, torch.tensor(prompt.choices[0])[:, None]).sum()) / prompt.words)
+    assert made["answers"]["per_prompt"] == pytest.approx(expected, rel=1e-3)
+    floor = np.array(made["entries"][0]["per_prompt"]["delta_nll"])
+    per_word = np.array([len(prompt.choices[0]) / prompt.words for prompt in prompts])
+    for found in made["entries"]:
+        lost = np.array(found["per_prompt"]["delta_nll"]) * per_word
+        assert found["answer_loss"] == pytest.approx(lost.mean())
+        if (floor * per_word).mean() > 0:
+            assert found["answer_share"] == pytest.approx(1 - lost.mean() / (floor * per_word).mean())
+        if found["cost"] == 1:
+            assert found["answer_loss"] == pytest.approx(0, abs=1e-3)
+    text = (tmp_path / "run" / "blend.md").read_text()
+    assert "nats per word" in text and "averaged over contexts" not in text.replace("| contexts averaged over |", "")
+
+
 # --- numbers
 
 
@@ -475,7 +554,10 @@ def test_what_is_not_the_full_prefill_is_not_timed(small_wall: None, monkeypatch
     ("changes", "match"),
     [
         ({"prompts": 0}, "prompts"),
-        ({"contexts": 0}, "contexts"),
+        ({"contexts": -1}, "contexts"),
+        ({"constructions": ("reread", "squad")}, "constructions: 'squad' is not among reread, ahead"),
+        ({"constructions": ()}, "constructions: must be at least one"),
+        ({"selectors": ("query", "oracle")}, "selectors: 'oracle' is not among nothing, random"),
         ({"chunks": 1}, "chunks"),
         ({"costs": (0.3, 1.5)}, "costs"),
         ({"few_costs": (0.2,)}, "few_costs"),
@@ -602,6 +684,27 @@ def test_the_command_writes_a_folder(tiny: BlendConfig, tmp_path: Path, monkeypa
     ]
     assert "not empty" in run("--quick", code=1).stderr
     assert json.loads(run("--quick", "--force", "--json").stdout)["complete"]
+
+
+def test_the_command_measures_what_is_named(tiny: BlendConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[BlendConfig] = []
+
+    def stop(config: BlendConfig, *_: Any, **__: Any) -> None:
+        given.append(config)
+        raise InputError("seen")
+
+    monkeypatch.setattr("cuvee.eval.blending.run.run_blend_report", stop)
+    run("--constructions", "xquad, musique", "--data", tmp_path, "--metadata", "any_version=true", "--documents", "3",
+        "--selectors", "boundary,default", "--costs", ".05,0.15", "--qualities", "none", "--contexts", "0",
+        "--no-wall-time", code=1)  # fmt: skip
+    assert given == [
+        BlendConfig(
+            constructions=("xquad", "musique"), data=str(tmp_path), any_version=True, documents=3, contexts=0,
+            selectors=("boundary", "default"), costs=(0.05, 0.15), few_costs=(0.05, 0.15), qualities=(), lengths=(),
+        )
+    ]  # fmt: skip
+    assert "any_version" in run("--metadata", "passages=3", code=2).stderr
+    assert "numbers" in run("--costs", "a", code=2).stderr
 
 
 def test_options_that_do_not_apply_are_refused_by_name(tmp_path: Path) -> None:
