@@ -9,7 +9,7 @@ holds all tokens, so code that reads or writes a `PagedCache` serves both kinds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -289,13 +289,22 @@ class PagedCache:
         return KVChunk(out["keys"], out["values"], self.layout, start)
 
     def layer(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies `[T, H, D]` of a layer's keys and values at `slots`, int64 `[T]`: the numbers as they are stored.
+        """Copies `[T, H, D]` of a layer's keys and values at `slots`: see `reader`."""
+        return self.reader(slots)(index)
 
-        The slots must be the cache's: on a device, to check that would wait for it.
+    def reader(self, slots: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+        """What copies keys and values `[T, H, D]` of a layer at `slots`, int64 `[T]`, as they are stored.
+
+        Where they lie is found out once for all layers. The slots must be the cache's: on a device, to check that would
+        wait for it.
         """
-        places = self._places(slots, range(index, index + 1))
-        keys, values = self.pages(index)
-        return _take(keys, places), _take(values, places)
+        places = self._places(slots, range(self.layout.num_layers))
+
+        def read(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            keys, values = self.pages(index)
+            return _take(keys, places), _take(values, places)
+
+        return read
 
     def copy(self, slots: torch.Tensor) -> PagedCache:
         """The tokens at `slots`, int64 `[T]`, as the one block of a dense cache: the numbers as they are stored.

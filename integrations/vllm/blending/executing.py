@@ -143,16 +143,15 @@ class _PagesKV:
     def __init__(self, cache: PagedCache, slots: torch.Tensor, there: torch.Tensor) -> None:
         self._cache = cache
         self._slots = slots
-        self._there = there.nonzero()[:, 0].to(slots.device)
-        self._count = len(there)
+        self._read = cache.reader(torch.cat((slots, slots.new_zeros(len(there) - len(slots)))))
+        self._missing = (~there).nonzero()[:, 0].to(slots.device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Copies `[H, T, D]`. All others are zeros: pages hold garbage before they are written, and 0 * NaN is NaN."""
-        keys, values = (
-            part.new_zeros(part.shape[1], self._count, part.shape[2]).index_copy_(1, self._there, part.transpose(0, 1))
-            for part in self._cache.layer(index, self._slots[self._there])
-        )
-        return keys, values
+        keys, values = self._read(index)
+        for part in (keys, values):
+            part[self._missing] = 0
+        return keys.transpose(0, 1), values.transpose(0, 1)
 
     def exchange(self, index: int, positions: torch.Tensor, end: int) -> PagesExchange:
         return PagesExchange(self._cache, index, self._slots, positions)
