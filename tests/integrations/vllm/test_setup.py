@@ -247,7 +247,7 @@ def test_the_library_names_blobs_as_a_plain_engine_does(
     config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
     made = Setup.of_engine(config, cache)
     identity = checkpoint_module.engine_identity(
-        "folder", made.codec, model_id=extra.get("model_id"), tokenizer=tokenizer
+        "folder", made.codec(0), model_id=extra.get("model_id"), tokenizer=tokenizer
     )
     assert identity == made.identity(config)
 
