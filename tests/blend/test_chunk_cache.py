@@ -786,3 +786,62 @@ def test_values_that_cannot_be_coded_are_an_error(model: Any) -> None:
     with pytest.raises(CuveeError):
         library.get_or_compute(TOKENS)
     assert not store and library.counters == ChunkCounters()
+
+
+# Shared with an engine -----------------------------------------------------------------------------------------------
+
+ENGINE = Identity("an engine's weights", "", b"layout".ljust(32, b"."), b"", "lossless")
+ENGINE_KEY = store_key("", content_digest(ENGINE, Scope(), TOKENS))
+
+
+def engine_blob(model: Any, start: int) -> bytes:
+    """TOKENS as an engine stores them, computed behind `start` others."""
+    before = [at % 61 for at in range(start)]
+    with torch.no_grad():
+        (chunk,) = prefill(model, torch.tensor([[*before, *TOKENS]]), layout_of(model))
+    return exact(model).encode(chunk.slice(start, start + len(TOKENS)))
+
+
+@pytest.mark.parametrize("start", [0, 3, 40])
+def test_an_engines_segments_are_found_wherever_they_were_computed(model: Any, start: int) -> None:
+    store = Shelf()
+    store[ENGINE_KEY] = engine_blob(model, start)
+    library = make(model, store, identity=ENGINE)
+    assert library.get_or_compute(TOKENS) == store[ENGINE_KEY]
+    assert library.counters == ChunkCounters(hits=1)
+
+
+def test_what_was_computed_behind_something_does_not_lead_a_prompt(model: Any) -> None:
+    store = Shelf()
+    store[ENGINE_KEY] = theirs = engine_blob(model, 5)
+    library = make(model, store, identity=ENGINE)
+    assert library.get_or_compute(TOKENS, leading=True) == engine_blob(model, 0)
+    assert dict(store) == {ENGINE_KEY: theirs}, "it serves better elsewhere"
+    assert library.counters == ChunkCounters(misses=1)
+    assert library.get_or_compute(TOKENS) == theirs
+    store[ENGINE_KEY] = engine_blob(model, 0)
+    assert library.get_or_compute(TOKENS, leading=True) == store[ENGINE_KEY]
+    assert library.counters == ChunkCounters(hits=2, misses=1)
+
+
+def test_leading_chunks_share_no_computation_with_others(model: Any) -> None:
+    """The other may come from the store, computed behind something."""
+    store, held, go = Shelf(), threading.Event(), threading.Event()
+    store[ENGINE_KEY] = theirs = engine_blob(model, 5)
+    library, get = make(model, store, identity=ENGINE), store.get
+
+    def slow(key: str) -> bytes | None:
+        first = not held.is_set()
+        held.set()
+        assert not first or go.wait(LONG)
+        return get(key)
+
+    store.get = slow  # type: ignore[method-assign]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(library.get_or_compute, TOKENS)
+        assert held.wait(LONG)
+        try:
+            assert library.get_or_compute(TOKENS, leading=True) == engine_blob(model, 0)
+        finally:
+            go.set()
+        assert other.result(LONG) == theirs

@@ -127,3 +127,21 @@ def test_layers_of_different_shapes(layouts: dict[str, KVLayout], make_chunk: Ca
     keys, values = codec.decode_layers(blob, 1, 3)
     assert [k.shape for k in keys] == [(70, 1, 30), (70, 3, 5)]
     assert all(map(same_bits, [*keys, *values], [*chunk.keys[1:], *chunk.values[1:]]))
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", list(BITS))
+def test_moved_keys_that_are_not_finite_are_the_same_on_both_stages(dtype: str, special: float) -> None:
+    layout = one_layer(dtype, 2, 8, ROPE)
+    keys, values = torch.randn(2, 70, 2, 8, generator=torch.Generator().manual_seed(0)).to(layout.torch_dtype)
+    keys[3, 0, 1] = keys[20, 1, 6] = keys[40, 0, 2] = special
+    keys[40, 0, 6] = -special
+    keys[50] = special
+    blob = Codec(Profile.generic(layout), "lossless").encode(KVChunk([keys], [values], layout, 5))
+    compiled, reference = (
+        Codec(Profile.generic(layout), "lossless", backend=backend).decode(blob, start=31)
+        for backend in ("numba", "reference")
+    )
+    assert not compiled.keys[0][50].isfinite().any() and compiled.keys[0][:3].isfinite().all()
+    assert same_bits(compiled.keys[0], reference.keys[0])
+    assert same_bits(compiled.values[0], values) and same_bits(reference.values[0], values)

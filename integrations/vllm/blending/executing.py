@@ -125,14 +125,15 @@ def place(blend: Blend, end: int) -> Placed:
     for piece in blend.pieces:
         first, last = max(piece.start, blend.start), min(piece.start + piece.tokens, end)
         cached[first:last] = True
-        offset[first : piece.start + piece.tokens] -= piece.start
         # A piece that ends the prompt goes on behind `end`, with the prompt's last token, which is always computed.
         bounds |= {first, piece.start + piece.tokens}
     cached[:SINKS] = False
     for number, first in enumerate(sorted(bound for bound in bounds if bound < count)):
         segment[first:] = number
-        if not cached[first]:
-            offset[first:] = torch.where(cached[first:], offset[first:], torch.arange(count - first))
+        offset[first:] = torch.arange(count - first)
+    for piece in blend.pieces:  # a piece counts from its own beginning, though that may be exact
+        first = max(piece.start, blend.start)
+        offset[first : piece.start + piece.tokens] += first - piece.start
     known = torch.arange(count) < blend.start
     return Placed(tokens, segment, offset, cached, torch.zeros_like(cached), known, end)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,29 +24,43 @@ from cuvee.integrations.vllm.messages import Blend, Piece
 LAYERS = LAYOUT.num_layers
 TABLE = [20, 3, 17, 4, 9, 22]
 TOKENS = [7 * at % 61 for at in range(60)]
+SINKS = executing.SINKS
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_sinks() -> Iterator[None]:
+    """Prompts are short here. Tests of the real value set it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executing, "SINKS", 0)
+        yield
+
+
+@pytest.fixture
+def sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert SINKS == 16
+    monkeypatch.setattr(executing, "SINKS", SINKS)
 
 
 # place ---------------------------------------------------------------------------------------------------------------
 
 
-def reference(blend: Blend, end: int) -> list[tuple[int, int, bool, bool]]:
+def reference(blend: Blend, end: int, sinks: int = 0) -> list[tuple[int, int, bool, bool]]:
     """Run, place in it, whether it is cached and whether it is known, token by token.
 
-    A run is all exact tokens, what is used of a piece, the text between pieces, or what is left to somebody else. A
-    token of a piece counts from the piece's own beginning.
+    A run is all exact tokens, what is used of a piece, or the text between pieces. A token of a piece counts from the
+    piece's own beginning. The first tokens of a prompt, and those of a piece from `end` on, are in it but not cached.
     """
     owners: list[Any] = []
     for at in range(len(blend.tokens)):
         pieces = [piece for piece in blend.pieces if piece.start <= at < piece.start + piece.tokens]
-        owner: Any = "exact" if at < blend.start else ("rest" if at >= end else "text")
-        owners.append(pieces[0] if owner == "text" and pieces else owner)
+        owners.append("exact" if at < blend.start else pieces[0] if pieces else "text")
     rows = []
     run, begun = -1, 0
     for at, owner in enumerate(owners):
         if at == 0 or owner != owners[at - 1]:
             run, begun = run + 1, at
         offset = at - (owner.start if isinstance(owner, Piece) else begun)
-        rows.append((run, offset, isinstance(owner, Piece), owner == "exact"))
+        rows.append((run, offset, isinstance(owner, Piece) and sinks <= at < end, owner == "exact"))
     return rows
 
 
@@ -64,25 +78,59 @@ def blends(draw: Callable[..., Any]) -> tuple[Blend, int]:
 
 
 @settings(max_examples=400, deadline=None)
-@given(blends())
-def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int]) -> None:
+@given(blends(), st.sampled_from([0, 3, SINKS]))
+def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int], sinks: int) -> None:
     blend, end = given
-    placed = place(blend, end)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executing, "SINKS", sinks)
+        placed = place(blend, end)
     rows = zip(placed.segment.tolist(), placed.offset.tolist(), placed.cached.tolist(), placed.known.tolist())  # noqa: B905
-    assert list(rows) == reference(blend, end)
+    assert list(rows) == reference(blend, end, sinks)
     assert placed.tokens.tolist() == blend.tokens and placed.end == end
     assert not placed.leading.any()
-    assert int(placed.cached.sum()) == blend.reused(end)
+    if not sinks:
+        assert int(placed.cached.sum()) == blend.reused(end)
 
 
 def test_an_example_of_it() -> None:
     """Exact, the rest of a piece, another one, text, a piece that is cut, and the end."""
     pieces = [Piece(b"a", 1, 4), Piece(b"b", 5, 2), Piece(b"c", 8, 3)]
     placed = place(Blend(list(range(12)), 3, pieces, 0.5, []), 10)
-    assert placed.segment.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 5, 5]
-    assert placed.offset.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 0, 1, 0, 1]
+    assert placed.segment.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
+    assert placed.offset.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 0, 1, 2, 0]
     assert placed.cached.nonzero()[:, 0].tolist() == [3, 4, 5, 6, 8, 9]
     assert placed.known.nonzero()[:, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.usefixtures("sinks")
+@pytest.mark.parametrize(
+    ("base", "piece", "cached"),
+    [
+        (0, (0, 40), range(16, 40)),
+        (0, (0, 12), range(0)),
+        (0, (10, 20), range(16, 30)),
+        (0, (16, 20), range(16, 36)),
+        (5, (2, 30), range(16, 32)),
+        (20, (18, 20), range(20, 38)),
+    ],
+)
+def test_the_first_tokens_of_a_prompt_are_text(base: int, piece: tuple[int, int], cached: range) -> None:
+    blend = Blend(TOKENS, base, [Piece(b"a", *piece)], 0.5, [])
+    end = sum(piece)
+    placed = place(blend, end)
+    assert placed.cached.nonzero()[:, 0].tolist() == list(cached)
+    assert placed.known.nonzero()[:, 0].tolist() == list(range(base))
+    first = max(base, piece[0])
+    assert placed.offset[first:end].tolist() == list(range(first - piece[0], piece[1])), "they stay in the piece"
+    assert len(set(placed.segment[first:end].tolist())) == 1
+
+
+@pytest.mark.usefixtures("sinks")
+def test_the_first_tokens_of_a_prompt_are_computed() -> None:
+    model, record, keys = run(Blend(TOKENS, 0, [Piece(b"a", 0, 32)], 0, TABLE[:4]), 32)
+    assert model.through == [list(range(16))] * LAYERS
+    assert (keys[:16] != 2).all() and (keys[16:32] == 2).all()
+    assert record["blend_reused_tokens"] == 16
 
 
 # PageBlender ---------------------------------------------------------------------------------------------------------
@@ -133,6 +181,12 @@ class PagesModel:
         for pages, part in ((self.cache.keys[index], new), (self.cache.values[index], -new)):
             pages.view(-1, 2, 16)[slots] = part.transpose(0, 1).bfloat16()
         return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As if the last layer had looked at all keys that were ever given to a whole pass: see `seen`."""
+        _, keys, values, visible = self.seen[-1]
+        mean = (keys.float().sin() + values.float().cos()).mean((0, 2)) * visible[-1]
+        return torch.stack([mean[part::4].sum() for part in range(4)])[None]
 
     def queries(self, index: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
         return torch.ones(4, len(hidden), 16)
@@ -293,3 +347,24 @@ def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest
         model, _, keys = run(request(0.5), 38)
         assert {at for layer in model.through for at in layer} <= set(range(10, 38))
         assert (keys[:10] == 1).all() and keys[38:].isnan().all() and keys[10:38].isfinite().all()
+
+
+def test_a_check_is_the_kl_of_the_two_distributions() -> None:
+    plain, figures, before = run(request(0), 38)
+    checking = request(0)
+    checking.check = True
+    model, record, after = run(checking, 38)
+    assert "blend_kl" not in figures
+    kl = record.pop("blend_kl")
+    assert record == figures and model.through == plain.through
+    assert torch.equal(after.nan_to_num(-1), before.nan_to_num(-1)), "nothing in the pages changes"
+    whole, behind = model.seen[LAYERS - 1], model.seen[-1]
+    assert len(model.seen) == 2 * LAYERS and whole[0] == list(range(60)) and behind[0] == list(range(38, 60))
+    logits = []
+    for each in (whole, behind):
+        model.seen = [each]
+        logits.append(model.logits(torch.zeros(1, 1))[0].double())
+    exact, blended = (torch.distributions.Categorical(logits=each) for each in logits)
+    wanted = float(torch.distributions.kl_divergence(exact, blended))
+    assert wanted > 1e-6 and kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
+    assert torch.equal(behind[1][0, :38, 0].float(), before[:38]), "what was placed and computed"

@@ -35,7 +35,7 @@ def test_defaults() -> None:
     options = Options.from_dict({"blend": {}})
     assert options.blend == BlendOptions()
     assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
-    assert BlendOptions().harvest
+    assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
     chunker = BlendOptions().chunker()
     assert (chunker.least, chunker.mean, chunker.most) == (64, 192, 768)
 
@@ -43,10 +43,10 @@ def test_defaults() -> None:
 def test_everything_can_be_set() -> None:
     given = {
         "cost": 1, "separator": [1, 2], "least_tokens": 8, "mean_tokens": 16, "most_tokens": 32, "harvest": False,
-        "min_reused": 1,
+        "min_context": 7, "min_reused": 1, "check_every": 50,
     }  # fmt: skip
     options = Options.from_dict({"blend": json.loads(json.dumps(given))})
-    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 1)
+    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 7, 1, 50)
     assert hash(options) is not None, "stores are shared by their options"
     assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
     assert Options(blend=options.blend) == options
@@ -79,6 +79,10 @@ def test_everything_can_be_set() -> None:
         ({"min_reused": 0}, "blend.min_reused: must be a whole number of at least 1, got 0"),
         ({"min_reused": 2.5}, "blend.min_reused: must be a whole number"),
         ({"min_reused": True}, "blend.min_reused: must be a whole number"),
+        ({"min_context": -1}, "blend.min_context: must be a whole number of at least 0, got -1"),
+        ({"min_context": 1.0}, "blend.min_context: must be a whole number"),
+        ({"check_every": -1}, "blend.check_every: must be a whole number of at least 0, got -1"),
+        ({"check_every": True}, "blend.check_every: must be a whole number"),
         ({"least_tokens": 0}, "blend: least_tokens, mean_tokens and most_tokens do not fit: least: "),
         ({"mean_tokens": "192"}, "blend: least_tokens, mean_tokens and most_tokens do not fit: mean: "),
         ({"most_tokens": True}, "blend: least_tokens, mean_tokens and most_tokens do not fit: most: "),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_req
 
 from cuvee.blend.segmentation import ContentChunker
 from cuvee.codec.identity import store_key
+from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
 from cuvee.integrations.vllm.messages import Load, Piece, Report, Save, StepPlan
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
@@ -101,6 +103,12 @@ def segments_of(saves: list[Save]) -> list[tuple[int, int]]:
 def last_token(save: Save) -> int:
     """Where what is saved ends."""
     return sum(save.segment) if save.segment else save.chunk * CHUNK + (save.tail or CHUNK)
+
+
+def assert_exact(saves: list[Save], exact: int, *segments: tuple[int, int]) -> None:
+    """No chunk or tail ends behind the exact tokens, and these segments are stored, each once."""
+    assert segments_of(saves) == list(segments)
+    assert all(last_token(save) <= exact for save in saves if save.segment is None)
 
 
 def refused(d: Desk) -> dict[str, float]:
@@ -261,7 +269,7 @@ def test_the_last_token_is_always_computed(desk: Callable[..., Desk], tokens: in
 
 
 def test_documents_are_found_by_their_content_wherever_they_stand(desk: Callable[..., Desk]) -> None:
-    d = desk()
+    d = desk(blend={"min_context": 0})
     document = [3 * (at * at) % 997 for at in range(300)]
     first = ask(d, ids=document + text(20), segments=None)
     d.matched(first)
@@ -414,7 +422,8 @@ def test_the_engine_is_asked_again_under_the_new_names(desk: Callable[..., Desk]
     while request.block_hashes == before:
         tokens, _ = d.side.matched_tokens(request, 8)
     assert tokens is None
-    assert d.matched(request, 64) == (1, True)
+    assert d.matched(request, 57) == (8, True)
+    assert d.matched(request, 64) == (0, False), "fewer than min_reused"
     assert d.matched(request, 72) == (0, False)
     assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
@@ -483,6 +492,8 @@ def test_of_a_blend_only_what_is_before_it_is_stored(desk: Callable[..., Desk], 
     planned = blend(d, request)
     assert planned.end == leading + 29
     saves = all_saves(d, request, planned.end)
+    assert segments_of(saves) == [(leading + 29, 21)], "FIRST was reused"
+    saves = [save for save in saves if save.segment is None]
     assert all(last_token(save) <= leading for save in saves)
     chunks = d.digests(request)[: leading // CHUNK]
     tails = [d.tail(request, leading // BLOCK * BLOCK)] if leading % CHUNK >= BLOCK and leading >= CHUNK else []
@@ -510,7 +521,8 @@ def test_after_a_preemption_nothing_more_is_stored(desk: Callable[..., Desk]) ->
     assert again.blend is not None
     assert (again.start, again.end) == (0, planned.end)
     saves += all_saves(d, request, again.end)
-    assert saves and all(last_token(save) <= 30 for save in saves)
+    assert_exact(saves, 30, (59, 21))
+    assert len(saves) > 1
 
 
 def test_a_preempted_blend_that_is_computed_is_not_stored_either(desk: Callable[..., Desk]) -> None:
@@ -520,7 +532,7 @@ def test_a_preempted_blend_that_is_computed_is_not_stored_either(desk: Callable[
     request.num_computed_tokens = 0
     d.side.take(Report([3], failed={"r"}))
     assert d.matched(request) == (0, False)
-    assert all(last_token(save) <= 30 for save in all_saves(d, request, 0)), "its blocks have the names of a blend"
+    assert_exact(all_saves(d, request, 0), 30, (59, 21))  # its blocks have the names of a blend
 
 
 def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[..., Desk]) -> None:
@@ -532,7 +544,7 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     assert d.matched(request) == (0, False)
     assert d.side.told(request) == {"blended": False, "refused": "failed"}
     assert refused(d) == {"failed": 1}
-    assert all(last_token(save) <= 30 for save in all_saves(d, request, 0))
+    assert_exact(all_saves(d, request, 0), 30, (59, 21))
 
 
 def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Desk]) -> None:
@@ -836,7 +848,7 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     request.num_computed_tokens = 0  # preempted
     d.side._requests["r"].stale = False
     assert d.matched(request) == (0, False)
-    assert all(last_token(save) <= 30 for save in all_saves(d, request, 0))
+    assert_exact(all_saves(d, request, 0), 30, (59, 21))
 
 
 def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
@@ -844,3 +856,82 @@ def test_a_reset_counts_no_refusal_again(desk: Callable[..., Desk]) -> None:
     request = ask(d, kv_transfer_params={"cuvee": {"cost": 7}})
     d.side.reset()
     assert refused(d) == {"parameters": 1} and d.side.told(request) == {"blended": False, "refused": "parameters"}
+
+
+# The planner by itself -----------------------------------------------------------------------------------------------
+
+
+def planner_of(d: Desk) -> BlendPlanner:
+    planner = d.side._planner
+    assert planner is not None
+    return planner
+
+
+def segmented(**changes: Any) -> Segmented:
+    spans = [(0, 20), (20, 50), (130, 150), (150, 190)]
+    return Segmented(spans, [bytes([number]) for number in range(4)], 0.15, 0.0, **changes)
+
+
+def test_segments_are_harvested_in_order_once(desk: Callable[..., Desk]) -> None:
+    planner, named = planner_of(desk()), segmented(named=True)
+    assert [planner.harvest(named, computed) for computed in (19, 20, 149, 149, 190, 190)] == [
+        [], [0], [1], [], [2, 3], [],
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "found"),
+    [
+        ({}, {}, [2, 3]),
+        ({}, {"named": True}, [0, 1, 2, 3]),
+        ({}, {"named": True, "taken": frozenset({0, 2})}, [1, 3]),
+        ({}, {"taken": frozenset({0, 2})}, [3]),
+        ({"min_context": 0}, {}, [0, 1, 2, 3]),
+        ({"min_context": 130}, {}, [2, 3]),
+        ({"min_context": 131}, {}, [3]),
+        ({"harvest": False}, {"named": True}, []),
+    ],
+)
+def test_which_segments_are_harvested(
+    desk: Callable[..., Desk], options: dict[str, Any], changes: dict[str, Any], found: list[int]
+) -> None:
+    assert planner_of(desk(blend=options)).harvest(segmented(**changes), 190) == found
+
+
+def test_segments_with_little_before_them_are_stored_only_by_name(desk: Callable[..., Desk]) -> None:
+    d = desk(separator=[0])
+    ids = [*text(140), 0, *SECOND, 0, *text(12, 40)]
+    request = ask(d, ids=ids, segments=None)
+    d.matched(request)
+    assert segments_of(d.plan((request, 0, len(ids))).saves) == [(141, 21)]
+    named = ask(d, "s", ids=ids, segments=[(0, 140)])
+    d.matched(named)
+    assert segments_of(d.plan((named, 0, len(ids))).saves) == [(0, 140)]
+
+
+@pytest.mark.parametrize(("every", "checked"), [(0, []), (1, [0, 1, 2, 3, 4, 5]), (3, [2, 5])])
+def test_one_in_so_many_blends_is_checked(desk: Callable[..., Desk], every: int, checked: list[int]) -> None:
+    d = desk(blend={"check_every": every})
+    d.put_segments(FIRST, SECOND)
+    found = []
+    for number in range(6):
+        planned = load(d, ask(d, str(number)))
+        assert planned.blend is not None
+        found += [number] * planned.blend.check
+        assert d.matched(ask(d, f"computed {number}", segments=[]))[0] == 0, "this one does not count"
+    assert found == checked
+
+
+def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk]) -> None:
+    d = desk()
+    planner, request = planner_of(d), ask(d)
+    found = planner.segment(request, "")
+    assert found is not None
+    planner.ask(found, "")
+    old = found.digests
+    assert planner.harvest(found, 77) == [0, 1]
+    planner.identity = replace(planner.identity, model="other weights")
+    planner.rename(found, request, "")
+    assert found.answer is None and set(found.digests).isdisjoint(old) and len(found.digests) == 2
+    assert planner.harvest(found, 77) == [0, 1]
+    assert planner.offer(request, found, 0, 0.0) is None

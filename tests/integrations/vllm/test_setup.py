@@ -17,6 +17,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
+from cuvee.integrations.vllm import checkpoint as checkpoint_module
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.setup import Setup
 
@@ -234,6 +235,21 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
     assert identity(extra={"profile": str(tmp_path / "p"), "quality": "lossless"}).profile == b"", "needs no profile"
     checkpoint(weights="others")
     assert identity() != base
+
+
+@pytest.mark.parametrize("extra", [{}, {"quality": "high"}, {"quality": "lossless"}, {"model_id": "mine"}])
+@pytest.mark.parametrize("tokenizer", [True, False])
+def test_the_library_names_blobs_as_a_plain_engine_does(
+    checkpoint: Callable[..., None], monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], tokenizer: bool
+) -> None:
+    for name in ("checkpoint_identity", "tokenizer_identity"):
+        monkeypatch.setattr(checkpoint_module, name, getattr(setup, name))
+    config, cache = _engine(extra=extra, model__skip_tokenizer_init=not tokenizer)
+    made = Setup.of_engine(config, cache)
+    identity = checkpoint_module.engine_identity(
+        "folder", made.codec(0), model_id=extra.get("model_id"), tokenizer=tokenizer
+    )
+    assert identity == made.identity(config)
 
 
 def test_the_id_of_the_key_is_logged_and_not_the_key(
