@@ -54,9 +54,6 @@ class PageBlender:
 
         Returns:
             what happened, by the names of metrics.
-
-        Raises:
-            InputError: the cost does not pay for what the selector looks at.
         """
         placed = place(blend, end)
         slots = self._slots(blend.blocks, end)

@@ -15,7 +15,6 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 
 from cuvee.blend import Nothing, Random, Selector, default_selector
 from cuvee.blend.model import Exchange
-from cuvee.codec.errors import InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
 from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, place, selector_for
@@ -289,9 +288,10 @@ def test_what_is_chosen_is_decided_by_all_ranks_together() -> None:
     assert len(asked) == 1, "nobody was asked"
 
 
-def test_a_cost_that_does_not_pay_for_the_choice_is_refused() -> None:
-    with pytest.raises(InputError, match="cost: "):
-        run(request(0.01), 38)
+def test_a_cost_that_pays_for_no_token_recomputes_none() -> None:
+    _, record, _ = run(request(0.01), 38)
+    assert record["blend_reused_tokens"] > 0
+    assert record["blend_recomputed_tokens"] == record["blend_token_layers"] == 0
 
 
 def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
@@ -302,8 +302,9 @@ def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
 
 
 def test_selectors_of_costs() -> None:
-    assert selector_for(0) == Nothing()
-    assert repr(selector_for(0.3)) == repr(default_selector(cost=0.3))
+    assert selector_for(0, 100) == Nothing()
+    assert selector_for(0.3, 3) == Nothing(), "it pays for no token"
+    assert repr(selector_for(0.3, 4)) == repr(default_selector(cost=0.3))
 
 
 class Watching:
@@ -328,7 +329,7 @@ class Watching:
 
 def test_how_far_new_kv_is_from_the_old_can_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     watching = Watching([11, 12, 30])
-    monkeypatch.setattr(executing, "selector_for", lambda cost: watching)
+    monkeypatch.setattr(executing, "selector_for", lambda cost, reused: watching)
     model, _, _ = run(request(0.5), 38)
     ((layer, keys, values),) = watching.observed
     at = torch.tensor([11, 12, 30])
@@ -343,7 +344,7 @@ def test_how_far_new_kv_is_from_the_old_can_be_asked(monkeypatch: pytest.MonkeyP
 def test_any_selector_leaves_exact_tokens_and_the_rest_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     selectors: list[Selector] = [Random(0.9), Random(0.1), default_selector(ratio=1.0)]
     for selector in selectors:
-        monkeypatch.setattr(executing, "selector_for", lambda cost, selector=selector: selector)
+        monkeypatch.setattr(executing, "selector_for", lambda cost, reused, selector=selector: selector)
         model, _, keys = run(request(0.5), 38)
         assert {at for layer in model.through for at in layer} <= set(range(10, 38))
         assert (keys[:10] == 1).all() and keys[38:].isnan().all() and keys[10:38].isfinite().all()

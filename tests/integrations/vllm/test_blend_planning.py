@@ -600,7 +600,7 @@ def test_malformed_parameters_are_refused_and_the_request_is_served(
     d = desk()
     d.put_segments(FIRST, SECOND)
     request = ask(d, kv_transfer_params={"cuvee": wants}, chunks=2)
-    assert "request r is not blended: kv_transfer_params.cuvee" in caplog.text
+    assert "request r is not blended (logged once): kv_transfer_params.cuvee" in caplog.text
     assert d.matched(request) == (32, True), "what is exact is loaded"
     assert d.side.told(request) == {"blended": False, "refused": "parameters"}
     assert refused(d) == {"parameters": 1}
@@ -935,3 +935,20 @@ def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk
     assert found.answer is None and set(found.digests).isdisjoint(old) and len(found.digests) == 2
     assert planner.harvest(found, 77) == [0, 1]
     assert planner.offer(request, found, 0, 0.0) is None
+
+
+def test_a_step_takes_no_more_blends_than_it_may_compute(desk: Callable[..., Desk]) -> None:
+    """Each of these computes its text and a part of what it reuses; one is taken in any case."""
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    names = ["a", "b", "c", "d"]
+    loads = [load(d, ask(d, name)) for name in names]
+    each = loads[0].end - (1 - loads[0].blend.cost) * loads[0].blend.reused(loads[0].end)  # type: ignore[union-attr]
+    d.side.take(Report([1], placed=list(names)))
+    d.side._step_tokens = int(2 * each)
+    assert d.plan().blends == ["a", "b"]
+    d.side._step_tokens = 1
+    assert d.plan().blends == ["c"]
+    d.side.finished(d.side._requests["d"].request, [])
+    plan = d.plan()
+    assert plan.blends == [] and plan.drops == ["d"]

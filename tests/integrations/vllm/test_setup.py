@@ -61,6 +61,7 @@ def _engine(
             "prefill_context_parallel_size": 1,
         },
         "cache": {"cache_dtype": "auto", "enable_prefix_caching": True},
+        "scheduler": {"max_num_batched_tokens": 2048},
         "load": {"load_format": "auto"},
         "kv_transfer": {"kv_connector_extra_config": extra or {}, "is_kv_consumer": True, "is_kv_producer": True},
     }  # fmt: skip
