@@ -237,6 +237,7 @@ class BlendPlanner:
 
     def refuse(self, segmented: Segmented, reason: str) -> None:
         """A request is not blended, and why; counted, and told to the client. The first reason stands."""
+        segmented.taken = frozenset()  # all of it is computed, and what was to be reused can be stored again
         if segmented.refused:
             return
         self._recorder.count("blends_refused", label=reason)

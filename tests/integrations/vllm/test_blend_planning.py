@@ -532,7 +532,7 @@ def test_a_preempted_blend_that_is_computed_is_not_stored_either(desk: Callable[
     request.num_computed_tokens = 0
     d.side.take(Report([3], failed={"r"}))
     assert d.matched(request) == (0, False)
-    assert_exact(all_saves(d, request, 0), 30, (59, 21))  # its blocks have the names of a blend
+    assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))  # its blocks have the names of a blend
 
 
 def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[..., Desk]) -> None:
@@ -544,7 +544,7 @@ def test_a_failed_blend_is_computed_not_tried_again_and_told(desk: Callable[...,
     assert d.matched(request) == (0, False)
     assert d.side.told(request) == {"blended": False, "refused": "failed"}
     assert refused(d) == {"failed": 1}
-    assert_exact(all_saves(d, request, 0), 30, (59, 21))
+    assert_exact(all_saves(d, request, 0), 30, (30, 29), (59, 21))
 
 
 def test_a_failed_load_of_the_prefix_is_no_refused_blend(desk: Callable[..., Desk]) -> None:
