@@ -20,7 +20,11 @@ SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
 # What an extra brings that `dev` does not: a module may need one of these, and nothing else, to be imported.
 OPTIONAL = {"fsspec", "redis", "vllm"}
 # vLLM warns while it is imported; its own tests import these, in processes of their own.
-NEED_VLLM = ("cuvee.integrations.vllm.connector", "cuvee.integrations.vllm.prometheus")
+NEED_VLLM = (
+    "cuvee.integrations.vllm.blending.model",
+    "cuvee.integrations.vllm.connector",
+    "cuvee.integrations.vllm.prometheus",
+)
 DATA_FILES = (
     "cuvee/py.typed",
     "cuvee/eval/models/books-3m/config.json",
