@@ -44,6 +44,7 @@ __all__ = [
     "pick_evenly",
     "read_corpus",
     "read_text",
+    "sequences_by_text",
     "spread_sequences",
     "token_ids",
     "with_leading",
@@ -305,13 +306,37 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
     Raises:
         InputError: the texts hold no sequence of that length.
     """
-    whole = []
-    for corpus in corpora:
-        own = max(length - len(corpus.leading), 1)
-        pieces = (piece for ids in corpus.documents for piece in ids.split(own) if len(piece) == own)
-        whole += [with_leading(corpus.leading, piece) for piece in pieces]
+    whole = [piece for corpus in corpora for piece in _pieces(corpus, length)]
     _check_not_empty(whole, length)
     return torch.stack(pick_evenly(whole, count or len(whole)))
+
+
+def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tuple[torch.Tensor, list[int]]:
+    """Cut at most `count` disjoint sequences, as many from each text as from the others, or all that it has.
+
+    Returns:
+        int64 `[N, length]`, text after text, and the index of the text of each.
+
+    Raises:
+        InputError: the texts hold no sequence of that length.
+    """
+    pieces = [_pieces(corpus, length) for corpus in corpora]
+    _check_not_empty([piece for found in pieces for piece in found], length)
+    wanted = [0] * len(pieces)
+    for _ in range(count):
+        short = [index for index, found in enumerate(pieces) if wanted[index] < len(found)]
+        if short:
+            wanted[min(short, key=lambda index: wanted[index])] += 1
+    chosen = [pick_evenly(found, share) for found, share in zip(pieces, wanted, strict=True)]
+    rows = [row for found in chosen for row in found]
+    return torch.stack(rows), [index for index, found in enumerate(chosen) for _ in found]
+
+
+def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
+    """All disjoint sequences of a text."""
+    own = max(length - len(corpus.leading), 1)
+    pieces = (piece for ids in corpus.documents for piece in ids.split(own) if len(piece) == own)
+    return [with_leading(corpus.leading, piece) for piece in pieces]
 
 
 def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> torch.Tensor:

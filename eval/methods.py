@@ -70,7 +70,7 @@ def family_label(family: str) -> str:
     if family == "cuvee/generic":
         return "cuvee, nothing learned"
     if group.startswith("layers:"):
-        spans = f"a basis for {group.removeprefix('layers:')} layers"
+        spans = f"a basis per {group.removeprefix('layers:')} layers"
     else:
         spans = _GROUPS.get(group, group)
     name = {"pca": "PCA", "kvtc": "KVTC"}.get(kind, kind)

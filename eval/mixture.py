@@ -34,7 +34,9 @@ from cuvee.eval.protocol import reread, sample_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["KINDS", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "tokenized"]
+__all__ = [
+    "KINDS", "MIXTURE_SEQUENCES", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "tokenized",
+]  # fmt: skip
 
 REREAD, SAMPLES = "reread", "samples"  # the kinds that are made rather than read
 # The share of the sequences that each kind gets.
@@ -43,6 +45,7 @@ SHARES: Mapping[str, float] = {
     REREAD: 0.08, SAMPLES: 0.12,
 }  # fmt: skip
 KINDS = tuple(SHARES)
+MIXTURE_SEQUENCES = 96  # unless told otherwise
 LEAST = 3  # sequences of each kind: two of them are held out to measure the curve
 
 _FOLDER = Path(__file__).parent / "texts" / "mixture"
@@ -77,7 +80,7 @@ def check_mixture_size(sequences: int, length: int) -> None:
 def mixture(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    sequences: int = 96,
+    sequences: int = MIXTURE_SEQUENCES,
     length: int = 512,
     seed: int = 0,
     samples: bool = True,

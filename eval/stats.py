@@ -38,7 +38,7 @@ from cuvee.codec.suggest import suggestion
 
 __all__ = [
     "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "bootstrap_ratio", "compare_at_equal_kl", "interval",
-    "paired_difference",
+    "of_sequences", "paired_difference", "sizes_at_kl",
 ]  # fmt: skip
 
 DRAWS = 1000
@@ -175,6 +175,63 @@ def compare_at_equal_kl(
     curves = {family: FamilyCurve.of(found) for family, found in members.items() if len(found) > 1}
     sample = Resamples(len(entries[anchors[0]]["per_sequence"]["kl"]), draws, seed)
     return [_at_anchor(entries[anchor], curves, sample) for anchor in anchors]
+
+
+def of_sequences(quality: Sequence[Mapping[str, Any]], chosen: Sequence[int]) -> list[dict[str, Any]]:
+    """Entries of a report as if only some of its sequences had been measured.
+
+    Args:
+        quality: as in `compare_at_equal_kl`.
+        chosen: indices of sequences.
+
+    Returns:
+        Entries with key, family, and the bits_per_value, kl and per_sequence of these sequences.
+
+    Raises:
+        InputError: no sequence is chosen, or one that was not measured.
+    """
+    if not chosen:
+        raise InputError("chosen: must name at least one sequence")
+    found = []
+    for entry in quality:
+        lists = {name: entry["per_sequence"][name] for name in ("bits_per_value", "kl")}
+        if max(chosen) >= len(lists["kl"]) or min(chosen) < 0:
+            raise InputError(f"chosen: {entry['key']} has sequences 0 to {len(lists['kl']) - 1}, got {list(chosen)}")
+        kept = {name: [values[index] for index in chosen] for name, values in lists.items()}
+        means = {name: float(np.mean(values)) for name, values in kept.items()}
+        found.append({"key": entry["key"], "family": entry["family"], **means, "per_sequence": kept})
+    return found
+
+
+def sizes_at_kl(
+    quality: Sequence[Mapping[str, Any]], kls: Sequence[float], seed: int, draws: int = DRAWS
+) -> list[dict[str, Any]]:
+    """The size of each family that has a curve at given KLs.
+
+    Args:
+        quality: as in `compare_at_equal_kl`.
+        kls: nats per token.
+        seed: of the bootstrap over sequences.
+        draws: bootstrap samples.
+
+    Returns:
+        For each family and KL, in this order: "family", "kl", and "bits_per_value" with its 95 % interval "low" and
+        "high"; None where the curve was not measured.
+    """
+    members: dict[str, list[Mapping[str, Any]]] = {}
+    for entry in quality:
+        members.setdefault(str(entry["family"]), []).append(entry)
+    found = []
+    for family, entries in members.items():
+        if len(entries) < 2:
+            continue
+        curve = FamilyCurve.of(entries)
+        sample = Resamples(curve.kl.shape[1], draws, seed)
+        for kl in kls:
+            size = bits_at_kl(curve.bits.mean(1), curve.kl.mean(1), kl)
+            low, high = interval(sample.size(curve, np.full(draws, kl))) if size is not None else (None, None)
+            found.append({"family": family, "kl": kl, "bits_per_value": size, "low": low, "high": high})
+    return found
 
 
 def paired_difference(a: Sequence[float], b: Sequence[float]) -> tuple[float, float | None]:

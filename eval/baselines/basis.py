@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,7 +41,7 @@ __all__ = [
     "leading_directions",
 ]
 
-GROUPINGS = ("head", "unit", "layer", "kv", "all")
+GROUPINGS = ("head", "unit", "layer", "kv", "all")  # and layers:n
 EXACT_VALUES = 2048  # in one group; up to here all components are found, exactly
 MOST_RANK = 4096  # leading components of a larger group
 COMPLETE_VALUES = 16384  # up to here the rest of a group has components, too; there its matrix takes 1 GiB
@@ -57,8 +58,8 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
 
     Args:
         layout: of the cache.
-        grouping: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (both), `"kv"` (all K; all V)
-            or `"all"`.
+        grouping: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (both), `"layers:n"` (both of n
+            layers; the last group may be smaller), `"kv"` (all K; all V) or `"all"`.
 
     Returns:
         The int64 indices of each group. Together they are a partition of 0 … N - 1.
@@ -66,8 +67,9 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
     Raises:
         InputError: there is no such grouping.
     """
-    if grouping not in GROUPINGS:
-        raise InputError(f"grouping: must be one of {', '.join(GROUPINGS)}, got {grouping!r}")
+    several = re.fullmatch(r"layers:([1-9]\d*)", grouping)
+    if several is None and grouping not in GROUPINGS:
+        raise InputError(f"grouping: must be one of {', '.join(GROUPINGS)}, layers:n, got {grouping!r}")
     groups: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     first = 0
     for index, layer in enumerate(layout.layers):
@@ -77,6 +79,7 @@ def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
                     "head": (index, kind, head),
                     "unit": (index, kind),
                     "layer": (index,),
+                    grouping if several else "": (index // int(several[1]) if several else 0,),
                     "kv": (kind,),
                     "all": (),
                 }

@@ -111,9 +111,8 @@ class LearnedBaselines:
 
     def candidates(self, groups: Sequence[str], quick: bool) -> list[Candidate]:
         """PCA with the groupings that a profile can have, and KVTC, at every setting."""
-        groupings = [group for group in groups if group in ("head", "unit", "layer", "all")]
         found = []
-        for grouping in [groupings[0]] if quick else [*groupings, "kv"]:
+        for grouping in groups[:1] if quick else (*groups, "kv"):
             family = f"pca/{grouping}"
             for step in PCA_STEPS[1::2] if quick else PCA_STEPS:
                 make = partial(self._pca, grouping, float(step))

@@ -9,11 +9,15 @@ from cuvee.eval.corpus import (
     BUNDLED_MODEL,
 )
 from cuvee.eval.data import CALIBRATION_TEXTS, EVALUATION_TEXTS
+from cuvee.eval.mixture import MIXTURE_SEQUENCES
 from cuvee.eval.protocol import LENGTH, SEED
 from cuvee.eval.quality import CHUNK_TOKENS
 from cuvee.eval.tasks import LOCAL_TASKS
 
-__all__ = ["LARGE_LIMIT", "SMALL_PARAMETERS", "ReportConfig", "quick_config"]
+__all__ = ["LARGE_LIMIT", "MIXTURE", "SMALL_PARAMETERS", "ReportConfig", "quick_config"]
+
+MIXTURE = "mixture"  # the text that stands for what `cuvee profile learn` learns from
+TEXT_SEQUENCES = 200  # to learn from, of other texts
 
 SMALL_PARAMETERS = 10_000_000
 LARGE_LIMIT = 40  # documents of a task: all of the 1,710 that come with cuvee would take SmolLM2 two hours on two cores
@@ -29,8 +33,11 @@ class ReportConfig:
     Attributes:
         model: a folder, a hub name, or "books-3m".
         profiles: profile files to measure; if there are none, profiles are learned.
-        groups: what to learn; by default "layer", and "all" if a token's cache has at most 4,096 values.
-        calibration: texts to learn from (see `cuvee.eval.corpus`), at most `calibration_sequences` sequences.
+        groups: what to learn; by default "layer" and "all" if a token's cache has at most 4,096 values, else "auto",
+            which is what `cuvee profile learn` would choose.
+        calibration: texts to learn from (see `cuvee.eval.corpus`), or "mixture", which is what `cuvee profile learn`
+            learns from (`cuvee.eval.mixture`). Default: the mixture; bundled texts for the bundled model.
+        calibration_sequences: at most how many sequences of them; default: 96 of the mixture, else 200.
         samples: how many more sequences to learn from, sampled from the model itself.
         methods: what to measure, by key, family or the first part of a family ("kivi4", "pca/kv", "cuvee"); everything
             if there are none. The 16-bit cache always comes along, because scores are compared with its own.
@@ -57,8 +64,8 @@ class ReportConfig:
     model: str = BUNDLED_MODEL
     profiles: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
-    calibration: tuple[str, ...] = CALIBRATION_TEXTS
-    calibration_sequences: int = 200
+    calibration: tuple[str, ...] = ()
+    calibration_sequences: int | None = None
     samples: int = 0
     methods: tuple[str, ...] = ()
     evaluation: tuple[str, ...] = EVALUATION_TEXTS
@@ -83,9 +90,10 @@ class ReportConfig:
     quick: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("calibration_sequences", "sequences", "length_sequences", "chunk_tokens", "batch_size"):
+        for name in ("learned_sequences", "sequences", "length_sequences", "chunk_tokens", "batch_size"):
             if getattr(self, name) < 1:
-                raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}")
+                field = name.replace("learned", "calibration")
+                raise InputError(f"{field}: must be at least 1, got {getattr(self, name)}")
         if self.limit is not None and self.limit < 1:
             raise InputError(f"limit: must be at least 1, got {self.limit}")
         if short := [length for length in self.lengths if length < 1]:
@@ -97,6 +105,17 @@ class ReportConfig:
         if self.profiles and self.groups:
             raise InputError("groups: are learned, profiles are given; leave one of them out")
 
+    @property
+    def learned_texts(self) -> tuple[str, ...]:
+        """`calibration`, or its default."""
+        return self.calibration or (CALIBRATION_TEXTS if self.model == BUNDLED_MODEL else (MIXTURE,))
+
+    @property
+    def learned_sequences(self) -> int:
+        """`calibration_sequences`, or its default."""
+        usual = MIXTURE_SEQUENCES if MIXTURE in self.learned_texts else TEXT_SEQUENCES
+        return usual if self.calibration_sequences is None else self.calibration_sequences
+
 
 def quick_config(config: ReportConfig) -> ReportConfig:
     """The same configuration with fewer sequences, methods, tasks and documents. What is already less stays."""
@@ -104,7 +123,7 @@ def quick_config(config: ReportConfig) -> ReportConfig:
     return replace(
         config,
         quick=True,
-        calibration_sequences=min(config.calibration_sequences, 64),
+        calibration_sequences=min(config.learned_sequences, 64),
         sequences=min(config.sequences, 12),
         tasks=QUICK_TASKS if config.tasks == default.tasks else config.tasks,
         limit=min(config.limit or QUICK_LIMIT, QUICK_LIMIT),

@@ -16,7 +16,7 @@ import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.quality import PRESET_KL
-from cuvee.eval.corpus import Corpus, spread_sequences, with_leading
+from cuvee.eval.corpus import Corpus, sequences_by_text, with_leading
 from cuvee.eval.documents import Entry
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.protocol import reread
@@ -69,7 +69,7 @@ def length_tokens(
             f"lengths: must be at least {least} with {scored} scored tokens, got {shortest}: give a longer one{remedy}"
         )
     try:
-        rows = spread_sequences(texts, longest + scored, count).clone()
+        rows = sequences_by_text(texts, longest + scored, count)[0]
     except InputError as error:
         raise InputError(
             f"lengths: no text holds {longest + scored} tokens in a row ({longest} cached, {scored} scored): give a "

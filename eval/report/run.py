@@ -30,34 +30,32 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
 from cuvee.codec.model import check_tokens, prefill
 from cuvee.codec.profile import Profile
-from cuvee.eval.corpus import (
-    BUNDLED_MODEL,
-    calibration_windows,
-    load_model,
-    read_corpus,
-    spread_sequences,
-)
+from cuvee.eval.corpus import BUNDLED_MODEL, Corpus, load_model, read_corpus, sequences_by_text
 from cuvee.eval.machine import hardware, torch_threads
 from cuvee.eval.methods import UNCOMPRESSED
 from cuvee.eval.progress import Plan, ProgressBar, progress_bar
-from cuvee.eval.protocol import LENGTH, reread, sample_text
+from cuvee.eval.protocol import LENGTH, reread
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, select
 from cuvee.eval.report.config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
+from cuvee.eval.report.learning import all_sequences, cached_tokens, learning_corpora, learning_sequences
 from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
 from cuvee.eval.report.load import REPORT_FORMAT, REPORT_VERSION
 from cuvee.eval.report.render import write_report
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.runs import check_folder, interruptible, load_matching_profile, save_results, text_entry, writing
-from cuvee.eval.stats import compare_at_equal_kl, paired_difference
+from cuvee.eval.stats import compare_at_equal_kl, of_sequences, paired_difference, sizes_at_kl
 
 __all__ = ["ANCHORS", "run_report"]
 
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")  # everything is compared at the KL of these; with the other …
 FURTHER_ANCHORS = ("int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free")  # … baselines, at their own KL
-WORST_KL = 0.1  # nats per token: once a step costs more, coarser ones are not measured
+USUAL_KLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # nats per token, at which the size of each curve is read off
+LEAST_OF_KIND = 4  # sequences; of fewer an interval would say nothing
+WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not measured
 SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
 WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is learned without being asked for
 LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
@@ -122,12 +120,12 @@ class _ReportRun:
         self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
         self.fingerprint = model_fingerprint(self.model)
         self.given = self._given()
+        self.groups = self._groups()
         self.candidates = self._candidates()
         learned = any(c.family.partition("/")[0] in LEARNED_BASELINES for c in self.candidates)
-        texts = () if self.given and not learned else config.calibration
-        self.calibration = [read_corpus(text, config.model) for text in texts]
+        self.calibration = self._learning_corpora if learned or not self.given else []
         self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
-        tokens = spread_sequences(self.evaluation, config.length, config.sequences)
+        tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
         self.prefix = check_tokens(self.model, tokens, config.prefix)
         self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
         self.long_tokens = self._long_tokens() if config.lengths else {}
@@ -179,9 +177,23 @@ class _ReportRun:
         )
 
     def _groups(self) -> tuple[str, ...]:
-        if self.config.groups:
-            return self.config.groups
-        return ("layer", "all") if self.layout.values_per_token <= WHOLE_CACHE_VALUES else ("layer",)
+        """What one basis spans: of the profiles to learn or those given, and of the baselines that learn."""
+        if self.given:
+            return tuple(dict.fromkeys(profile.group for profile in self.given.values() if profile.learned))
+        small = self.layout.values_per_token <= WHOLE_CACHE_VALUES
+        groups = self.config.groups or (("layer", "all") if small else ("auto",))
+        return tuple(dict.fromkeys(self._chosen_group() if group == "auto" else group for group in groups))
+
+    def _chosen_group(self) -> str:
+        """What `cuvee profile learn` would choose."""
+        config = self.config
+        prefix = 3 * config.length // 4 if config.prefix is None else config.prefix
+        flops = CPU_FLOPS if torch.device(config.device).type == "cpu" else GPU_FLOPS
+        return choose_group(self.layout, cached_tokens(config, self._learning_corpora, prefix), flops)[0]
+
+    @cached_property
+    def _learning_corpora(self) -> list[Corpus]:
+        return learning_corpora(self.config)
 
     def _describe(self, command: str) -> dict[str, Any]:
         """The report before anything has been measured."""
@@ -196,11 +208,12 @@ class _ReportRun:
         decided = {
             **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "include_path")},
             **texts,
+            "calibration_sequences": config.learned_sequences,
             "model": Path(config.model).name,
             "model_fingerprint": self.fingerprint,
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "prefix": self.prefix,
-            "groups": [] if self.given else list(self._groups()),
+            "groups": [] if self.given else list(self.groups),
             "profiles": {name: profile.id.hex() for name, profile in self.given.items()},
             "methods": list(config.methods),
             "tasks": list(config.tasks),
@@ -237,6 +250,7 @@ class _ReportRun:
                 "prefix": self.prefix,
                 "reread": config.reread,
                 "tokens_sha256": _sha256(self.tokens),
+                "kinds": self._kinds(),
                 "lengths": [
                     {"cached": length, "sequences": len(rows), "tokens_sha256": _sha256(rows)}
                     for length, rows in self.long_tokens.items()
@@ -250,6 +264,8 @@ class _ReportRun:
             "scores": [],
             "skipped": [],
             "comparison": [],
+            "by_kind": [],
+            "sizes": [],
             "seconds": 0.0,
         }
 
@@ -290,7 +306,7 @@ class _ReportRun:
         if not self.data["complete"]:
             with progress_bar(self.console, 44) as progress:
                 self._measure(progress)
-            self.data["comparison"] = self._comparison()
+            self.data |= self._comparisons()
             self.data["complete"] = True
             self._save()
         with writing(self.out):
@@ -328,7 +344,7 @@ class _ReportRun:
         config = self.config
         share = config.length / LENGTH
         guess = {
-            "profile": 4.0 * share * (config.calibration_sequences + config.samples),
+            "profile": 4.0 * share * (config.learned_sequences + config.samples),
             "quality": 0.8 * share * config.sequences,
             "task": 0.5 * (self.limit or 190),
         }
@@ -367,6 +383,35 @@ class _ReportRun:
                     self.data["lengths"].append(length_entry(candidate, length, quality))
                     self._save()
 
+    def _kinds(self) -> list[dict[str, Any]]:
+        """Which sequences are of which text, and which of them repeat a part of their cache."""
+        found: dict[tuple[int, bool], list[int]] = {}
+        for row, text in enumerate(self.texts):
+            # `reread` changes rows 0, 2, 4 …
+            found.setdefault((text, self.config.reread and row % 2 == 0), []).append(row)
+        names = [text_entry(corpus)["name"] for corpus in self.evaluation]
+        return [{"text": names[text], "reread": again, "rows": rows} for (text, again), rows in sorted(found.items())]
+
+    def _comparisons(self) -> dict[str, list[dict[str, Any]]]:
+        """What is read off the curves in the end."""
+        quality, seed = self.data["quality"], self.config.seed
+        anchors = [key for key in ANCHORS if any(entry["key"] == key for entry in quality)]
+        kinds = self.data["text"]["kinds"]
+        by_kind = [
+            {
+                **{name: kind[name] for name in ("text", "reread")},
+                "sequences": len(kind["rows"]),
+                "comparison": compare_at_equal_kl(of_sequences(quality, kind["rows"]), anchors, seed),
+            }
+            for kind in kinds
+            if len(kinds) > 1 and len(kind["rows"]) >= LEAST_OF_KIND
+        ]
+        return {
+            "comparison": self._comparison(),
+            "by_kind": by_kind,
+            "sizes": sizes_at_kl(quality, USUAL_KLS, seed),
+        }
+
     def _comparison(self) -> list[dict[str, Any]]:
         measured = {entry["key"] for entry in self.data["quality"]}
         anchors = [key for key in (*ANCHORS, *FURTHER_ANCHORS) if key in measured]
@@ -393,7 +438,7 @@ class _ReportRun:
         if self.given:
             return []
         needed = {c.family.partition("/")[2] for c in self.candidates if c.family.startswith("cuvee/")}
-        return [group for group in self._groups() if group in needed]
+        return [group for group in self.groups if group in needed]
 
     def _learn(self, progress: ProgressBar) -> None:
         for name, profile in self.given.items():
@@ -430,7 +475,7 @@ class _ReportRun:
             path.parent.mkdir(parents=True, exist_ok=True)
             profile.save(path)
         self.data["profiles"][group] = self._profile_entry(profile, path, seconds)
-        self.data["text"]["calibration_sequences"] = len(self._learning)
+        self.data["text"]["calibration_sequences"] = len(all_sequences(self._learning))
         self._save()
         return profile
 
@@ -450,15 +495,8 @@ class _ReportRun:
         }
 
     @cached_property
-    def _learning(self) -> torch.Tensor:
-        """The sequences to learn from, `[N, length]`; those sampled from the model come first."""
-        config = self.config
-        tokens = calibration_windows(self.calibration, config.length, config.calibration_sequences)
-        if config.reread:
-            tokens = reread(tokens, self.prefix, config.seed)
-        if not config.samples:
-            return tokens
-        return torch.cat([sample_text(self.model, config.samples, config.length, config.seed), tokens])
+    def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:
+        return learning_sequences(self.config, self.calibration, self.model, self.prefix)
 
     @property
     def _cache_layout(self) -> KVLayout:
@@ -471,7 +509,7 @@ class _ReportRun:
         layout = self._cache_layout
         chunks = []
         with torch.no_grad():
-            for batch in self._learning.split(self._rows(self.config.batch_size)):
+            for batch in all_sequences(self._learning).split(self._rows(self.config.batch_size)):
                 chunks += prefill(self.model, batch[:, : self.prefix].to(self.model.device), layout, self.config.device)
         return chunks
 
@@ -494,12 +532,12 @@ class _ReportRun:
 
     def _candidates(self) -> list[Candidate]:
         """Every method of this report, in order."""
-        names, methods = tuple(self.given) or self._groups(), self.config.methods
+        names, methods = tuple(self.given) or self.groups, self.config.methods
         baselines = LearnedBaselines(self._cache_layout, lambda: self._learning_caches)
 
         def found(quick: bool) -> list[Candidate]:
             # With profiles given, the baselines that learn are measured only if they are asked for.
-            learned = [] if self.given and not methods else baselines.candidates(self._groups(), quick)
+            learned = [] if self.given and not methods else baselines.candidates(self.groups, quick)
             coded = codec_candidates(self.layout, names, lambda name: self._profiles[name], quick)
             return fixed_baselines(quick) + learned + coded
 

@@ -17,14 +17,17 @@ from cuvee.eval.methods import family_label
 from cuvee.eval.report.families import family_rank, is_learned, label_and_setting, layer_entries
 from cuvee.eval.report.plots import PLOTS, machine_name
 
-__all__ = ["RATIOS", "equal_kl", "headline", "report_preface", "report_sections", "report_title"]
+__all__ = ["RATIOS", "by_kind", "equal_kl", "headline", "report_preface", "report_sections", "report_title"]
 
 RATIOS = (4, 8, 16, 32)  # how many times smaller a reader may want the cache
 
 
 def report_sections(report: ReportData) -> list[ReportSection]:
     """Everything a report says, in order. Sections that it has nothing for are left out."""
-    made = (headline, equal_kl, _methods, _lengths, _tasks, _layers, _speed, _profiles, _curves, _protocol, _limits)
+    made = (
+        headline, equal_kl, by_kind, _sizes, _methods, _lengths, _tasks, _layers, _speed, _profiles, _curves, _protocol,
+        _limits,
+    )  # fmt: skip
     return [section for section in (make(report) for make in made) if section.blocks]
 
 
@@ -157,6 +160,77 @@ def equal_kl(report: ReportData) -> ReportSection:
     if missing:
         blocks.append(ReportBlock("list", items=tuple(missing)))
     return ReportSection("equal-kl", "How much smaller at equal KL", blocks)
+
+
+def by_kind(report: ReportData) -> ReportSection:
+    """How much smaller the codec is on each text, on sequences that repeat their cache and on those that do not."""
+    kinds = report.get("by_kind") or []
+    tables = []
+    for family in _learned_families(report):
+        same = f"pca/{report['profiles'].get(family.partition('/')[2], {}).get('group')}"
+        columns: dict[tuple[str, str], str] = {}
+        for kind in kinds:
+            for anchor in kind["comparison"]:
+                name = _name(report, anchor["anchor"])
+                columns.setdefault((anchor["anchor"], anchor["anchor"]), name)
+        for anchor, against in list(columns):
+            columns[anchor, same] = f"{family_label(same)}, at the KL of {_name(report, against)}"
+        rows = []
+        for kind in kinds:
+            found = {
+                (anchor["anchor"], ratio["against"]): ratio
+                for anchor in kind["comparison"]
+                for ratio in anchor["ratios"]
+                if ratio["of"] == family
+            }
+            if found:
+                what = "repeats its cache" if kind["reread"] else "plain"
+                cells = [format_interval(found[key]) if key in found else "" for key in columns]
+                rows.append([kind["text"], what, str(kind["sequences"]), *cells])
+        # A grouping that PCA was not measured with has no column.
+        kept = [i for i in range(len(columns)) if any(row[3 + i] for row in rows)]
+        if rows and kept:
+            heads = list(columns.values())
+            tables.append(
+                ReportTable(
+                    ["text ", "sequences are ", "of them", *(heads[i] for i in kept)],
+                    [row[:3] + [row[3 + i] for i in kept] for row in rows],
+                    title=family_label(family),
+                )
+            )
+    if not tables:
+        return ReportSection("by-kind", "How much smaller, by kind of text", [])
+    text = (
+        "The same for the sequences of each text alone: how many times smaller the codec is than a baseline, at the KL "
+        "of that baseline on these sequences. In brackets: 95 % of the bootstrap over them."
+    )
+    return ReportSection("by-kind", "How much smaller, by kind of text", [ReportBlock("text", text), *tables])
+
+
+def _sizes(report: ReportData) -> ReportSection:
+    """What size each curve has at round KLs."""
+    entries = report.get("sizes") or []
+    kls = sorted({float(e["kl"]) for e in entries})
+    found = {(str(e["family"]), float(e["kl"])): e for e in entries}
+    families = sorted({str(e["family"]) for e in entries}, key=lambda family: family_rank(report, family))
+    rows = []
+    for family in families:
+        cells = []
+        for kl in kls:
+            e = found.get((family, kl))
+            size = e and e["bits_per_value"]
+            cells.append("" if not size else f"{format_bits(size)} ({format_ratio(16 / size)})")
+        if any(cells):
+            rows.append([family_label(family), *cells])
+    if not rows:
+        return ReportSection("sizes", "What a KL costs", [])
+    table = ReportTable(
+        ["curve ", *(f"KL {kl:g}" for kl in kls)],
+        rows,
+        note="Bits per value, and how many times smaller than 16 bits; empty where a curve was not measured. Nats per "
+        "token, over all sequences.",
+    )
+    return ReportSection("sizes", "What a KL costs", [table])
 
 
 def _methods(report: ReportData) -> ReportSection:

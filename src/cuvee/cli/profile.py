@@ -85,7 +85,7 @@ def profile_learn(
     """
     from cuvee.codec.profile import Profile
     from cuvee.eval.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.eval.mixture import check_mixture_size, mixture
+    from cuvee.eval.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture
     from cuvee.eval.protocol import reread
 
     check_absent(out, force)
@@ -102,7 +102,7 @@ def profile_learn(
         if repeat:
             tokens = reread(tokens, 3 * length // 4 if prefix is None else prefix, seed)
     else:
-        count = sequences or 96
+        count = sequences or MIXTURE_SEQUENCES
         check_mixture_size(count, length)  # before a model is loaded
         shares = [_text_and_share(text) for text in own or []]
         added = {

@@ -9,7 +9,6 @@ import typer
 
 from cuvee.cli.options import (
     DEFAULT_CHUNK_TOKENS,
-    Calibration,
     Dtype,
     Evaluation,
     Json,
@@ -50,7 +49,8 @@ def report(
         list[str] | None,
         typer.Option(
             "--group",
-            help="Learn a profile with this group. Repeatable. Default: layer, and all if the model is small enough.",
+            help="Learn a profile with this group. Repeatable. Default: layer and all if the model is small enough, "
+            "else auto, as `cuvee profile learn` does.",
             show_default=False,
         ),
     ] = None,
@@ -66,8 +66,20 @@ def report(
         typer.Option(metavar="TOKENS,…", help="Measure size and KL with this many cached tokens, too: 256,1024,4096."),
     ] = None,
     length_sequences: Annotated[int, typer.Option(min=1, help="At each of these lengths, at most so many.")] = 4,
-    calibration: Calibration = None,
-    calibration_sequences: Annotated[int, typer.Option(min=3, help="Learn from at most this many sequences.")] = 200,
+    calibration: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--calibrate-on",
+            metavar="TEXT",
+            help="Learn from this text; mixture is what `cuvee profile learn` learns from. Default: the mixture; "
+            "bundled texts for the bundled model.",
+            show_default=False,
+        ),
+    ] = None,
+    calibration_sequences: Annotated[
+        int | None,
+        typer.Option(min=3, help="Learn from at most this many sequences. Default: 96 of the mixture, else 200."),
+    ] = None,
     samples: Annotated[
         int, typer.Option(min=0, help="Learn from this many sequences sampled from the model, too.")
     ] = 0,

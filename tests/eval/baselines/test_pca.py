@@ -66,6 +66,8 @@ def test_groups_of_an_irregular_layout(layouts: dict[str, KVLayout]) -> None:
         edges = np.cumsum([0, *sizes])
         expected = [list(range(a, b)) for a, b in pairwise(edges)]
         assert [group.tolist() for group in columns(layouts["irregular"], grouping)] == expected
+    assert [len(group) for group in columns(layouts["irregular"], "layers:2")] == [101, 42]
+    assert columns(layouts["irregular"], "layers:2")[1].tolist() == list(range(101, 143))
     keys, values = columns(layouts["irregular"], "kv")
     assert keys.tolist() == [*range(24), *range(64, 94), *range(101, 116)]
     assert values.tolist() == [*range(24, 64), *range(94, 101), *range(116, 143)]
@@ -73,12 +75,14 @@ def test_groups_of_an_irregular_layout(layouts: dict[str, KVLayout]) -> None:
 
 
 def test_an_unknown_grouping_is_named(layouts: dict[str, KVLayout]) -> None:
-    with pytest.raises(InputError, match=r"^grouping: must be one of head, unit, layer, kv, all, got 'layers:2'"):
-        columns(layouts["gqa"], "layers:2")
+    for grouping in ("layers:0", "layers:n", "layers:2x", "heads"):
+        message = rf"^grouping: must be one of head, unit, layer, kv, all, layers:n, got '{grouping}'"
+        with pytest.raises(InputError, match=message):
+            columns(layouts["gqa"], grouping)
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("grouping", [*GROUPINGS, "layers:2"])
 def test_maps_are_orthonormal_and_invertible(
     layouts: dict[str, KVLayout], make_chunk: Make, name: str, grouping: str
 ) -> None:
@@ -94,7 +98,7 @@ def test_maps_are_orthonormal_and_invertible(
     assert float(off.square().sum()) == pytest.approx(basis.rms**2 * float(noise.square().sum()), rel=1e-3)
 
 
-@pytest.mark.parametrize("grouping", GROUPINGS)
+@pytest.mark.parametrize("grouping", [*GROUPINGS, "layers:2"])
 def test_components_are_uncorrelated_and_in_order_within_their_group(
     layouts: dict[str, KVLayout], make_chunk: Make, grouping: str
 ) -> None:

@@ -1,0 +1,95 @@
+"""What the profiles of a report, and the baselines that learn, are learned from: texts, or cuvee's mixture of kinds."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.learning.calibrate import held_out_count
+from cuvee.codec.learning.moments import SINKS
+from cuvee.eval.corpus import (
+    Corpus,
+    calibration_windows,
+    leading_ids,
+    load_tokenizer,
+    read_corpus,
+    token_ids,
+)
+from cuvee.eval.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text
+from cuvee.eval.protocol import reread, sample_text
+from cuvee.eval.report.config import MIXTURE, ReportConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+__all__ = ["all_sequences", "cached_tokens", "learning_corpora", "learning_sequences"]
+
+
+def learning_corpora(config: ReportConfig) -> list[Corpus]:
+    """The texts to learn from. Of the mixture these are the texts it is cut from, one document for each kind.
+
+    Raises:
+        InputError: the mixture is not alone, or fewer or shorter sequences are asked for than it needs.
+    """
+    names = config.learned_texts
+    if MIXTURE not in names:
+        return [read_corpus(name, config.model) for name in names]
+    if len(names) > 1 or config.samples:
+        raise InputError(
+            f"calibration: {MIXTURE} comes alone, and holds samples of the model; to add a text to it, learn a profile "
+            "with `cuvee profile learn --text` and give it with --profile"
+        )
+    check_mixture_size(config.learned_sequences, config.length)
+    tokenizer = load_tokenizer(config.model)
+    leading = leading_ids(tokenizer)
+    documents = []
+    digest = hashlib.sha256()
+    for kind in KINDS:
+        if kind not in (REREAD, SAMPLES):
+            text = "\n\n".join(mixture_text(kind, tokenizer))
+            documents.append(token_ids(tokenizer, text, special=not leading))
+            digest.update(f"{kind} {len(documents[-1])} ".encode() + documents[-1].numpy().tobytes())
+    return [Corpus(MIXTURE, digest.hexdigest(), tuple(documents), tuple(leading))]
+
+
+def learning_sequences(
+    config: ReportConfig, corpora: Sequence[Corpus], model: PreTrainedModel, prefix: int
+) -> torch.Tensor | dict[str, torch.Tensor]:
+    """The sequences to learn from.
+
+    Args:
+        config: of the report.
+        corpora: of `learning_corpora`.
+        model: draws the samples.
+        prefix: how many tokens of a sequence are cached.
+
+    Returns:
+        int64 `[N, length]`, with those sampled from the model first; or that many for each kind of the mixture.
+    """
+    if MIXTURE in config.learned_texts:
+        tokenizer = load_tokenizer(config.model)
+        return mixture(model, tokenizer, config.learned_sequences, config.length, config.seed, progress=True)
+    tokens = calibration_windows(corpora, config.length, config.learned_sequences)
+    if config.reread:
+        tokens = reread(tokens, prefix, config.seed)
+    if not config.samples:
+        return tokens
+    return torch.cat([sample_text(model, config.samples, config.length, config.seed), tokens])
+
+
+def cached_tokens(config: ReportConfig, corpora: Sequence[Corpus], prefix: int) -> int:
+    """About how many cached tokens a profile is learned from, which decides how large its groups may be."""
+    if MIXTURE in config.learned_texts:
+        sequences = config.learned_sequences
+    else:
+        sequences = len(calibration_windows(corpora, config.length, config.learned_sequences)) + config.samples
+    return (sequences - held_out_count(sequences)) * max(prefix - SINKS, 0)
+
+
+def all_sequences(sequences: torch.Tensor | Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """The sequences of all kinds, `[N, length]`."""
+    return sequences if isinstance(sequences, torch.Tensor) else torch.cat(list(sequences.values()))
