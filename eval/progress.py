@@ -76,8 +76,9 @@ class ProgressBar:
         self._done = self._total = 0
         self._what = self._part = ""
         self._kind: str | None = None
-        self._share = 0.0  # of the current step that is done
-        self._began = self._step_began = time.monotonic()
+        self._share = 0.0  # of the current part of the step that is done
+        self._began = self._step_began = self._part_began = time.monotonic()
+        self._part_name = ""
         self._known: tuple[float, float] | None = None  # when the end was last estimated, and the seconds until then
         self._line: float | None = None  # when the last one was printed
         self._said: float | None = None  # when the last figures were
@@ -93,8 +94,8 @@ class ProgressBar:
 
         What `tracked` work inside it tells goes into the estimate.
         """
-        self._what, self._part, self._kind, self._share = what, "", kind, 0.0
-        self._step_began = time.monotonic()
+        self._what, self._part, self._part_name, self._kind, self._share = what, "", "", kind, 0.0
+        self._step_began = self._part_began = time.monotonic()
         if kind is not None:
             self._plan.left[kind] -= 1
         if self._line is None:
@@ -159,7 +160,10 @@ class ProgressBar:
             return ahead if self._total else None
         usual = self._plan.seconds_of(self._kind)
         if self._share >= _LEAST_SHARE:
-            rest = spent / self._share - spent
+            of_part = time.monotonic() - self._part_began
+            rest = of_part / self._share - of_part
+            if usual is not None:  # other parts may follow this one
+                rest = max(rest, usual - spent)
             if ahead is None and usual is None:  # the first unit of all: its own pace is all there is
                 per_guess = (spent + rest) / self._plan.guess[self._kind]
                 ahead = per_guess * sum(self._plan.guess[kind] * count for kind, count in self._plan.left.items())
@@ -170,6 +174,8 @@ class ProgressBar:
         return None if ahead is None else ahead + rest
 
     def _listen(self, what: str, done: int, total: int) -> None:
+        if what != self._part_name:  # its pace says nothing of the parts before
+            self._part_name, self._part_began = what, time.monotonic()
         self._part = f"{what}: {done} of {total}"
         self._share = done / total if self._kind is not None else 0.0
 

@@ -21,6 +21,7 @@ from cuvee.eval.corpus import (
     load_tokenizer,
     model_path,
     read_corpus,
+    sequences_by_text,
     spread_sequences,
 )
 from cuvee.eval.data import bundled_model_path, bundled_text
@@ -161,6 +162,19 @@ def test_sequences_are_disjoint_whole_and_spread() -> None:
     assert len(spread_sequences([corpus(25, 7, 40)], 10, 99)) == 6
     with pytest.raises(InputError, match="no sequence of 50 tokens"):
         spread_sequences([corpus(25, 7, 40)], 50)
+
+
+def test_every_text_gives_as_many_sequences_as_the_others() -> None:
+    long, short = corpus(400), corpus(25)
+    rows, texts = sequences_by_text([long, short, long], 10, 8)
+    # The short one has two; the rest is shared, and spread over each text.
+    assert texts == [0] * 3 + [1] * 2 + [2] * 3
+    assert rows[:, 0].tolist() == [0, 130, 260, 0, 10, 0, 130, 260] and rows.shape == (8, 10)
+    assert sequences_by_text([long, short], 10, 3)[1] == [0, 0, 1]
+    assert sequences_by_text([long, short], 30, 4)[1] == [0] * 4  # none is as long as this
+    assert sequences_by_text([short, corpus(9)], 10, 99)[1] == [0, 0]
+    with pytest.raises(InputError, match="no sequence of 50 tokens"):
+        sequences_by_text([short, corpus(49)], 50, 2)
 
 
 def test_long_texts_give_disjoint_windows() -> None:

@@ -56,6 +56,22 @@ def test_a_step_in_progress_counts_with_what_is_left_of_it(monkeypatch: pytest.M
         assert bar.seconds_left() == pytest.approx(2 * 11)
 
 
+def test_a_part_of_a_step_has_a_pace_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with progress_bar(Console(file=io.StringIO()), 10) as bar:
+        bar.expect(Plan({"learn": 10.0, "method": 1.0}, {"learn": 1, "method": 20}))
+        with bar.step("learning", "learn"):
+            for _ in tracked(range(10), "sampling", progress=False):
+                now[0] += 30
+            measuring = tracked(range(8), "measuring", progress=False)
+            next(measuring)
+            now[0] += 10
+            next(measuring)
+            # 300 s of sampling say nothing of the measurements: one of eight took 10 s, so 70 are left.
+            assert bar.seconds_left() == pytest.approx(70 + 20 * (310 + 70) / 10)
+
+
 def test_a_log_gets_a_line_now_and_then_even_within_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress_module, "LINE_SECONDS", 0.3)
     monkeypatch.setattr(progress_module, "TICK", 0.02)

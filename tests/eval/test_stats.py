@@ -9,7 +9,17 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.eval import stats
-from cuvee.eval.stats import FamilyCurve, bits_at_kl, bootstrap_ratio, compare_at_equal_kl, paired_difference
+from cuvee.eval.stats import (
+    FamilyCurve,
+    Resamples,
+    bits_at_kl,
+    bootstrap_ratio,
+    compare_at_equal_kl,
+    interval,
+    of_sequences,
+    paired_difference,
+    sizes_at_kl,
+)
 
 F64 = npt.NDArray[np.float64]
 SIZES: npt.NDArray[np.float64] = np.array([0.5, 1.0, 2.0, 4.0])
@@ -300,6 +310,32 @@ def test_entries_of_other_sequences_are_refused(quality: list[dict[str, Any]]) -
 
 
 # Paired differences -------------------------------------------------------------------------------------------------
+
+
+def test_some_sequences_are_compared_as_if_they_were_all(quality: list[dict[str, Any]]) -> None:
+    chosen = [3, 5, 8, 13, 21]
+    alone = [
+        entry(e["key"], *(np.array(e["per_sequence"][name])[chosen] for name in ("bits_per_value", "kl")))
+        for e in quality
+    ]
+    assert of_sequences(quality, chosen) == alone
+    assert compare_at_equal_kl(of_sequences(quality, chosen), ["fp8"], 1) == compare_at_equal_kl(alone, ["fp8"], 1)
+    for wrong in ([], [24], [-1]):
+        with pytest.raises(InputError, match="chosen: "):
+            of_sequences(quality, wrong)
+
+
+def test_sizes_are_read_off_each_curve_with_an_interval(quality: list[dict[str, Any]]) -> None:
+    found = {(e["family"], e["kl"]): e for e in sizes_at_kl(quality, [0.01, 100.0], seed=5, draws=300)}
+    assert {family for family, _ in found} == {"cuvee/layer", "pca/layer", "kvtc/kv"}  # a single setting is no curve
+    ours, theirs = found["cuvee/layer", 0.01], found["pca/layer", 0.01]
+    assert ours["bits_per_value"] == pytest.approx(2, rel=0.1) and theirs["bits_per_value"] == pytest.approx(3, rel=0.1)
+    assert ours["low"] < ours["bits_per_value"] < ours["high"]
+    beyond = found["cuvee/layer", 100.0]
+    assert beyond["bits_per_value"] is beyond["low"] is beyond["high"] is None
+    curve = FamilyCurve.of([e for e in quality if e["family"] == "cuvee/layer"])
+    drawn = Resamples(24, 300, 5).size(curve, np.full(300, 0.01))
+    assert (ours["low"], ours["high"]) == interval(drawn)
 
 
 def test_paired_difference_by_hand() -> None:

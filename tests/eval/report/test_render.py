@@ -30,7 +30,8 @@ from cuvee.eval.report.render import html, markdown, print_summary, write_report
 pytest.importorskip("matplotlib")
 
 SECTIONS = [
-    "What you lose", "How much smaller at equal KL", "Every method", "Scores of tasks", "Layers", "Speed", "Profiles",
+    "What you lose", "How much smaller at equal KL", "How much smaller, by kind of text", "What a KL costs",
+    "Every method", "Scores of tasks", "Layers", "Speed", "Profiles",
     "The other points of the curves", "How it was measured", "What the figures do not say",
 ]  # fmt: skip
 EVIL = "<b>&amp;&lt; a|b *c* _d_ `e` $f$ [g](http://h) ~~i~~ \\| {{ j }}"
@@ -131,6 +132,29 @@ def measured(books: Any) -> dict[str, Any]:
                     {"of": "cuvee/all", "against": "fp8-e4m3", "ratio": None, "low": None, "high": None},
                 ],
             }
+        ],
+        "by_kind": [
+            {
+                "text": name, "reread": again, "sequences": 5,
+                "comparison": [
+                    {
+                        "anchor": "fp8-e4m3", "kl": 0.004, "bits_per_value": 8.0, "families": [],
+                        "ratios": [
+                            {"of": "cuvee/layer", "against": "fp8-e4m3", "ratio": ratio, "low": ratio - 1, "high": 9.5},
+                            {"of": "cuvee/layer", "against": "pca/layer", "ratio": None, "low": None, "high": None},
+                            {"of": "cuvee/layer", "against": "pca/kv", "ratio": 1.4, "low": 1.3, "high": 1.5},
+                        ],
+                    }
+                ],
+            }
+            for name, again, ratio in (("orchard", False, 6.5), ("orchard", True, 5.5), ("lantern", False, 7.5))
+        ],
+        "sizes": [
+            {"family": "cuvee/layer", "kl": 0.005, "bits_per_value": 1.25, "low": 1.2, "high": 1.3},
+            {"family": "cuvee/layer", "kl": 0.02, "bits_per_value": 0.5, "low": 0.45, "high": 0.6},
+            {"family": "pca/kv", "kl": 0.005, "bits_per_value": None, "low": None, "high": None},
+            {"family": "pca/kv", "kl": 0.02, "bits_per_value": 2.0, "low": 1.9, "high": 2.1},
+            {"family": "cuvee/all", "kl": 0.02, "bits_per_value": None, "low": None, "high": None},
         ],
         "seconds": 312.4,
     }  # fmt: skip
@@ -325,6 +349,33 @@ def test_ratios_at_equal_kl(folder: Path) -> None:
     assert "at the KL of FP8 e4m3: its curve ends at 0.02" in text
 
 
+def test_ratios_by_kind_of_text(folder: Path, report: dict[str, Any]) -> None:
+    tables, _ = read_markdown((folder / "report.md").read_text())
+    ((head, rows),) = tables["How much smaller, by kind of text"]  # of the one profile that was compared
+    # PCA of the profile's own grouping has a column, though it was not reached; PCA of another has none.
+    same = f"{family_label('pca/layer')}, at the KL of FP8 e4m3"
+    assert head == ["text", "sequences are", "of them", "FP8 e4m3", same]
+    assert rows == [
+        ["orchard", "plain", "5", "6.50x (5.50x to 9.50x)", "not reached"],
+        ["orchard", "repeats its cache", "5", "5.50x (4.50x to 9.50x)", "not reached"],
+        ["lantern", "plain", "5", "7.50x (6.50x to 9.50x)", "not reached"],
+    ]
+    for kind in report["by_kind"]:
+        kind["comparison"][0]["ratios"].pop(1)
+    shown = read_markdown(markdown(report, {}))[0]["How much smaller, by kind of text"][0]
+    assert shown[0] == head[:-1] and shown[1] == [row[:-1] for row in rows]
+
+
+def test_sizes_at_round_kls(folder: Path) -> None:
+    tables, _ = read_markdown((folder / "report.md").read_text())
+    ((head, rows),) = tables["What a KL costs"]
+    assert head == ["curve", "KL 0.005", "KL 0.02"]
+    assert rows == [  # a curve that reaches none of them is left out
+        [family_label("cuvee/layer"), "1.25 (12.8x)", "0.50 (32.0x)"],
+        [family_label("pca/kv"), "", "2.00 (8.00x)"],
+    ]
+
+
 @pytest.mark.parametrize(
     ("low", "high", "shown"),
     [
@@ -440,14 +491,14 @@ def unpaired(report: dict[str, Any]) -> None:
 
 def nothing_measured(report: dict[str, Any]) -> None:
     report |= {"quality": [], "tasks": [], "scores": [], "comparison": [], "profiles": {}, "exact": None, "skipped": []}
-    report |= {"complete": False, "command": ""}
+    report |= {"complete": False, "command": "", "by_kind": [], "sizes": []}
     report["text"]["calibration_sequences"] = None
 
 
 def only_baselines(report: dict[str, Any]) -> None:
     no_tasks(report)
     report["quality"] = [e for e in report["quality"] if not e["family"].startswith(("cuvee", "pca"))]
-    report |= {"comparison": [], "profiles": {}}
+    report |= {"comparison": [], "profiles": {}, "by_kind": [], "sizes": []}
     report["text"] |= {"calibration": [], "calibration_sequences": None}
 
 
@@ -460,8 +511,8 @@ def a_given_profile(report: dict[str, Any]) -> None:
 MISSING = [no_tasks, one_sequence, unpaired, nothing_measured, only_baselines, a_given_profile]
 ABSENT: dict[str, set[str]] = {
     "no_tasks": {"Scores of tasks"},
-    "nothing_measured": set(SECTIONS[:8]),
-    "only_baselines": {*SECTIONS[:2], "Scores of tasks", "Speed", "Profiles", "The other points of the curves"},
+    "nothing_measured": set(SECTIONS[:10]),
+    "only_baselines": {*SECTIONS[:4], "Scores of tasks", "Speed", "Profiles", "The other points of the curves"},
     "a_given_profile": {"The other points of the curves"},
 }
 

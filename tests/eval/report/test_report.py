@@ -28,6 +28,7 @@ from cuvee.eval.baselines.quantizers import CacheGen, Kivi
 from cuvee.eval.data import bundled_model_path
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
+from cuvee.eval.mixture import KINDS
 from cuvee.eval.quality import Method, Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate, select
 from cuvee.eval.report.config import ReportConfig, quick_config
@@ -501,6 +502,91 @@ def test_baselines_that_learn_can_be_measured_beside_a_given_profile(
     data = run_report(replace(config, calibration_sequences=40), tmp_path / "run", console)
     assert keys_of(data) == ["bf16", "pca/layer@0.4", "kvtc/kv@1", "cuvee/mine@balanced"] and not data["skipped"]
     assert [t["name"] for t in data["text"]["calibration"]] == ["harbour", "millrace", "postroad"]
+
+
+def test_pca_beside_a_given_profile_has_its_grouping(tmp_path: Path, console: Console, books: Any) -> None:
+    pairs = Profile.calibrate(books.model, books.harbour[:24], "layers:2", progress=False)
+    pairs.save(tmp_path / "pairs.safetensors")
+    config = replace(
+        CONFIG, groups=(), tasks=(), profiles=(str(tmp_path / "pairs.safetensors"),), sequences=2,
+        calibration_sequences=40, methods=("pca", "cuvee/pairs@balanced"),
+    )  # fmt: skip
+    data = run_report(config, tmp_path / "run", console)
+    assert {e["family"] for e in data["quality"]} == {"bf16", "pca/layers:2", "cuvee/pairs"} and not data["skipped"]
+    bits = [e["bits_per_value"] for e in data["quality"] if e["family"] == "pca/layers:2"]
+    assert bits == sorted(bits, reverse=True) and len(bits) == 4
+
+
+def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
+    tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(bundled_model_path(), tmp_path / "mine")
+    monkeypatch.setattr("cuvee.eval.report.run.WHOLE_CACHE_VALUES", 100)  # as if it were larger
+    config = replace(
+        CONFIG, model=str(tmp_path / "mine"), groups=(), tasks=(), calibration_sequences=None, length=128,
+        methods=("kivi4", "cuvee/layers:2@balanced"),
+    )  # fmt: skip
+    assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
+    monkeypatch.setattr("cuvee.eval.report.config.MIXTURE_SEQUENCES", 64)
+    monkeypatch.setattr("cuvee.eval.report.run.CPU_FLOPS", 600.0)
+    learned: dict[str, Any] = {}
+
+    def calibrate(model: Any, tokens: Any, group: str, **more: Any) -> Profile:
+        learned.update(tokens=tokens, group=group)
+        return calibrated(model, tokens, group, **more)
+
+    calibrated = Profile.calibrate
+    monkeypatch.setattr(Profile, "calibrate", calibrate)
+    data = run_report(config, tmp_path / "run", console)
+    assert learned["group"] == "layers:2" and list(learned["tokens"]) == list(KINDS)
+    assert data["configuration"]["groups"] == ["layers:2"]
+    assert keys_of(data) == ["bf16", "kivi4", "cuvee/layers:2@balanced"]
+    assert [t["name"] for t in data["text"]["calibration"]] == ["mixture"]
+    assert data["text"]["calibration_sequences"] == sum(map(len, learned["tokens"].values()))
+    # It goes on from there without learning again, and knows the mixture from another text.
+    monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
+    assert untimed(run_report(config, tmp_path / "run", console)) == untimed(data)
+    with pytest.raises(InputError, match=r"differs in .*calibration"):
+        run_report(replace(config, calibration=("harbour",)), tmp_path / "run", console)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"calibration": ("mixture", "harbour")}, "^calibration: mixture comes alone"),
+        ({"calibration": ("mixture",), "samples": 4}, "^calibration: mixture comes alone"),
+        ({"calibration": ("mixture",), "calibration_sequences": 23}, "^sequences must be at least 24"),
+    ],
+)
+def test_the_mixture_comes_alone_and_whole(
+    tmp_path: Path, console: Console, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InputError, match=message):
+        run_report(replace(CONFIG, **change), tmp_path / "run", console)
+
+
+def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.eval.report.run.LEAST_OF_KIND", 2)
+    config = replace(
+        CONFIG, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
+    )
+    data = run_report(config, tmp_path / "run", console)
+    assert data["text"]["kinds"] == [
+        {"text": "orchard", "reread": False, "rows": [1, 3]},
+        {"text": "orchard", "reread": True, "rows": [0, 2]},
+        {"text": "lantern", "reread": False, "rows": [5]},
+        {"text": "lantern", "reread": True, "rows": [4, 6]},
+    ]
+    found = {(kind["text"], kind["reread"]): kind for kind in data["by_kind"]}
+    assert list(found) == [("orchard", False), ("orchard", True), ("lantern", True)]  # one sequence says too little
+    kivi = next(e for e in data["quality"] if e["key"] == "kivi4")["per_sequence"]["kl"]
+    for key, rows in ((("orchard", False), [1, 3]), (("lantern", True), [4, 6])):
+        (anchor,) = found[key]["comparison"]
+        assert anchor["anchor"] == "kivi4" and anchor["kl"] == pytest.approx(sum(kivi[row] for row in rows) / 2)
+        assert {r["against"] for r in anchor["ratios"]} == {"kivi4", "pca/layer"}
+    assert {e["family"] for e in data["sizes"]} == {"cuvee/layer", "pca/layer"}
+    plain = run_report(replace(config, reread=False), tmp_path / "plain", console)
+    assert [kind["reread"] for kind in plain["text"]["kinds"]] == [False, False]
 
 
 def test_large_models_are_asked_fewer_documents(
