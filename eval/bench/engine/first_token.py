@@ -12,7 +12,15 @@ from typing import Any
 from cuvee.codec.errors import CuveeError
 from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.ratios import crossing, paired, spread
-from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, PROOF_TOKENS, QUESTION, EngineScope, EngineVariant
+from cuvee.eval.bench.engine.scope import (
+    CHUNK,
+    NO_CONNECTOR,
+    PROOF_TOKENS,
+    QUESTION,
+    RAW_FILES,
+    EngineScope,
+    EngineVariant,
+)
 
 __all__ = ["LOGPROB_TOLERANCE", "logprob_difference", "measure_first_token", "random_prompt"]
 
@@ -30,9 +38,13 @@ class _Runs:
 
 def measure_first_token(
     scope: EngineScope, model: Mapping[str, Any], engines: Mapping[str, Engine], chosen: Sequence[EngineVariant],
-    say: Callable[[str], None],
+    say: Callable[[str], None], profile: str | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Measure the seconds to the first token by length: computed, own cache, and miss and hit of every variant."""
+    """Measure the seconds to the first token by length: computed, own cache, and miss and hit of every variant.
+
+    `profile` is the name of that which lossy variants have. An engine called `RAW_FILES`, if there is one, is measured
+    as a variant that counts nothing itself.
+    """
     draw = random.Random(0)
     plain = engines[NO_CONNECTOR]
     proofs = {}
@@ -41,7 +53,8 @@ def measure_first_token(
         proofs[length] = _prove(random_prompt(draw, model, length), length, engines, chosen)
     recompute: dict[int, list[float]] = {length: [] for length in scope.lengths}
     own: dict[int, list[float]] = {length: [] for length in scope.lengths}
-    runs = {(variant.name, length): _Runs() for variant in chosen for length in scope.lengths}
+    runs = {(name, length): _Runs() for name in engines if name != NO_CONNECTOR for length in scope.lengths}
+    raw = [RAW_FILES] if RAW_FILES in engines else []
     began = time.perf_counter()
     for turn in range(scope.rounds):
         if turn >= 3 and time.perf_counter() - began > scope.seconds:
@@ -49,29 +62,32 @@ def measure_first_token(
         say(f"first token: round {turn + 1}")
         for length in scope.lengths:
             prompt = random_prompt(draw, model, length)
-            fillers = [NO_CONNECTOR, *(variant.name for variant in chosen if variant.filled_by is None)]
+            fillers = [NO_CONNECTOR, *raw, *(variant.name for variant in chosen if variant.filled_by is None)]
             for name in draw.sample(fillers, len(fillers)):
                 seconds = engines[name].ask([prompt], forget=True, expect_cached=[0]).seconds
                 if name == NO_CONNECTOR:
                     recompute[length].append(seconds)
                 else:
                     runs[name, length].miss.append(seconds)
-                    engines[name].settle(length // CHUNK)
+                    if name != RAW_FILES:  # which stores while it computes
+                        engines[name].settle(length // CHUNK)
             expected, loaded = None, []
-            for variant in draw.sample([None, *chosen], len(chosen) + 1):
-                if variant is None:
+            exact = {*raw, *(variant.name for variant in chosen if variant.quality == "lossless")}
+            names = [NO_CONNECTOR, *raw, *(variant.name for variant in chosen)]
+            for name in draw.sample(names, len(names)):
+                if name == NO_CONNECTOR:
                     found = plain.ask([prompt], expect_cached=[length])
                     own[length].append(found.seconds)
                     expected = found.tokens
                     continue
-                entry = runs[variant.name, length]
+                entry = runs[name, length]
                 entry.hit.append([])
                 for _ in range(scope.hits):
-                    hit = engines[variant.name].ask([prompt], forget=True, expect_cached=[length])
+                    hit = engines[name].ask([prompt], forget=True, expect_cached=[length])
                     entry.hit[-1].append(hit.seconds)
                     entry.loads.append(hit.figures)
-                    if variant.quality == "lossless":
-                        loaded.append((variant.name, hit.tokens))
+                    if name in exact:
+                        loaded.append((name, hit.tokens))
             for name, tokens in loaded:
                 if tokens != expected:
                     raise CuveeError(f"{name}: a load of {length} tokens changed the next token")
@@ -87,6 +103,7 @@ def measure_first_token(
                 "prefill_tokens_per_second": spread(prefill),
                 "own_cache_seconds": spread(own[length]),
                 "own_cache_over_recompute": paired([[seconds] for seconds in own[length]], recompute[length]),
+                **({"raw_files": _timed(runs[RAW_FILES, length], recompute[length])} if raw else {}),
                 "variants": {
                     variant.name: _figures(runs[variant.name, length], recompute[length], model, length)
                     for variant in chosen
@@ -98,7 +115,7 @@ def measure_first_token(
         "question_tokens": QUESTION,
         "proof_logprob_difference": proofs,
         "lengths": lengths,
-        "variants": [_verdict(variant, lengths, engines[variant.name]) for variant in chosen],
+        "variants": [_verdict(variant, lengths, engines[variant.name], profile) for variant in chosen],
     }
 
 
@@ -123,6 +140,9 @@ def _prove(
     plain.ask([prompt], forget=True, expect_cached=[0])
     expected = plain.ask([prompt], expect_cached=[length], **proof)
     differences: dict[str, float | None] = {}
+    if RAW_FILES in engines:  # its first load opens files and compiles nothing, but let it be over as well
+        engines[RAW_FILES].ask([prompt], forget=True, expect_cached=[0])
+        engines[RAW_FILES].ask([prompt], forget=True, expect_cached=[length], **proof)
     for variant in chosen:
         engine = engines[variant.name]
         if variant.filled_by is None:
@@ -148,11 +168,8 @@ def logprob_difference(these: Sequence[Mapping[str, float]], others: Sequence[Ma
 def _figures(runs: _Runs, recompute: Sequence[float], model: Mapping[str, Any], length: int) -> dict[str, Any]:
     load = [figures["load_seconds"] for figures in runs.loads]
     raw = length * model["raw_bytes_per_token"]
-    entry: dict[str, Any] = {
-        "hit_runs": runs.hit,
-        "miss_runs": runs.miss,
-        "hit_seconds": spread([seconds for turn in runs.hit for seconds in turn]),
-        "hit_over_recompute": paired(runs.hit, recompute),
+    return {
+        **_timed(runs, recompute),
         "load_seconds": spread(load),
         "load_tokens_per_second": spread([length / seconds for seconds in load]),
         # By the wall time of the threads that decode: the loads of a single request do not overlap.
@@ -162,19 +179,31 @@ def _figures(runs: _Runs, recompute: Sequence[float], model: Mapping[str, Any], 
             for name in ("decode_seconds", "fetch_seconds", "lookup_seconds", "steps")
         },
     }
+
+
+def _timed(runs: _Runs, recompute: Sequence[float]) -> dict[str, Any]:
+    """What is timed from outside."""
+    entry: dict[str, Any] = {
+        "hit_runs": runs.hit,
+        "miss_runs": runs.miss,
+        "hit_seconds": spread([seconds for turn in runs.hit for seconds in turn]),
+        "hit_over_recompute": paired(runs.hit, recompute),
+    }
     if runs.miss:
         entry["miss_seconds"] = spread(runs.miss)
         entry["miss_over_recompute"] = paired([[seconds] for seconds in runs.miss], recompute)
     return entry
 
 
-def _verdict(variant: EngineVariant, lengths: Sequence[Mapping[str, Any]], engine: Engine) -> dict[str, Any]:
+def _verdict(
+    variant: EngineVariant, lengths: Sequence[Mapping[str, Any]], engine: Engine, profile: str | None
+) -> dict[str, Any]:
     """From which length loading pays, as measured from outside and as the connector itself estimates it."""
     ratios = [entry["variants"][variant.name]["hit_over_recompute"]["median"] for entry in lengths]
     return {
         "name": variant.name,
         "quality": variant.quality,
-        "profile": "generic",
+        "profile": profile or "generic",
         "store": variant.store.partition(":")[0],
         "load_async": variant.load_async,
         "pays_from_tokens": crossing([entry["tokens"] for entry in lengths], ratios),

@@ -74,9 +74,26 @@ class Engine:
         profile: Path | None = None,
         chunk_tokens: int = CHUNK,
         blend: Mapping[str, Any] | None = None,
+        raw_files: Path | None = None,
     ) -> None:
-        """Start an engine, with or without a connector, and wait until it is up; with `blend`, it blends."""
+        """Start an engine, and wait until it is up.
+
+        Args:
+            model: folder of a checkpoint.
+            options: of vLLM's `LLM`.
+            variant: the connector; None for an engine without it.
+            profile: of the model, for the connector.
+            chunk_tokens: of the connector.
+            blend: the connector's options of that name; None: it does not blend.
+            raw_files: a folder where vLLM's ExampleConnector keeps what it stores, instead of a variant.
+        """
         arguments: dict[str, Any] = {"model": str(model), "dtype": DTYPE, "seed": 0, **options}
+        if raw_files is not None:
+            arguments["kv_transfer_config"] = {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(raw_files)},
+            }
         if variant is not None:
             extra = {
                 "store": variant.store,

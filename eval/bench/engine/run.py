@@ -2,7 +2,8 @@
 
     footprint      bytes in a file store over raw bytes, on text that no profile has seen, for every preset
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
-                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit)
+                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
+                   and the same with a store of raw files, vLLM's own ExampleConnector
     storing        throughput of a batch of new prompts, with and without storing what it computes
 
     this process --commands--> engine A: no connector
@@ -32,8 +33,9 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.profile import Profile
 from cuvee.eval.bench.engine.first_token import measure_first_token
 from cuvee.eval.bench.engine.footprint import measure_footprint
 from cuvee.eval.bench.engine.process import Engine
@@ -44,6 +46,7 @@ from cuvee.eval.bench.engine.scope import (
     NO_CONNECTOR,
     PROOF_TOKENS,
     QUESTION,
+    RAW_FILES,
     EngineScope,
     EngineVariant,
 )
@@ -59,6 +62,7 @@ def run_engine_bench(
     model: Path | None = None,
     stores: Sequence[str] = (),
     progress: Console | None = None,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark.
 
@@ -67,13 +71,16 @@ def run_engine_bench(
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
         progress: where to list what is being measured; None for nowhere.
+        profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
 
     Returns:
         The report, as a dict for JSON.
 
     Raises:
         ImportError: vLLM is not installed.
-        InputError: a length is not a multiple of the chunk, or exceeds the model's positions.
+        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; or a profile of random
+            weights.
+        ProfileMismatch: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
     if find_spec("vllm") is None:
@@ -81,6 +88,8 @@ def run_engine_bench(
     began, load, say = time.perf_counter(), os.getloadavg()[1], timed_lines(progress)
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
+    if profile is not None and model is None:
+        raise InputError("profile: random weights have none: give the model it was learned for, too")
     report: dict[str, Any] = {"hardware": hardware() | {"vllm": _vllm_version()}}
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as temporary:
         folder = Path(temporary)
@@ -90,6 +99,8 @@ def run_engine_bench(
             model = folder / "model"
             scope.shape.save(model)
         report["model"] = describe_model(model, random_weights=model.parent == folder)
+        if profile is not None:
+            Profile.load(profile).check_layout(_layout(model))
         if max(scope.lengths) + QUESTION + PROOF_TOKENS > report["model"]["positions"]:
             raise InputError(f"lengths: must leave room in the model's {report['model']['positions']} positions")
         with ExitStack() as stack:
@@ -100,12 +111,25 @@ def run_engine_bench(
                 **{variant.name: variant for variant in chosen},
             }
             engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
-                name: stack.enter_context(Engine(folder / f"engine{at}.log")) for at, name in enumerate(named)
+                name: stack.enter_context(Engine(folder / f"engine{at}.log"))
+                for at, name in enumerate([*named, RAW_FILES])
             }
             for name, variant in named.items():
                 say(f"starting an engine: {name}")
-                engines[name].start(model, _engine_options(scope, len(engines)), variant)
-            report["first_token"] = measure_first_token(scope, report["model"], engines, chosen, say)
+                lossy = variant is not None and variant.quality != "lossless"
+                engines[name].start(
+                    model, _engine_options(scope, len(engines)), variant, profile=profile if lossy else None
+                )
+            say(f"starting an engine: {RAW_FILES}")
+            try:
+                engines[RAW_FILES].start(model, _engine_options(scope, len(engines)), raw_files=folder / "raw")
+            except CuveeError as error:  # the connector is an example, which another vLLM may not have
+                del engines[RAW_FILES]
+                report["left_out"] = {RAW_FILES: str(error)}
+                say(f"left out {RAW_FILES}: {error}")
+            report["first_token"] = measure_first_token(
+                scope, report["model"], engines, chosen, say, None if profile is None else profile.name
+            )
             report["storing"] = measure_storing(scope, report["model"], engines, chosen, say)
     report["load_average"] = {"before": load, "after": os.getloadavg()[1]}
     report["seconds"] = time.perf_counter() - began
@@ -120,10 +144,8 @@ def _vllm_version() -> str:
 
 def describe_model(path: Path, random_weights: bool) -> dict[str, Any]:
     """What the figures depend on, as a dict for JSON."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
-    layout = KVLayout.from_config(config, DTYPE)
+    config = _config(path)
+    layout = _layout(path)
     text = config.get_text_config()
     return {
         "name": "random weights" if random_weights else path.name,
@@ -139,6 +161,16 @@ def describe_model(path: Path, random_weights: bool) -> dict[str, Any]:
         "raw_bytes_per_token": layout.bytes_per_token,
         "weight_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
     }
+
+
+def _config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _layout(path: Path) -> KVLayout:
+    return KVLayout.from_config(_config(path), DTYPE)
 
 
 def _engine_options(scope: EngineScope, engines: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ __all__ = [
     "NO_CONNECTOR",
     "PROOF_TOKENS",
     "QUESTION",
+    "RAW_FILES",
     "VARIANTS",
     "EngineScope",
     "EngineVariant",
@@ -28,6 +29,7 @@ QUESTION = 16  # tokens after the prefix; fewer than a block, so that our hits a
 PROOF_TOKENS = 4
 DTYPE = "bfloat16"
 NO_CONNECTOR = "no connector"
+RAW_FILES = "raw files"  # a store that compresses nothing: vLLM's own ExampleConnector
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class EngineVariant:
 
     Attributes:
         name: in the tables.
-        quality: a preset. The profile is the generic one.
+        quality: a preset.
         store: a URL, in which `{folder}` stands for a temporary folder.
         load_async: the connector's option of that name.
         filled_by: another variant, which fills the store that both share. Then this one has no misses.

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from cuvee.eval.bench.engine.scope import RAW_FILES
 from cuvee.eval.bench.tables import new_table
 
 __all__ = ["print_engine_report"]
@@ -52,6 +53,9 @@ def print_engine_report(report: dict[str, Any], console: Console) -> None:
     table.add_row("prefill, tokens/s", *(f"{entry['prefill_tokens_per_second']['median']:.0f}" for entry in lengths))
     table.add_row("own prefix cache, ratio", *(_around(entry["own_cache_over_recompute"]) for entry in lengths))
     for kind in ("hit", "miss"):
+        if "raw_files" in lengths[0]:
+            found = (entry["raw_files"][f"{kind}_over_recompute"] for entry in lengths)
+            table.add_row(f"{kind}: {RAW_FILES}, ratio", *map(_around, found))
         for name in names:
             if f"{kind}_over_recompute" in lengths[0]["variants"][name]:
                 found = (entry["variants"][name][f"{kind}_over_recompute"] for entry in lengths)

@@ -125,6 +125,10 @@ def bench_engine(
             "--length", metavar="TOKENS", show_default=False, help="Time prefixes of so many tokens. Repeatable."
         ),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", help="Of the model, for its lossy engines. Default: nothing learned."),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: three minutes.")] = False,
     out: _Out = None,
     force: Force = False,
@@ -145,7 +149,7 @@ def bench_engine(
         scope = replace(scope, lengths=tuple(sorted(set(lengths))))
     checkpoint = None if model is None else _checkpoint(model)
     _measure(
-        lambda progress: run_engine_bench(scope, checkpoint, stores or (), progress),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), progress, profile),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 
