@@ -34,6 +34,8 @@ class BlendConfig:
         documents: how many prompts to make at most, of the task cuvee_passages, of public data and of each file.
         fit: if a prompt of a `multidoc` file has more tokens, its passages are cut to 64 tokens each.
         contexts, context_tokens: what chunks are averaged over. With 0 contexts none are averaged.
+        behind: how many chunks of other prompts stand before each chunk when it is computed, as if it were harvested
+            from such a prompt; 0: no chunks of this kind. A chunk that begins its prompt is computed alone.
         selectors: which selectors, by their keys in `SELECTORS`. "nothing" is always among them: it is the floor.
         costs: shares of the token-layers to spend. All of them are measured on exact chunks of "reread".
         few_costs: those of them that are measured on decoded chunks, and everywhere else.
@@ -63,6 +65,7 @@ class BlendConfig:
     fit: int = 512
     contexts: int = 8
     context_tokens: int = 128
+    behind: int = 0
     selectors: tuple[str, ...] = tuple(SELECTORS)
     costs: tuple[float, ...] = (0.05, 0.1, 0.15, 0.3, 0.45, 0.7, 1.0)
     few_costs: tuple[float, ...] = COMPARED
@@ -75,8 +78,9 @@ class BlendConfig:
         for name in ("prompts", "chunk_tokens", "documents", "fit", "context_tokens"):
             if getattr(self, name) < 1:
                 raise InputError(f"{name}: must be at least 1, got {getattr(self, name)}")
-        if self.contexts < 0:
-            raise InputError(f"contexts: must be at least 0, got {self.contexts}")
+        for name in ("contexts", "behind"):
+            if getattr(self, name) < 0:
+                raise InputError(f"{name}: must be at least 0, got {getattr(self, name)}")
         for name in ("chunks", "suffix"):
             if getattr(self, name) < 2:
                 raise InputError(f"{name}: must be at least 2, got {getattr(self, name)}")

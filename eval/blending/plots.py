@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuvee.eval import plots
-from cuvee.eval.blending.selectors import ALONE, AVERAGED, DEFAULT, EXACT, FORMER, KINDS_OF_CHUNKS, NOTHING
+from cuvee.eval.blending.selectors import ALONE, AVERAGED, BEHIND, DEFAULT, EXACT, FORMER, KINDS_OF_CHUNKS, NOTHING
 from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.formatting import format_percent
 
@@ -50,7 +50,7 @@ def find_entry(made: Entry, kv: str, chunks: str, selector: str, cost: float | N
 def share_cost(report: ReportData) -> Figure | None:
     """Share recovered against cost by selector, on exact chunks.
 
-    Each construction has a row, with chunks computed alone on the left and averaged ones on the right.
+    Each construction has a row, with chunks computed alone on the left and then the other kinds that were measured.
     """
     made = [m for m in report["constructions"] if _lines(m, EXACT, ALONE)]
     if not made:
@@ -58,10 +58,11 @@ def share_cost(report: ReportData) -> Figure | None:
     with plots.styled():
         figure = plots.new_figure(3.1 * len(made) + 0.9)
         plots.add_heading(figure, "Share of the floor's KL recovered")
-        grid = figure.subplots(len(made), 2, squeeze=False, sharey="row", sharex=True)
+        kinds = {k: text for k, text in KINDS_OF_CHUNKS.items() if any(_lines(m, EXACT, k) for m in made)}
+        grid = figure.subplots(len(made), len(kinds), squeeze=False, sharey="row", sharex=True)
         handles: dict[str, Any] = {}
         for row, construction in zip(grid, made, strict=True):
-            for axes, (chunks, described) in zip(row, KINDS_OF_CHUNKS.items(), strict=True):
+            for axes, (chunks, described) in zip(row, kinds.items(), strict=True):
                 axes.set_title(f"{construction['name']}: chunks {described}", fontsize=9.5)
                 _draw_lines(axes, _lines(construction, EXACT, chunks), handles)
             row[0].set_ylabel("share recovered, %")
@@ -90,7 +91,7 @@ def share_source(report: ReportData) -> Figure | None:
                     cost = None if selector == NOTHING else SHOWN_COST
                     found = [(i, find_entry(construction, kv, chunks, selector, cost)) for i, kv in enumerate(sources)]
                     points = [(i + offset, e) for i, e in found if e is not None and e["share"] is not None]
-                    offset += 0.1
+                    offset += 0.07
                     if not points:
                         continue
                     color, _, marker = _LOOKS[selector]
@@ -101,7 +102,7 @@ def share_source(report: ReportData) -> Figure | None:
                         color=color,
                         marker=marker,
                         markersize=6,
-                        markerfacecolor=color if chunks == AVERAGED else "white",
+                        markerfacecolor={ALONE: "white", AVERAGED: color, BEHIND: "0.6"}[chunks],
                         linestyle="none",
                         elinewidth=0.9,
                     )
@@ -151,7 +152,8 @@ BLEND_PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
     "share_cost": (share_cost, "Share recovered against cost, with one standard error, by selector; exact chunks."),
     "share_source": (
         share_source,
-        "Share recovered with exact and with decoded chunks, with one standard error. Filled: averaged over contexts.",
+        "Share recovered with exact and with decoded chunks, with one standard error. White: computed alone; "
+        "in color: averaged over contexts; grey: cut out of other prompts.",
     ),
     "wall_time": (
         wall_time,

@@ -106,8 +106,8 @@ def _equal_cost(report: ReportData) -> ReportSection:
     for entry in report["comparison"]:
         ratios = {(a["rival"], a["chunks"]): a for a in entry["against"]}
         cells = [_against(ratios.get((rival, entry["chunks"])), entry) for rival in ("hkvd", "boundary")]
-        averaged = entry["chunks"] != ALONE
-        cells += [_against(ratios.get((rival, ALONE)), entry) if averaged else "" for rival in ("hkvd", "boundary")]
+        other = entry["chunks"] != ALONE
+        cells += [_against(ratios.get((rival, ALONE)), entry) if other else "" for rival in ("hkvd", "boundary")]
         if entry["best"]:
             strong.add(len(rows))
         rows.append(
@@ -199,7 +199,7 @@ def _left_out(made: Entry, chunks: str) -> str:
 
 
 def _kinds(made: Entry) -> list[ReportTable]:
-    """The shares for each kind of prompt, with chunks computed alone and averaged."""
+    """The shares for each kind of prompt, by kind of chunks."""
     shown = [
         e
         for e in made["entries"]

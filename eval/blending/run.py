@@ -2,7 +2,7 @@
 
     texts, passages, FILE.jsonl -> prompts --full prefill--> the reference
                                       |
-                 chunks cached alone, or averaged over contexts; exact, or decoded
+                 chunks cached alone, averaged over contexts, or cut out of other prompts; exact, or decoded
                                       |
                  blend: selector x cost --KL to the reference--> share recovered -> blend.json
 
@@ -15,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import random
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from cuvee.codec.divergence import compare
 from cuvee.codec.errors import InputError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import empty_cache
+from cuvee.codec.model import empty_cache, prefill
 from cuvee.codec.profile import Profile
 from cuvee.eval.blending.config import BlendConfig
 from cuvee.eval.blending.prompts import (
@@ -45,7 +46,17 @@ from cuvee.eval.blending.prompts import (
     reread_prompts,
 )
 from cuvee.eval.blending.render import write_blend_report
-from cuvee.eval.blending.selectors import ALONE, AVERAGED, EXACT, NOTHING, ON_ALONE, ON_AVERAGED, ON_DECODED, SELECTORS
+from cuvee.eval.blending.selectors import (
+    ALONE,
+    AVERAGED,
+    BEHIND,
+    EXACT,
+    NOTHING,
+    ON_ALONE,
+    ON_DECODED,
+    ON_OTHERS,
+    SELECTORS,
+)
 from cuvee.eval.blending.shares import (
     Figures,
     Measured,
@@ -143,6 +154,9 @@ class _BlendRun:
         self.libraries = {ALONE: ChunkCache(self.model, exact, store)}
         if len(contexts):
             self.libraries[AVERAGED] = ChunkCache(self.model, exact, store, contexts=contexts)
+        self.kinds = [*self.libraries, *([BEHIND] if config.behind else [])]
+        for made in self.constructions:
+            self._check_others(made)
         self._coders: dict[str, Codec] | None = None
         self.data = self._describe(command, evaluation, contexts)
 
@@ -177,6 +191,23 @@ class _BlendRun:
                 f"{made.name}: has a prompt of {longest} tokens and chunks that end at {averaged} after a context; "
                 f"the model has {limit} positions"
             )
+
+    def _check_others(self, made: Construction) -> None:
+        """Make sure that there are enough chunks to stand before those of each prompt, and room for them."""
+        behind, limit = self.config.behind, self.layout.max_positions
+        for prompt in made.prompts if behind else ():
+            others = _others(made, prompt)
+            if len(others) < behind:
+                raise InputError(
+                    f"behind: {made.name} has a prompt beside which there are only {len(others)} chunks of others, not "
+                    f"{behind}: give more documents, or a smaller number"
+                )
+            longest = sum(sorted(map(len, others))[-behind:]) + max(map(len, prompt.chunks))
+            if limit is not None and longest > limit:
+                raise InputError(
+                    f"behind: {behind} chunks of {made.name} and the one behind them may have {longest} tokens; the "
+                    f"model has {limit} positions: give a smaller number"
+                )
 
     def _describe(self, command: str, evaluation: Sequence[Corpus], contexts: torch.Tensor) -> dict[str, Any]:
         """The report before anything has been measured."""
@@ -293,9 +324,8 @@ class _BlendRun:
         """What to measure on every prompt: the kind of chunks in two words, the selector, the cost."""
         few = self.config.few_costs
         costs = few if made.prompts[0].choices else self.config.costs
-        compared = {ALONE: ON_ALONE, AVERAGED: ON_AVERAGED}
-        groups = [(EXACT, chunks, compared[chunks], costs) for chunks in self.libraries]
-        groups += [(quality, chunks, ON_DECODED, few) for quality in self.config.qualities for chunks in self.libraries]
+        groups = [(EXACT, chunks, ON_ALONE if chunks == ALONE else ON_OTHERS, costs) for chunks in self.kinds]
+        groups += [(quality, chunks, ON_DECODED, few) for quality in self.config.qualities for chunks in self.kinds]
         return [
             (kv, chunks, selector, cost)
             for kv, chunks, selectors, asked in groups
@@ -311,7 +341,7 @@ class _BlendRun:
         """
         found = [Measured(*method) for method in self._methods(made)]
         full: list[bool] = []
-        sizes: dict[tuple[str, str], int] = {(q, c): 0 for q in self.config.qualities for c in self.libraries}
+        sizes: dict[tuple[str, str], int] = {(q, c): 0 for q in self.config.qualities for c in self.kinds}
         answers: list[float] = []
         for index, prompt in enumerate(made.prompts):
             name, seed = f"{made.name}, prompt {index + 1} of {len(made.prompts)}", self.config.seed + index
@@ -323,8 +353,10 @@ class _BlendRun:
                 if prompt.words:
                     answers.append(-float(reference.gather(-1, targets[:, None]).sum()) / prompt.words)
                 cached = {}
-                for chunks in self.libraries:
-                    cached[EXACT, chunks] = self._chunks(prompt, chunks)
+                for chunks in self.kinds:
+                    cached[EXACT, chunks] = (
+                        self._behind(made, prompt, seed) if chunks == BEHIND else self._chunks(prompt, chunks)
+                    )
                     for one in exact:
                         if one.reason is None and one.chunks == chunks:
                             self._blend(one, prompt, cached[EXACT, chunks], reference, targets, seed)
@@ -370,6 +402,16 @@ class _BlendRun:
             self.codec.decode(library.get_or_compute(tokens, leading=index == 0))
             for index, tokens in enumerate(prompt.chunks)
         ]
+
+    def _behind(self, made: Construction, prompt: BlendPrompt, seed: int) -> list[KVChunk]:
+        """The chunks of a prompt as they would be harvested from prompts with other chunks before them."""
+        draw, others = random.Random(seed), _others(made, prompt)
+        found = self._chunks(replace(prompt, chunks=prompt.chunks[:1]), ALONE)
+        for tokens in prompt.chunks[1:]:
+            before = torch.cat(draw.sample(others, self.config.behind))
+            (whole,) = prefill(self.model, torch.cat([before, tokens])[None], self.layout)
+            found.append(whole.slice(len(before), len(before) + len(tokens)))
+        return found
 
     def _reference(self, prompt: BlendPrompt) -> tuple[torch.Tensor, torch.Tensor, bool]:
         cache = empty_cache()
@@ -440,6 +482,13 @@ class _BlendRun:
         one.top1 += same
         one.spent.append(result.record.cost)
         one.correct += [correct] if len(prompt.choices) > 1 else []
+
+
+def _others(made: Construction, prompt: BlendPrompt) -> list[torch.Tensor]:
+    """The different chunks of other prompts that are not among this one's."""
+    own = {tuple(tokens.tolist()) for tokens in prompt.chunks}
+    found = {tuple(tokens.tolist()): tokens for other in made.prompts for tokens in other.chunks}
+    return [tokens for key, tokens in found.items() if key not in own]
 
 
 def _sha256(*tokens: torch.Tensor) -> str:

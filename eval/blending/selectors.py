@@ -13,6 +13,7 @@ from cuvee.blend import HKVD, Boundary, Nothing, Overlap, Product, Prompt, Query
 __all__ = [
     "ALONE",
     "AVERAGED",
+    "BEHIND",
     "COMPARED",
     "DEFAULT",
     "EXACT",
@@ -20,15 +21,16 @@ __all__ = [
     "KINDS_OF_CHUNKS",
     "NOTHING",
     "ON_ALONE",
-    "ON_AVERAGED",
     "ON_DECODED",
+    "ON_OTHERS",
     "SELECTORS",
 ]
 
 EXACT = "exact"  # chunks as they were computed. The others go by the quality they were coded at.
 ALONE, AVERAGED = "alone", "averaged"  # computed with nothing before them, or averaged over several contexts
+BEHIND = "behind"  # cut out of a prompt where chunks of other prompts stood before them
 NOTHING, DEFAULT = "nothing", "default"
-KINDS_OF_CHUNKS = {ALONE: "each computed alone", AVERAGED: "averaged over contexts"}
+KINDS_OF_CHUNKS = {ALONE: "each computed alone", AVERAGED: "averaged over contexts", BEHIND: "cut out of other prompts"}
 FORMER = "(overlap+query)*boundary"
 COMPARED = (0.15, 0.3, 0.45)  # costs at which selectors are compared
 
@@ -72,5 +74,5 @@ SELECTORS: dict[str, tuple[str, Callable[[float, int], Any]]] = {
 """Key -> (label, how to make the selector for a cost and a seed)."""
 
 ON_ALONE = tuple(SELECTORS)
-ON_AVERAGED = (NOTHING, "boundary", "hkvd", "query", "overlap*boundary", FORMER, DEFAULT)
+ON_OTHERS = (NOTHING, "boundary", "hkvd", "query", "overlap*boundary", FORMER, DEFAULT)
 ON_DECODED = (NOTHING, "boundary", DEFAULT)

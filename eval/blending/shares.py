@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from cuvee.codec.divergence import stderr
-from cuvee.eval.blending.selectors import ALONE, AVERAGED, COMPARED, DEFAULT, EXACT, NOTHING, SELECTORS
+from cuvee.eval.blending.selectors import ALONE, COMPARED, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING, SELECTORS
 from cuvee.eval.stats import DRAWS, F64, Resamples, interval, paired_difference
 
 __all__ = [
@@ -216,7 +216,7 @@ def compare_selectors(made: Figures, seed: int) -> list[Figures]:
     floor = _kl(floor_entry)
     found = []
     for cost in COMPARED:
-        for chunks in (ALONE, AVERAGED):
+        for chunks in KINDS_OF_CHUNKS:
             measured = _measured(made, kv=EXACT, chunks=chunks, cost=cost)
             if not measured or floor_entry["share"] is None:
                 continue

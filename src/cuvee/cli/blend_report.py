@@ -67,6 +67,14 @@ def blend_report(
         int | None,
         typer.Option(min=0, help="How many to average chunks over; 0: only chunks computed alone.", show_default=False),
     ] = None,
+    behind: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Measure chunks that are cut out of prompts where so many chunks of others stood before them, too.",
+            show_default=False,
+        ),
+    ] = None,
     wall_time: Annotated[
         bool, typer.Option("--wall-time/--no-wall-time", help="Measure the speed of a random Llama, too.")
     ] = True,
@@ -106,6 +114,7 @@ def blend_report(
     if qualities is not None:
         chosen |= {"qualities": () if qualities == "none" else _listed(qualities)}
     chosen |= {"contexts": contexts} if contexts is not None else {}
+    chosen |= {"behind": behind} if behind is not None else {}
     chosen |= {} if wall_time else {"lengths": ()}
     config = replace(config, **chosen)
     try:

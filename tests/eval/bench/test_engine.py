@@ -295,9 +295,7 @@ def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         run_engine_bench(SMALL)
 
 
-def test_a_profile_needs_its_model(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any
-) -> None:
+def test_a_profile_needs_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, books: Any) -> None:
     monkeypatch.setattr(run, "find_spec", lambda _: True)
     books.profile.save(tmp_path / "books.cuvee")
     with pytest.raises(InputError, match=r"^profile: random weights have none"):

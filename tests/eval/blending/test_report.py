@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMism
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
+from cuvee.eval.blending import plots
 from cuvee.eval.blending import wall_time as blend_wall
 from cuvee.eval.blending.config import BlendConfig, quick_blend_config
 from cuvee.eval.blending.prompts import (
@@ -36,7 +38,7 @@ from cuvee.eval.blending.prompts import (
 )
 from cuvee.eval.blending.render import blend_markdown, blend_sections, print_blend_summary, write_blend_report
 from cuvee.eval.blending.run import run_blend_report
-from cuvee.eval.blending.selectors import ON_ALONE, ON_AVERAGED
+from cuvee.eval.blending.selectors import ON_ALONE, ON_OTHERS
 from cuvee.eval.blending.shares import ratio_of_shares, share_recovered
 from cuvee.eval.blending.wall_time import measure_wall_time
 from cuvee.eval.corpus import read_corpus, spread_sequences
@@ -179,7 +181,7 @@ def test_a_report_holds_every_method_and_how_it_was_made(done: tuple[Path, dict[
     for made, costs in zip(data["constructions"], ((0.15, 0.3, 1.0), (0.3,), (0.3,), (0.3,)), strict=True):
         keys = [(e["kv"], e["chunks"], e["selector"], e["cost"]) for e in made["entries"]]
         assert len(set(keys)) == len(keys)
-        for chunks, selectors in (("alone", ON_ALONE), ("averaged", ON_AVERAGED)):
+        for chunks, selectors in (("alone", ON_ALONE), ("averaged", ON_OTHERS)):
             for selector in selectors:
                 found = [e["cost"] for e in entries(made, kv="exact", chunks=chunks, selector=selector)]
                 assert found == ([None] if selector == "nothing" else list(costs))
@@ -329,6 +331,68 @@ def test_averaged_chunks_are_means_behind_the_contexts(
     kl = (exact.exp() * (exact - result.logits[:-1].log_softmax(-1))).sum(-1).mean()
     found = entry(construction(done[1], "reread"), "exact", "averaged", "nothing", None)["per_prompt"]
     assert found["kl"][1] == pytest.approx(float(kl), rel=1e-3)
+
+
+def test_chunks_cut_out_of_other_prompts_are_as_those_prompts_left_them(
+    tiny: BlendConfig, tmp_path: Path, console: Console, bundled: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the first chunk of a prompt, which is exact alone."""
+    seen: list[list[Any]] = []  # the chunks of each blend
+    blend = Blender.blend
+
+    def watched(blender: Blender, segments: Any, **more: Any) -> Any:
+        seen.append([segment.chunk for segment in segments[:-1]])
+        return blend(blender, segments, **more)
+
+    monkeypatch.setattr(Blender, "blend", watched)
+    config = replace(
+        less_of(tiny), prompts=3, constructions=("reread",), contexts=0, behind=2, selectors=("default",),
+        qualities=("balanced",), few_costs=(0.3,),
+    )  # fmt: skip
+    data = run_blend_report(config, tmp_path / "run", console)
+    made = construction(data, "reread")
+    methods = [(e["kv"], e["chunks"], e["selector"], e["cost"]) for e in made["entries"]]
+    per_kind = [("nothing", None), ("default", 0.3)]
+    assert methods == [
+        (kv, chunks, *one) for kv in ("exact", "balanced") for chunks in ("alone", "behind") for one in per_kind
+    ]
+    model, _ = bundled
+    layout = KVLayout.from_config(model.config, dtype=torch.float32)
+    prompts = reread_prompts([read_corpus(name, "books-3m") for name in TINY.evaluation], 3, 3, 24, 16, 7).prompts
+    for index, prompt in enumerate(prompts):
+        alone, harvested = seen[8 * index], seen[8 * index + 2]  # of each kind there are two blends
+        others = [tokens for other in prompts if other is not prompt for tokens in other.chunks]
+        assert torch.equal(harvested[0].keys[3], alone[0].keys[3])
+        for tokens, chunk in zip(prompt.chunks[1:], harvested[1:], strict=True):
+            assert (chunk.start, chunk.tokens) == (48, 24)
+            found = 0
+            for before in permutations(others, 2):
+                with torch.no_grad():
+                    (whole,) = prefill(model, torch.cat([*before, tokens])[None], layout)
+                found += torch.allclose(whole.values[5][48:], chunk.values[5], atol=1e-5)
+            assert found == 1
+    text = (tmp_path / "run" / "blend.md").read_text()
+    assert "exact chunks cut out of other prompts" in text and "exact chunks averaged over contexts" not in text
+    figure = plots.share_cost(data)
+    assert figure is not None and len(figure.axes) == 2  # a column for each kind of chunks that was measured
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"behind": 7}, r"^behind: reread has a prompt beside which there are only 6 chunks of others, not 7"),
+        (
+            {"behind": 6, "chunk_tokens": 320, "prompts": 3},
+            r"^behind: 6 chunks of reread .* may have 2240 tokens; the model",
+        ),
+    ],
+)
+def test_there_must_be_chunks_to_stand_before_others(
+    tiny: BlendConfig, tmp_path: Path, console: Console, change: dict[str, Any], message: str
+) -> None:
+    config = replace(less_of(tiny), **{"prompts": 3, "constructions": ("reread",), **change})
+    with pytest.raises(InputError, match=message):
+        run_blend_report(config, tmp_path / "run", console)
 
 
 def test_a_choice_is_predicted_as_if_it_were_text(done: tuple[Path, dict[str, Any]], bundled: tuple[Any, Any]) -> None:
