@@ -1,7 +1,7 @@
-"""The servers that are compared: vLLM alone, and with `CuveeConnector` at several qualities.
+"""The servers that are compared: vLLM alone, with files of its own, and with `CuveeConnector` at several qualities.
 
-There is none with a raw store: vLLM 0.32 brings only one that runs on a CPU, its ExampleConnector, and the engine dies
-when that loads a prompt whose last block is not full.
+The one store that vLLM 0.32 brings and that runs on a CPU is its ExampleConnector, which keeps raw files. It finds a
+prompt only as a whole, so the arm shows what raw files cost and save where the very same prompts come again.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class Arm:
         own_cache: whether vLLM's prefix cache is on.
         learned: whether it needs a profile.
         blend: whether segments are reused at any position; answers are approximations then.
+        raw: whether vLLM's ExampleConnector keeps raw files.
     """
 
     name: str
@@ -36,6 +37,12 @@ class Arm:
     own_cache: bool = True
     learned: bool = False
     blend: bool = False
+    raw: bool = False
+
+    @property
+    def stores(self) -> bool:
+        """Whether what it caches outlives the server."""
+        return self.raw or self.quality is not None
 
     def command(self, store: Path, profile: Path | None) -> list[str]:
         """What it adds to the command line of the server."""
@@ -53,12 +60,20 @@ class Arm:
                 "kv_connector_extra_config": extra,
             }
             arguments += ["--kv-transfer-config", json.dumps(transfer)]
+        if self.raw:
+            transfer = {
+                "kv_connector": "ExampleConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(store)},
+            }
+            arguments += ["--kv-transfer-config", json.dumps(transfer)]
         return arguments
 
 
 ARMS = (
     Arm(BASELINE, own_cache=False),
     Arm("vLLM's prefix cache"),
+    Arm("raw files", own_cache=False, raw=True),
     Arm("cuvee lossless", "lossless"),
     Arm("cuvee high", "high", learned=True),
     Arm("cuvee balanced", "balanced", learned=True),

@@ -107,8 +107,7 @@ def _run_arm(
     for folder in (store, logs):
         folder.mkdir(parents=True, exist_ok=True)
     arguments = [*run.server, *arm.command(store, run.profile)]
-    stores = arm.quality is not None
-    phases = [(COLD,) if arm.name == BASELINE else (COLD, WARM), *([(RESTART,)] if stores else [])]
+    phases = [(COLD,) if arm.name == BASELINE else (COLD, WARM), *([(RESTART,)] if arm.stores else [])]
     try:
         for served in phases:
             say(f"{arm.name}: starting the server")
@@ -124,7 +123,7 @@ def _run_arm(
                         server.complete(question, _ANSWER_TOKENS) for question in _questions()
                     ]
                 counters = server.counters()
-            if served[0] == COLD and stores:
+            if served[0] == COLD and arm.stores:
                 found["disk"] = _disk(store, counters)
             save()
     finally:

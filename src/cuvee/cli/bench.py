@@ -221,6 +221,13 @@ def bench_clients(
             help="Run this one. Repeatable. Default: all whose client is installed.",
         ),
     ] = None,
+    questions: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE", show_default=False,
+            help="For rag-qa-quality: a file of questions with documents and answers, such as MuSiQue's.",
+        ),
+    ] = None,
     kv_cache_mb: Annotated[int, typer.Option(min=1, help="Memory for the server's own KV cache.")] = 400,
     force: Force = False,
     as_json: Json = False,
@@ -242,9 +249,9 @@ def bench_clients(
         "--dtype", "bfloat16", "--max-num-seqs", "8", "--block-size", "32",
         "--kv-cache-memory-bytes", str(kv_cache_mb * 10**6),
     )  # fmt: skip
+    chosen = choose_workloads(workloads or (), None if questions is None else questions.resolve())
     run = ClientsRun(
-        _checkpoint(model),
-        choose_arms(arms or (), profile), choose_workloads(workloads or ()),
+        _checkpoint(model), choose_arms(arms or (), profile), chosen,
         None if profile is None else profile.resolve(), server, out.resolve(),
     )  # fmt: skip
     report = run_clients(run, make_console(stderr=True))

@@ -21,7 +21,13 @@ from cuvee.eval.bench.clients import workloads as workloads_module
 from cuvee.eval.bench.clients.arms import ARMS, BASELINE, choose_arms
 from cuvee.eval.bench.clients.run import COLD, RESTART, WARM, ClientsRun, run_clients
 from cuvee.eval.bench.clients.server import Server
-from cuvee.eval.bench.clients.workloads import WORKLOADS, LMCacheWorkload, PrefixRepetition, choose_workloads
+from cuvee.eval.bench.clients.workloads import (
+    WORKLOADS,
+    LMCacheWorkload,
+    PrefixRepetition,
+    _lmcache,
+    choose_workloads,
+)
 from cuvee.eval.data import bundled_model_path
 
 LOSSLESS = next(arm for arm in ARMS if arm.quality == "lossless")
@@ -41,12 +47,18 @@ def test_arms_that_need_a_profile_are_left_out_or_refused_without_one() -> None:
 
 
 def test_the_command_of_an_arm_is_what_vllm_takes() -> None:
-    none, own, lossless, high, *_ = ARMS
+    none, own, raw, lossless, high, *_ = ARMS
     assert none.command(Path("s"), None) == ["--no-enable-prefix-caching"]
     assert own.command(Path("s"), None) == []
     flag, transfer = lossless.command(Path("/s"), Path("/p"))
     extra = {"store": "file:///s", "quality": "lossless"}
     assert flag == "--kv-transfer-config" and json.loads(transfer)["kv_connector_extra_config"] == extra
+    off, flag, transfer = raw.command(Path("/s"), None)
+    assert off == "--no-enable-prefix-caching" and json.loads(transfer) == {
+        "kv_connector": "ExampleConnector", "kv_role": "kv_both",
+        "kv_connector_extra_config": {"shared_storage_path": "/s"},
+    }  # fmt: skip
+    assert [arm.stores for arm in ARMS[:5]] == [False, False, True, True, True]
     transfer = json.loads(high.command(Path("/s"), Path("/p"))[1])
     assert transfer["kv_connector_extra_config"] == {"store": "file:///s", "quality": "high", "profile": "/p"}
 
@@ -58,7 +70,7 @@ def test_workloads_whose_client_is_missing_are_left_out_or_refused(monkeypatch: 
     with pytest.raises(InputError, match="'long-doc-qa' needs LMCache's client: pip install lmcache-cli"):
         choose_workloads(["long-doc-qa"])
     monkeypatch.setattr(workloads_module, "_lmcache", lambda: "/bin/lmcache")
-    assert choose_workloads(()) == WORKLOADS
+    assert [workload.name for workload in choose_workloads(())] == [w.name for w in WORKLOADS[:-1]]  # without a file
     monkeypatch.setattr(workloads_module, "find_spec", lambda _: None)
     with pytest.raises(InputError, match="'prefix_repetition' is vLLM's own client: pip install vllm"):
         choose_workloads(["prefix_repetition"])
@@ -67,6 +79,22 @@ def test_workloads_whose_client_is_missing_are_left_out_or_refused(monkeypatch: 
         choose_workloads(())
     with pytest.raises(InputError, match="workload 'rag' is unknown: choose from prefix_repetition, long-doc-qa"):
         choose_workloads(["rag"])
+
+
+def test_a_workload_that_needs_a_file_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workloads_module, "_lmcache", lambda: "/bin/lmcache")
+    with pytest.raises(InputError, match="'rag-qa-quality' needs a file of questions: give --questions"):
+        choose_workloads(["rag-qa-quality"])
+    file = tmp_path / "musique.json"
+    with pytest.raises(InputError, match=r"questions: .*musique.json is not a file"):
+        choose_workloads(["rag-qa-quality"], file)
+    file.write_text("[]")
+    rag, qa = choose_workloads(["rag-qa-quality", "long-doc-qa"], file)
+    command = rag.command("http://s", "m", tmp_path, 1)
+    assert command[-2:] == ["--rag-dataset", str(file)] and "--no-warmup" not in command
+    command = qa.command("http://s", "m", tmp_path, 1)
+    assert "--rag-dataset" not in command and "--no-warmup" in command
+    assert [w.name for w in choose_workloads((), file)][-1] == "rag-qa-quality"
 
 
 def test_what_vllms_client_writes_is_read(tmp_path: Path) -> None:
@@ -163,7 +191,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
     return FakeServer
 
 
-def a_run(tmp_path: Path, *workloads: Any, arms: Sequence[Any] = ARMS[:5]) -> ClientsRun:
+def a_run(tmp_path: Path, *workloads: Any, arms: Sequence[Any] = (*ARMS[:2], *ARMS[3:6])) -> ClientsRun:
     return ClientsRun(tmp_path, arms, workloads, Path("profile"), ("--dtype", "bfloat16"), tmp_path / "out")
 
 
@@ -268,6 +296,7 @@ def test_the_command_refuses_bad_input_before_it_starts_anything(tmp_path: Path)
     for arguments, said in (
         (["--arm", "cuvee small"], "needs a profile"),
         (["--workload", "none"], "is unknown"),
+        (["--questions", "nowhere.json", "--workload", "rag-qa-quality"], "questions" if _lmcache() else "LMCache"),
     ):
         result = runner.invoke(app, ["bench", "clients", "--model", "m", "-o", str(tmp_path / "out"), *arguments])
         assert result.exit_code and said in result.output + result.stderr
