@@ -56,6 +56,7 @@ class ClientsRun:
         profile: of the model, for arms that need one.
         server: more arguments of the server.
         out: the folder of the report; made.
+        token_bytes: of a token's KV in the model's dtype, for sizes per token.
     """
 
     model: Path
@@ -64,6 +65,7 @@ class ClientsRun:
     profile: Path | None
     server: Sequence[str]
     out: Path
+    token_bytes: int | None = None
 
 
 def run_clients(run: ClientsRun, progress: Console | None = None) -> dict[str, Any]:
@@ -124,7 +126,7 @@ def _run_arm(
                     ]
                 counters = server.counters()
             if served[0] == COLD and arm.stores:
-                found["disk"] = _disk(store, counters)
+                found["disk"] = _disk(store, counters, run.token_bytes)
             save()
     finally:
         shutil.rmtree(store, ignore_errors=True)
@@ -174,11 +176,14 @@ def _questions() -> list[str]:
     return [text[at * step : at * step + _QUESTION_CHARACTERS] for at in range(_QUESTIONS)]
 
 
-def _disk(store: Path, counters: Mapping[str, float]) -> dict[str, float]:
-    """What lies in the store, and how much smaller it is than it was, if the connector says so."""
+def _disk(store: Path, counters: Mapping[str, float], token_bytes: int | None) -> dict[str, float]:
+    """What lies in the store, how much smaller it is than it was, and per token, if the connector says so."""
     size = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     raw, stored = (counters.get(f"vllm:cuvee_{name}_bytes_total", 0.0) for name in ("raw", "stored"))
-    return {"bytes": float(size), **({"ratio": raw / stored} if stored else {})}
+    found = {"bytes": float(size), **({"ratio": raw / stored} if stored else {})}
+    if raw and token_bytes:
+        found["bytes_per_1000_tokens"] = 1000 * size / (raw / token_bytes)
+    return found
 
 
 def _compare(found: dict[str, Any], baseline: Mapping[str, Any]) -> None:

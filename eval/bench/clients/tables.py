@@ -37,16 +37,22 @@ def clients_markdown(report: Mapping[str, Any]) -> str:
         for arm, found in report["arms"].items():
             for phase, measured in found["workloads"][workload].items():
                 lines.append(f"| {arm} | {phase} | {_cells(measured)} |")
-    lines += ["", "## Sizes and answers", "", "| arm | MB on disk | times smaller | answers as without a cache |"]
-    lines += ["|---|---|---|---|"]
+    lines += [
+        "",
+        "## Sizes and answers",
+        "",
+        "| arm | MB on disk | MB per 1,000 tokens | times smaller | answers as without a cache |",
+    ]
+    lines += ["|---|---|---|---|---|"]
     for arm, found in report["arms"].items():
         disk, same = found.get("disk", {}), found.get("same_answers", {})
         size = f"{disk['bytes'] / 1e6:.1f}" if disk else "-"
+        each = f"{disk['bytes_per_1000_tokens'] / 1e6:.2f}" if "bytes_per_1000_tokens" in disk else "-"
         ratio = f"{disk['ratio']:.2f}" if "ratio" in disk else "-"
         answers = "; ".join(
             f"{phase}: {of['equal']:.0%}, their beginnings {of['leading']:.0%}" for phase, of in same.items()
         )
-        lines.append(f"| {arm} | {size} | {ratio} | {answers or '-'} |")
+        lines.append(f"| {arm} | {size} | {each} | {ratio} | {answers or '-'} |")
     failed = [(arm, found["error"]) for arm, found in report["arms"].items() if "error" in found]
     if failed:
         lines += ["", "## Failed", ""]

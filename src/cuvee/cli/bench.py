@@ -242,6 +242,7 @@ def bench_clients(
     from cuvee.eval.bench.clients.run import ClientsRun, run_clients
     from cuvee.eval.bench.clients.tables import clients_markdown
     from cuvee.eval.bench.clients.workloads import choose_workloads
+    from cuvee.eval.bench.engine.run import describe_model
     from cuvee.eval.runs import check_folder
 
     check_folder(out, force)
@@ -249,10 +250,13 @@ def bench_clients(
         "--dtype", "bfloat16", "--max-num-seqs", "8", "--block-size", "32",
         "--kv-cache-memory-bytes", str(kv_cache_mb * 10**6),
     )  # fmt: skip
+    servers = choose_arms(arms or (), profile)
     chosen = choose_workloads(workloads or (), None if questions is None else questions.resolve())
+    checkpoint = _checkpoint(model)
     run = ClientsRun(
-        _checkpoint(model), choose_arms(arms or (), profile), chosen,
+        checkpoint, servers, chosen,
         None if profile is None else profile.resolve(), server, out.resolve(),
+        describe_model(checkpoint, random_weights=False)["raw_bytes_per_token"],
     )  # fmt: skip
     report = run_clients(run, make_console(stderr=True))
     if as_json:

@@ -205,6 +205,7 @@ def test_every_arm_meets_every_workload(tmp_path: Path, fake: type[FakeServer]) 
     assert measured["p50"] == 0.2 and measured["p99"] == pytest.approx(0.298) and measured["p50_ratio"] == 1
     assert measured["prompt_tokens"] == 100 and measured["hit_rate"] == 0.75
     assert arms["cuvee lossless"]["disk"]["ratio"] == 3 and "disk" not in arms[BASELINE]
+    assert "bytes_per_1000_tokens" not in arms["cuvee lossless"]["disk"]  # a token's size was not given
     assert arms["cuvee lossless"]["same_answers"][RESTART] == {"equal": 1.0, "leading": 1.0}
     assert list(arms["vLLM's prefix cache"]["same_answers"]) == [COLD, WARM]
     assert arms["cuvee high"]["same_answers"][COLD]["equal"] == 0
@@ -283,7 +284,9 @@ def test_vllms_own_client_asks_a_real_server(tmp_path: Path) -> None:
         assert measured["hit_rate"] > 0.4  # the second request of each prefix
         answer = server.complete("The harbour", 8)
         assert answer and answer == server.complete("The harbour", 8)
-        assert run_module._disk(tmp_path / "store", server.counters())["ratio"] > 1.2
+        disk = run_module._disk(tmp_path / "store", server.counters(), 100)
+        assert disk["ratio"] > 1.2
+        assert disk["bytes_per_1000_tokens"] >= 1000 * 100 / disk["ratio"]  # files have headers, too
         with pytest.raises(CuveeError, match="the server did not answer: HTTP Error 400"):
             server.complete("The harbour " * 600, 8)
     with pytest.raises(CuveeError, match="the server died with status"):
