@@ -20,7 +20,8 @@ from cuvee.integrations.vllm.config import Options
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
-REAL = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
+REAL = ROOT / "eval" / "results" / "2026-11-23-smollm2-report"
+RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LONG = ROOT / "eval" / "results" / "2026-11-23-cpu-xeon" / "engine-smollm2-long.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
@@ -58,23 +59,43 @@ def test_links_and_pictures_of_the_readme_exist() -> None:
         assert (ROOT / target).is_file(), target
 
 
+def ratio_cell(found: dict[str, Any]) -> str:
+    if found["ratio"] is None:
+        return "-"
+    return f"{found['ratio']:.1f}x** ({found['low']:.1f} to {found['high']:.1f})"
+
+
 def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
-    texts = json.loads(REAL.read_text(encoding="utf-8"))["texts"]
+    report = json.loads((REAL / "report.json").read_text(encoding="utf-8"))
+    kinds = report["by_kind"]
+    assert [(kind["text"], kind["reread"]) for kind in kinds] == [
+        ("pd_dracula.md", False), ("pd_dracula.md", True), ("python.txt", False), ("python.txt", True),
+    ]  # fmt: skip
+    quality = {entry["key"]: entry for entry in report["quality"]}
+    ours, pca = "cuvee/layers:4", "pca/layers:4"
+    page = (REAL / "README.md").read_text(encoding="utf-8")
+    expected = {(anchor, anchor): [ratio_cell(ratio(k, anchor, ours, anchor)) for k in kinds] for anchor in ANCHORS}
+    expected |= {(anchor, pca): [ratio_cell(ratio(k, anchor, ours, pca)) for k in kinds] for anchor in ANCHORS}
     table = rows("baseline", README)
-    for cells, key in zip(table, ("fp8-e4m3", "int8", "kivi4", "cachegen"), strict=True):
-        of = [texts[name]["rivals"][key] for name in ("dracula", "python")]
-        assert cells[1] == f"{of[0]['bits_per_value']:.2f}"
-        for cell, found in zip(cells[2:4], of, strict=True):
-            assert float(cell) == float(f"{found['kl']:.2g}"), cells[0]
-        assert cells[4:] == [f"{found['times_smaller']['auto']:.1f}x" for found in of], cells[0]
-    flat = README.replace("\n", " ")
-    layer = [texts[n]["rivals"][k]["times_smaller"]["layer"] for n in ("dracula", "python") for k in texts[n]["rivals"]]
-    first = [round(x, 1) for x in (*layer[:3], *layer[6:9])]
-    assert (min(first), max(first)) == (3.6, 4.6) and "3.6 to 4.6 times smaller" in flat
-    assert [round(layer[at]) for at in (11, 5)] == [11, 15] and "11 to 15 times smaller" in flat
+    for cells, key in zip(table, (*((a, a) for a in ANCHORS), ("kivi4", pca)), strict=True):
+        assert cells[2:] == expected[key], cells[0]
+        (of,) = (entry for entry in report["comparison"] if entry["anchor"] == key[0])
+        size = next(f["bits_per_value"] for f in of["families"] if f["family"] == pca) if key[1] == pca else None
+        assert cells[1] == f"{size or quality[key[0]]['bits_per_value']:.2f}", cells[0]
+    for cells, key in zip(rows("baseline", page), expected, strict=True):
+        assert cells[1:] == expected[key], cells[0]
     # What FP8 costs, cuvee has for so many bits.
-    bits = [texts[name]["rivals"]["fp8-e4m3"]["bits_at_its_kl"]["auto"] for name in ("dracula", "python")]
-    assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in flat
+    bits = [8 / ratio(kind, "fp8-e4m3", ours, "fp8-e4m3")["ratio"] for kind in kinds]
+    assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in README.replace("\n", " ")
+    assert report["seconds"] < 3600 and "an hour on two cores" in README
+    sizes = [e for e in report["sizes"] if e["family"] == ours]
+    shown = rows("KL, nats per token", page)
+    assert shown[0][1:] == [f"{e['bits_per_value']:.2f}" for e in sizes]
+    assert shown[1][1:] == [f"{16 / e['bits_per_value']:.1f}" for e in sizes]
+    texts = json.loads(RATES.read_text(encoding="utf-8"))["texts"]
+    grouped = [r["bits_at_its_kl"] for text in texts.values() for r in text["rivals"].values()]
+    times = [bits["layer"] / bits["auto"] for bits in grouped if bits["layer"] and bits["auto"]]
+    assert f"{min(times):.1f} to {max(times):.1f} times the bits" in README.replace("\n", " ")
 
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
