@@ -66,7 +66,8 @@ class Arm:
                 "kv_role": "kv_both",
                 "kv_connector_extra_config": {"shared_storage_path": str(store)},
             }
-            arguments += ["--kv-transfer-config", json.dumps(transfer)]
+            # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
+            arguments += ["--kv-transfer-config", json.dumps(transfer), "--max-num-batched-tokens", "16384"]
         return arguments
 
 

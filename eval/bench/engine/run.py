@@ -122,7 +122,10 @@ def run_engine_bench(
                 )
             say(f"starting an engine: {RAW_FILES}")
             try:
-                engines[RAW_FILES].start(model, _engine_options(scope, len(engines)), raw_files=folder / "raw")
+                options = _engine_options(scope, len(engines))
+                # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
+                options["max_num_batched_tokens"] = options["max_model_len"]
+                engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
             except CuveeError as error:  # the connector is an example, which another vLLM may not have
                 del engines[RAW_FILES]
                 report["left_out"] = {RAW_FILES: str(error)}

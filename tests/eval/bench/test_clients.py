@@ -53,7 +53,7 @@ def test_the_command_of_an_arm_is_what_vllm_takes() -> None:
     flag, transfer = lossless.command(Path("/s"), Path("/p"))
     extra = {"store": "file:///s", "quality": "lossless"}
     assert flag == "--kv-transfer-config" and json.loads(transfer)["kv_connector_extra_config"] == extra
-    off, flag, transfer = raw.command(Path("/s"), None)
+    off, flag, transfer, *_ = raw.command(Path("/s"), None)
     assert off == "--no-enable-prefix-caching" and json.loads(transfer) == {
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": "/s"},
