@@ -191,9 +191,11 @@ def test_a_store_of_raw_files_is_timed_beside_the_variants() -> None:
     assert "hit: raw files, ratio" in out.getvalue() and "miss: raw files, ratio" in out.getvalue()
 
 
-def test_raw_files_that_change_the_output_are_an_error() -> None:
-    with pytest.raises(CuveeError, match="raw files: a load of 256 tokens changed the next token"):
-        measure_first_token(SMALL, MODEL, raw_engines(token=8), VARIANTS[:1], silent)
+def test_raw_files_of_an_engine_that_rounds_otherwise_are_reported() -> None:
+    first = measure_first_token(SMALL, MODEL, raw_engines(logprob=-0.625), VARIANTS[:1], silent)
+    assert first["proof_logprob_difference"][256] == {RAW_FILES: 0.125, VARIANTS[0].name: 0.0}
+    first = measure_first_token(SMALL, MODEL, raw_engines(token=8), VARIANTS[:1], silent)
+    assert first["proof_logprob_difference"][512][RAW_FILES] is None
 
 
 def test_a_lossy_load_may_change_the_output_and_is_reported() -> None:
