@@ -141,7 +141,7 @@ def _prove(
     expected = plain.ask([prompt], expect_cached=[length], **proof)
     differences: dict[str, float | None] = {}
     if RAW_FILES in engines:
-        # It stores what its own engine computes, in one step and not in several, so roundings differ: no proof, a figure.
+        # It stores what its own engine computes, in one step and not in several, so roundings differ: only a figure.
         engines[RAW_FILES].ask([prompt], forget=True, expect_cached=[0])
         loaded = engines[RAW_FILES].ask([prompt], forget=True, expect_cached=[length], **proof)
         worst = logprob_difference(loaded.logprobs[0], expected.logprobs[0])
