@@ -22,11 +22,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-23-smollm2-report"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
-LONG = ROOT / "eval" / "results" / "2026-11-23-cpu-xeon" / "engine-smollm2-long.json"
+LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
 ENGINE = ROOT / "eval" / "results" / "2026-11-21-vllm" / "engine.json"
 QUESTIONS = ROOT / "eval" / "results" / "2026-11-23-smollm2-blend" / "xquad" / "blend.json"
+SOURCES = ROOT / "eval" / "results" / "2026-11-23-smollm2-blend" / "xquad-sources" / "blend.json"
 BLENDED = ROOT / "eval" / "results" / "2026-11-21-blend" / "blend.json"
 FAMILIES = ("cuvee/layer", "cuvee/all")
 ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")
@@ -100,11 +101,21 @@ def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
     lengths = json.loads(LONG.read_text(encoding="utf-8"))["first_token"]["lengths"]
-    table = rows("prefix tokens", README)
-    for cells, variant in zip(table, ("lossless, file", "balanced, file", None), strict=True):
-        for cell, length in zip(cells[1:], lengths, strict=True):
-            ratio = length["variants"][variant]["hit_over_recompute"] if variant else length["own_cache_over_recompute"]
-            assert float(cell) == pytest.approx(ratio["median"], abs=0.0051), cells[0]
+    page = (LONG.parent / "README.md").read_text(encoding="utf-8")
+    columns = {
+        "own": [length["own_cache_over_recompute"] for length in lengths],
+        "raw": [length["raw_files"]["hit_over_recompute"] for length in lengths],
+    }
+    for name in lengths[0]["variants"]:
+        columns[name] = [length["variants"][name]["hit_over_recompute"] for length in lengths]
+    lossless, balanced = "lossless, file", "balanced, file"
+    for text, digits, names in (
+        (README, 0.0051, (lossless, balanced, "raw", "own")),
+        (page, 0.0051, ("own", "raw", lossless, f"{lossless}, sync", balanced, f"{balanced}, sync", "lossless, memory")),
+    ):
+        for cells, name in zip(rows("prefix tokens", text), names, strict=True):
+            for cell, found in zip(cells[1:], columns[name], strict=True):
+                assert float(cell) == pytest.approx(found["median"], abs=digits), (cells[0], name)
 
 
 def test_files_and_commands_that_the_readme_names_exist() -> None:
@@ -222,8 +233,17 @@ def test_the_shares_of_blending_on_a_real_model_are_those_of_the_committed_run()
         shown[kv, chunks, selector] = [
             "-" if s is None else "0" if s == (0, 0) else f"{s[0]:.0f} / {s[1]:.0f}" for s in shares
         ]
-    for cells, kind in zip(rows("% recovered at cost", BLEND), kinds, strict=True):
+    (other,) = json.loads(SOURCES.read_text(encoding="utf-8"))["constructions"]
+    behind = [e for e in other["entries"] if e["chunks"] == "behind" and e["selector"] in ("nothing", "default")]
+    cut_out = [f"{100 * e['share']:.0f} / {100 * e['answer_share']:.0f}" for e in behind]
+    table = rows("% recovered at cost", BLEND)
+    assert table.pop(5)[1:] == [*cut_out, ""]
+    for cells, kind in zip(table, kinds, strict=True):
         assert cells[1:] == shown[kind], cells[0]
+    connector = (ROOT / "integrations" / "vllm" / "blending" / "README.md").read_text(encoding="utf-8")
+    for cells, chunks in zip(rows("parts were computed", connector)[1:], ("averaged", "behind"), strict=True):
+        entries = [e for e in other["entries"] if e["chunks"] == chunks and e["selector"] in ("nothing", "default")]
+        assert cells[1:] == [f"{e['share']:.3f} ± {e['share_stderr']:.3f}".replace("0.", ".") for e in entries]
     flat = RESULTS.replace("\n", " ")
     for kind in (kinds[2], kinds[4]):
         for part in (0, 1):
