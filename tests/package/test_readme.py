@@ -109,13 +109,11 @@ def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> 
     for name in lengths[0]["variants"]:
         columns[name] = [length["variants"][name]["hit_over_recompute"] for length in lengths]
     lossless, balanced = "lossless, file", "balanced, file"
-    for text, digits, names in (
-        (README, 0.0051, (lossless, balanced, "raw", "own")),
-        (page, 0.0051, ("own", "raw", lossless, f"{lossless}, sync", balanced, f"{balanced}, sync", "lossless, memory")),
-    ):
+    every = ("own", "raw", lossless, f"{lossless}, sync", balanced, f"{balanced}, sync", "lossless, memory")
+    for text, names in ((README, (lossless, balanced, "raw", "own")), (page, every)):
         for cells, name in zip(rows("prefix tokens", text), names, strict=True):
             for cell, found in zip(cells[1:], columns[name], strict=True):
-                assert float(cell) == pytest.approx(found["median"], abs=digits), (cells[0], name)
+                assert float(cell) == pytest.approx(found["median"], abs=0.0051), (cells[0], name)
 
 
 def test_files_and_commands_that_the_readme_names_exist() -> None:
