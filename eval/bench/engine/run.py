@@ -61,8 +61,8 @@ def run_engine_bench(
     scope: EngineScope = ENGINE_FULL,
     model: Path | None = None,
     stores: Sequence[str] = (),
-    progress: Console | None = None,
     profile: Path | None = None,
+    progress: Console | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark.
 
@@ -70,8 +70,8 @@ def run_engine_bench(
         scope: what to measure.
         model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
         stores: URLs of stores to load from, besides memory and files. What is put there stays there.
-        progress: where to list what is being measured; None for nowhere.
         profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
+        progress: where to list what is being measured; None for nowhere.
 
     Returns:
         The report, as a dict for JSON.

@@ -149,7 +149,7 @@ def bench_engine(
         scope = replace(scope, lengths=tuple(sorted(set(lengths))))
     checkpoint = None if model is None else _checkpoint(model)
     _measure(
-        lambda progress: run_engine_bench(scope, checkpoint, stores or (), progress, profile),
+        lambda progress: run_engine_bench(scope, checkpoint, stores or (), profile, progress),
         print_engine_report, out, force, as_json,
     )  # fmt: skip
 

@@ -45,14 +45,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ),
         ("gpu", ("gpu", False)),
         ("gpu --quick", ("gpu", True)),
-        ("engine", ("engine", ENGINE_FULL, None, ())),
+        ("engine", ("engine", ENGINE_FULL, None, (), None)),
         (
-            "engine --quick --model m --store file:///a --store file:///b",
-            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"]),
+            "engine --quick --model m --store file:///a --store file:///b --profile m.cuvee",
+            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.cuvee")),
         ),
         (
             "engine --length 4096 --length 512",
-            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, ()),
+            ("engine", replace(ENGINE_FULL, lengths=(512, 4096)), None, (), None),
         ),
     ],
 )
