@@ -13,7 +13,8 @@ The commands
     report               `cuvee report`, and `cuvee compare`
     blending             what blending chunks loses and recovers
     bench                `cuvee bench`: speed on a CPU, on a GPU, and in a serving engine
-    lm_command, rate     `cuvee eval`, and `python -m cuvee.eval.rate`
+    arms                 `cuvee tasks`
+    lm_command           `cuvee eval`
 
 What they share
     documents, formatting, plots, labels     how reports, numbers and plots look
