@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,6 @@ from rich.console import Console
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError
-from cuvee.codec.files import write_json
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
@@ -34,10 +34,10 @@ from cuvee.eval.corpus import load_model
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, baseline
-from cuvee.eval.progress import timed_lines
+from cuvee.eval.progress import Plan, ProgressBar, progress_bar
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
 from cuvee.eval.report.scoring import TaskScorer
-from cuvee.eval.runs import load_matching_profile
+from cuvee.eval.runs import interruptible, load_matching_profile, save_results
 from cuvee.eval.stats import paired_difference
 
 __all__ = ["ARMS", "ArmsConfig", "arms_tables", "run_arms", "shows_something"]
@@ -45,6 +45,7 @@ __all__ = ["ARMS", "ArmsConfig", "arms_tables", "run_arms", "shows_something"]
 ARMS = ("exact", "destroyed", "absent", "lossless", "high", "balanced", "small")
 CONTROLS = ("destroyed", "absent")
 _CLEAR = 2  # standard errors
+_ABSENT_SHARE = 0.1  # of the time of another arm, as a first guess: questions are short
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,20 +97,32 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
     Args:
         config: what to score.
         out: a JSON file that is written after each score. If it exists, what it holds is not scored again.
-        console: for one line per score.
+        console: for a progress bar, or lines in a log, and one line per score.
         command: as it was typed.
 
     Returns:
         What the file holds: "asked", "command", "hardware", "model_fingerprint", "tasks" and "scores". A score has its
         "arm", its "difference" from exact with a standard error, and what `TaskScorer.score` gives.
 
+    Ctrl-C and SIGTERM raise `Interrupted`; the file keeps what was scored.
+
     Raises:
         CorruptError, InputError: data of a task is missing or damaged, or a document is too long for the model. The
             scores before it are in the file.
         FormatError: `out` is not a file of this function.
+        Interrupted: somebody wants it to end.
         ProfileMismatch: the profile is of another model.
     """
-    say = timed_lines(console)
+
+    def farewell() -> None:
+        kept = "nothing is kept without --out" if out is None else f"{out} keeps what was scored; go on with it"
+        console.print(f"interrupted: {kept}", highlight=False, markup=False)
+
+    with interruptible(farewell):
+        return _run_arms(config, out, console, command)
+
+
+def _run_arms(config: ArmsConfig, out: Path | None, console: Console, command: str) -> dict[str, Any]:
     model = load_model(config.model, config.dtype)
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
     fingerprint = model_fingerprint(model)
@@ -147,28 +160,44 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
 
     given = scorer()
     alone = scorer(context="absent") if "absent" in config.arms else None
-    for name in given.names:
-        for arm in dict.fromkeys(("exact", *config.arms)):
-            known = {score["arm"]: score for score in found["scores"] if score["task"] == name}
-            if arm in known:
-                continue
-            using = alone if arm == "absent" and alone is not None else given
-            method = _method(arm, profile or Profile.generic(layout))
-            task, score = using.score(method, name)
-            if arm == "exact":
-                found["tasks"].append(task)
-            elif arm == "absent" and task["docs_sha256"] == _task(found, name)["docs_sha256"]:
-                say(f"{name}, absent: the task has no context apart from its question")
-                continue
-            else:
-                score |= _difference(score, known["exact"])
-            found["scores"].append({"arm": arm, **score})
-            found |= {"command": command, "hardware": machine}
-            say(f"{name}, {arm}: {score['score']:.4f}")
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                write_json(out, found)
+    arms = tuple(dict.fromkeys(("exact", *config.arms)))
+
+    def score(name: str, arm: str, progress: ProgressBar) -> None:
+        using = alone if arm == "absent" and alone is not None else given
+        task, scored = using.score(_method(arm, profile or Profile.generic(layout)), name)
+        if arm == "exact":
+            found["tasks"].append(task)
+        elif arm == "absent" and task["docs_sha256"] == _task(found, name)["docs_sha256"]:
+            progress.say(f"{name}, absent: the task has no context apart from its question")
+            return
+        else:
+            scored |= _difference(scored, _score(found, name, "exact"))
+        found["scores"].append({"arm": arm, **scored})
+        found.update(command=command, hardware=machine)
+        progress.say(f"{name}, {arm}: {scored['score']:.4f}")
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            save_results(out, found)
+
+    with progress_bar(console, 32) as progress:
+        known = {(score["task"], score["arm"]) for score in found["scores"]}
+        missing = [(name, arm) for name in given.names for arm in arms if (name, arm) not in known]
+        progress.expect(_plan(missing))
+        for name, arm in missing:
+            with progress.step(f"{name}: {arm}", _kind(name, arm)):
+                score(name, arm, progress)
     return found
+
+
+def _plan(missing: Sequence[tuple[str, str]]) -> Plan:
+    """How much there is to do. Nobody knows how long the contexts of a task are before they are read."""
+    guess = {_kind(name, arm): _ABSENT_SHARE if arm == "absent" else 1.0 for name, arm in missing}
+    return Plan(guess, dict(Counter(_kind(name, arm) for name, arm in missing)))
+
+
+def _kind(name: str, arm: str) -> str:
+    """Arms of a task that take about as long."""
+    return f"{name}, absent" if arm == "absent" else name
 
 
 def _method(arm: str, profile: Profile) -> Method:
@@ -197,6 +226,11 @@ def _difference(score: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str,
         return {"difference": score["score"] - exact["score"], "difference_stderr": None}
     mean, error = paired_difference(score["per_doc"], exact["per_doc"])
     return {"difference": mean, "difference_stderr": error}
+
+
+def _score(found: Mapping[str, Any], name: str, arm: str) -> Mapping[str, Any]:
+    score: Mapping[str, Any] = next(s for s in found["scores"] if (s["task"], s["arm"]) == (name, arm))
+    return score
 
 
 def _task(found: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModel
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.progress import tracked
 from cuvee.codec.model import empty_cache
 from cuvee.eval.quality import Method, spans
 
@@ -124,8 +125,8 @@ class CachedReader:
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(reads)
         # The longest first, as in HFLM: memory runs out at once or never, and the time left is never underestimated.
         ordered = sorted(contexts, key=lambda c: (len(c), max(len(reads[i].tail) for i in contexts[c])), reverse=True)
-        for first in range(0, len(ordered), rows):
-            batch = ordered[first : first + rows]
+        batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
+        for batch in tracked(batches, "contexts" if rows == 1 else f"batches of {rows} contexts", progress=False):
             members = [index for context in batch for index in contexts[context]]
             self._statistics.uncached_requests += sum(not reads[index].split for index in members)
             exact = {index: reads[index] for index in members if reads[index].exact_targets}

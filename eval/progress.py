@@ -194,8 +194,8 @@ def progress_bar(log: Console, width: int) -> Iterator[ProgressBar]:
     """
     columns = (TextColumn(f"{{task.description:{width}}}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
     # Standard error as it is now: while lm-eval runs, `sys.stderr` is another file, which keeps its output away.
-    shown = Console(file=sys.stderr, force_terminal=log.is_terminal or None)
-    lines = Console(file=log.file, width=log.width)
+    shown = Console(file=sys.stderr, force_terminal=log.is_terminal or None, quiet=log.quiet)
+    lines = Console(file=log.file, width=log.width, quiet=log.quiet)
     over = threading.Event()
     with Progress(*columns, TextColumn("{task.fields[left]}"), console=shown, transient=True) as bar:
         progress = ProgressBar(bar, bar.add_task("", total=None, left=""), lines)

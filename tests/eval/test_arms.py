@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -127,6 +132,32 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
         out.write_text(content)
         with pytest.raises(FormatError, match=r"arms\.json holds no scores of tasks: name another file"):
             run_arms(config(), out, QUIET)
+
+
+def test_a_log_says_how_far_an_arm_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.eval.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("cuvee.eval.progress.TICK", 0.01)
+    file = io.StringIO()
+    run_arms(config(tasks=("cuvee_kv_8",), arms=("destroyed",), limit=40), None, Console(file=file, width=200))
+    said = file.getvalue()
+    assert re.search(r"s  cuvee_kv_8: exact \(contexts: \d+ of 40, 0 of 2 done", said)
+    assert re.search(r"s  cuvee_kv_8: destroyed \((contexts: \d+ of 40, )?1 of 2 done, about \d+ s left\)", said)
+    assert re.search(r"^cuvee_kv_8, destroyed: 0\.\d{4}$", said, re.MULTILINE)
+
+
+def test_a_run_that_is_told_to_stop_keeps_its_scores(tmp_path: Path) -> None:
+    out = tmp_path / "arms.json"
+    typed = [sys.executable, "-m", "cuvee", "tasks", "cuvee_kv_8", "--limit", "100", "--arms", "fp8-e4m3,kivi4,kivi2"]
+    with subprocess.Popen([*typed, "-o", str(out)], stderr=subprocess.PIPE, text=True) as process:
+        while process.poll() is None and not out.exists():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, said
+    assert f"interrupted: {out} keeps what was scored" in " ".join(said.split()) and "Traceback" not in said
+    kept = [score["arm"] for score in json.loads(out.read_text())["scores"]]
+    assert kept == ["exact", "fp8-e4m3", "kivi4", "kivi2"][: len(kept)] and 1 <= len(kept) < 4
+    assert [path.name for path in tmp_path.iterdir()] == ["arms.json"]  # and no temporary file
 
 
 def test_arms_that_finished_are_kept(tmp_path: Path) -> None:

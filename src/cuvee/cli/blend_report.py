@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from cuvee.cli.options import Calibration, Evaluation, Json, Model, typed_command
-from cuvee.cli.output import make_console, print_json
+from cuvee.cli.output import make_console, print_json, stoppable
 
 
 def blend_report(
@@ -96,7 +96,6 @@ def blend_report(
 
     from cuvee.eval.blending.config import BlendConfig, quick_blend_config
     from cuvee.eval.blending.run import run_blend_report
-    from cuvee.eval.runs import Interrupted
 
     given: dict[str, Any] = {"profile": str(profiles[0])} if profiles else {}
     given |= {"calibration": tuple(calibration)} if calibration else {}
@@ -117,10 +116,8 @@ def blend_report(
     chosen |= {"behind": behind} if behind is not None else {}
     chosen |= {} if wall_time else {"lengths": ()}
     config = replace(config, **chosen)
-    try:
+    with stoppable():
         report = run_blend_report(config, out, make_console(stderr=True), force=force, command=typed_command())
-    except Interrupted as stopped:
-        raise typer.Exit(128 + stopped.number) from None
     if as_json:
         print_json(report)
         return

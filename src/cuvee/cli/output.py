@@ -1,16 +1,20 @@
-"""What commands print: JSON for programs, tables for people."""
+"""What commands print, JSON for programs and tables for people, and the exit code of a run that is told to stop."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["counted", "make_console", "make_table", "print_json"]
+__all__ = ["counted", "make_console", "make_table", "print_json", "stoppable"]
 
 _FILE_WIDTH = 120
 
@@ -44,3 +48,14 @@ def counted(number: int, what: str) -> str:
 def print_json(data: Any) -> None:
     """To standard output."""
     print(json.dumps(data, indent=2, allow_nan=False))
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """End with 128 + signal, as shells expect, if a run inside is told to stop. The run has said how to go on."""
+    from cuvee.eval.runs import Interrupted
+
+    try:
+        yield
+    except Interrupted as stopped:
+        raise typer.Exit(128 + stopped.number) from None

@@ -16,7 +16,7 @@ from cuvee.cli.options import (
     refuse_moved,
     typed_command,
 )
-from cuvee.cli.output import make_console, print_json
+from cuvee.cli.output import make_console, print_json, stoppable
 
 _COMPARE = "cuvee compare OLD.json NEW.json"
 _BLEND = "cuvee blend-report"
@@ -140,7 +140,6 @@ def report(
     """
     from cuvee.eval.report.config import ReportConfig, quick_config
     from cuvee.eval.report.run import run_report
-    from cuvee.eval.runs import Interrupted
 
     given: dict[str, Any] = {
         "profiles": tuple(map(str, profiles or ())),
@@ -169,10 +168,8 @@ def report(
     )  # fmt: skip
     if quick:
         config = quick_config(config)
-    try:
+    with stoppable():
         data = run_report(config, out, make_console(stderr=True), force=force, command=typed_command())
-    except Interrupted as stopped:
-        raise typer.Exit(128 + stopped.number) from None
     if as_json:
         print_json(data)
         return

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from cuvee.cli.options import DEFAULT_CHUNK_TOKENS, Dtype, Json, Model, ProfileFile, typed_command
-from cuvee.cli.output import make_console, print_json
+from cuvee.cli.output import make_console, print_json, stoppable
 
 
 def tasks(
@@ -57,7 +57,8 @@ def tasks(
         chunk_tokens=chunk_tokens,
         batch_size=batch_size,
     )
-    found = run_arms(config, out, make_console(stderr=True), typed_command())
+    with stoppable():
+        found = run_arms(config, out, make_console(stderr=True), typed_command())
     if as_json:
         print_json(found)
         return
