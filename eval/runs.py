@@ -7,15 +7,19 @@ process. All files are written whole or not at all, and never while the process 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import select
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from rich.console import Console
 
 from cuvee.codec.errors import InputError, ProfileMismatch
 from cuvee.codec.files import write_json
@@ -28,6 +32,8 @@ __all__ = [
     "check_folder",
     "interruptible",
     "load_matching_profile",
+    "resume",
+    "run_digest",
     "save_results",
     "text_entry",
     "writing",
@@ -142,6 +148,54 @@ def check_folder(out: Path, force: bool, resumed: str | None = None) -> None:
         raise InputError(f"out: {out} is not empty{holds}: choose another folder, or --force")
     if not os.access(next(p for p in (out, *out.parents) if p.exists()), os.W_OK):
         raise InputError(f"out: {out} cannot be written to")
+
+
+def run_digest(decided: Mapping[str, Any], kind: bytes) -> str:
+    """What tells one run from another, in hex.
+
+    Args:
+        decided: everything that its figures follow from, as JSON.
+        kind: of run, in at most 16 bytes.
+    """
+    text = json.dumps(decided, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(text.encode(), digest_size=16, person=kind).hexdigest()
+
+
+def resume(
+    path: Path, fresh: dict[str, Any], console: Console, force: bool, done: Callable[[Mapping[str, Any]], int]
+) -> dict[str, Any]:
+    """What a file of results already holds of this run, or else `fresh`.
+
+    Args:
+        path: written by `save_results`; it need not exist.
+        fresh: this run before anything has been measured, with its "format", "version", "digest" (see `run_digest`)
+            and "configuration". Results that are finished are "complete".
+        console: where to say that the run goes on.
+        force: take `fresh` if the file holds anything else.
+        done: how many measurements results hold.
+
+    Raises:
+        InputError: the file holds no results of this format, or those of another run.
+    """
+    if not path.exists():
+        return fresh
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        same = all(found[name] == fresh[name] for name in ("format", "version", "digest"))
+        state = "complete" if found["complete"] else f"{done(found)} measurements done"
+        before = found["configuration"]
+        differs = [name for name, value in fresh["configuration"].items() if value != before.get(name)]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if force:
+            return fresh
+        raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
+    if same:
+        console.print(f"{path.parent} holds this run, {state}: going on", style="dim", highlight=False)
+        return dict(found)
+    if force:
+        return fresh
+    what = ", ".join(differs) or "format"
+    raise InputError(f"out: {path.parent} holds another run (it differs in {what}): choose another, or --force")
 
 
 def load_matching_profile(path: str, layout: KVLayout, fingerprint: str, model: str) -> Profile:

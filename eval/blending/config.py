@@ -41,6 +41,8 @@ class BlendConfig:
         few_costs: those of them that are measured on decoded chunks, and everywhere else.
         qualities: of the codec.
         lengths: tokens in the prompts whose wall time is measured.
+        dtype: of the model and its caches; "auto" is what the files say. In 16 bits a blend that recomputes everything
+            differs from the full prefill by rounding.
         seed: of the repeats, of random selection and of the bootstrap.
         quick: less of everything; see `quick_blend_config`.
 
@@ -71,6 +73,7 @@ class BlendConfig:
     few_costs: tuple[float, ...] = COMPARED
     qualities: tuple[str, ...] = ("high", "balanced", "small")
     lengths: tuple[int, ...] = (512, 1024, 2048, 4096, 8192)
+    dtype: str = "float32"
     seed: int = SEED
     quick: bool = False
 

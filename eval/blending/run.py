@@ -17,7 +17,7 @@ import hashlib
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -60,6 +60,7 @@ from cuvee.eval.blending.selectors import (
 from cuvee.eval.blending.shares import (
     Figures,
     Measured,
+    MeasuredPrompts,
     accuracy,
     codec_costs,
     compare_selectors,
@@ -80,57 +81,70 @@ from cuvee.eval.corpus import (
 from cuvee.eval.machine import hardware, torch_threads
 from cuvee.eval.progress import Plan, ProgressBar, progress_bar
 from cuvee.eval.protocol import LENGTH, PREFIX, reread
-from cuvee.eval.runs import check_folder, interruptible, load_matching_profile, save_results, text_entry, writing
+from cuvee.eval.runs import (
+    check_folder,
+    interruptible,
+    load_matching_profile,
+    resume,
+    run_digest,
+    save_results,
+    text_entry,
+    writing,
+)
 from cuvee.integrations.stores.memory import MemoryStore
 
 __all__ = ["BLEND_FORMAT", "BLEND_REPORT_FILE", "BLEND_VERSION", "run_blend_report"]
 
 BLEND_FORMAT, BLEND_VERSION = "cuvee-blend-report", 1
 BLEND_REPORT_FILE = "blend.json"
+PROFILE_FILE = "profile.safetensors"  # if one is learned
 _STORE_BYTES = 1 << 28
 
 
 def run_blend_report(
     config: BlendConfig, out: Path, console: Console, *, force: bool = False, command: str = ""
 ) -> dict[str, Any]:
-    """Measure blending and write `blend.json`, `blend.md` and `plots/` into the folder `out`.
+    """Measure blending, or go on with it, and write `blend.json`, `blend.md` and `plots/` into the folder `out`.
 
     Args:
         config: what to measure.
-        out: the folder.
+        out: the folder. If it holds an unfinished report of the same configuration, that is finished; a finished one
+            is only rendered again.
         console: where to list the steps.
-        force: replace another report there.
+        force: replace the report of another configuration.
         command: what a reader would type to get the same report.
 
     Returns:
         The report, as a dict for JSON.
 
+    Ctrl-C and SIGTERM raise `Interrupted` and leave a folder that can be continued.
+
     Raises:
-        InputError: `out` is not empty or cannot be written, or texts, files or sizes do not fit the model.
+        InputError: `out` holds something else or cannot be written, or texts, files or sizes do not fit the model.
         Interrupted: Ctrl-C or SIGTERM.
         UnsupportedModel: cuvee does not support the model.
         ProfileMismatch, ProfileError: the profile is of another model, or cannot be learned.
         CuveeError: a blend that recomputes everything differs from the full prefill, so nothing is timed.
     """
-    check_folder(out, force)
+    check_folder(out, force, resumed=BLEND_REPORT_FILE)
     # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
     few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
 
     def farewell() -> None:
-        console.print(f"interrupted: {out} keeps what was finished, but such a run cannot be continued (--force)")
+        console.print(f"interrupted: {out} keeps what was measured, and the same command goes on from there")
 
     with few, interruptible(farewell), torch.no_grad():
-        return _BlendRun(config, out, console, command).run()
+        return _BlendRun(config, out, console, force, command).run()
 
 
 class _BlendRun:
     """One run: `data` holds what has been measured so far, and the methods measure the rest."""
 
-    def __init__(self, config: BlendConfig, out: Path, console: Console, command: str) -> None:
+    def __init__(self, config: BlendConfig, out: Path, console: Console, force: bool, command: str) -> None:
         self.config = config
         self.out = out
         self.console = console
-        self.model: Any = load_model(config.model, "float32")
+        self.model: Any = load_model(config.model, config.dtype)
         self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
         self.fingerprint = model_fingerprint(self.model)
         self.given = (
@@ -158,7 +172,8 @@ class _BlendRun:
         for made in self.constructions:
             self._check_others(made)
         self._coders: dict[str, Codec] | None = None
-        self.data = self._describe(command, evaluation, contexts)
+        fresh = self._describe(command, evaluation, contexts)
+        self.data = resume(out / BLEND_REPORT_FILE, fresh, console, force, _measurements)
 
     # What is measured --------------------------------------------------------------------------------------------
 
@@ -213,17 +228,29 @@ class _BlendRun:
         """The report before anything has been measured."""
         config = self.config
         asked = json.loads(json.dumps(asdict(config)))  # in the form in which it will be read back
+        configuration = {
+            **{name: value for name, value in asked.items() if name not in ("profile", "data")},
+            "model": Path(config.model).name,
+            "multidoc": [Path(path).name for path in config.multidoc],
+            "profile": None if self.given is None else self.given.id.hex(),
+        }
+        machine = hardware()
+        decided = {
+            **configuration,
+            "model_fingerprint": self.fingerprint,
+            "calibration": [corpus.sha256 for corpus in self.calibration],
+            "prompts": {made.name: _sha256(*(prompt.tokens for prompt in made.prompts)) for made in self.constructions},
+            "contexts": _sha256(contexts),
+            "software": {name: value for name, value in machine.items() if name not in ("commit", "date", "cores")},
+        }
         return {
             "format": BLEND_FORMAT,
             "version": BLEND_VERSION,
             "complete": False,
+            "digest": run_digest(decided, b"cuvee-blend"),
             "command": command,
-            "configuration": {
-                **{name: value for name, value in asked.items() if name not in ("profile", "data")},
-                "model": Path(config.model).name,
-                "multidoc": [Path(path).name for path in config.multidoc],
-            },
-            "environment": {**hardware(), "gpu": None, "threads": torch.get_num_threads()},
+            "configuration": configuration,
+            "environment": {**machine, "gpu": None, "threads": torch.get_num_threads()},
             "model": {
                 "name": Path(config.model).name,
                 "fingerprint": self.fingerprint,
@@ -241,6 +268,7 @@ class _BlendRun:
             },
             "profile": None,
             "constructions": [],
+            "unfinished": None,
             "comparison": [],
             "codec_cost": [],
             "wall_time": None,
@@ -250,47 +278,55 @@ class _BlendRun:
     # Measuring ---------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, Any]:
-        """Measure everything, then write the documents."""
-        began = time.perf_counter()
-
-        def save() -> None:
-            self.data["seconds"] = time.perf_counter() - began
-            save_results(self.out / BLEND_REPORT_FILE, self.data)
-
-        lengths = self.config.lengths
-        save()
-        with progress_bar(self.console, 32) as progress:
-            progress.expect(self._plan())
-            for made in self.constructions:
-                whole = self._measure(made, progress)
-                self.data["constructions"].append(whole)
-                self.data["comparison"] += compare_selectors(whole, self.config.seed)
-                self.data["codec_cost"] += codec_costs(whole)
-                save()
-            if lengths:
-                with progress.step("wall time", "wall time"):
-                    self.data["wall_time"] = measure_wall_time(lengths, self.config.seed, progress.tell)
-        self.data["complete"] = True
-        save()
+        """Measure everything that is missing, then write the documents."""
+        self._began, self._before = time.perf_counter(), self.data["seconds"]
+        self._save()
+        if not self.data["complete"]:
+            with progress_bar(self.console, 32) as progress:
+                progress.expect(self._plan())
+                for made in self.constructions[len(self.data["constructions"]) :]:
+                    whole = self._measure(made, progress)
+                    self.data["constructions"].append(whole)
+                    self.data["comparison"] += compare_selectors(whole, self.config.seed)
+                    self.data["codec_cost"] += codec_costs(whole)
+                    self.data["unfinished"] = None
+                    self._save()
+                if self.config.lengths:
+                    with progress.step("wall time", "wall time"):
+                        self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.tell)
+            self.data["complete"] = True
+            self._save()
         with writing(self.out):
             write_blend_report(self.data, self.out)
         return self.data
 
+    def _save(self) -> None:
+        self.data["seconds"] = self._before + time.perf_counter() - self._began
+        save_results(self.out / BLEND_REPORT_FILE, self.data)
+
     def _plan(self) -> Plan:
         """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
         config = self.config
-        learns = bool(config.qualities) and self.given is None
-        left = {"profile": int(learns), "wall time": int(bool(config.lengths))}
+        left = {"profile": int(self._learns), "wall time": int(bool(config.lengths))}
         guess = {"profile": 4.0 * config.calibration_sequences, "wall time": sum(config.lengths) / 100}
-        for made in self.constructions:
+        done = len(self.data["constructions"])
+        for made in self.constructions[done:]:
             guess[made.name] = 0.4 * len(self._methods(made))
             left[made.name] = len(made.prompts)
+        if self.data["unfinished"]:
+            left[self.constructions[done].name] -= self.data["unfinished"]["prompts"]
         return Plan(guess, left)
+
+    @property
+    def _learns(self) -> bool:
+        """Whether a profile has to be learned."""
+        kept = self.data["profile"] is not None and (self.out / PROFILE_FILE).exists()
+        return bool(self.config.qualities) and self.given is None and not kept
 
     def _codecs(self, progress: ProgressBar) -> dict[str, Codec]:
         """One for each quality. A profile is learned when the first of them is needed."""
         if self._coders is None:
-            if self.given is None and self.config.qualities:
+            if self._learns:
                 with progress.step("learning a profile, group layer", "profile"):
                     self._coders = self._learn_codecs()
             else:
@@ -298,11 +334,14 @@ class _BlendRun:
         return self._coders
 
     def _learn_codecs(self) -> dict[str, Codec]:
-        config = self.config
+        config, known = self.config, self.data["profile"]
         if not config.qualities:
             return {}
-        profile, seconds = self.given, None
-        if profile is None:
+        path = self.out / PROFILE_FILE
+        profile, seconds = self.given, None if known is None else known["seconds"]
+        if profile is None and not self._learns:
+            profile = Profile.load(path)
+        elif profile is None:
             began = time.perf_counter()
             tokens = calibration_windows(self.calibration, LENGTH, config.calibration_sequences)
             with torch.enable_grad():
@@ -311,6 +350,10 @@ class _BlendRun:
                     progress=False,
                 )  # fmt: skip
             seconds = time.perf_counter() - began
+            with writing(path):
+                profile.save(path)
+        if known is not None and known["id"] != profile.id.hex():
+            raise InputError(f"out: {path} is not the profile that this report was measured with: use --force")
         self.data["profile"] = {
             "id": profile.id.hex(),
             "group": profile.group,
@@ -335,45 +378,58 @@ class _BlendRun:
         ]
 
     def _measure(self, made: Construction, progress: ProgressBar) -> Figures:
-        """Measure one construction, prompt by prompt, so that large tensors are kept for one prompt only.
+        """Measure one construction, prompt by prompt, so that large tensors are kept for one prompt only."""
+        if self.data["unfinished"]:
+            found = self._unfinished()
+        else:
+            coded = {(quality, chunks): 0 for quality in self.config.qualities for chunks in self.kinds}
+            found = MeasuredPrompts([Measured(*method) for method in self._methods(made)], coded)
+        for index in range(found.prompts, len(made.prompts)):
+            self._measure_prompt(made, index, found, progress)
+            self.data["unfinished"] = found.to_dict()
+            self._save()
+        return self._figures(made, found)
 
-        Exact chunks come first, and their figures are shown at once: a profile may take minutes to learn.
-        """
-        found = [Measured(*method) for method in self._methods(made)]
-        full: list[bool] = []
-        sizes: dict[tuple[str, str], int] = {(q, c): 0 for q in self.config.qualities for c in self.kinds}
-        answers: list[float] = []
-        for index, prompt in enumerate(made.prompts):
-            name, seed = f"{made.name}, prompt {index + 1} of {len(made.prompts)}", self.config.seed + index
-            exact = [one for one in found if one.kv == EXACT]
-            decoded = [one for one in found if one.kv != EXACT]
-            with progress.step(f"blending: {name}"):
-                reference, targets, correct = self._reference(prompt)
-                full += [correct] if len(prompt.choices) > 1 else []
-                if prompt.words:
-                    answers.append(-float(reference.gather(-1, targets[:, None]).sum()) / prompt.words)
-                cached = {}
-                for chunks in self.kinds:
-                    cached[EXACT, chunks] = (
-                        self._behind(made, prompt, seed) if chunks == BEHIND else self._chunks(prompt, chunks)
-                    )
-                    for one in exact:
-                        if one.reason is None and one.chunks == chunks:
-                            self._blend(one, prompt, cached[EXACT, chunks], reference, targets, seed)
-                    progress.say_now_and_then(first_figures(made.name, found))
-            codecs = self._codecs(progress)
-            with progress.step(f"blending: {name}", made.name):
-                for quality, chunks in sizes:
-                    blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
-                    sizes[quality, chunks] += sum(map(len, blobs))
-                    cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
-                for one in decoded:
-                    if one.reason is None:
-                        self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, seed)
+    def _unfinished(self) -> MeasuredPrompts:
+        try:
+            return MeasuredPrompts.from_dict(self.data["unfinished"])
+        except InputError as error:
+            path = self.out / BLEND_REPORT_FILE
+            raise InputError(f"out: {path} is damaged ({error}): choose another folder, or --force") from error
+
+    def _measure_prompt(self, made: Construction, index: int, found: MeasuredPrompts, progress: ProgressBar) -> None:
+        """Exact chunks come first, and their figures are shown at once: a profile may take minutes to learn."""
+        prompt, seed = made.prompts[index], self.config.seed + index
+        name = f"{made.name}, prompt {index + 1} of {len(made.prompts)}"
+        cached = {}
+        with progress.step(f"blending: {name}"):
+            reference, targets, correct = self._reference(prompt)
+            found.full += [correct] if len(prompt.choices) > 1 else []
+            if prompt.words:
+                found.answers.append(-float(reference.gather(-1, targets[:, None]).sum()) / prompt.words)
+            for chunks in self.kinds:
+                cached[EXACT, chunks] = (
+                    self._behind(made, prompt, seed) if chunks == BEHIND else self._chunks(prompt, chunks)
+                )
+                for one in found.methods:
+                    if one.reason is None and (one.kv, one.chunks) == (EXACT, chunks):
+                        self._blend(one, prompt, cached[EXACT, chunks], reference, targets, seed)
+                progress.say_now_and_then(first_figures(made.name, found.methods))
+        codecs = self._codecs(progress)
+        with progress.step(f"blending: {name}", made.name):
+            for quality, chunks in found.coded:
+                blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
+                found.coded[quality, chunks] += sum(map(len, blobs))
+                cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
+            for one in found.methods:
+                if one.reason is None and one.kv != EXACT:
+                    self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, seed)
+        found.prompts += 1
+
+    def _figures(self, made: Construction, found: MeasuredPrompts) -> Figures:
         values = self.layout.values_per_token * sum(len(chunk) for prompt in made.prompts for chunk in prompt.chunks)
         kinds = [prompt.kind for prompt in made.prompts]
-        rates = [len(prompt.choices[prompt.answer]) / prompt.words for prompt in made.prompts] if answers else []
-        # The first method is the floor: exact chunks computed alone, nothing recomputed.
+        rates = [len(p.choices[p.answer]) / p.words for p in made.prompts] if found.answers else []
         return {
             "name": made.name,
             "about": made.about,
@@ -387,13 +443,13 @@ class _BlendRun:
                 }
                 for prompt in made.prompts
             ],
-            "full": {"correct": full, **accuracy(full, [])} if full else None,
-            "answers": {**mean_figures("nll", answers), "per_prompt": answers} if answers else None,
+            "full": {"correct": found.full, **accuracy(found.full, [])} if found.full else None,
+            "answers": {**mean_figures("nll", found.answers), "per_prompt": found.answers} if found.answers else None,
             "coded": [
                 {"kv": quality, "chunks": chunks, "bits_per_value": 8 * size / values}
-                for (quality, chunks), size in sizes.items()
+                for (quality, chunks), size in found.coded.items()
             ],
-            "entries": [summarize(one, found[0], kinds, full, rates) for one in found],
+            "entries": [summarize(one, found.methods[0], kinds, found.full, rates) for one in found.methods],
         }
 
     def _chunks(self, prompt: BlendPrompt, which: str) -> list[KVChunk]:
@@ -441,10 +497,11 @@ class _BlendRun:
         place = torch.arange(len(tokens)) - torch.repeat_interleave(lengths.cumsum(0) - lengths, lengths)
         own = (choice[:, None] == choice) & (place[:, None] >= place)
         visible = torch.cat([torch.ones(len(tokens), len(prompt.tokens), dtype=torch.bool), own], 1)
+        mask = torch.zeros(visible.shape, dtype=self.model.dtype)
         after = self.model(
             input_ids=tokens[None],
             position_ids=(len(prompt.tokens) + place)[None],
-            attention_mask=torch.zeros(visible.shape).masked_fill(~visible, torch.finfo(torch.float32).min)[None, None],
+            attention_mask=mask.masked_fill(~visible, torch.finfo(mask.dtype).min)[None, None],
             past_key_values=cache,
         ).logits[0].float().log_softmax(-1)  # fmt: skip
         # Each token is predicted by the one before it, and the first one of a choice by the last one of the prompt.
@@ -482,6 +539,12 @@ class _BlendRun:
         one.top1 += same
         one.spent.append(result.record.cost)
         one.correct += [correct] if len(prompt.choices) > 1 else []
+
+
+def _measurements(data: Mapping[str, Any]) -> int:
+    """Prompts."""
+    finished = sum(len(made["prompts"]) for made in data["constructions"])
+    return finished + (data["unfinished"]["prompts"] if data["unfinished"] else 0)
 
 
 def _others(made: Construction, prompt: BlendPrompt) -> list[torch.Tensor]:

@@ -9,12 +9,13 @@ prompts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from cuvee.codec.divergence import stderr
+from cuvee.codec.errors import InputError
 from cuvee.eval.blending.selectors import ALONE, COMPARED, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING, SELECTORS
 from cuvee.eval.stats import DRAWS, F64, Resamples, interval, paired_difference
 
@@ -22,6 +23,7 @@ __all__ = [
     "RIVALS",
     "Figures",
     "Measured",
+    "MeasuredPrompts",
     "codec_costs",
     "compare_selectors",
     "first_figures",
@@ -50,6 +52,48 @@ class Measured:
     top1: list[float] = field(default_factory=list)
     spent: list[float] = field(default_factory=list)
     correct: list[bool] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class MeasuredPrompts:
+    """What has been measured of the first prompts of a construction.
+
+    Attributes:
+        methods: the first one is the floor: exact chunks computed alone, nothing recomputed.
+        coded: bytes of all chunks, by quality and kind of chunks.
+        full: whether the full prefill takes the right choice, of prompts with choices.
+        answers: what the right answer costs after a full prefill, nats per word, of prompts that ask a question.
+        prompts: how many are finished.
+    """
+
+    methods: list[Measured]
+    coded: dict[tuple[str, str], int]
+    full: list[bool] = field(default_factory=list)
+    answers: list[float] = field(default_factory=list)
+    prompts: int = 0
+
+    def to_dict(self) -> Figures:
+        """For JSON."""
+        coded = [{"kv": kv, "chunks": chunks, "bytes": size} for (kv, chunks), size in self.coded.items()]
+        return asdict(self) | {"coded": coded}
+
+    @classmethod
+    def from_dict(cls, found: Figures) -> MeasuredPrompts:
+        """What `to_dict` gave.
+
+        Raises:
+            InputError: it is not that.
+        """
+        try:
+            return cls(
+                [Measured(**one) for one in found["methods"]],
+                {(one["kv"], one["chunks"]): int(one["bytes"]) for one in found["coded"]},
+                [bool(one) for one in found["full"]],
+                [float(one) for one in found["answers"]],
+                int(found["prompts"]),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"measured prompts: cannot be read ({error!r})") from error
 
 
 def share_recovered(kl: Sequence[float] | F64, floor: Sequence[float] | F64) -> tuple[float | None, float | None]:

@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from functools import cached_property
 from pathlib import Path
@@ -46,7 +47,16 @@ from cuvee.eval.report.lengths import length_candidates, length_entry, length_to
 from cuvee.eval.report.load import REPORT_FORMAT, REPORT_VERSION
 from cuvee.eval.report.render import write_report
 from cuvee.eval.report.scoring import TaskScorer
-from cuvee.eval.runs import check_folder, interruptible, load_matching_profile, save_results, text_entry, writing
+from cuvee.eval.runs import (
+    check_folder,
+    interruptible,
+    load_matching_profile,
+    resume,
+    run_digest,
+    save_results,
+    text_entry,
+    writing,
+)
 from cuvee.eval.stats import compare_at_equal_kl, of_sequences, paired_difference, sizes_at_kl
 
 __all__ = ["ANCHORS", "run_report"]
@@ -132,7 +142,7 @@ class _ReportRun:
         parameters = sum(p.numel() for p in self.model.parameters())
         self.limit = config.limit or (None if parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
-        self.data = self._resume(self._describe(command), force)
+        self.data = resume(out / REPORT_FILE, self._describe(command), console, force, _measurements)
         self._profiles: dict[str, Profile] = {}
 
     # What is measured --------------------------------------------------------------------------------------------
@@ -222,13 +232,13 @@ class _ReportRun:
             "gpu": environment["gpu"],
             "software": {k: v for k, v in machine.items() if k not in ("commit", "date", "cores")},
         }
-        decided = json.loads(_canonical(decided))  # in the form in which it will be read back
+        decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
         parameters = sum(p.numel() for p in self.model.parameters())
         return {
             "format": REPORT_FORMAT,
             "version": REPORT_VERSION,
             "complete": False,
-            "digest": hashlib.blake2b(_canonical(decided), digest_size=16, person=b"cuvee-report").hexdigest(),
+            "digest": run_digest(decided, b"cuvee-report"),
             "command": command,
             "configuration": decided,
             "environment": environment,
@@ -268,34 +278,6 @@ class _ReportRun:
             "sizes": [],
             "seconds": 0.0,
         }
-
-    def _resume(self, fresh: dict[str, Any], force: bool) -> dict[str, Any]:
-        """What the folder already holds of this configuration, or else the fresh report."""
-        path = self.out / REPORT_FILE
-        if not path.exists():
-            return fresh
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))
-            same = (found["format"], found["version"], found["digest"]) == (
-                REPORT_FORMAT,
-                REPORT_VERSION,
-                fresh["digest"],
-            )
-            before = found["configuration"]
-        except (ValueError, KeyError, TypeError) as error:
-            if force:
-                return fresh
-            raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
-        if same:
-            done = len(found["quality"]) + len(found["lengths"]) + len(found["scores"])
-            state = "complete" if found["complete"] else f"{done} measurements done"
-            self.console.print(f"{self.out} holds this run, {state}: going on", style="dim", highlight=False)
-            return dict(found)
-        if force:
-            return fresh
-        differs = [k for k in fresh["configuration"] if fresh["configuration"][k] != before.get(k)]
-        what = ", ".join(differs) or "format"
-        raise InputError(f"out: {self.out} holds another run (it differs in {what}): choose another, or --force")
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
@@ -608,6 +590,10 @@ class _ReportRun:
             self.data["tasks"].append(task)
 
 
+def _measurements(data: Mapping[str, Any]) -> int:
+    return sum(len(data[block]) for block in ("quality", "lengths", "scores"))
+
+
 def _saved_size(profile: Profile) -> int:
     import tempfile
 
@@ -619,7 +605,3 @@ def _saved_size(profile: Profile) -> int:
 
 def _sha256(tokens: torch.Tensor) -> str:
     return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _canonical(data: Any) -> bytes:
-    return json.dumps(data, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from cuvee.cli.options import Calibration, Evaluation, Json, Model, typed_command
+from cuvee.cli.options import Calibration, Dtype, Evaluation, Json, Model, typed_command
 from cuvee.cli.output import make_console, print_json, stoppable
 
 
@@ -78,6 +78,7 @@ def blend_report(
     wall_time: Annotated[
         bool, typer.Option("--wall-time/--no-wall-time", help="Measure the speed of a random Llama, too.")
     ] = True,
+    dtype: Annotated[Dtype, typer.Option(help="Of the model and its caches. auto: as its files say.")] = Dtype.float32,
     seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 7,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer prompts, costs and lengths: two minutes.")] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace another run in the folder.")] = False,
@@ -87,7 +88,8 @@ def blend_report(
 
     A TEXT is a file (.jsonl: one document per line), hf:DATASET:SPLIT:COLUMN, or the name of a bundled text.
 
-    Takes twelve minutes on the bundled model. Figures of exact chunks are printed as they come.
+    Takes twelve minutes on the bundled model. Figures of exact chunks are printed as they come, and results are saved
+    after each prompt. Stop it with Ctrl-C or SIGTERM, give the same command again, and it goes on where it stopped.
 
     Example: cuvee blend-report --model smollm2 --constructions xquad --data DIR --costs 0.15,0.3 --no-wall-time
     """
@@ -100,7 +102,7 @@ def blend_report(
     given: dict[str, Any] = {"profile": str(profiles[0])} if profiles else {}
     given |= {"calibration": tuple(calibration)} if calibration else {}
     given |= {"evaluation": tuple(evaluation)} if evaluation else {}
-    config = BlendConfig(model=model, seed=seed, multidoc=tuple(map(str, multidoc or ())), **given)
+    config = BlendConfig(model=model, seed=seed, dtype=dtype.value, multidoc=tuple(map(str, multidoc or ())), **given)
     if quick:
         config = quick_blend_config(config)
     chosen: dict[str, Any] = {"data": None if data is None else str(data), "any_version": _any_version(metadata or ())}

@@ -670,6 +670,132 @@ def test_a_profile_is_learned_from_the_calibration_texts(
     )
 
 
+# --- an end before its time
+
+
+def stop_at(patch: pytest.MonkeyPatch, blend: int) -> list[int]:
+    """Interrupt the run at a blend, counted from 0; returns the numbers of those before it, as they are made."""
+    made: list[int] = []
+    original = Blender.blend
+
+    def counted(self: Blender, *args: Any, **options: Any) -> Any:
+        if len(made) == blend:
+            raise KeyboardInterrupt
+        result = original(self, *args, **options)
+        made.append(len(made))
+        return result
+
+    patch.setattr(Blender, "blend", counted)
+    return made
+
+
+def blends_per_prompt(made: dict[str, Any]) -> int:
+    return sum(found["reason"] is None for found in made["entries"])
+
+
+def test_an_interrupted_run_goes_on_at_its_prompt_and_ends_the_same(
+    tiny: BlendConfig, tmp_path: Path, no_documents: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = replace(less_of(tiny), constructions=("reread", "passages"), documents=2, qualities=("high",))
+    file = io.StringIO()
+    console = Console(file=file, width=300)
+    whole = run_blend_report(config, tmp_path / "whole", console)
+    reread, passages = map(blends_per_prompt, whole["constructions"])
+    # In the second prompt of a construction: the first one is kept, and so is the construction before.
+    for at, prompts in ((reread + 3, 1), (2 * reread + passages + 3, 3)):
+        out = tmp_path / str(prompts)
+        with monkeypatch.context() as patch:
+            stop_at(patch, at)
+            with pytest.raises(KeyboardInterrupt):
+                run_blend_report(config, out, console)
+        assert f"interrupted: {out} keeps what was measured" in file.getvalue()
+        half = json.loads((out / "blend.json").read_text())
+        assert half["unfinished"]["prompts"] == 1 and len(half["constructions"]) == prompts // 2
+        with monkeypatch.context() as patch:
+            rest = stop_at(patch, -1)
+            found = run_blend_report(config, out, console)
+        assert f"{out} holds this run, {prompts} measurements done: going on" in file.getvalue()
+        assert untimed(found) == untimed(whole)
+        assert len(rest) == 2 * (reread + passages) - (reread, 0, 2 * reread + passages)[prompts - 1]
+    with monkeypatch.context() as patch:
+        stop_at(patch, 0)  # nothing is left to measure
+        assert untimed(run_blend_report(config, out, console)) == untimed(whole)
+    assert f"{out} holds this run, complete: going on" in file.getvalue()
+
+
+def test_a_folder_of_another_run_or_with_damaged_results_is_refused(
+    tiny: BlendConfig, tmp_path: Path, console: Console, no_documents: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out = replace(less_of(tiny), constructions=("reread",)), tmp_path / "out"
+    with monkeypatch.context() as patch:
+        stop_at(patch, 1)
+        with pytest.raises(KeyboardInterrupt):
+            run_blend_report(config, out, console)
+    with pytest.raises(InputError, match=r"^out: .* holds another run .it differs in contexts, seed.: choose another"):
+        run_blend_report(replace(config, contexts=1, seed=8), out, console)
+    kept = json.loads((out / "blend.json").read_text())
+    for unfinished in ({"prompts": 1}, {"prompts": 1, "methods": [{"of": "exact"}]}):
+        (out / "blend.json").write_text(json.dumps({**kept, "unfinished": unfinished}))
+        with pytest.raises(InputError, match=r"^out: .*blend\.json is damaged .*: choose another folder, or --force"):
+            run_blend_report(config, out, console)
+    for content in ("[]", "{}", "x"):
+        (out / "blend.json").write_text(content)
+        with pytest.raises(InputError, match=r"^out: .*blend\.json is not a report: choose another folder, or --force"):
+            run_blend_report(config, out, console)
+    assert run_blend_report(config, out, console, force=True)["complete"]
+
+
+def test_a_profile_is_learned_once_and_stays_the_same(
+    tiny: BlendConfig,
+    tmp_path: Path,
+    console: Console,
+    no_documents: None,
+    monkeypatch: pytest.MonkeyPatch,
+    fitted: Callable[[str, str], Profile],
+) -> None:
+    learned: list[Profile] = []
+
+    def calibrate(*_: Any, **__: Any) -> Profile:
+        learned.append(Profile.load(str(tiny.profile)))
+        return learned[-1]
+
+    monkeypatch.setattr(Profile, "calibrate", calibrate)
+    less = replace(less_of(tiny), constructions=("reread",), qualities=("high",))
+    config, out = replace(less, profile=None, calibration_sequences=4), tmp_path / "out"
+    whole = run_blend_report(config, tmp_path / "whole", console)
+    assert len(learned) == 1
+    with monkeypatch.context() as patch:
+        stop_at(patch, blends_per_prompt(whole["constructions"][0]))
+        with pytest.raises(KeyboardInterrupt):
+            run_blend_report(config, out, console)
+    assert len(learned) == 2 and sorted(path.name for path in out.iterdir()) == ["blend.json", "profile.safetensors"]
+    assert untimed(run_blend_report(config, tmp_path / "whole", console)) == untimed(whole) and len(learned) == 2
+    path = out / "profile.safetensors"
+    path.rename(tmp_path / "kept")
+    fitted("gqa", "layer").save(path)
+    with pytest.raises(
+        InputError, match=r"^out: .*profile\.safetensors is not the profile that this report was measured"
+    ):
+        run_blend_report(config, out, console)
+    (tmp_path / "kept").rename(path)
+    assert untimed(run_blend_report(config, out, console)) == untimed(whole) and len(learned) == 2
+    path.unlink()
+    assert run_blend_report(config, out, console)["complete"]  # and it is not needed any more
+
+
+def test_sixteen_bits_are_enough(tiny: BlendConfig, tmp_path: Path, console: Console, no_documents: None) -> None:
+    """A model that does not fit in memory in float32 is measured in its own dtype."""
+    config = replace(less_of(tiny), constructions=("reread", "passages"), documents=2, behind=2, dtype="bfloat16")
+    exact, rounded = (
+        run_blend_report(one, tmp_path / one.dtype, console) for one in (replace(config, dtype="float32"), config)
+    )
+    assert rounded["model"]["dtype"] == "bfloat16"
+    for made, same in zip(rounded["constructions"], exact["constructions"], strict=True):
+        assert floor_of(made) == pytest.approx(floor_of(same), rel=0.2)
+        for found, other in zip(made["entries"], same["entries"], strict=True):
+            assert found["reason"] == other["reason"]
+
+
 def test_quick_is_less_of_everything() -> None:
     quick = quick_blend_config(BlendConfig())
     assert quick.quick and quick.prompts == 10 and quick.qualities == ("balanced",) and quick.lengths == (512, 1024)
