@@ -116,7 +116,7 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
 
     def farewell() -> None:
         kept = "nothing is kept without --out" if out is None else f"{out} keeps what was scored; go on with it"
-        console.print(f"interrupted: {kept}", highlight=False, markup=False)
+        console.print(f"interrupted: {kept}", highlight=False, markup=False, soft_wrap=True)
 
     with interruptible(farewell):
         return _run_arms(config, out, console, command)

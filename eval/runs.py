@@ -190,7 +190,8 @@ def resume(
             return fresh
         raise InputError(f"out: {path} is not a report: choose another folder, or --force") from error
     if same:
-        console.print(f"{path.parent} holds this run, {state}: going on", style="dim", highlight=False)
+        line = f"{path.parent} holds this run, {state}: going on"
+        console.print(line, style="dim", highlight=False, markup=False, soft_wrap=True)
         return dict(found)
     if force:
         return fresh

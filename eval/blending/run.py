@@ -131,7 +131,8 @@ def run_blend_report(
     few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
 
     def farewell() -> None:
-        console.print(f"interrupted: {out} keeps what was measured, and the same command goes on from there")
+        kept = f"{out} keeps what was measured, and the same command goes on from there"
+        console.print(f"interrupted: {kept}", highlight=False, markup=False, soft_wrap=True)
 
     with few, interruptible(farewell), torch.no_grad():
         return _BlendRun(config, out, console, force, command).run()
