@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-23-smollm2-report"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
+LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
 LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
 BLEND = (ROOT / "blend" / "README.md").read_text(encoding="utf-8")
 REPORT = ROOT / "eval" / "results" / "2026-11-20-report" / "report.json"
@@ -97,6 +98,28 @@ def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
     grouped = [r["bits_at_its_kl"] for text in texts.values() for r in text["rivals"].values()]
     times = [bits["layer"] / bits["auto"] for bits in grouped if bits["layer"] and bits["auto"]]
     assert f"{min(times):.1f} to {max(times):.1f} times the bits" in README.replace("\n", " ")
+
+
+def test_lengths_are_those_of_the_committed_run() -> None:
+    page = (LENGTHS / "README.md").read_text(encoding="utf-8")
+    found = json.loads((LENGTHS / "lengths.json").read_text(encoding="utf-8"))["lengths"]
+    methods: dict[str, list[dict[str, Any]]] = {}
+    for entry in found:
+        methods.setdefault(entry["key"], []).append(entry)
+    named = {"`high`": "high", "`balanced`": "balanced", "`small`": "small"}
+    labels = {entry["label"].partition(" @")[0]: entry["key"] for entry in found}
+    for cells in rows("method", page):
+        preset = named.get(cells[0].partition("cuvee, ")[2])
+        entries = methods[f"cuvee/mixture4@{preset}" if preset else labels[cells[0]]]
+        for entry, bits, kl in zip(entries, cells[1::2], cells[2::2], strict=True):
+            mean, error = kl.split(" ± ")
+            digits = len(mean.partition(".")[2])
+            assert bits == f"{entry['bits_per_value']:.2f}" and mean == f"{entry['kl']:.{digits}f}", cells[0]
+            assert error == f"{entry['kl_stderr']:.{digits}f}", cells[0]
+    balanced = methods["cuvee/mixture4@balanced"]
+    kls, sizes = ([entry[name] for entry in balanced] for name in ("kl", "bits_per_value"))
+    told = f"{min(kls):.4f} to {max(kls):.4f}, at {min(sizes):.1f} to {max(sizes):.1f} bits"
+    assert told in README and [entry["length"] for entry in balanced] == [256, 1024, 4096, 7936]
 
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
