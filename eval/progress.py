@@ -132,7 +132,7 @@ class ProgressBar:
     def say(self, line: str) -> None:
         """Print a line at once: on a terminal above the bar."""
         console = self._bar.console if self._bar.console.is_terminal else self._log
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show(self) -> None:
         """Bring the bar up to date, or print a line if it is time for one."""

@@ -311,11 +311,12 @@ class _BlendRun:
         left = {"profile": int(self._learns), "wall time": int(bool(config.lengths))}
         guess = {"profile": 4.0 * config.calibration_sequences, "wall time": sum(config.lengths) / 100}
         done = len(self.data["constructions"])
-        for made in self.constructions[done:]:
-            guess[made.name] = 0.4 * len(self._methods(made))
-            left[made.name] = len(made.prompts)
-        if self.data["unfinished"]:
-            left[self.constructions[done].name] -= self.data["unfinished"]["prompts"]
+        for index, made in enumerate(self.constructions[done:]):
+            before = self.data["unfinished"]["prompts"] if index == 0 and self.data["unfinished"] else 0
+            exact = [kv == EXACT for kv, *_ in self._methods(made)]
+            guess |= {made.name: 0.4 * sum(exact), _decoded(made): 0.4 * (len(exact) - sum(exact))}
+            prompts = len(made.prompts) - before
+            left |= {made.name: prompts, _decoded(made): prompts if config.qualities else 0}
         return Plan(guess, left)
 
     @property
@@ -403,7 +404,7 @@ class _BlendRun:
         prompt, seed = made.prompts[index], self.config.seed + index
         name = f"{made.name}, prompt {index + 1} of {len(made.prompts)}"
         cached = {}
-        with progress.step(f"blending: {name}"):
+        with progress.step(f"blending: {name}", made.name):
             reference, targets, correct = self._reference(prompt)
             found.full += [correct] if len(prompt.choices) > 1 else []
             if prompt.words:
@@ -416,15 +417,16 @@ class _BlendRun:
                     if one.reason is None and (one.kv, one.chunks) == (EXACT, chunks):
                         self._blend(one, prompt, cached[EXACT, chunks], reference, targets, seed)
                 progress.say_now_and_then(first_figures(made.name, found.methods))
-        codecs = self._codecs(progress)
-        with progress.step(f"blending: {name}", made.name):
-            for quality, chunks in found.coded:
-                blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
-                found.coded[quality, chunks] += sum(map(len, blobs))
-                cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
-            for one in found.methods:
-                if one.reason is None and one.kv != EXACT:
-                    self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, seed)
+        if found.coded:
+            codecs = self._codecs(progress)
+            with progress.step(f"blending: {name}, decoded", _decoded(made)):
+                for quality, chunks in found.coded:
+                    blobs = [codecs[quality].encode(chunk) for chunk in cached[EXACT, chunks]]
+                    found.coded[quality, chunks] += sum(map(len, blobs))
+                    cached[quality, chunks] = [codecs[quality].decode(blob) for blob in blobs]
+                for one in found.methods:
+                    if one.reason is None and one.kv != EXACT:
+                        self._blend(one, prompt, cached[one.kv, one.chunks], reference, targets, seed)
         found.prompts += 1
 
     def _figures(self, made: Construction, found: MeasuredPrompts) -> Figures:
@@ -540,6 +542,11 @@ class _BlendRun:
         one.top1 += same
         one.spent.append(result.record.cost)
         one.correct += [correct] if len(prompt.choices) > 1 else []
+
+
+def _decoded(made: Construction) -> str:
+    """What a progress bar calls a prompt's decoded chunks."""
+    return f"{made.name}, decoded"
 
 
 def _measurements(data: Mapping[str, Any]) -> int:

@@ -43,6 +43,7 @@ from cuvee.eval.blending.shares import ratio_of_shares, share_recovered
 from cuvee.eval.blending.wall_time import measure_wall_time
 from cuvee.eval.corpus import read_corpus, spread_sequences
 from cuvee.eval.data import EVALUATION_TEXTS, load_bundled_model
+from cuvee.eval.progress import ProgressBar
 
 pytest.importorskip("matplotlib")
 TINY = BlendConfig(
@@ -158,6 +159,35 @@ def test_figures_of_exact_chunks_come_before_a_profile_is_learned(
     assert re.search(r"reread, prompts: 1; KL of the floor 0\.\d+; recovered at cost 0\.15: random -?\d", seen)
     assert "interrupted: " in file.getvalue()
     assert json.loads((tmp_path / "run" / "blend.json").read_text())["complete"] is False
+
+
+@pytest.mark.parametrize("qualities", [(), ("high",)])
+def test_the_end_is_estimated_from_all_blends(
+    tiny: BlendConfig, tmp_path: Path, console: Console, no_documents: None, monkeypatch: pytest.MonkeyPatch,
+    qualities: tuple[str, ...],
+) -> None:  # fmt: skip
+    """Each blend is a part of a planned unit, so that its time counts."""
+    steps: list[tuple[str | None, int]] = []
+    expected: dict[str, int] = {}
+    step, expect, blend = ProgressBar.step, ProgressBar.expect, Blender.blend
+
+    def counted(self: ProgressBar, what: str, kind: str | None = None) -> Any:
+        steps.append((kind, 0))
+        return step(self, what, kind)
+
+    def blended(self: Blender, *args: Any, **options: Any) -> Any:
+        steps[-1] = (steps[-1][0], steps[-1][1] + 1)
+        return blend(self, *args, **options)
+
+    monkeypatch.setattr(ProgressBar, "step", counted)
+    monkeypatch.setattr(Blender, "blend", blended)
+    monkeypatch.setattr(ProgressBar, "expect", lambda self, plan: (expected.update(plan.left), expect(self, plan)))
+    config = replace(less_of(tiny), constructions=("reread",), qualities=qualities)
+    run_blend_report(config, tmp_path / "run", console)
+    kinds = [kind for kind, _ in steps]
+    assert kinds == (["reread", "reread, decoded"] if qualities else ["reread"]) * 2
+    assert all(blends > 1 for _, blends in steps)
+    assert {kind: kinds.count(kind) for kind in expected} == expected
 
 
 def test_a_run_that_needs_no_profile_learns_none(
