@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-23-smollm2-report"
+TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
 LONG = ROOT / "eval" / "results" / "2026-11-23-engine-smollm2" / "engine.json"
@@ -120,6 +121,28 @@ def test_lengths_are_those_of_the_committed_run() -> None:
     kls, sizes = ([entry[name] for entry in balanced] for name in ("kl", "bits_per_value"))
     told = f"{min(kls):.4f} to {max(kls):.4f}, at {min(sizes):.1f} to {max(sizes):.1f} bits"
     assert told in README and [entry["length"] for entry in balanced] == [256, 1024, 4096, 7936]
+
+
+def test_what_tasks_lose_is_what_the_committed_runs_lost() -> None:
+    page = (TASKS / "README.md").read_text(encoding="utf-8")
+    page = page[page.index("## With the default profile") :]
+    found = {}
+    for path in TASKS.glob("*-default*.json"):
+        for score in json.loads(path.read_text(encoding="utf-8"))["scores"]:
+            found[score["task"], score["docs"], score["arm"]] = score
+    shown = [cells for cells in rows("task", page) if cells[1] != "exact"]
+    assert len(shown) == 8
+    for cells in shown:
+        task, docs = re.fullmatch(r"`(\w+)` \(\w+, (\d+)\)", cells[0]).groups()  # type: ignore[union-attr]
+        score = found[task, int(docs), cells[1]]
+        assert cells[2] == f"{score['score']:.3f} ± {score['stderr']:.3f}", cells
+        assert cells[3] == f"{score['difference']:+.3f} ± {score['difference_stderr']:.3f}", cells
+        assert cells[5] == f"{score['bits_per_value']:.2f}", cells
+    told = re.search(r"`high` costs (.*), `balanced` (.*), and FP8 (.*) \(`cuvee tasks`\)", README.replace("\n", " "))
+    assert told is not None
+    for text, arm in zip(told.groups(), ("high", "balanced", "fp8-e4m3"), strict=True):
+        score = found["cuvee_xquad", 120, arm]
+        assert text == f"{score['difference']:.2f} ± {score['difference_stderr']:.2f}"
 
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
