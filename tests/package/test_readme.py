@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-23-smollm2-report"
+CLIENTS = ROOT / "eval" / "results" / "2026-11-23-clients"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
@@ -143,6 +144,22 @@ def test_what_tasks_lose_is_what_the_committed_runs_lost() -> None:
     for text, arm in zip(told.groups(), ("high", "balanced", "fp8-e4m3"), strict=True):
         score = found["cuvee_xquad", 120, arm]
         assert text == f"{score['difference']:.2f} ± {score['difference_stderr']:.2f}"
+
+
+def test_other_peoples_benchmarks_took_what_the_committed_run_took() -> None:
+    run = json.loads((CLIENTS / "clients.json").read_text(encoding="utf-8"))
+    told = "prefix_repetition", "long-doc-qa", "multi-round-chat", "kv-tier-pressure"
+    phases = "cold", "warm", "after a restart"
+    for cells in rows("arm", (CLIENTS.parent / "README.md").read_text(encoding="utf-8")):
+        arm = run["arms"][cells[0].partition(",")[0]]
+        for cell, workload in zip(cells[1:5], told, strict=True):
+            found = [arm["workloads"][workload][p]["p50_ratio"] for p in phases if p in arm["workloads"][workload]]
+            assert cell.replace("*", "").split(" / ") == [f"{x:.2f}".removeprefix("0") for x in found], cells[0]
+        if "bytes_per_1000_tokens" in arm.get("disk", {}):
+            assert cells[5] == f"{arm['disk']['bytes_per_1000_tokens'] / 1e6:.1f}", cells[0]
+    lossless = run["arms"]["cuvee lossless"]["workloads"]
+    *some, last = (f"{lossless[name]['after a restart']['p50_ratio']:.2f}" for name in told)
+    assert f"see their first token in {', '.join(some)} and {last} of the time" in README.replace("\n", " ")
 
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
