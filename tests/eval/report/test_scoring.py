@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
 from cuvee.eval.corpus import BUNDLED_MODEL, load_tokenizer
+from cuvee.eval.data import load_bundled_model
 from cuvee.eval.quality import CodecMethod
 from cuvee.eval.report.scoring import TaskScorer
-from cuvee.eval.tasks import LOCAL_TASKS
+from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH
 
 pytest.importorskip("lm_eval")
 SETTINGS: dict[str, Any] = {"chunk_tokens": 256, "cache_dtype": "bfloat16", "batch_size": 4, "seed": 1}
@@ -46,6 +48,20 @@ def test_nats_a_word_are_a_mean_over_documents(books: Any) -> None:
     task, score = scorer(books, "cuvee_reread_nll", limit=3).score(Uncompressed(), "cuvee_reread_nll")
     assert not task["higher_is_better"] and task["chance"] is None
     assert score["score"] == pytest.approx(sum(score["per_doc"]) / 3) and score["stderr"] > 0
+
+
+def test_likelihoods_of_a_model_in_16_bits_are_added_in_32() -> None:
+    """In bfloat16 a sum of 300 nats would be one of the multiples of 2."""
+    model, _ = load_bundled_model(torch.bfloat16)
+    scores = TaskScorer(model, BUNDLED_MODEL, ("cuvee_books_nll",), **SETTINGS, limit=4)
+    _, score = scores.score(Uncompressed(), "cuvee_books_nll")
+    lines = (TASKS_PATH / "cuvee_books_nll.jsonl").read_text(encoding="utf-8").splitlines()[:4]
+    words = [len(json.loads(line)["continuation"].split()) for line in lines]
+    sums = torch.tensor([each * count for each, count in zip(score["per_doc"], words, strict=True)])
+    assert (sums > 128).all() and (sums - sums.bfloat16().float()).abs().max() > 0.05
+    whole = TaskScorer(load_bundled_model()[0], BUNDLED_MODEL, ("cuvee_books_nll",), **SETTINGS, limit=4)
+    _, exact = whole.score(Uncompressed(), "cuvee_books_nll")
+    assert score["per_doc"] == pytest.approx(exact["per_doc"], rel=0.01)
 
 
 def test_a_task_gets_its_metadata_and_generates(books: Any, tmp_path: Path) -> None:
