@@ -902,7 +902,7 @@ def test_the_command_writes_a_folder(tiny: BlendConfig, tmp_path: Path, monkeypa
             profile=tiny.profile, evaluation=("orchard",), calibration=("harbour",), multidoc=tiny.multidoc, seed=3
         )
     ]
-    assert "not empty" in run("--quick", code=1).stderr
+    assert "another run (it differs in multidoc, seed)" in run("--quick", code=1).stderr
     assert json.loads(run("--quick", "--force", "--json").stdout)["complete"]
 
 
