@@ -98,7 +98,7 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
         config: what to score.
         out: a JSON file that is written after each score. If it exists, what it holds is not scored again.
         console: for a progress bar, or lines in a log, and one line per score.
-        command: as it was typed.
+        command: what was typed, for readers of the file.
 
     Returns:
         What the file holds: "asked", "command", "hardware", "model_fingerprint", "tasks" and "scores". A score has its

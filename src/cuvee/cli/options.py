@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -85,5 +86,11 @@ def refuse_moved(ctx: typer.Context, args: Sequence[str], moved: Mapping[str, st
 
 
 def typed_command() -> str:
-    """This process's command as it was typed."""
-    return shlex.join(["cuvee", *sys.argv[1:]])
+    """This process's command, for a report that others read: of an absolute path only its last part."""
+
+    def public(arg: str) -> str:
+        # An argument may be OPTION=PATH, PATH=SHARE or PATH,PATH.
+        parts = re.split("([=,])", arg)
+        return "".join(Path(part).name or part if Path(part).is_absolute() else part for part in parts)
+
+    return shlex.join(["cuvee", *map(public, sys.argv[1:])])
