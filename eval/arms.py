@@ -6,7 +6,7 @@ An arm is a way to answer all documents of a task: with the exact cache, without
     destroyed   a cache of zeros: the prompt is forgotten, question included
     absent      the exact cache of the question alone, if the task has a context apart from it
     NAME        a baseline of `cuvee.eval.methods`, such as fp8-e4m3
-    QUALITY     a codec: lossless, high, balanced or small
+    QUALITY     a codec: lossless, high, balanced or small; or kl=, bits=, ratio= or step= with a number, as for `Codec`
 
 Every arm gets the same documents, so differences from `exact` are taken document by document. A task shows something if
 each control (destroyed, absent) loses more than two standard errors, and if exact is as far above a guess.
@@ -44,6 +44,7 @@ __all__ = ["ARMS", "ArmsConfig", "arms_tables", "run_arms", "shows_something"]
 
 ARMS = ("exact", "destroyed", "absent", "lossless", "high", "balanced", "small")
 CONTROLS = ("destroyed", "absent")
+_DIALS = ("kl", "bits", "ratio", "step")
 _CLEAR = 2  # standard errors
 _ABSENT_SHARE = 0.1  # of the time of another arm, as a first guess: questions are short
 
@@ -64,7 +65,7 @@ class ArmsConfig:
         chunk_tokens, batch_size: as in `CuveeLM`.
 
     Raises:
-        InputError: an arm is not known, or `metadata` is not "name=value".
+        InputError: an arm is not known, or asks for no number, or `metadata` is not "name=value".
     """
 
     model: str
@@ -83,7 +84,7 @@ class ArmsConfig:
         if not self.tasks:
             raise InputError("tasks: name at least one")
         for arm in self.arms:
-            if arm not in (*ARMS, *BASELINES):
+            if arm not in (*ARMS, *BASELINES) and _dial(arm) is None:
                 raise InputError(f"arms: {arm!r} is not known; {suggestion(arm, (*ARMS, *BASELINES))}")
         if wrong := [pair for pair in self.metadata if "=" not in pair]:
             raise InputError(f"metadata: {wrong[0]!r} must be name=value")
@@ -111,7 +112,8 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
             scores before it are in the file.
         FormatError: `out` is not a file of this function.
         Interrupted: somebody wants it to end.
-        ProfileMismatch: the profile is of another model.
+        ProfileError: the profile does not reach the quality that an arm asks for.
+        ProfileMismatch: it is of another model.
     """
 
     def farewell() -> None:
@@ -161,10 +163,12 @@ def _run_arms(config: ArmsConfig, out: Path | None, console: Console, command: s
     given = scorer()
     alone = scorer(context="absent") if "absent" in config.arms else None
     arms = tuple(dict.fromkeys(("exact", *config.arms)))
+    # All of them before anything is scored: the profile may not reach what an arm asks for.
+    methods = {arm: _method(arm, profile or Profile.generic(layout)) for arm in arms}
 
     def score(name: str, arm: str, progress: ProgressBar) -> None:
         using = alone if arm == "absent" and alone is not None else given
-        task, scored = using.score(_method(arm, profile or Profile.generic(layout)), name)
+        task, scored = using.score(methods[arm], name)
         if arm == "exact":
             found["tasks"].append(task)
         elif arm == "absent" and task["docs_sha256"] == _task(found, name)["docs_sha256"]:
@@ -205,7 +209,19 @@ def _method(arm: str, profile: Profile) -> Method:
         return baseline(UNCOMPRESSED)
     if arm in BASELINES:
         return baseline(arm)
-    return CodecMethod(Codec(profile, arm))
+    dial = _dial(arm)
+    return CodecMethod(Codec(profile, arm) if dial is None else Codec(profile, **dial))
+
+
+def _dial(arm: str) -> dict[str, Any] | None:
+    """What "kl=0.001" asks a `Codec` for; None if an arm is no such thing."""
+    name, equals, value = arm.partition("=")
+    if name not in _DIALS or not equals:
+        return None
+    try:
+        return {name: float(value)}
+    except ValueError as error:
+        raise InputError(f"arms: {arm!r} must be {name}=NUMBER") from error
 
 
 def _resumed(out: Path, new: dict[str, Any]) -> dict[str, Any]:

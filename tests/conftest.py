@@ -271,7 +271,7 @@ def make_codec() -> Callable[..., Codec]:
 
 @dataclass(frozen=True)
 class Books:
-    """The bundled model, sequences of both texts `[N, 256]` of which 192 tokens count as cached, and two profiles."""
+    """The bundled model, sequences of both texts `[N, 256]` of which 192 tokens count as cached, and a profile."""
 
     model: Any
     harbour: torch.Tensor

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from tests.conftest import Books
 from tests.package.cli.running import fails, misused, run
 
-from cuvee.codec.errors import FormatError, InputError, ProfileMismatch
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch
 from cuvee.codec.profile import Profile
 from cuvee.eval.arms import ArmsConfig, arms_tables, run_arms, shows_something
 from cuvee.eval.report import scoring
@@ -175,6 +176,9 @@ def test_arms_that_finished_are_kept(tmp_path: Path) -> None:
     [
         ({"tasks": ()}, "tasks: name at least one"),
         ({"arms": ("exakt",)}, r"arms: 'exakt' is not known; did you mean 'exact'\?"),
+        ({"arms": ("kl",)}, "arms: 'kl' is not known"),
+        ({"arms": ("kl=little",)}, "arms: 'kl=little' must be kl=NUMBER"),
+        ({"arms": ("quality=high",)}, "arms: 'quality=high' is not known"),
         ({"metadata": ("lines",)}, "metadata: 'lines' must be name=value"),
         ({"data": "nowhere"}, "data: no folder nowhere: name the one with the files of the tasks"),
     ],
@@ -182,6 +186,21 @@ def test_arms_that_finished_are_kept(tmp_path: Path) -> None:
 def test_wrong_configurations(changes: dict[str, Any], match: str) -> None:
     with pytest.raises(InputError, match=f"^{match}"):
         config(**changes)
+
+
+def test_a_codec_may_be_asked_for_a_number(books: Books, tmp_path: Path) -> None:
+    books.profile.save(tmp_path / "p.safetensors")
+    arms = ("bits=3", "step=0.5", "small")
+    found = run_arms(config(arms=arms, profile=str(tmp_path / "p.safetensors"), limit=2), None, QUIET)
+    scores = {score["arm"]: score["bits_per_value"] for score in found["scores"]}
+    assert list(scores) == ["exact", *arms] and len(set(scores.values())) == 4
+    assert 2 < scores["bits=3"] < 4
+
+
+def test_what_a_profile_does_not_reach_is_found_out_before_anything_is_scored(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="curve"):  # nothing was learned: there is none
+        run_arms(config(arms=("destroyed", "kl=0.001")), tmp_path / "o.json", QUIET)
+    assert not (tmp_path / "o.json").exists()
 
 
 def test_a_profile_of_another_model(fitted: Callable[[str, str], Profile], tmp_path: Path) -> None:

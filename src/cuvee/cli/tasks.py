@@ -17,7 +17,10 @@ def tasks(
     profile: ProfileFile = None,
     arms: Annotated[
         str,
-        typer.Option(help="Separated by commas: exact, destroyed, absent, a quality, or a baseline such as fp8-e4m3."),
+        typer.Option(
+            help="Separated by commas: exact, destroyed, absent, a quality, kl=0.0005, bits=3, or a baseline such as "
+            "fp8-e4m3."
+        ),
     ] = "exact,destroyed,absent,high,balanced",
     data: Annotated[
         Path | None,
