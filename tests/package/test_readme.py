@@ -132,7 +132,7 @@ def test_what_tasks_lose_is_what_the_committed_runs_lost() -> None:
         for score in json.loads(path.read_text(encoding="utf-8"))["scores"]:
             found[score["task"], score["docs"], score["arm"]] = score
     shown = [cells for cells in rows("task", page) if cells[1] != "exact"]
-    assert len(shown) == 15
+    assert len(shown) == 16
     for cells in shown:
         task, docs = re.fullmatch(r"`(\w+)` \(\w+, (\d+)\)", cells[0]).groups()  # type: ignore[union-attr]
         score = found[task, int(docs), cells[1]]
@@ -173,10 +173,21 @@ def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> 
         columns[name] = [length["variants"][name]["hit_over_recompute"] for length in lengths]
     lossless, balanced = "lossless, file", "balanced, file"
     every = ("own", "raw", lossless, f"{lossless}, sync", balanced, f"{balanced}, sync", "lossless, memory")
-    for text, names in ((README, (lossless, balanced, "raw", "own")), (page, every)):
-        for cells, name in zip(rows("prefix tokens", text), names, strict=True):
-            for cell, found in zip(cells[1:], columns[name], strict=True):
-                assert float(cell) == pytest.approx(found["median"], abs=0.0051), (cells[0], name)
+    for cells, name in zip(rows("prefix tokens", page), every, strict=True):
+        for cell, found in zip(cells[1:], columns[name], strict=True):
+            assert float(cell) == pytest.approx(found["median"], abs=0.0051), (cells[0], name)
+    told = re.search(
+        r"4,096 tokens .* in (\S+) \(lossless\) or (\S+) \(`balanced`\) .* take (\S+), .* process, (\S+) "
+        r".* at (\S+) and (\S+) times the bytes",
+        README.replace("\n", " "),
+    )
+    assert told is not None and lengths[2]["tokens"] == 4096
+    medians = [f"{columns[name][2]['median']:.2f}" for name in (lossless, balanced, "raw", "own")]
+    assert list(told.groups()[:4]) == medians
+    arms = json.loads((CLIENTS / "clients.json").read_text(encoding="utf-8"))["arms"]
+    raw = 30 * 2 * 3 * 64 * 2  # bytes per token: layers, keys and values, heads, width, bfloat16
+    for text, arm in zip(told.groups()[4:], ("cuvee lossless", "cuvee balanced"), strict=True):
+        assert text == f"{1000 * raw / arms[arm]['disk']['bytes_per_1000_tokens']:.1f}"
 
 
 def test_files_and_commands_that_the_readme_names_exist() -> None:
