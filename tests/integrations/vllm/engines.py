@@ -10,6 +10,8 @@ pytest itself never imports vLLM: it starts threads, pins cores and keeps global
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import math
 import os
@@ -172,6 +174,8 @@ def environment(**changes: str) -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "OMP_NUM_THREADS": "1",
+        # vLLM has the ranks of logprobs counted by a function that takes each process three seconds to compile.
+        "TORCH_COMPILE_DISABLE": "1",
         **changes,
     }
 
@@ -539,7 +543,6 @@ def _wait_for(llm: Any, metric: str, least: float) -> None:
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
     import torch
-    from vllm import LLM
 
     # AMX needs a permission of the operating system. oneDNN, as `run_engines` limits it, does not ask for it.
     torch.cpu._init_amx()
@@ -554,7 +557,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
         "disable_log_stats": False,
         "seed": 0,
     }
-    llm = LLM(model=order["model"], **{**defaults, **order["options"]})
+    llm = start_engine(order["model"], **{**defaults, **order["options"]})
     try:
         return run_steps(llm, order)
     finally:
@@ -582,8 +585,14 @@ def run_steps(llm: Any, order: dict[str, Any]) -> dict[str, Any]:
     return {"steps": done, "metrics": metrics}
 
 
-def let_engines_follow_each_other() -> None:
-    """vLLM's CPU platform searches all modules at every start; of llvmlite's library, `vars` is no mapping."""
+def import_vllm() -> None:
+    """Import vLLM in half the time, for engines that follow each other in this process."""
+    # Its modules make a million objects, none of them garbage: nobody needs to search them.
+    gc.disable()
+    importlib.import_module("vllm.entrypoints.llm")
+    gc.enable()
+    gc.freeze()
+    # Its CPU platform searches all modules at every start; of llvmlite's library, `vars` is no mapping.
     from vllm.triton_utils import dispatcher
 
     def mapping(value: object) -> Mapping[str, Any]:
@@ -593,10 +602,18 @@ def let_engines_follow_each_other() -> None:
     dispatcher.vars = mapping
 
 
+def start_engine(model: str | Path, **options: Any) -> Any:
+    """`vllm.LLM`, after `import_vllm`."""
+    from vllm import LLM
+
+    gc.freeze()  # again: the engine before has thawed everything at its end, and this one collects garbage eight times
+    return LLM(model=str(model), **options)
+
+
 def _main(order: Path, results: Path) -> None:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    let_engines_follow_each_other()
+    import_vllm()
     done: dict[str, Any] = {}
     for engine in json.loads(order.read_text()):
         begun = time.monotonic()
@@ -612,7 +629,7 @@ def _main(order: Path, results: Path) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "--run":  # another script, which starts several engines
-        let_engines_follow_each_other()
+        import_vllm()
         sys.argv = sys.argv[2:]
         runpy.run_path(sys.argv[0], run_name="__main__")
     else:

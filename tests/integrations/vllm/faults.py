@@ -36,11 +36,12 @@ from tests.integrations.stores.redis_server import RedisServer, redis_server, wa
 from tests.integrations.vllm.engines import (
     cuvee,
     environment,
-    let_engines_follow_each_other,
+    import_vllm,
     mark,
     run_script,
     run_steps,
     snapshot,
+    start_engine,
 )
 
 from cuvee.integrations.stores import Store, open_store
@@ -141,7 +142,6 @@ class Driven:
     """
 
     def __init__(self, model: Path, store: Store | str | None, load_async: bool = True, **options: Any) -> None:
-        from vllm import LLM
 
         from cuvee.integrations.vllm import connector
 
@@ -157,7 +157,7 @@ class Driven:
         if store is not None:
             url = store if isinstance(store, str) else "memory://"
             options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, load_async=load_async)
-        self.llm: Any = LLM(model=str(model), **{**OPTIONS, "enable_prefix_caching": store is not None, **options})
+        self.llm: Any = start_engine(model, **{**OPTIONS, "enable_prefix_caching": store is not None, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core
         if store is not None:
@@ -1187,14 +1187,14 @@ def run_ranks(model: Path, folder: Path, store: str) -> None:
 
     Before that they do what `folder`/order.json says.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
 
     psutil = import_module("psutil")  # vLLM needs it; its types are a package of their own
 
     record, prompt = Record(folder), prompt_of("ranks")
     (order,) = json.loads((folder / "order.json").read_text())
     print(mark(order["name"]), flush=True)
-    llm: Any = LLM(model=str(model), **{**OPTIONS, **RANKS_OPTIONS, **order["options"]})
+    llm: Any = start_engine(model, **{**OPTIONS, **RANKS_OPTIONS, **order["options"]})
     (folder / "answers.json").write_text(json.dumps({order["name"]: run_steps(llm, order)}))
     print("=== end ===", flush=True)
 
@@ -1315,9 +1315,7 @@ def run_group(group: str, folder: Path, model: Path, *arguments: str, **variable
 
 def _main(group: str, folder: Path, model: Path, *arguments: str) -> None:
     faulthandler.dump_traceback_later(PATIENCE - 5, exit=True)
-    import vllm  # noqa: F401 - before the process forks
-
-    let_engines_follow_each_other()
+    import_vllm()  # before the process forks
     GROUPS[group](model, folder, *arguments)
     faulthandler.cancel_dump_traceback_later()
 

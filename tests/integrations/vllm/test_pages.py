@@ -28,11 +28,12 @@ from tests.integrations.vllm.engines import (
     Step,
     cuvee,
     environment,
-    let_engines_follow_each_other,
+    import_vllm,
     need_vllm,
     run_script,
     run_steps,
     save_tiny_model,
+    start_engine,
 )
 
 from cuvee.codec.paged import PagedCache
@@ -222,15 +223,13 @@ def _recorded(write: Any, held: tuple[torch.Tensor, torch.Tensor]) -> Any:
 
 
 def _run(folder: Path, dtype: str, block: int, family: str) -> Seen:
-    from vllm import LLM
-
     prompts = [random.Random(length).choices(range(1, 256), k=length) for length in LENGTHS]
     full = sum(length // block for length in LENGTHS)
     first = [Step(prompts, until=("vllm:cuvee_stored_chunks", full)), Step(prompts)]
     spy = Spy(block)
     with spy.watching():
-        llm: Any = LLM(
-            model=str(folder / family), dtype=dtype, block_size=block, enforce_eager=True, max_model_len=512,
+        llm = start_engine(
+            folder / family, dtype=dtype, block_size=block, enforce_eager=True, max_model_len=512,
             max_num_seqs=8, skip_tokenizer_init=True, kv_cache_memory_bytes=16 << 20, disable_log_stats=False, seed=0,
             kv_transfer_config=cuvee("memory://?max_gb=1", chunk_tokens=block),
         )  # fmt: skip
@@ -248,7 +247,7 @@ def _run(folder: Path, dtype: str, block: int, family: str) -> Seen:
 
 
 def _main(folder: Path, results: Path) -> None:
-    let_engines_follow_each_other()
+    import_vllm()
     results.write_text(json.dumps({name: asdict(_run(folder, *case)) for name, case in CASES.items()}))
 
 
