@@ -139,9 +139,11 @@ def test_what_tasks_lose_is_what_the_committed_runs_lost() -> None:
         assert cells[2] == f"{score['score']:.3f} ± {score['stderr']:.3f}", cells
         assert cells[3] == f"{score['difference']:+.3f} ± {score['difference_stderr']:.3f}", cells
         assert cells[5] == f"{score['bits_per_value']:.2f}", cells
-    told = re.search(r"`high` costs (.*), `balanced` (.*), and FP8 (.*) \(`cuvee tasks`\)", README.replace("\n", " "))
+    told = re.search(
+        r"`balanced` costs (.*), `high` (.*), `bits=3` (.*), and FP8 (.*) \(`cuvee tasks`\)", README.replace("\n", " ")
+    )
     assert told is not None
-    for text, arm in zip(told.groups(), ("high", "balanced", "fp8-e4m3"), strict=True):
+    for text, arm in zip(told.groups(), ("balanced", "high", "bits=3", "fp8-e4m3"), strict=True):
         score = found["cuvee_xquad", 120, arm]
         assert text == f"{score['difference']:.2f} ± {score['difference_stderr']:.2f}"
 
