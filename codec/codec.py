@@ -26,7 +26,7 @@ from cuvee.codec.keys import make_keys
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import ID_BYTES, Profile
-from cuvee.codec.quality import LOSSLESS
+from cuvee.codec.quality import LOSSLESS, PRESET_KL
 from cuvee.codec.rans import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.stages import stage_names
 
@@ -76,7 +76,8 @@ class Codec:
         profile: what was learned for the model, or `Profile.generic(layout)`.
         quality: `"lossless"`, `"high"`, `"balanced"` (the default) or `"small"`; or instead exactly one of
         kl: nats per token that the model's predictions may move, read off the profile's curve: what it promises for
-            the worst kind of text it was measured on. Below the least it reaches, the codec is lossless;
+            the worst kind of text it was measured on. Below the least that the curve reaches, the codec is lossless;
+            above the most, it takes the coarsest step. The same goes for what a preset promises;
         bits: bits per value, all bytes counted;
         ratio: uncompressed over compressed size;
         step: the quantizer step itself, in the profile's units.
@@ -123,10 +124,14 @@ class Codec:
         others = [kl, bits, ratio, step]
         self.profile = profile
         self.lossless = quality == LOSSLESS and others == [None] * 4
-        least = profile.least_kl(kind) if kl is not None and others.count(None) == 3 and quality is None else None
-        if kl is not None and least is not None and 0 < kl < least:
-            _log.info("kl=%.3g is below %.3g, the least that the profile's curve reaches: lossless instead", kl, least)
-            self.lossless = True
+        if [quality, *others].count(None) == 4:
+            most = PRESET_KL.get(quality) if quality else kl
+            least = profile.least_kl(kind) if most else None
+            if most is not None and least is not None and 0 < most < least:
+                # Who asks by number for next to nothing expects it; a preset has a size that people count on.
+                level = logging.WARNING if quality else logging.INFO
+                _log.log(level, "kl=%.3g is below %.3g, the least the profile reaches: lossless instead", most, least)
+                self.lossless = True
         if self.lossless:
             self.step = 0
         else:

@@ -219,7 +219,7 @@ class Profile:
         """The step index for a request; exactly one argument besides `kind`, none of them `"lossless"`.
 
         A KL, and the KL that a preset stands for, holds for every kind of text on the curve: the worst kind decides,
-        or the one called `kind`.
+        or the one called `kind`. Where all of the curve lies below it, the coarsest step is taken.
 
         Raises:
             InputError: no request, several, one that is not a positive number, or a kind that was not measured.
@@ -238,7 +238,7 @@ class Profile:
         if step is not None:
             return self.check_step(round(math.log2(value) * OCTAVE))
         if kl is not None:
-            return self.check_step(self._curve.step_at("kl", value, self._curve.expected_kl(kind)))
+            return self.check_step(self._curve.step_of_kl(value, kind))
         sizes: list[tuple[int, float | None]] = [(p.step, p.bits_per_value) for p in self.curve]
         if bits is not None:
             return self.check_step(self._curve.step_at("bits", value, sizes))

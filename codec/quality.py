@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -10,6 +11,8 @@ from typing import Any
 
 from cuvee.codec.container import MAX_STEP
 from cuvee.codec.errors import FormatError, InputError, ProfileError
+
+_log = logging.getLogger(__name__)
 
 _CURVE_LIMIT = 1e30  # beyond it, and below its inverse, a measurement is none, and interpolation would overflow
 
@@ -80,6 +83,11 @@ def _is_measured(value: object) -> bool:
     )
 
 
+def _positive(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
+    """The points of a curve that have a logarithm."""
+    return [(step, value) for step, value in points if value is not None and value > 0]
+
+
 class Curve:
     """The measured points of a profile.
 
@@ -122,7 +130,7 @@ class Curve:
         if quality not in PRESET_KL:
             raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
         if any(p.kl is not None for p in self.overall):
-            return self.step_at("kl", PRESET_KL[quality], self.expected_kl(kind))
+            return self.step_of_kl(PRESET_KL[quality], kind)
         if self.overall:
             return self.step_at("error", PRESET_ERROR[quality], [(p.step, p.error) for p in self.overall])
         return PRESET_STEP[quality]
@@ -137,13 +145,30 @@ class Curve:
             worst[point.step] = own if known is None else known if own is None else max(known, own)
         return sorted(worst.items())
 
+    def step_of_kl(self, most: float, kind: str | None = None) -> int:
+        """The coarsest step that may be expected to cost at most a KL, in nats per token.
+
+        Raises:
+            InputError: a kind that was not measured.
+            ProfileError: every step costs more, or the KL was not measured.
+        """
+        self.check_kind(kind)
+        points = self.expected_kl(kind)
+        known = _positive(points)
+        if len(known) > 1 and most > (reached := max(kl for _, kl in known)):
+            _log.info(
+                "kl=%.3g is above %.3g, the most that the profile's coarsest step costs: it is taken", most, reached
+            )
+            return known[-1][0]
+        return self.step_at("kl", most, points)
+
     def step_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
         """The step at which the curve takes the value `target`: linear in the logarithm between measured points.
 
         Raises:
             ProfileError: it does not take it, or was not measured.
         """
-        known = [(step, value) for step, value in points if value is not None and value > 0]
+        known = _positive(points)
         if len(known) < 2:
             remedy = "Profile.calibrate or profile.measure(model, token_ids) measures one"
             raise ProfileError(f"this profile has no curve for {what}: {remedy}; or ask by step= or quality=")

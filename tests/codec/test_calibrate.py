@@ -474,7 +474,7 @@ def test_the_curve_leaves_out_steps_that_are_too_fine(tiny_model: Callable[..., 
         Codec(profile, step=2.0 ** ((curve[0].step - 32) / 64))
 
 
-# Below the curve -----------------------------------------------------------------------------------------------------
+# Beyond the curve ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [None, "prose"])
@@ -507,6 +507,27 @@ def test_a_kl_below_the_curve_is_lossless(kind: str | None, books: Books, caplog
         Codec(profile, "lossless", kl=least * 0.99, kind=kind)
     with pytest.raises(ProfileError, match="no curve"):
         Codec(profile.with_curve([]), kl=1e-9)
+
+
+def test_presets_keep_their_promise_beyond_the_curve(books: Books, caplog: pytest.LogCaptureFixture) -> None:
+    """A model may lose less at the coarsest step than a preset allows, or more at the finest."""
+    profile = books.profile
+
+    def costing(factor: float) -> Profile:
+        return profile.with_curve([replace(p, kl=p.kl * factor) for p in profile.curve if p.kl is not None])
+
+    coarsest = max(point.step for point in profile.curve)
+    with caplog.at_level("INFO", logger="cuvee"):
+        assert Codec(costing(1e-3), "small").step == Codec(costing(1e-3), kl=0.02).step == coarsest
+        assert "coarsest step" in caplog.text and "WARNING" not in caplog.text
+        caplog.clear()
+        assert Codec(costing(1e3), "high").lossless and Codec(costing(1e3), kl=0.001).lossless
+    assert [(r.levelname, "lossless instead" in r.message) for r in caplog.records] == [
+        ("WARNING", True),
+        ("INFO", True),
+    ]
+    # Without a curve in KL presets mean something else, and nothing is beyond it.
+    assert not Codec(profile.with_curve([]), "high").lossless
 
 
 # Gradients -----------------------------------------------------------------------------------------------------------

@@ -637,13 +637,15 @@ def test_what_the_curve_does_not_reach(fitted: Fitted) -> None:
     profile = fitted("gqa", "layer").with_curve(CURVE)
     for arguments, message in (
         ({"kl": 1e-6}, r"kl=1e-06 is outside the measured range 2.03.e-05 … 0.0052 .*use quality='lossless'"),
-        ({"kl": 1.0}, "kl=1 is outside the measured range 2.03.e-05 … 0.0052 of this profile$"),
         ({"bits": 2.9}, "bits=2.9 is outside the measured range 3 … 7"),
         ({"bits": 7.1}, "bits=7.1 is outside the measured range 3 … 7"),
         ({"ratio": 100.0}, "outside the measured range"),
     ):
         with pytest.raises(ProfileError, match=message):
             profile.resolve(**arguments)  # type: ignore[arg-type]
+    # All of the curve keeps a KL above it.
+    assert profile.resolve(kl=1.0) == profile.resolve(kl=0.0053) == 64
+    assert profile.resolve(kl=0.0052) == profile.resolve(kl=0.00519) == 64 > profile.resolve(kl=0.005)
     blind = profile.with_curve([replace(p, kl=None) for p in CURVE])
     bare = profile.with_curve([])
     for other, arguments in (
