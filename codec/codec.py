@@ -124,14 +124,13 @@ class Codec:
         others = [kl, bits, ratio, step]
         self.profile = profile
         self.lossless = quality == LOSSLESS and others == [None] * 4
-        if [quality, *others].count(None) == 4:
-            most = PRESET_KL.get(quality) if quality else kl
-            least = profile.least_kl(kind) if most else None
-            if most is not None and least is not None and 0 < most < least:
-                # Who asks by number for next to nothing expects it; a preset has a size that people count on.
-                level = logging.WARNING if quality else logging.INFO
-                _log.log(level, "kl=%.3g is below %.3g, the least the profile reaches: lossless instead", most, least)
-                self.lossless = True
+        most = PRESET_KL.get(quality) if quality else kl
+        least = profile.least_kl(kind) if most and [quality, *others].count(None) == 4 else None
+        if most and least and 0 < most < least:
+            # Who asks by number for next to nothing expects it; a preset has a size that people count on.
+            level = logging.WARNING if quality else logging.INFO
+            _log.log(level, "kl=%.3g is below %.3g, the least the profile reaches: lossless instead", most, least)
+            self.lossless = True
         if self.lossless:
             self.step = 0
         else:

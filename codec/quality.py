@@ -156,9 +156,7 @@ class Curve:
         points = self.expected_kl(kind)
         known = _positive(points)
         if len(known) > 1 and most > (reached := max(kl for _, kl in known)):
-            _log.info(
-                "kl=%.3g is above %.3g, the most that the profile's coarsest step costs: it is taken", most, reached
-            )
+            _log.info("kl=%.3g is above %.3g, the most the profile reaches: its coarsest step instead", most, reached)
             return known[-1][0]
         return self.step_at("kl", most, points)
 
