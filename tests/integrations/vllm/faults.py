@@ -142,7 +142,6 @@ class Driven:
     """
 
     def __init__(self, model: Path, store: Store | str | None, load_async: bool = True, **options: Any) -> None:
-
         from cuvee.integrations.vllm import connector
 
         self.answered: list[Answered] = []
