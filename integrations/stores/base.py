@@ -35,6 +35,8 @@ BAD_SECTORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ})
 class StoreError(CuveeError):
     """A store could not be reached or refused the work; the message names the store and the cause."""
 
+    blames_blob = False
+
 
 @dataclass(slots=True)
 class TierCounters:

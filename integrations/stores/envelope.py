@@ -36,6 +36,8 @@ HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
 class Expired(CuveeError):
     """The entry is older than its time to live."""
 
+    blames_blob = True
+
 
 @dataclass(frozen=True, slots=True)
 class EntryHeader:

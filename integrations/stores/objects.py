@@ -7,29 +7,27 @@ budget would cost a write for every read, to note the use, and regular listings 
 does for free is to delete by age: give the bucket a lifecycle rule that deletes objects of this prefix some days after
 they were written. `ttl` does not replace that rule: an expired entry is only deleted when somebody asks for it.
 
-An object store shows an object once all of it has arrived. A local file system does not, so there an entry is written
-under another name and renamed. On file systems that are neither (SFTP, SMB) a reader may meet half an entry, which its
-checksum turns into a counted miss. Timeouts and retries are those of the protocol's client: s3fs takes some 10 s to
-report that nobody answers.
+An object store shows an object once all of it has arrived. On file systems (SFTP, SMB) a reader may meet half an entry,
+which its checksum turns into a counted miss. **Folders of this machine are refused**, because fsspec follows links in
+them, out of the store; `file://` is their store. Timeouts and retries are those of the protocol's client: s3fs takes
+some 10 s to report that nobody answers.
+
+An object is read up to the largest size that may be an entry. Over HTTP we stop reading there, whatever the server
+sends. The clients of other protocols ask for that many bytes, but take what they are sent.
 """
 
 from __future__ import annotations
 
 import logging
-import os
-import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.integrations.stores.base import (
-    BAD_SECTORS,
     MAX_ENTRY_BYTES,
-    ODD_ENTRY,
     Store,
     StoreError,
     TierCounters,
@@ -46,7 +44,8 @@ from cuvee.integrations.stores.threads import Crew
 
 try:
     from fsspec import get_filesystem_class
-    from fsspec.core import url_to_fs
+    from fsspec.core import split_protocol, url_to_fs
+    from fsspec.implementations.local import LocalFileSystem
 except ImportError as missing:
     raise ImportError("object stores need fsspec: pip install cuvee[objects]") from missing
 
@@ -54,15 +53,13 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 16  # requests under way at once; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
-_LOCAL = {"file", "local"}
+_LONGEST_MESSAGE = 1000
 
 _T = TypeVar("_T")
 
 
 class ObjectStore(Store):
     """Sealed entries as objects. The store connects when it is first used.
-
-    On a local file system folders are made 0700 and files 0600: they hold prompts.
 
         >>> store = ObjectStore("memory://bucket/kv")  # fsspec's own object storage in RAM
         >>> store.put("ab/01", b"blob"), store.get("ab/01")
@@ -71,14 +68,14 @@ class ObjectStore(Store):
         1
 
     Args:
-        url: as fsspec takes it: `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`, `file:///…`. Credentials come
-            from the environment, as the protocol's package documents.
+        url: as fsspec takes it: `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`. Credentials come from the
+            environment, as the protocol's package documents.
         ttl: seconds an entry lives after it was written; None means forever. An expired entry is deleted when it is
             asked for; a lifecycle rule of the bucket deletes the others.
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
 
     Raises:
-        InputError: `ttl` is out of range, or fsspec does not know the protocol.
+        InputError: `ttl` is out of range, fsspec does not know the protocol, or it is one of local files.
         ImportError: the package of the protocol is missing.
     """
 
@@ -89,13 +86,21 @@ class ObjectStore(Store):
         self._ttl = check_ttl(ttl)
         self._url, self._where = url, redacted(url)
         self._secrets = secrets_of(url)
+        if "::" in url:
+            # fsspec would open several protocols, one behind the other, with folders of this machine among them.
+            raise InputError(f"url: must name one protocol and hold no '::', got {self._where}")
         try:
-            kind = get_filesystem_class(url.partition("://")[0].partition("::")[0] if "://" in url else "file")
+            protocol = split_protocol(url)[0]
+            kind = get_filesystem_class(protocol)
         except ValueError as error:
             raise InputError(f"url: fsspec cannot read {self._where}: {scrubbed(error, self._secrets)}") from error
         except ImportError as error:
             raise ImportError(f"object store {self._where}: {error}") from error
-        self._local = not _LOCAL.isdisjoint((kind.protocol,) if isinstance(kind.protocol, str) else kind.protocol)
+        if issubclass(kind, LocalFileSystem):
+            raise InputError(
+                f"url: fsspec follows links in folders of this machine; open them as file:///path, got {self._where}"
+            )
+        self._http = protocol in ("http", "https")
         self._max_data = HEADER_BYTES + check_max_entry(max_entry)
         self.after_fork()
         tell_after_fork(self)
@@ -144,9 +149,9 @@ class ObjectStore(Store):
             return False
         try:
             fs, root = self._connected()
-            self._write(fs, f"{root}/{path}", seal(key, blob, time.time()))
+            fs.pipe_file(f"{root}/{path}", seal(key, blob, time.time()))
         except Exception as error:  # FileNotFoundError too: the bucket does not exist
-            if self._is_odd(error):
+            if _is_odd(error):
                 self._odd(path, error)
                 return False
             raise self._failure(error) from error
@@ -170,8 +175,15 @@ class ObjectStore(Store):
 
     def delete_tenant(self, tenant: str) -> int:
         """Delete every object of a tenant, half-written ones included; return how many there were."""
-        fs, _ = self._connect()
-        paths = self._call(lambda fs, path: fs.find(path), check_tenant(tenant)) or []
+        check_tenant(tenant)
+        fs, root = self._connect()
+        if self._http:
+            # It would gather links from pages, without end if the server so wishes, and then fail to delete the first.
+            raise self._failure(NotImplementedError("fsspec cannot delete over HTTP"))
+        paths = self._call(lambda fs, path: fs.find(path), tenant) or []
+        folder = f"{root}/{tenant}/".lstrip("/")
+        if strange := [path for path in paths if not path.lstrip("/").startswith(folder)]:
+            raise self._failure(ValueError(f"of the objects below {tenant} it lists {strange[0]:.200}"))
 
         def remove(path: str) -> None:
             try:
@@ -201,7 +213,12 @@ class ObjectStore(Store):
         with self._connecting:
             if self._place is None:
                 # Directory listings in fsspec's cache would hide what other processes write and delete.
-                fs, root = url_to_fs(self._url, use_listings_cache=False)
+                options: dict[str, Any] = {"use_listings_cache": False}
+                if self._http:
+                    from cuvee.integrations.stores.objects_http import get_client
+
+                    options["get_client"] = get_client
+                fs, root = url_to_fs(self._url, **options)
                 self._place = fs, root.rstrip("/")
             return self._place
 
@@ -218,11 +235,11 @@ class ObjectStore(Store):
 
     def _read(self, fs: Any, path: str) -> Any:
         """An object; of one that is too large, one byte more than the limit."""
-        if self._local:
-            info = fs.info(path)
-            if info["type"] != "file" or info["islink"]:
-                raise IsADirectoryError(f"{path}: no regular file")  # perhaps a FIFO that nobody writes to
         try:
+            if self._http:
+                from cuvee.integrations.stores.objects_http import read
+
+                return read(fs, path, self._max_data + 1)
             return fs.cat_file(path, start=0, end=self._max_data + 1)
         except FileNotFoundError:
             raise
@@ -232,24 +249,9 @@ class ObjectStore(Store):
                 return b""
             raise
 
-    def _write(self, fs: Any, path: str, data: bytes) -> None:
-        if not self._local:
-            fs.pipe_file(path, data)
-            return
-        _make_folders(os.path.dirname(path))
-        partial = f"{path}.{secrets.token_hex(8)}"
-        try:
-            os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-            fs.pipe_file(partial, data)
-            os.replace(partial, path)
-        except BaseException:
-            with suppress(FileNotFoundError, NotADirectoryError):
-                os.unlink(partial)
-            raise
-
     def _there(self, path: str) -> bool:
         info = self._call(lambda fs, path: fs.info(path), path)
-        if info is None or info.get("type", "file") != "file" or (self._local and info["islink"]):
+        if info is None or info.get("type", "file") != "file":
             return False
         # An object that is too large to be read counts as absent, so that a smaller one may take its place.
         return (info.get("size") or 0) <= self._max_data
@@ -275,16 +277,10 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
         except Exception as error:
-            if not self._is_odd(error):
+            if not _is_odd(error):
                 raise self._failure(error) from error
             self._odd(path, error)
             return None
-
-    def _is_odd(self, error: Exception) -> bool:
-        """Whether this is the fault of one entry, and not of the store."""
-        if isinstance(error, (IsADirectoryError, NotADirectoryError)):
-            return True
-        return self._local and isinstance(error, OSError) and error.errno in ODD_ENTRY | BAD_SECTORS
 
     def _odd(self, path: str, why: object) -> None:
         """Count an entry that cannot be used while the rest of the store can."""
@@ -306,7 +302,9 @@ class ObjectStore(Store):
         """Count a failure, and describe it."""
         with self._lock:
             self._counters.errors += 1
-        return StoreError(f"object store {self._where}: {type(error).__name__}: {scrubbed(error, self._secrets)}")
+        return StoreError(
+            f"object store {self._where}: {type(error).__name__}: {scrubbed(error, self._secrets)[:_LONGEST_MESSAGE]}"
+        )
 
 
 def _path(key: str) -> str:
@@ -319,9 +317,6 @@ def _remove(fs: Any, path: str) -> None:
     fs.rm_file(path)
 
 
-def _make_folders(path: str) -> None:
-    """Create a folder of the local file system and its missing parents, accessible to us alone."""
-    if path and not os.path.isdir(path):
-        _make_folders(os.path.dirname(path))
-        with suppress(FileExistsError):
-            os.mkdir(path, 0o700)
+def _is_odd(error: Exception) -> bool:
+    """Whether this is the fault of one entry, and not of the store."""
+    return isinstance(error, (IsADirectoryError, NotADirectoryError))

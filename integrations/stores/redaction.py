@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from urllib.parse import unquote
 
 _LEAST_SECRET = 4  # characters; anything shorter is no secret, and hiding it would garble messages
@@ -51,6 +52,12 @@ def scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
         if one is None:
             break
         one.args = tuple(_without(part, secrets) if isinstance(part, str) else part for part in one.args)
+        # Some make their message of attributes: aiohttp of `message`, an OSError of `strerror`.
+        for name in (*getattr(one, "__dict__", ()), "strerror", "filename"):
+            part = getattr(one, name, None)
+            if isinstance(part, str) and _without(part, secrets) != part:
+                with suppress(AttributeError, TypeError):
+                    setattr(one, name, _without(part, secrets))
         one = one.__cause__ or one.__context__
     return _without(str(error), secrets)
 

@@ -29,9 +29,10 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import xxhash
 
@@ -55,12 +56,11 @@ from cuvee.integrations.stores.redis_scripts import ACCOUNT, DISCARD
 
 try:
     import redis
-    from redis.backoff import NoBackoff
-    from redis.connection import BlockingConnectionPool
-    from redis.exceptions import MovedError, OutOfMemoryError, RedisClusterException
-    from redis.retry import Retry
+    from redis.exceptions import InvalidResponse, MovedError, OutOfMemoryError
 except ImportError as missing:
     raise ImportError("redis stores need redis-py: pip install cuvee[redis]") from missing
+from cuvee.integrations.stores.redis_nodes import Cluster, Command, OneServer, Server
+from cuvee.integrations.stores.redis_replies import MOST_BYTES, Account, account, array, expect, page, whole_number
 
 _log = logging.getLogger(__name__)
 
@@ -68,13 +68,14 @@ _CLUSTER_BUCKETS = 64
 _MIN_BUCKET_BYTES = 16_000_000
 _MAX_VALUE_BYTES = 512 * 1024 * 1024  # proto-max-bulk-len, the server's default limit of one value
 _CONNECTIONS = 64
-_READ_BYTES = 1 << 20  # by default redis-py reads 32 or 64 KiB at a time, which is half as fast from 1 MB on
 _GET_BATCH = 32  # payloads in one round trip; the server holds its replies in memory until they are read
 _SCAN_PAGE = 1000
+_SCAN_SECONDS = 3600.0  # twice what 10^9 keys take; one that never says "done" must not hold us forever
+_LONGEST_MESSAGE = 1000
 _SCHEMES = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss", "unix": "unix"}
 _ENTRY = re.compile(rb"cuvee:\{(\d{1,4})\}:([0-9a-f]+/[0-9a-f]+)")
 
-_Command = tuple[Any, ...]
+_T = TypeVar("_T")
 
 
 class RedisStore(Store):
@@ -85,7 +86,7 @@ class RedisStore(Store):
     one server the same budget: the smallest one decides.
 
     An operation fails after about `timeout`, and nothing that timed out is tried again. Sending a blob has to take less
-    than that. When one is read, every part of it has to arrive within `timeout`.
+    than that. When one is read, each MiB of it has to arrive within `timeout`.
 
         >>> store = RedisStore("redis://localhost:6379/0", max_bytes=8_000_000_000, ttl=3600)  # does not connect yet
         >>> try:
@@ -126,7 +127,6 @@ class RedisStore(Store):
         scheme, separator, rest = url.partition("://")
         if not separator or scheme not in _SCHEMES:
             raise InputError(f"url: the scheme must be one of {', '.join(_SCHEMES)}")
-        self._url = f"{_SCHEMES[scheme]}://{rest}"
         self._clustered = cluster
         self._buckets = _CLUSTER_BUCKETS if cluster else 1
         if cluster and scheme == "unix":
@@ -147,35 +147,25 @@ class RedisStore(Store):
         self._timeout = timeout
         self._where = redacted(url)
         self._secrets = secrets_of(url)
-        self.after_fork()
-        tell_after_fork(self)
         self._counters = TierCounters()
         self._held: dict[int, tuple[int, int]] = {}
         self._warn_once = WarnOnce(_log, f"redis store {self._where}")
-        self._options: dict[str, Any] = {
-            "socket_timeout": timeout,
-            "socket_connect_timeout": timeout,
-            "socket_read_size": _READ_BYTES,
-            "max_connections": _CONNECTIONS,
-            "protocol": 2,
-        }
-        self._cluster: Any = None
-        self._stale = False
+        most = min(self._max_data + 1, _MAX_VALUE_BYTES)
         try:
-            # The pool notices connections that the server closed while they were idle. The one retry is for those
-            # that it closes at that very moment. By default redis-py retries ten times, with pauses, even timeouts.
-            retry = Retry(NoBackoff(), 1, supported_errors=(redis.ConnectionError,))
-            pool = BlockingConnectionPool.from_url(self._url, timeout=timeout, retry=retry, **self._options)
-            self._client = redis.Redis(connection_pool=pool)  # of a cluster, only to check the URL
+            self._nodes: OneServer | Cluster = (Cluster if cluster else OneServer)(
+                f"{_SCHEMES[scheme]}://{rest}", timeout, _CONNECTIONS, most
+            )
         except ValueError:
             # The message of the ValueError may quote a part of the password.
             raise InputError("url: redis-py cannot read it; percent-encode what is special in a password") from None
+        self.after_fork()
+        tell_after_fork(self)
 
     def after_fork(self) -> None:
         """Make new locks. redis-py itself notices that its connections belong to the parent."""
         self._lock = threading.Lock()
-        self._connecting = threading.Lock()
         self._recounting = threading.Lock()
+        self._nodes.after_fork()
 
     def get(self, key: str) -> bytes | None:
         """The blob of `key`, its checksum verified; None if it is not there."""
@@ -188,7 +178,7 @@ class RedisStore(Store):
         blobs: list[bytes | None] = []
         for start in range(0, len(keys), _GET_BATCH):
             batch = keys[start : start + _GET_BATCH]
-            replies = self._send([(self._bucket(key), self._read(key)) for key in batch] + self._touch(batch))
+            replies = self._send([(self._bucket(key), self._get(key)) for key in batch] + self._touch(batch))
             for key, data in zip(batch, replies, strict=False):
                 blobs.append(self._open(key, data))
             for reply in replies[len(batch) :]:
@@ -212,25 +202,24 @@ class RedisStore(Store):
             self._warn_once("large", text, len(data), limit)
             return False
         expiry = () if self._ttl is None else ("PX", max(1, round(1000 * self._ttl)))
-        commands: list[_Command] = [("SET", self._name(key), data, *expiry)]
+        commands: list[Command] = [("SET", self._name(key), data, *expiry)]
         if self._budget is not None:
             # Plain commands, because redis-py's own transactions put the blob into the text of their errors.
             account = self._account(bucket, [key], self._budget, self._tenant_budget)
             commands = [("MULTI",), *commands, account, ("EXEC",)]
-        last = self._checked(self._send([(bucket, command) for command in commands]))[-1]
+        replies = self._checked(self._send([(bucket, command) for command in commands]))
+        done = self._tried(lambda: _read_put(replies))
         with self._lock:
             self._counters.puts += 1
             self._counters.put_bytes += len(blob)
-        if self._budget is not None:
-            evicted, total, entries, complete = last[1]
-            with self._lock:
-                self._counters.evictions += evicted
-                self._held[bucket] = (total, entries)
-            if not complete and self._recounting.acquire(blocking=False):
-                try:
-                    self._recount()
-                finally:
-                    self._recounting.release()
+            if done is not None:
+                self._counters.evictions += done.evicted
+                self._held[bucket] = (done.bytes, done.entries)
+        if done is not None and not done.complete and self._recounting.acquire(blocking=False):
+            try:
+                self._recount()
+            finally:
+                self._recounting.release()
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
@@ -239,9 +228,10 @@ class RedisStore(Store):
             check_key(key)
         # An entry that is too large to be read counts as absent, so that a smaller one may take its place.
         bounded = self._max_data < _MAX_VALUE_BYTES
-        commands = [(self._bucket(key), ("STRLEN" if bounded else "EXISTS", self._name(key))) for key in keys]
-        replies = [0 if _is_no_string(reply) else reply for reply in self._send(commands)]
-        return [0 < reply <= self._max_data for reply in self._checked(replies)]
+        name, most = ("STRLEN", MOST_BYTES) if bounded else ("EXISTS", 1)
+        replies = self._send([(self._bucket(key), (name, self._name(key))) for key in keys])
+        replies = self._checked([0 if _is_no_string(reply) else reply for reply in replies])
+        return [0 < size <= self._max_data for size in self._numbers(replies, name, most)]
 
     def delete(self, key: str) -> bool:
         """Delete an entry; return whether it was there."""
@@ -263,14 +253,9 @@ class RedisStore(Store):
 
     def close(self) -> None:
         """Close the connections. May be called again; a later operation opens new ones."""
-        with self._connecting:
-            if not self._clustered:
-                self._client.connection_pool.disconnect()
-            elif self._cluster is not None:
-                self._cluster.close()
-                self._cluster = None
+        self._nodes.close()
 
-    def _read(self, key: str) -> _Command:
+    def _get(self, key: str) -> Command:
         """The command that reads an entry; of one that is too large, one byte more than the limit."""
         if self._max_data >= _MAX_VALUE_BYTES:
             return ("GET", self._name(key))  # the server has no larger ones
@@ -280,6 +265,8 @@ class RedisStore(Store):
         """The blob in a reply to GET. A bad or expired one is counted, deleted, and a miss."""
         if isinstance(reply, Exception) and not _is_no_string(reply):
             raise self._failure(reply) from reply
+        if reply is not None and not isinstance(reply, (bytes, Exception)):
+            raise self._failure(InvalidResponse(f"GET: must be a string, got one of the type {type(reply).__name__}"))
         blob: bytes | None = None
         problem: Exception | None = None
         if isinstance(reply, bytes) and len(reply) > self._max_data:
@@ -299,7 +286,7 @@ class RedisStore(Store):
                 problem = error
         with self._lock:
             self._counters.answer(blob, problem)
-        if problem is not None:
+        if reply is not None and problem is not None:
             if not isinstance(problem, Expired):
                 self._warn("corrupt", "deletes bad entries and counts them as misses; the first", problem)
             self._discard(key, reply)
@@ -317,7 +304,8 @@ class RedisStore(Store):
     def _delete(self, keys: Sequence[str]) -> int:
         """Delete entries and take them off the books; return how many there were."""
         commands = [(self._bucket(key), ("UNLINK", self._name(key))) for key in keys]
-        return sum(self._checked(self._send(commands + self._touch(keys)))[: len(keys)])
+        replies = self._checked(self._send(commands + self._touch(keys)))
+        return sum(self._numbers(replies[: len(keys)], "UNLINK", 1))
 
     def _recount(self) -> None:
         """Rewrite the books of all buckets, in the order in which SCAN finds the entries."""
@@ -329,16 +317,19 @@ class RedisStore(Store):
     def _scan(self, pattern: str) -> Iterator[list[str]]:
         """The keys of entries that match, a page at a time, from every primary."""
         match = f"cuvee:{{{'*' if self._clustered else '0'}}}:{pattern}"
-        try:
-            for client in self._primaries():
-                cursor: int | None = None
-                while cursor != 0:
-                    cursor, names = client.scan(cursor or 0, match=match, count=_SCAN_PAGE)
-                    found = [_ENTRY.fullmatch(name) for name in names]
-                    yield [m[2].decode() for m in found if m is not None]
-        except (redis.RedisError, RedisClusterException, OSError) as error:
-            self._stale = True
-            raise self._failure(error) from error
+        end = time.monotonic() + _SCAN_SECONDS
+        for server in self._tried(self._nodes.primaries):
+            cursor = 0
+            while True:
+                command = ("SCAN", cursor, "MATCH", match, "COUNT", _SCAN_PAGE)
+                reply = self._checked(self._tried(partial(server.exchange, [command])))[0]
+                cursor, names = self._tried(partial(page, reply))
+                found = [_ENTRY.fullmatch(name) for name in names]
+                yield [m[2].decode() for m in found if m is not None]
+                if cursor == 0:
+                    break
+                if time.monotonic() > end:
+                    raise self._failure(InvalidResponse(f"SCAN: must end within {_SCAN_SECONDS:g} s"))
 
     def _bucket(self, key: str) -> int:
         return xxhash.xxh32_intdigest(key.encode()) % self._buckets
@@ -349,14 +340,14 @@ class RedisStore(Store):
     def _name(self, key: str) -> str:
         return self._prefix(self._bucket(key)) + key
 
-    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1, tenant: int | None = None) -> _Command:
+    def _account(self, bucket: int, keys: Sequence[str], budget: int = -1, tenant: int | None = None) -> Command:
         """The command that brings the books up to date about `keys`, and evicts if budgets are given (in bytes)."""
         # The script in full, not by its digest: after MULTI it is too late to learn that a server has forgotten it.
         prefix = self._prefix(bucket)
         books = [prefix + book for book in ("lru", "size", "sums")]
         return ("EVAL", ACCOUNT, len(books), *books, prefix, budget, -1 if tenant is None else tenant, *keys)
 
-    def _touch(self, keys: Sequence[str]) -> list[tuple[int, _Command]]:
+    def _touch(self, keys: Sequence[str]) -> list[tuple[int, Command]]:
         """Commands that bring the books up to date about some entries, if books are kept."""
         if self._budget is None:
             return []
@@ -365,7 +356,7 @@ class RedisStore(Store):
             by_bucket[self._bucket(key)].append(key)
         return [(bucket, self._account(bucket, members)) for bucket, members in by_bucket.items()]
 
-    def _send(self, commands: Sequence[tuple[int, _Command]]) -> list[Any]:
+    def _send(self, commands: Sequence[tuple[int, Command]]) -> list[Any]:
         """Run commands, each on the node of its bucket, in one round trip to each node.
 
         In a cluster each node is addressed as a server of its own, since redis-py's cluster pipeline refuses scripts.
@@ -378,57 +369,45 @@ class RedisStore(Store):
         Raises:
             StoreError: a server did not answer.
         """
-        again = self._clustered
-        while True:
-            try:
-                replies = self._send_once(commands)
-            except (redis.RedisError, RedisClusterException, OSError) as error:
-                self._stale = True
-                if not again or isinstance(error, redis.TimeoutError):
-                    raise self._failure(error) from error
-            else:
-                if not again or not any(isinstance(reply, MovedError) for reply in replies):
-                    return replies
-                self._stale = True
-            again = False
+        return self._tried(lambda: self._send_twice(commands) if self._clustered else self._send_once(commands))
 
-    def _send_once(self, commands: Sequence[tuple[int, _Command]]) -> list[Any]:
-        by_client: dict[Any, list[int]] = defaultdict(list)
-        clients = {bucket: self._node(bucket) for bucket in {bucket for bucket, _ in commands}}
-        for index, (bucket, _) in enumerate(commands):
-            by_client[clients[bucket]].append(index)
-        replies: list[Any] = [None] * len(commands)
-        for client, indices in by_client.items():
-            with client.pipeline(transaction=False) as pipe:
-                for index in indices:
-                    pipe.execute_command(*commands[index][1])
-                for index, reply in zip(indices, pipe.execute(raise_on_error=False), strict=True):
-                    replies[index] = reply
+    def _send_twice(self, commands: Sequence[tuple[int, Command]]) -> list[Any]:
+        try:
+            replies = self._send_once(commands)
+        except redis.TimeoutError:
+            raise
+        except Exception:
+            replies = None
+        if replies is None or any(isinstance(reply, MovedError) for reply in replies):
+            self._nodes.stale = True
+            return self._send_once(commands)
         return replies
 
-    def _node(self, bucket: int) -> Any:
-        """The client of the node that holds a bucket."""
-        if not self._clustered:
-            return self._client
-        cluster = self._topology()
-        return cluster.get_redis_connection(cluster.get_node_from_key(self._prefix(bucket)))
+    def _send_once(self, commands: Sequence[tuple[int, Command]]) -> list[Any]:
+        by_server: dict[Server, list[int]] = defaultdict(list)
+        servers = {bucket: self._nodes.holder(self._prefix(bucket)) for bucket in {bucket for bucket, _ in commands}}
+        for index, (bucket, _) in enumerate(commands):
+            by_server[servers[bucket]].append(index)
+        replies: list[Any] = [None] * len(commands)
+        for server, indices in by_server.items():
+            for index, reply in zip(indices, server.exchange([commands[i][1] for i in indices]), strict=True):
+                replies[index] = reply
+        return replies
 
-    def _primaries(self) -> list[Any]:
-        """A client for each primary."""
-        if not self._clustered:
-            return [self._client]
-        cluster = self._topology()
-        return [cluster.get_redis_connection(node) for node in cluster.get_primaries()]
+    def _tried(self, work: Callable[[], _T]) -> _T:
+        """`work()`, which talks to servers or reads what they said.
 
-    def _topology(self) -> Any:
-        """The cluster. Its slots are read at the first use, and again after a failure."""
-        with self._connecting:
-            if self._cluster is None:
-                self._cluster = redis.RedisCluster.from_url(self._url, retry=Retry(NoBackoff(), 0), **self._options)
-            elif self._stale:
-                self._cluster.nodes_manager.initialize()
-            self._stale = False
-            return self._cluster
+        Raises:
+            StoreError: it failed. redis-py lets out exceptions of other libraries, and of any class if a server is odd.
+        """
+        try:
+            return work()
+        except Exception as error:
+            self._nodes.stale = True
+            raise self._failure(error) from error
+
+    def _numbers(self, replies: Sequence[object], name: str, most: int) -> list[int]:
+        return self._tried(lambda: [whole_number(reply, name, most) for reply in replies])
 
     def _checked(self, replies: list[Any]) -> list[Any]:
         """The replies, if none of them is an error, and neither is any reply inside a transaction.
@@ -447,7 +426,7 @@ class RedisStore(Store):
         with self._lock:
             self._counters.errors += 1
         # Servers and proxies that do not know AUTH send its arguments back, and with them the password.
-        cause = f"{type(error).__name__}: {scrubbed(error, self._secrets)}"
+        cause = f"{type(error).__name__}: {scrubbed(error, self._secrets)[:_LONGEST_MESSAGE]}"
         if isinstance(error, redis.TimeoutError):
             cause += f" (no answer within timeout={self._timeout:g} s)"
         elif isinstance(error, OutOfMemoryError):
@@ -456,9 +435,20 @@ class RedisStore(Store):
 
     def _warn(self, kind: str, text: str, error: Exception) -> None:
         """Log `text` and the error, without secrets, the first time that something of this kind happens."""
-        self._warn_once(kind, "%s: %s", text, scrubbed(error, self._secrets))
+        self._warn_once(kind, "%s: %s", text, scrubbed(error, self._secrets)[:_LONGEST_MESSAGE])
 
 
 def _is_no_string(reply: Any) -> bool:
     """Whether a reply says that the key of an entry holds something else than a string, such as a list."""
     return isinstance(reply, Exception) and "wrong kind of value" in str(reply)
+
+
+def _read_put(replies: Sequence[object]) -> Account | None:
+    """What the replies to a put say of its bucket; None if it keeps no books."""
+    if len(replies) == 1:
+        expect(replies[0], "SET", b"OK")
+        return None
+    expect(replies[0], "MULTI", b"OK")
+    stored, accounts = array(replies[-1], "EXEC", 2)
+    expect(stored, "SET", b"OK")
+    return account(accounts)

@@ -113,7 +113,7 @@ def test_file(tmp_path: Path, options: str, budget: int | None, ttl: float | Non
 
 
 @pytest.mark.parametrize(("option", "size"), [("", 512 << 20), ("max_entry_mb=2.5", 2_500_000)])
-@pytest.mark.parametrize("where", ["memory://", "file:///nowhere", "redis://host", "s3://bucket", "fsspec+file:///x"])
+@pytest.mark.parametrize("where", ["memory://", "file:///nowhere", "redis://host", "s3://bucket", "fsspec+memory://x"])
 def test_the_largest_entry(where: str, option: str, size: int) -> None:
     store = open_store(f"{where}?{option}" if option else where, guarded=False)
     if isinstance(store, Recorded):
@@ -194,7 +194,7 @@ def test_file_paths_are_unquoted(tmp_path: Path) -> None:
         ("az://c/p", ("az://c/p", None)),
         ("abfs://c@account.dfs/p", ("abfs://c@account.dfs/p", None)),
         ("fsspec+memory://x", ("memory://x", None)),
-        ("fsspec+file:///x/y?ttl=1s", ("file:///x/y", 1)),
+        ("fsspec+memory:///x/y?ttl=1s", ("memory:///x/y", 1)),
         ("fsspec+sftp://u:p@host/x", ("sftp://u:p@host/x", None)),
     ],
 )
@@ -311,7 +311,7 @@ def test_a_bad_tier_closes_those_before_it() -> None:
         ),
         ("s3://", r"^url: an object store is written s3://bucket/prefix"),
         ("s3:///x", r"^url: an object store is written"),
-        ("fsspec+file://", r"^url: an object store is written"),
+        ("fsspec+memory://", r"^url: an object store is written"),
         ("s3://b?max_gb=1", r"^max_gb: object storage has no budget; let a lifecycle rule"),
         ("tiered:", r"^url: tiers are one or more URLs, none of them empty; got tiered:$"),
         ("tiered:memory://,,memory://", r"^url: tiers are"),
@@ -437,6 +437,12 @@ def test_what_servers_send_back_is_scrubbed() -> None:
     error.__cause__ = cause
     assert scrubbed(error, secrets) == str(error) == "unknown command 'AUTH' with ***"
     assert cause.args == ("AUTH ***", 7)
+    named = RuntimeError(403)
+    named.message = "not with t0ken"  # type: ignore[attr-defined]
+    system = OSError(13, "refused: t0ken")
+    system.__cause__ = named
+    scrubbed(system, secrets)
+    assert (str(system), named.message) == ("[Errno 13] refused: ***", "not with ***")  # type: ignore[attr-defined]
     ring = ValueError("t0ken")
     ring.__cause__ = ring
     assert scrubbed(ring, secrets) == "***"
