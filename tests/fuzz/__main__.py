@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import tempfile
 from pathlib import Path
 
-# Read when a module of kernels is imported: what is tried here is not the device's compiler.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "src")]
 
+from tests.emulation import start
 from tests.fuzz import engine
 from tests.fuzz.targets import TARGETS, named
 
@@ -34,6 +32,7 @@ def main() -> int:
     targets = [named(name) for name in arguments.targets.split(",")]
     rest = (targets, arguments.seed, arguments.seconds, arguments.first, arguments.folder)
     if arguments.worker is not None:
+        start()
         return engine.work(*rest, arguments.worker)
     with tempfile.TemporaryDirectory(prefix="cuvee-fuzz-") as scratch:
         return engine.watch(*rest, Path(scratch))
@@ -48,6 +47,7 @@ def replay(what: str) -> int:
         name, seed, number = what.split(":")
         target = named(name)
         data = engine.case(target, int(seed), int(number))
+    start()
     target.warm_up()
     try:
         print(f"{target.name}: {engine.judge(target, data)}")

@@ -28,7 +28,7 @@ from tests.fuzz.dice import Dice
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "out" / "fuzz"
-CPU_SECONDS = 60.0  # of a case; honest ones take half a second, in the interpreter of kernels up to ten
+CPU_SECONDS = 60.0  # of a case; honest ones take half a second, up to ten with kernels to compile
 WALL_SECONDS = 120.0  # of one that waits: a machine may be busy with something else
 SPARE_ADDRESSES = 2 << 30  # what a process may map beyond what it has when warm
 _PROGRESS_SECONDS = 15.0
@@ -271,7 +271,6 @@ def watch(targets: Sequence[Target], seed: int, seconds: float, first: int, fold
         "NUMBA_BOUNDSCHECK": "1",
         # Its code is other code under the same name: it must never be taken for that of everybody else.
         "NUMBA_CACHE_DIR": str(ROOT / ".numba_cache" / "boundscheck"),
-        "TRITON_INTERPRET": "1",
     }
     names = ",".join(target.name for target in targets)
     command = [

@@ -39,6 +39,9 @@ def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
     return tuple(({**p._metadata(), "id": p.id.hex()}, p._arrays()) for p in profiles)
 
 
+ODD_TEXTS = ("[" * 10**5, '{"a":' * 999 + "1" + "}" * 999, "9" * 5000, "[NaN]", "[1e999]", "")
+
+
 def file_of(data: dict[str, Any], arrays: Arrays, **metadata: str) -> bytes:
     """A safetensors file. Written here: its own writer refuses much of what a file may say."""
     header: dict[str, Any] = {"__metadata__": {"cuvee": sealed(data), **metadata}}
@@ -188,6 +191,8 @@ class ProfileTarget:
             whole = file_of(named_by_content(data, arrays) if dice.chance(0.9) else data, arrays)
         except (ValueError, KeyError, OverflowError, UnicodeEncodeError):  # JSON or safetensors cannot say it
             whole = file_of(*parts()[0])
+        if kind == 7 and dice.chance(0.2):
+            return file_of(*parts()[0], cuvee=dice.pick(ODD_TEXTS))
         if kind == 9:
             return dice.damaged(whole, [file_of(*part) for part in parts()[2:]])
         if kind == 8 and dice.chance(0.5):

@@ -13,6 +13,8 @@ TARGETS = {
     "url": "entries.UrlTarget",
     "connector": "connector.ConnectorTarget",
     "cli": "commands.CommandTarget",
+    "redis": "peers.RedisTarget",
+    "http": "peers.HttpTarget",
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
@@ -9,35 +10,56 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.fuzz import engine
+from tests.fuzz import engine, peers
 from tests.fuzz.__main__ import replay
 from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 from tests.fuzz.entries import EntryTarget
+from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
 from cuvee.codec import rans, symbols
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.stages import get_stages
+from cuvee.integrations.stores.redis_replies import Account
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
 # About 20 s together. The cases of a command that reads a configuration import much of transformers.
-CASES = {"blob": 700, "profile": 250, "envelope": 1500, "url": 600, "connector": 150, "cli": 60}
+CASES = {
+    "blob": 700,
+    "profile": 250,
+    "envelope": 1500,
+    "url": 600,
+    "connector": 150,
+    "cli": 60,
+    "redis": 250,
+    "http": 300,
+}
 # What a short run must have come across, or it tries less than it seems to.
 COMMON = {
     "blob": {"decoded", "FormatError", "CorruptError", "InputError"},
     "profile": {"loaded", "FormatError"},
     "envelope": {"read", "CorruptError", "Expired"},
     "url": {"opened", "InputError"},
-    "connector": {"load arrived", "load failed", "messages taken", "options taken", "options: InputError"},
+    "connector": {
+        "load arrived",
+        "load failed",
+        "messages taken",
+        "options taken",
+        "options: InputError",
+        "engine survived",
+    },
+    "redis": {"get: bytes", "get: StoreError", "put: bool", "put: StoreError", "contains: list", "delete_tenant: int"},
+    "http": {"get: bytes", "get: StoreError", "put: bool", "contains: list", "delete: StoreError"},
     "cli": {"inspect: done", "inspect: error", "show: error", "decode: error"},
 }
 
@@ -145,6 +167,48 @@ def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.integrations.stores.envelope.EntryHeader.verify_payload", lambda self, payload: None)
     assert "nobody would write" in first_finding(EntryTarget(), 300)
+
+
+def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.integrations.stores.redis.account", lambda reply: Account(*reply))
+    assert "Error" in first_finding(RedisTarget(), 1000)
+
+
+@pytest.fixture
+def endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peers that say much, in no hurry, to a process that has no freed memory to put it into."""
+    monkeypatch.setattr("tests.fuzz.peers._PeerTarget.memory", lambda self, data: 16 << 20)
+    monkeypatch.setattr("tests.fuzz.peers._SAID_AGAIN", 192 << 20)
+    monkeypatch.setattr("tests.fuzz.peers.TIMEOUT", 20.0)
+    for name in ("redis._SCAN_SECONDS", "objects_http.SECONDS"):  # which warming up sets
+        monkeypatch.setattr(f"cuvee.integrations.stores.{name}", 20.0)
+    gc.collect()
+    with suppress(OSError, AttributeError):  # where there is no glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.mark.usefixtures("endless")
+def test_a_missing_bound_of_strings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that says the same for ever is read for as long as it talks."""
+    monkeypatch.setattr("cuvee.integrations.stores.redis_replies._LONGEST_LINE", 1 << 40)
+    monkeypatch.setattr("cuvee.integrations.stores.redis_replies._LEAST_REPLY", 1 << 40)
+    RedisTarget().warm_up()
+    with pytest.raises(Finding, match="grow by"):
+        engine.judge(RedisTarget(), peers.case("get", 0, peers.REPEAT, [b"x" * 1000]))
+
+
+def test_a_password_in_a_message_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.integrations.stores.redis.scrubbed", lambda error, secrets: str(error))
+    assert "shows a password" in first_finding(RedisTarget(), 1000)
+
+
+@pytest.mark.usefixtures("endless")
+def test_reading_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cuvee.integrations.stores.objects_http.read", lambda fs, url, most: fs.cat_file(url, 0, most))
+    HttpTarget().warm_up()
+    speech = b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n" + b"x" * 1000
+    with pytest.raises(Finding, match="grow by"):
+        engine.judge(HttpTarget(), peers.case("get", 0, peers.REPEAT, [speech]))
 
 
 class Odd:
