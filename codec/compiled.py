@@ -9,15 +9,23 @@ the function at all. Here it is then compiled anew in each process. That is logg
 from __future__ import annotations
 
 import logging
-import threading
+import os
 from collections.abc import Callable
 from typing import Any
 
 import numba as nb
+from numba.core.compiler_lock import global_compiler_lock
 
 _log = logging.getLogger(__name__)
-_lock = threading.Lock()
-_told: set[str] = set()
+_told: dict[str, object] = {}
+
+# A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that nobody releases
+# there, around an LLVM that is in the middle of something.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)
 
 
 def compiled(function: Callable[..., Any]) -> Any:
@@ -52,10 +60,9 @@ def _forgiving(work: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 def _tell(what: str, error: Exception) -> None:
     """Log the first time that something happens."""
-    with _lock:
-        if what in _told:
-            return
-        _told.add(what)
+    mine = object()
+    if _told.setdefault(what, mine) is not mine:  # one step, so no lock that a forked child could find taken
+        return
     _log.warning(
         "cuvee: %s; it is compiled anew in every process, which takes some seconds (said once). Set NUMBA_CACHE_DIR to "
         "a folder that this user alone can write: %s",

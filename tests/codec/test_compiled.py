@@ -23,7 +23,7 @@ from cuvee import Codec, KVChunk, KVLayout, Profile
 from cuvee.codec.layout import LayerLayout
 layout = KVLayout("tiny", (LayerLayout(1, 4, 4, None),), "float32", None)
 values = torch.randn(1, 9, 1, 4)
-codec = Codec(Profile.generic(layout), "balanced")
+codec = Codec(Profile.generic(layout), step=0.1)
 assert codec.decode(codec.encode(KVChunk(values, values, layout))).tokens == 9
 print("coded")
 """
@@ -36,7 +36,7 @@ caching.CompileResultCacheImpl._locator_classes = []
 
 @pytest.fixture(autouse=True)
 def untold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_told", set())
+    monkeypatch.setattr(module, "_told", {})
 
 
 def run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:

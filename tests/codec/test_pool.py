@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
+from tests.forked import works_in_child_while_held
 
 from cuvee.codec.pool import Pool
 
@@ -179,6 +185,117 @@ def test_threads_compute_alone_and_without_gradients() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_an_interrupt_waits_for_helpers(times: int) -> None:
+    """Ctrl-C while the caller waits for a helper, which writes into the caller's memory: as often as it comes."""
+    caller, begun, ended = threading.get_ident(), threading.Event(), []
+
+    def job() -> None:
+        if threading.get_ident() == caller:
+            assert begun.wait(SECONDS)
+            return
+        begun.set()
+        for _ in range(times):
+            time.sleep(0.05)
+            signal.pthread_kill(caller, signal.SIGINT)
+        time.sleep(0.05)
+        ended.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        Pool(2).run([job] * 2, 2)
+    assert ended == [1]
+
+
+def test_an_interrupt_of_the_caller_ends_the_rest() -> None:
+    caller, begun, done = threading.get_ident(), threading.Event(), []
+
+    def job() -> None:
+        if threading.get_ident() == caller:
+            assert begun.wait(SECONDS)
+            signal.raise_signal(signal.SIGINT)
+        begun.set()
+        time.sleep(0.05)
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        Pool(2).run([job] * 9, 2)
+    assert done == [1], "the job that was running, and no other"
+    time.sleep(0.1)
+    assert done == [1]
+
+
+@pytest.fixture
+def most_threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many more helpers the system starts: set its one entry."""
+    left, start = [0], threading.Thread.start
+
+    def limited(thread: threading.Thread) -> None:
+        if thread.name.startswith("cuvee"):
+            if left[0] < 1:
+                raise RuntimeError("can't start new thread")  # what Python says at the limit
+            left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    return left
+
+
+@pytest.mark.parametrize("allowed", [0, 1, 2])
+def test_fewer_threads_do_all_the_work(allowed: int, most_threads: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    most_threads[0] = allowed
+    pool = Pool(4)
+    with caplog.at_level(logging.WARNING):
+        for first in (0, 100):
+            assert pool.run([numbered(first + i) for i in range(20)], 4) == list(range(first, first + 20))
+    (told,) = caplog.messages
+    assert "can't start new thread" in told and "threads=4" in told
+    most_threads[0] = 9
+    together = threading.Barrier(4)
+    assert sorted(pool.run([partial(together.wait, SECONDS)] * 4, 4)) == [0, 1, 2, 3], "all, when they may start"
+
+
+@pytest.mark.parametrize("allowed", [0, 1])
+def test_nothing_runs_after_a_call_that_got_fewer_threads(allowed: int, most_threads: list[int]) -> None:
+    """The executor keeps what it was given when it could not start a thread, and hands it to the next that is free."""
+    most_threads[0] = allowed
+    caller, begun, done, pool = threading.get_ident(), threading.Event(), [], Pool(4)
+
+    def job() -> None:
+        if threading.get_ident() != caller:
+            begun.set()
+        elif allowed:
+            assert begun.wait(SECONDS)
+            raise ValueError("of the caller")
+        time.sleep(0.02)
+        done.append(1)
+
+    with pytest.raises(ValueError, match="of the caller") if allowed else nullcontext():
+        pool.run([job] * 20, 4)
+    count = len(done)
+    assert count == (1 if allowed else 20)
+    most_threads[0] = 9
+    assert pool.run([numbered(i) for i in range(9)], 4) == list(range(9)), "by helpers that find the old work, too"
+    assert len(done) == count
+
+
+def test_no_memory_of_a_caller_is_kept_for_helpers_that_never_came(most_threads: list[int]) -> None:
+    class Memory:
+        pass
+
+    memory, pool = Memory(), Pool(3)
+    known = weakref.ref(memory)
+    pool.run([partial(isinstance, memory, Memory)] * 3, 3)
+    del memory
+    gc.collect()
+    assert known() is None
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
+def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
+    pool = Pool(2)
+    assert works_in_child_while_held(pool._lock, lambda: pool.run([numbered(i) for i in range(9)], 2) == list(range(9)))
 
 
 FORKED = """
