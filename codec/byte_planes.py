@@ -28,8 +28,9 @@ import torch
 
 from cuvee.codec.container import CodedPart, Reader, read_coded
 from cuvee.codec.errors import FormatError
+from cuvee.codec.indexed import IndexedPart
 from cuvee.codec.layout import LayerLayout
-from cuvee.codec.rans import rans_decode, select_streams, stream_count
+from cuvee.codec.rans import rans_decode
 from cuvee.codec.rows import Rows
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
 
@@ -165,40 +166,65 @@ def read_layer(data: memoryview, layer: LayerLayout, itemsize: int, tokens: int)
     return CodedLayer(models, stored, part)
 
 
-def decode_layer(
-    data: memoryview,
-    layer: LayerLayout,
-    dtype: torch.dtype,
-    tokens: int,
-    at: slice,
-    keys: Rows | None,
-    values: Rows | None,
-    first_row: int,
-) -> None:
-    """Decode a tile of a layer, and write it as it was: the reference.
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """A layer's section that was read: what decoding its tiles has in common.
+
+    Attributes:
+        layer: its layout.
+        dtype: of the values.
+        coded: its parts.
+        part: the streams of the coded planes; None if there are none.
+        tables: of the coded planes; None if there are none.
+    """
+
+    layer: LayerLayout
+    dtype: torch.dtype
+    coded: CodedLayer
+    part: IndexedPart | None
+    tables: EntropyTables | None
+
+
+def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
+    """Read a layer's section, once for all of its tiles.
 
     Args:
-        data: the layer's section.
+        data: the section.
         layer: its layout.
         dtype: of the values.
         tokens: tokens in the chunk.
-        at: those of the tile. It begins where a stream does.
+
+    Raises:
+        FormatError: the bytes break a rule.
+    """
+    coded = read_layer(data, layer, dtype.itemsize, tokens)
+    if coded.part is None:
+        return LayerIndex(layer, dtype, coded, None, None)
+    tables = EntropyTables(np.stack([model[1] for model in coded.models if model is not None]), PROB_BITS)
+    return LayerIndex(layer, dtype, coded, IndexedPart(coded.part, tokens), tables)
+
+
+def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
+    """Decode a tile of a layer, and write it as it was: the reference.
+
+    Args:
+        index: what `index_layer` made of it.
+        at: the tokens of the tile. It begins where a stream does.
         keys: where the tokens' keys go; None if they are not asked for.
         values: the same for values.
         first_row: row of the tile's first token. Tokens whose rows there are not are left out.
 
     Raises:
-        FormatError, CorruptError: the bytes break a rule.
+        CorruptError: the bytes break a rule.
     """
-    coded = read_layer(data, layer, dtype.itemsize, tokens)
+    coded, layer, dtype = index.coded, index.layer, index.dtype
     symbols = np.empty((0, at.stop - at.start), np.uint8)
-    if coded.part is not None:
-        n = coded.part.tokens_per_stream
-        streams = select_streams(coded.part.streams, at.start // n, stream_count(at.stop, n))
-        models = [model for model in coded.models if model is not None]
-        tables = EntropyTables(np.stack([freq for _, freq in models]), PROB_BITS)
-        which = np.repeat(np.arange(len(models), dtype=np.uint16), [len(reference) for reference, _ in models])
-        symbols = rans_decode(streams, which, which, tables, n, at.stop - at.start)
+    if index.part is not None and index.tables is not None:
+        streams, _ = index.part.select(at)
+        sizes = [len(model[0]) for model in coded.models if model is not None]
+        which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
+        n = index.part.part.tokens_per_stream
+        symbols = rans_decode(streams, which, which, index.tables, n, at.stop - at.start)
     planes, row = [], 0
     for model, kept in zip(coded.models, coded.stored, strict=True):
         if model is not None:

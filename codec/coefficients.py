@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from cuvee.codec.classes import CLASSES, ClassedPlan
-from cuvee.codec.container import CodedPart, Reader, read_coded, write_streams
+from cuvee.codec.container import Reader, read_coded, write_streams
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family, step_value
-from cuvee.codec.rans import MAX_TOKENS_PER_STREAM, select_streams, stream_count
+from cuvee.codec.indexed import IndexedPart
+from cuvee.codec.rans import MAX_TOKENS_PER_STREAM
 from cuvee.codec.rans_classes import ClassedPlanes
 from cuvee.codec.stages import Stages
-from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, select_escapes, too_large_error
+from cuvee.codec.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, too_large_error
 from cuvee.codec.tables import EntropyTables
 from cuvee.codec.transform import tiles
 
@@ -165,7 +166,7 @@ class CoefficientCoder:
         joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
         return ClassedPlanes(joined, columns, classes, plan, section.class_table, per_stream), _merge(escaped)
 
-    def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> CodedPart:
+    def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> IndexedPart:
         """The coded part of a section of tokens without classes: all that is left of `reader`.
 
         Raises:
@@ -173,10 +174,10 @@ class CoefficientCoder:
         """
         part = read_coded(reader, plan.planes, len(plan.shift), tokens)
         reader.finish()
-        return part
+        return IndexedPart(part, tokens)
 
     def decode(
-        self, part: CodedPart, plan: CodingPlan, tokens: int, wanted: slice, tile: int
+        self, indexed: IndexedPart, plan: CodingPlan, tokens: int, wanted: slice, tile: int
     ) -> Iterator[tuple[slice, F32]]:
         """Decode the tokens `wanted` of a section of `tokens`.
 
@@ -186,7 +187,7 @@ class CoefficientCoder:
         Raises:
             FormatError, CorruptError: the bytes break a rule.
         """
-        streams, escapes, per_stream = part.streams, part.escapes, part.tokens_per_stream
+        per_stream = indexed.part.tokens_per_stream
         # Whole tiles, always cut at the same places, because the last bits of a matrix product depend on its shape. A
         # run of tokens must come out exactly as it does in the whole.
         low = wanted.start - wanted.start % tile
@@ -194,15 +195,11 @@ class CoefficientCoder:
         batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
         for start in range(low, high, batch):
             at = slice(start, min(start + batch, high))
+            streams, escapes = indexed.select(at)
             planes = self.stages.rans_decode(
-                select_streams(streams, at.start // per_stream, stream_count(at.stop, per_stream)),
-                plan.first,
-                plan.rest,
-                self.family.tables,
-                per_stream,
-                at.stop - at.start,
+                streams, plan.first, plan.rest, self.family.tables, per_stream, at.stop - at.start
             )
-            differences = self.stages.unpack(planes, select_escapes(escapes, tokens, at), plan)
+            differences = self.stages.unpack(planes, escapes, plan)
             levels = self.stages.unpredict(differences, plan, per_stream)
             for piece in tiles(at.stop - at.start, tile):
                 y = self.stages.dequantize(levels[:, piece], step_value(self.step), plan, self.family.quantizer)

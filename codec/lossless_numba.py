@@ -1,11 +1,14 @@
-"""A lossless layer to rows of a cache, for the CPU: parsed, decoded and written in one call that does not hold the GIL.
+"""A lossless layer to rows of a cache, for the CPU: read once, then decoded and written tile by tile, without the GIL.
 
 It gives what `byte_planes.decode_layer` gives, which says what the parts of a section mean.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from cuvee.codec import lanes
@@ -23,11 +26,14 @@ from cuvee.codec.tables import SYMBOLS
 _SLOTS = 1 << PROB_BITS
 _CHANNELS = 16  # written together: as many adjacent values of every token
 _INITIAL = 1 << 16
-_MALFORMED, _STREAM = range(2)
 
 # What is known of a plane: whether it is coded; where its references, if coded, or its bytes begin; and the first of
 # its rows among the coded ones.
 _CODED, _AT, _ROW = range(3)
+
+# What is known of the streams: how many steps they have per token, -1 if the section is malformed; the logarithm of
+# their tokens; the bytes where their states and their words begin; and how many words there are.
+_STEPS, _LOG2, _STATES, _WORDS, _COUNT = range(5)
 
 
 @compiled
@@ -104,15 +110,13 @@ def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyp
 
 
 @compiled
-def _decode(  # type: ignore[no-untyped-def]
-    data, end, channels, tokens, start, stop, planes, slots, tables, states, starts, ends, groups, columns, position,
-    scratch, problem
-):  # fmt: skip
-    """Decode the coded planes of a tile to `scratch`; how many columns they have, or -1 if the section is damaged."""
-    problem[0] = _MALFORMED
+def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: ignore[no-untyped-def]
+    """Read what the tiles of a section have in common; the word at which each stream begins, and the last one ends."""
+    none = np.empty(0, np.uint32)
+    found[_STEPS] = -1
     at = _parse(data, end, channels, tokens, planes, slots)
     if at < 0:
-        return -1
+        return none
     steps = 0
     coded = 0
     for i in range(len(channels)):
@@ -121,38 +125,53 @@ def _decode(  # type: ignore[no-untyped-def]
                 tables[steps] = coded << PROB_BITS
                 steps += 1
             coded += 1
-    width = stop - start
     if not steps:
-        for t in range(width):
-            position[t] = t
-        return width if at == end else -1
+        if at == end:
+            found[_STEPS] = 0
+        return none
     if at + 12 > end:
-        return -1
+        return none
     words, escapes, log2, rest = _u32(data, at), _u32(data, at + 4), np.int64(data[at + 8]), data[at + 9]
     if escapes or log2 > MAX_TOKENS_PER_STREAM_LOG2 or rest or _u16(data, at + 10):
-        return -1
+        return none
     at += 12
     count = (tokens + (1 << log2) - 1) >> log2
     wide = 2 if steps << log2 <= 0xFFFF else 4
     lengths_at = at + 4 * count
-    words_at = lengths_at + wide * count
-    if words_at + 2 * words > end or _skip_padding(data, words_at + 2 * words, end) != end:
-        return -1
-    first, last = start >> log2, (stop + (1 << log2) - 1) >> log2
+    words_begin = lengths_at + wide * count
+    if words_begin + 2 * words > end or _skip_padding(data, words_begin + 2 * words, end) != end:
+        return none
+    words_at = np.empty(count + 1, np.uint32)
     word = np.int64(0)
     for stream in range(count):
-        state = _u32(data, at + 4 * stream)
+        if _u32(data, at + 4 * stream) < _INITIAL:
+            return none
+        words_at[stream] = word
         place = lengths_at + wide * stream
-        length = _u16(data, place) if wide == 2 else _u32(data, place)
-        if state < _INITIAL:
-            return -1
-        if first <= stream < last:
-            states[stream - first] = state
-            starts[stream - first] = word
-            ends[stream - first] = word + length
-        word += length
+        word += _u16(data, place) if wide == 2 else _u32(data, place)
     if word != words:
-        return -1
+        return none
+    words_at[count] = word
+    found[_STEPS], found[_LOG2], found[_STATES], found[_WORDS], found[_COUNT] = steps, log2, at, words_begin, words
+    return words_at
+
+
+@compiled
+def _decode(  # type: ignore[no-untyped-def]
+    data, words_at, start, stop, found, slots, tables, states, starts, ends, groups, columns, position, scratch, problem
+):
+    """Decode the coded planes of a tile to `scratch`; how many columns they have, or -1 if a stream is damaged."""
+    steps, log2 = found[_STEPS], found[_LOG2]
+    width = stop - start
+    if not steps:
+        for t in range(width):
+            position[t] = t
+        return width
+    first = start >> log2
+    for stream in range(first, (stop + (1 << log2) - 1) >> log2):
+        states[stream - first] = _u32(data, found[_STATES] + 4 * stream)
+        starts[stream - first] = words_at[stream]
+        ends[stream - first] = words_at[stream + 1]
     column = 0
     for j in range(1 << log2):
         for begin in range(0, width, 1 << log2):
@@ -162,7 +181,7 @@ def _decode(  # type: ignore[no-untyped-def]
                 position[begin + j] = column
             column += 1
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = words_at, words, column
+    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = found[_WORDS], found[_COUNT], column
     fields[0, lanes.STRIDE] = steps
     depth = np.zeros(2, np.int32)  # a column without a token has no planes
     depth[0] = steps
@@ -171,7 +190,7 @@ def _decode(  # type: ignore[no-untyped-def]
         groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, PROB_BITS, scratch
     )
     if bad >= 0:
-        problem[0], problem[1], problem[2] = _STREAM, first + bad, log2
+        problem[0] = first + bad
         return -1
     return column
 
@@ -236,43 +255,66 @@ _SLACK = bytes(4)
 _arena = Arena()
 
 
-def decode_layer(
-    data: memoryview,
-    layer: LayerLayout,
-    dtype: torch.dtype,
-    tokens: int,
-    at: slice,
-    keys: Rows | None,
-    values: Rows | None,
-    first_row: int,
-) -> None:
-    """See `cuvee.codec.byte_planes.decode_layer`."""
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """A layer's section that was read: what decoding its tiles has in common.
+
+    Attributes:
+        data: its bytes.
+        itemsize: bytes of a value.
+        tokens: T, in the chunk.
+        channels: `[P]`, of each byte plane.
+        planes, found: what is known of the planes and of the streams; see above.
+        slots, tables: decode slots, and which of them each step uses. Valid until the thread reads another layer.
+        words_at: of each stream the word at which it begins, and where the last one ends.
+    """
+
+    data: npt.NDArray[np.uint8]
+    itemsize: int
+    tokens: int
+    channels: npt.NDArray[np.int64]
+    planes: npt.NDArray[np.int64]
+    found: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.uint32]
+    tables: npt.NDArray[np.uint32]
+    words_at: npt.NDArray[np.uint32]
+
+
+def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
+    """See `cuvee.codec.byte_planes.index_layer`."""
     itemsize = dtype.itemsize
     channels = np.repeat(np.array([layer.key_values, layer.value_values]), itemsize)
-    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
     # A copy, since a step reads a little more than the word that it needs.
     padded = np.frombuffer(b"".join((data, _SLACK)), np.uint8)
-    planes, problem = np.zeros((len(channels), 3), np.int64), np.zeros(3, np.int64)
+    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(5, np.int64)
     slots = _arena.array("slots", len(channels) * _SLOTS, np.uint32)
-    scratch = _arena.array("planes", int(channels.sum()) * most + WIDTH, np.uint8)
-    position = np.empty(most, np.int64)
-    streams = tuple(np.empty(most, np.uint32) for _ in range(3))
-    columns = _decode(
-        padded, len(data), channels, tokens, at.start, at.stop, planes, slots,
-        np.empty(int(channels.sum()), np.uint32), *streams, np.empty((most, lanes.GROUP_FIELDS), np.int64),
-        np.empty(most, np.uint8), position, scratch, problem,
-    )  # fmt: skip
-    if columns < 0:
-        if problem[0] == _STREAM:
-            raise stream_error(int(problem[1]), stream_count(tokens, 1 << int(problem[2])))
+    tables = np.empty(int(channels.sum()), np.uint32)
+    words_at = _index(padded, len(data), channels, tokens, planes, slots, tables, found)
+    if found[_STEPS] < 0:
         read_layer(data, layer, itemsize, tokens)  # raises
         raise FormatError("a lossless section is malformed")
+    return LayerIndex(padded, itemsize, tokens, channels, planes, found, slots, tables, words_at)
+
+
+def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
+    """See `cuvee.codec.byte_planes.decode_layer`."""
+    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
+    scratch = _arena.array("planes", int(index.channels.sum()) * most + WIDTH, np.uint8)
+    position, problem = np.empty(most, np.int64), np.zeros(1, np.int64)
+    streams = tuple(np.empty(most, np.uint32) for _ in range(3))
+    columns = _decode(
+        index.data, index.words_at, at.start, at.stop, index.found, index.slots, index.tables, *streams,
+        np.empty((most, lanes.GROUP_FIELDS), np.int64), np.empty(most, np.uint8), position, scratch, problem,
+    )  # fmt: skip
+    if columns < 0:
+        raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[_LOG2])))
+    itemsize = index.itemsize
     for rows, first in ((keys, 0), (values, itemsize)):
         if rows is not None:
             _write(
-                padded, tokens, at.start, at.stop - at.start, planes[first : first + itemsize], columns, position,
-                scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride, rows.offsets, rows.kinds,
-                _bits(rows.memory),
+                index.data, index.tokens, at.start, at.stop - at.start, index.planes[first : first + itemsize], columns,
+                position, scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride, rows.offsets,
+                rows.kinds, _bits(rows.memory),
             )  # fmt: skip
 
 

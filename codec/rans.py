@@ -60,15 +60,6 @@ def stream_error(stream: int, count: int) -> CorruptError:
     return CorruptError(f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged")
 
 
-def select_streams(streams: Streams, first: int, end: int) -> Streams:
-    """The streams `first … end - 1` of a section."""
-    if first == 0 and end == len(streams.states):
-        return streams
-    ends = np.cumsum(streams.lengths, dtype=np.int64)
-    low = int(ends[first - 1]) if first else 0
-    return Streams(streams.states[first:end], streams.lengths[first:end], streams.words[low : int(ends[end - 1])])
-
-
 def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None:
     """Raise CorruptError unless the parts of `streams` agree with each other and with the number of tokens."""
     count = stream_count(tokens, tokens_per_stream)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import torch
 
@@ -11,6 +9,7 @@ from cuvee.codec.classes import ClassedPlan, class_table
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.family import Family, step_value
 from cuvee.codec.importance import choose_classes
+from cuvee.codec.lazy import lazy
 from cuvee.codec.plans import CodingPlans, pack_plans
 from cuvee.codec.section_profile import SectionProfile
 from cuvee.codec.symbols import U8
@@ -35,12 +34,12 @@ class SectionCoding:
         self.ranks, self.plan = learned.plan(step)
         self._step = step
 
-    @cached_property
+    @lazy
     def classed(self) -> ClassedPlan:
         """How tokens of each class are coded: without prediction, which takes them in their own order."""
         return self.learned.classed_plan(self._step)
 
-    @cached_property
+    @lazy
     def class_ranks(self) -> tuple[tuple[int, ...], ...]:
         """`[16]`, of each class the components of each block; those of classes that are not served are none."""
         none = (0,) * len(self.ranks)
@@ -49,12 +48,12 @@ class SectionCoding:
             for k, plan in enumerate(self.classed.plans)
         )
 
-    @cached_property
+    @lazy
     def class_table(self) -> EntropyTables:
         """The table that codes the classes."""
         return class_table(self.learned.class_freq)
 
-    @cached_property
+    @lazy
     def _leading(self) -> LeadingComponents | None:
         predictor = self.learned.predictor
         return None if predictor is None else self.learned.basis.leading(predictor.components)
@@ -83,7 +82,7 @@ class SectionCoding:
         classes = choose_classes(predictor.offsets(y, start, at.start), self.classed.finest)
         return classes, y if self._reads_first else None
 
-    @cached_property
+    @lazy
     def _reads_first(self) -> bool:
         """Whether the predictor reads the first components of a single block."""
         predictor = self.learned.predictor
@@ -110,7 +109,7 @@ class StepCoding:
         self.family = family
         self.step = step
 
-    @cached_property
+    @lazy
     def plans(self) -> CodingPlans:
         """The plans of all sections, for compiled loops."""
         return pack_plans(self.sections, step_value(self.step), self.family.tables)

@@ -18,10 +18,11 @@ from cuvee.codec.classes import CLASSES, ClassedPlan, coding_order
 from cuvee.codec.container import CodedPart, Reader, read_coded
 from cuvee.codec.errors import FormatError
 from cuvee.codec.family import step_value
-from cuvee.codec.rans import rans_decode, select_streams, stream_count
+from cuvee.codec.indexed import IndexedPart
+from cuvee.codec.rans import rans_decode, stream_count
 from cuvee.codec.rans_classes import rans_decode_classes, read_classes
 from cuvee.codec.section_coding import StepCoding
-from cuvee.codec.symbols import U8, CodingPlan, dequantize, select_escapes, unpack, unpredict
+from cuvee.codec.symbols import U8, CodingPlan, dequantize, unpack, unpredict
 from cuvee.codec.symbols_classes import class_runs, from_planes
 from cuvee.codec.transform import I64
 
@@ -85,32 +86,69 @@ def dealt_order(tokens: int, tokens_per_stream: int) -> I64:
     return np.where(token < tokens, token, -1).reshape(count, tokens_per_stream).T.ravel()
 
 
-def decode_sections(
-    coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int, at: slice, dtype: torch.dtype
-) -> list[Coefficients]:
-    """Decode a tile of some sections.
+@dataclass(frozen=True, slots=True)
+class SectionIndex:
+    """Sections that were read: what decoding their tiles has in common.
+
+    Attributes:
+        coding: how the sections are coded.
+        numbers: of the sections.
+        parts: their coded parts.
+        classes: the class of every token, uint8 `[T]`; None for a section whose tokens have none.
+    """
+
+    coding: StepCoding
+    numbers: tuple[int, ...]
+    parts: tuple[IndexedPart, ...]
+    classes: tuple[U8 | None, ...]
+
+
+def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
+    """Read some sections, once for all of their tiles.
 
     Args:
         coding: how the sections are coded.
         parts: number and bytes of each section.
         tokens: tokens in the chunk.
-        at: those of the tile. It begins where a stream does, and a window of classes.
-        dtype: of the coefficients: float32 or bfloat16.
 
     Raises:
         FormatError, CorruptError: the bytes break a rule.
     """
-    tables, quantizer = coding.family.tables, coding.family.quantizer
-    out = []
+    indexed: list[IndexedPart] = []
+    classes: list[U8 | None] = []
     for number, data in parts:
         section = coding.sections[number]
+        part = read_part(data, section.plan, section.classed, tokens)
+        every = None
+        if part.classes is not None:
+            every = read_classes(part.classes, section.class_table, tokens)
+            check_classes(every, section.classed)
+        indexed.append(IndexedPart(part, tokens))
+        classes.append(every)
+    return SectionIndex(coding, tuple(number for number, _ in parts), tuple(indexed), tuple(classes))
+
+
+def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
+    """Decode a tile of some sections.
+
+    Args:
+        index: what `index_sections` made of them.
+        at: the tokens of the tile. It begins where a stream does, and a window of classes.
+        dtype: of the coefficients: float32 or bfloat16.
+
+    Raises:
+        CorruptError: the bytes break a rule.
+    """
+    coding = index.coding
+    tables, quantizer = coding.family.tables, coding.family.quantizer
+    out = []
+    for number, indexed, every in zip(index.numbers, index.parts, index.classes, strict=True):
+        section = coding.sections[number]
         plan, classed = section.plan, section.classed
-        part = read_part(data, plan, classed, tokens)
-        n = part.tokens_per_stream
-        streams = select_streams(part.streams, at.start // n, stream_count(at.stop, n))
-        escapes = select_escapes(part.escapes, tokens, at)
+        n = indexed.part.tokens_per_stream
+        streams, escapes = indexed.select(at)
         width = at.stop - at.start
-        if part.classes is None:
+        if every is None:
             planes = rans_decode(streams, plan.first, plan.rest, tables, n, width)
             levels = unpredict(unpack(planes, escapes, plan), plan, n)
             order, classes = dealt_order(width, n), None
@@ -119,8 +157,6 @@ def decode_sections(
             runs = [(slice(0, len(order)), 0)]
             ranks: tuple[tuple[int, ...], ...] = (section.ranks,)
         else:
-            every = read_classes(part.classes, section.class_table, tokens)
-            check_classes(every, classed)
             order = coding_order(every[at])
             classes = every[at][order]
             planes = rans_decode_classes(streams, classes, classed, tables, n)

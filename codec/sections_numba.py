@@ -1,6 +1,7 @@
 """Coded sections to coefficients, for the CPU: all sections of a chunk in one call that does not hold the GIL.
 
-    bytes --parse--> classes, streams, escapes --decode_lanes--> planes --levels, dequantize--> y
+    bytes --index--> classes, streams, escapes                                  once
+    a tile of them --decode_lanes--> planes --levels, dequantize--> y           for each tile
 
 It gives what `sections.decode_sections` gives, which says what the steps mean, section by section.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,8 @@ _MODE, _LOG2, _STATES, _LENGTHS, _WIDE, _WORDS, _COUNT, _CLASS_STATE, _CLASS_WOR
 _ESCAPES, _LISTED = 10, 11
 _COLUMNS = 12
 _PAD = 13  # rows of a block in y
-FOUND_FIELDS = 14
+_STREAMS = 14  # the section's first entry in `words_at`
+FOUND_FIELDS = 15
 
 _NEVER = 1 << 62  # the row of the escape after the last
 _ABSENT = 2  # the class of a column without a token, if tokens have no classes
@@ -157,17 +160,19 @@ def _unpredict(levels, streams, gain, anchor):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _next_escape(cursor, data, found, tokens, start, width, column_of):  # type: ignore[no-untyped-def]
-    """Move `cursor` (number, row, column) to the next escape that lies in the tile."""
-    while cursor[0] + 1 < found[_LISTED]:
+def _next_escape(cursor, data, found, by_window, tokens, start, width, column_of):  # type: ignore[no-untyped-def]
+    """Move `cursor` (place in `by_window`, its end, row, column, number) to the next escape that lies in the tile."""
+    while cursor[0] + 1 < cursor[1]:
         cursor[0] += 1
-        place = np.int64(_u32(data, found[_ESCAPES] + 4 * cursor[0]))
+        number = np.int64(by_window[cursor[0]])
+        place = np.int64(_u32(data, found[_ESCAPES] + 4 * number))
         column = place % tokens - start
         if 0 <= column < width:
-            cursor[1] = place // tokens
-            cursor[2] = column_of[column] if len(column_of) else column
+            cursor[2] = place // tokens
+            cursor[3] = column_of[column] if len(column_of) else column
+            cursor[4] = number
             return
-    cursor[1] = _NEVER
+    cursor[2] = _NEVER
 
 
 @compiled
@@ -214,8 +219,9 @@ def _finish(u, v, levels, one, more, step, values, bits, rounded, direct, row_at
 
 @compiled
 def _dequantize(  # type: ignore[no-untyped-def]
-    data, found, entry, number, tokens, start, stop, columns, order, packed, shrink, source, wide, narrow
-):
+    data, found, by_window, windows_at, entry, number, tokens, start, stop, columns, order, packed, shrink, source,
+    wide, narrow
+):  # fmt: skip
     """One section's planes to coefficients; False if the escapes do not match.
 
     `wide` or `narrow`, whichever has entries, receives `[blocks, pad, columns]` as float32 or bits of bfloat16.
@@ -267,8 +273,11 @@ def _dequantize(  # type: ignore[no-untyped-def]
     else:
         wide[:size] = 0
     predicted = entry[plans.PREDICTION] != 0
-    cursor = np.array([-1, _NEVER, 0])
-    _next_escape(cursor, data, found, tokens, start, inside, column_of)
+    first_window = start // WINDOW
+    cursors = np.zeros(((stop + WINDOW - 1) // WINDOW - first_window, 5), np.int64)
+    for w in range(len(cursors)):
+        cursors[w, 0], cursors[w, 1] = windows_at[first_window + w] - 1, windows_at[first_window + w + 1]
+        _next_escape(cursors[w], data, found, by_window, tokens, start, inside, column_of)
     for c in range(most):
         plane = source[c * width : (c + 1) * width + WIDTH]
         if not mode:
@@ -318,16 +327,19 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     if shift[level_of[q] + c]:
                         _to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
             escapes = _count_escapes(plane[begin:reached]) if escaped else 0
-            while cursor[1] == c and cursor[2] < end:
-                column = cursor[2]
-                if column >= reached or plane[column] != ESCAPE:
-                    return False
-                levels[column] = np.int32(_u32(data, found[_ESCAPES] + 4 * (found[_LISTED] + cursor[0])))
-                escapes -= 1
-                _finish(
-                    column, column + 1, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow
-                )
-                _next_escape(cursor, data, found, tokens, start, inside, column_of)
+            # Those of the columns `begin … end - 1`, which may be tokens of several windows.
+            for w in range((start + begin) // WINDOW - first_window, len(cursors)):
+                cursor = cursors[w]
+                while cursor[2] == c and cursor[3] < end:
+                    column = cursor[3]
+                    if column >= reached or plane[column] != ESCAPE:
+                        return False
+                    levels[column] = np.int32(_u32(data, found[_ESCAPES] + 4 * (found[_LISTED] + cursor[4])))
+                    escapes -= 1
+                    _finish(
+                        column, column + 1, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow
+                    )
+                    _next_escape(cursor, data, found, by_window, tokens, start, inside, column_of)
             if escapes:
                 return False
             for q in range(first, r if low_bits else first):
@@ -350,21 +362,76 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     narrow[to + bounds[q] : to + bounds[q + 1]] = rounded[bounds[q] : bounds[q + 1]]
                 else:
                     wide[to + bounds[q] : to + bounds[q + 1]] = values[bounds[q] : bounds[q + 1]]
-    return cursor[1] == _NEVER
+    return bool((cursors[:, 2] == _NEVER).all())
+
+
+@compiled
+def _index(  # type: ignore[no-untyped-def]
+    data, spans, sections, tokens, entries, class_slots, class_bits, classes, windows_at, found, problem
+):
+    """Read what the tiles of some sections have in common; `problem` names the section that is damaged, if one is.
+
+    Returns:
+        whether all are sound; of each section the word at which each of its streams begins, and where the last one
+        ends; and the numbers of its escapes, window by window. `windows_at` `[sections, windows + 1]` says where there
+        each window begins.
+    """
+    count = len(sections)
+    streams = escapes = np.int64(0)
+    for i in range(count):
+        problem[0], problem[1] = i, MALFORMED
+        if not _parse(data, spans[i, 0], spans[i, 1], tokens, sections[i], entries, found[i]):
+            return False, np.empty(0, np.uint32), np.empty(0, np.uint32)
+        found[i, _STREAMS] = streams
+        streams += ((tokens + (1 << found[i, _LOG2]) - 1) >> found[i, _LOG2]) + 1
+        escapes += found[i, _LISTED]
+    words_at, by_window = np.empty(streams, np.uint32), np.empty(escapes, np.uint32)
+    next_place = np.empty(windows_at.shape[1], np.int64)
+    listed = np.int64(0)
+    for i in range(count):
+        own = found[i]
+        if own[_MODE]:
+            if not _read_classes(data, own, class_slots[sections[i]], class_bits, classes[i]):
+                problem[0], problem[1] = i, CLASS_STREAM
+                return False, words_at, by_window
+            finest = entries[2 * sections[i] + 1, plans.FINEST]
+            for t in range(tokens):
+                if not finest <= classes[i, t] < CLASSES:
+                    problem[0], problem[1] = i, CLASS_RANGE
+                    return False, words_at, by_window
+        word = np.uint32(0)
+        at = own[_STREAMS]
+        for stream in range((tokens + (1 << own[_LOG2]) - 1) >> own[_LOG2]):
+            words_at[at + stream] = word
+            place = own[_LENGTHS] + own[_WIDE] * stream
+            word += _u16(data, place) if own[_WIDE] == 2 else _u32(data, place)
+        words_at[at + ((tokens + (1 << own[_LOG2]) - 1) >> own[_LOG2])] = word
+        # The escapes are listed row by row, and every row goes through all tokens.
+        windows = windows_at[i]
+        windows[:] = 0
+        for number in range(own[_LISTED]):
+            windows[_u32(data, own[_ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
+        windows[0] = listed
+        for w in range(1, len(windows)):
+            windows[w] += windows[w - 1]
+        next_place[:] = windows
+        for number in range(own[_LISTED]):
+            w = _u32(data, own[_ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
+            by_window[next_place[w]] = number
+            next_place[w] += 1
+        listed += own[_LISTED]
+    return True, words_at, by_window
 
 
 @compiled
 def _decode(  # type: ignore[no-untyped-def]
-    data, spans, sections, tokens, start, stop, multiple, entries, packed, depth, planes, tables, class_slots,
-    class_bits, slots, bits, shrink, scratch, scratch_at, y_at, wide, narrow, order, columns, classes, found, problem
+    data, words_at, by_window, windows_at, sections, tokens, start, stop, multiple, entries, packed, depth, planes,
+    tables, slots, bits, shrink, scratch, scratch_at, y_at, wide, narrow, order, columns, classes, found, problem
 ):  # fmt: skip
     """Decode the tokens `start … stop - 1` of some sections; False if one is damaged, which `problem` then names."""
     count, width = len(sections), stop - start
     streams = 0
     for i in range(count):
-        problem[0], problem[1] = i, MALFORMED
-        if not _parse(data, spans[i, 0], spans[i, 1], tokens, sections[i], entries, found[i]):
-            return False
         log2 = found[i, _LOG2]
         streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
     states = np.empty(streams, np.uint32)
@@ -381,15 +448,8 @@ def _decode(  # type: ignore[no-untyped-def]
         entry = entries[number]
         first_stream[i] = at
         if mode:
-            if not _read_classes(data, own, class_slots[sections[i]], class_bits, classes):
-                problem[0], problem[1] = i, CLASS_STREAM
-                return False
-            for t in range(tokens):
-                if not entry[plans.FINEST] <= classes[t] < CLASSES:
-                    problem[0], problem[1] = i, CLASS_RANGE
-                    return False
             own[_COLUMNS] = width
-            sort_columns(classes[start:stop], order[i], columns[i])
+            sort_columns(classes[i, start:stop], order[i], columns[i])
             finest = np.int64(CLASSES)
             for t in range(width):
                 finest = min(finest, np.int64(columns[i, t]))
@@ -398,18 +458,11 @@ def _decode(  # type: ignore[no-untyped-def]
             _deal(width, 1 << log2, order[i], columns[i])
             finest = np.int64(0)
         own[_PAD] = (depth[16 * number + finest] + multiple - 1) // multiple * multiple
-        word = np.uint32(0)
-        begin = start >> log2
-        end = (stop + (1 << log2) - 1) >> log2
-        for stream in range(end):
-            place = own[_LENGTHS] + own[_WIDE] * stream
-            length = _u16(data, place) if own[_WIDE] == 2 else _u32(data, place)
-            if stream >= begin:
-                states[at] = _u32(data, own[_STATES] + 4 * stream)
-                starts[at] = word
-                ends[at] = word + length
-                at += 1
-            word += length
+        for stream in range(start >> log2, (stop + (1 << log2) - 1) >> log2):
+            states[at] = _u32(data, own[_STATES] + 4 * stream)
+            starts[at] = words_at[own[_STREAMS] + stream]
+            ends[at] = words_at[own[_STREAMS] + stream + 1]
+            at += 1
         window = WINDOW if mode else own[_COLUMNS]
         listed = list_groups(i, first_stream[i], own[_COLUMNS], 1 << log2, window, groups, listed)
         fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[_WORDS], own[_COUNT]
@@ -432,8 +485,9 @@ def _decode(  # type: ignore[no-untyped-def]
     for i in range(count):
         number = 2 * sections[i] + found[i, _MODE]
         if not _dequantize(
-            data, found[i], entries[number], number, tokens, start, stop, columns[i, : found[i, _COLUMNS]], order[i],
-            packed, shrink, scratch[scratch_at[i] :], wide[y_at[i] :], narrow[y_at[i] :],
+            data, found[i], by_window, windows_at[i], entries[number], number, tokens, start, stop,
+            columns[i, : found[i, _COLUMNS]], order[i], packed, shrink, scratch[scratch_at[i] :], wide[y_at[i] :],
+            narrow[y_at[i] :],
         ):  # fmt: skip
             problem[0], problem[1] = i, ESCAPE_LIST
             return False
@@ -445,19 +499,60 @@ _NO_WIDE, _NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
 _arena = Arena()
 
 
-def decode_sections(
-    coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int, at: slice, dtype: torch.dtype
-) -> list[Coefficients]:
-    """See `cuvee.codec.sections.decode_sections`."""
-    packed, tables = coding.plans, coding.family.tables
-    count = len(parts)
-    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
+@dataclass(frozen=True, slots=True)
+class SectionIndex:
+    """Sections that were read: what decoding their tiles has in common.
+
+    Attributes:
+        coding: how the sections are coded.
+        parts: number and bytes of each.
+        numbers: int64 `[S]`, of the sections.
+        tokens: T, in the chunk.
+        data: the bytes of all sections in a row.
+        found: `[S, FOUND_FIELDS]`, what each of them was found to hold. A tile writes what it has of its own.
+        words_at, by_window, windows_at: where streams and escapes are; see `_index`.
+        classes: uint8 `[S, T]`, of all tokens of the sections whose tokens have classes.
+    """
+
+    coding: StepCoding
+    parts: Sequence[tuple[int, memoryview]]
+    numbers: npt.NDArray[np.int64]
+    tokens: int
+    data: npt.NDArray[np.uint8]
+    found: npt.NDArray[np.int64]
+    words_at: npt.NDArray[np.uint32]
+    by_window: npt.NDArray[np.uint32]
+    windows_at: npt.NDArray[np.int64]
+    classes: npt.NDArray[np.uint8]
+
+
+def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
+    """See `cuvee.codec.sections.index_sections`."""
+    packed, count = coding.plans, len(parts)
     numbers = np.array([number for number, _ in parts])
     # A copy, since a step reads a little more than the word that it needs.
     data = np.frombuffer(b"".join([*(part for _, part in parts), bytes(_SLACK)]), np.uint8)
     spans = np.zeros((count, 2), np.int64)
     spans[:, 1] = np.cumsum([len(part) for _, part in parts])
     spans[1:, 0] = spans[:-1, 1]
+    found, problem = np.zeros((count, FOUND_FIELDS), np.int64), np.zeros(3, np.int64)
+    classes = np.empty((count, tokens), np.uint8)
+    windows_at = np.empty((count, -(-tokens // WINDOW) + 1), np.int64)
+    sound, words_at, by_window = _index(
+        data, spans, numbers, tokens, packed.entries, packed.class_slots, packed.class_bits, classes, windows_at, found,
+        problem,
+    )  # fmt: skip
+    if not sound:
+        raise _error(coding, parts, tokens, problem, found)
+    return SectionIndex(coding, parts, numbers, tokens, data, found, words_at, by_window, windows_at, classes)
+
+
+def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
+    """See `cuvee.codec.sections.decode_sections`."""
+    coding, parts, numbers, found = index.coding, index.parts, index.numbers, index.found
+    packed, tables = coding.plans, coding.family.tables
+    count = len(parts)
+    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
     entries = packed.entries[2 * numbers[:, None] + np.arange(2)]
     planes_at = _offsets(entries[:, :, plans.PLANES].max(1) * most)
     deepest = packed.depth.reshape(-1, 2 * CLASSES)[numbers].max(1)
@@ -470,16 +565,17 @@ def decode_sections(
     else:
         wide, narrow = y.numpy(), _NO_NARROW
     order, columns = np.empty((count, most), np.int64), np.empty((count, most), np.uint8)
-    found, problem = np.zeros((count, FOUND_FIELDS), np.int64), np.zeros(3, np.int64)
+    problem = np.zeros(3, np.int64)
     if not _decode(
-        data, spans, numbers, tokens, at.start, at.stop, ROW_MULTIPLE, packed.entries,
+        index.data, index.words_at, index.by_window, index.windows_at, numbers, index.tokens, at.start, at.stop,
+        ROW_MULTIPLE, packed.entries,
         (packed.rows, packed.steps, packed.level_table, packed.shift, packed.low_plane, packed.block,
          packed.index, packed.rho),
-        packed.depth, packed.planes, packed.tables, packed.class_slots, packed.class_bits,
-        tables.slots.reshape(-1), tables.prob_bits, coding.family.quantizer.shrink, scratch, planes_at, y_at, wide,
-        narrow, order, columns, np.empty(tokens, np.uint8), found, problem,
+        packed.depth, packed.planes, packed.tables, tables.slots.reshape(-1), tables.prob_bits,
+        coding.family.quantizer.shrink, scratch, planes_at, y_at, wide, narrow, order, columns, index.classes, found,
+        problem,
     ):  # fmt: skip
-        raise _error(coding, parts, tokens, problem, found)
+        raise _error(coding, parts, index.tokens, problem, found)
     out = []
     for i, (number, _) in enumerate(parts):
         columns_of = int(found[i, _COLUMNS])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -69,7 +69,8 @@ class Stages:
     """Each stage with the signature and the results of its namesake.
 
     That stands in rans, symbols or transform; for tokens that have classes in classes, rans_classes or symbols_classes;
-    in sections if it decodes whole ones, and in byte_planes if it is lossless.
+    in sections if it decodes whole ones, and in byte_planes if it is lossless. An index is read by the stages that made
+    it, in the thread that did, until that makes the next.
     """
 
     name: str
@@ -91,11 +92,11 @@ class Stages:
     coding_order: Callable[[U8], npt.NDArray[np.intp]]
     encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
     to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
-    decode_sections: Callable[
-        [StepCoding, Sequence[tuple[int, memoryview]], int, slice, torch.dtype], list[Coefficients]
-    ]
+    index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
+    decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
     split_unit: Callable[[torch.Tensor], list[BytePlane]]
-    decode_layer: Callable[[memoryview, LayerLayout, torch.dtype, int, slice, Rows | None, Rows | None, int], None]
+    index_layer: Callable[[memoryview, LayerLayout, torch.dtype, int], Any]
+    decode_layer: Callable[[Any, slice, Rows | None, Rows | None, int], None]
 
 
 _STAGES = (
@@ -117,8 +118,10 @@ _STAGES = (
         classes.coding_order,
         rans_classes.encode_classed,
         symbols_classes.to_planes,
+        sections.index_sections,
         sections.decode_sections,
         byte_planes.split_unit,
+        byte_planes.index_layer,
         byte_planes.decode_layer,
     ),
     Stages(
@@ -139,8 +142,10 @@ _STAGES = (
         classes_numba.coding_order,
         classes_numba.encode_classed,
         classes_numba.to_planes,
+        sections_numba.index_sections,
         sections_numba.decode_sections,
         lossless_numba.split_unit,
+        lossless_numba.index_layer,
         lossless_numba.decode_layer,
     ),
 )

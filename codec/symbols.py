@@ -202,13 +202,3 @@ def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
     shift = plan.shift[wide].astype(np.int32)[:, None]
     high[wide] = (high[wide] << shift) + planes[rows:] - (1 << (shift - 1))
     return high
-
-
-def select_escapes(escapes: Escapes, tokens: int, at: slice) -> Escapes:
-    """The escapes of the columns `at` of a matrix of `tokens` columns, numbered within them."""
-    if not len(escapes.index) or (at.start == 0 and at.stop == tokens):
-        return escapes
-    row, column = np.divmod(escapes.index, np.uint32(tokens))
-    inside = (column >= at.start) & (column < at.stop)
-    index = row[inside] * np.uint32(at.stop - at.start) + (column[inside] - np.uint32(at.start))
-    return Escapes(index, escapes.value[inside])

@@ -7,12 +7,11 @@ indexed by scale) or travel in the blob (lossless). The coder does not know whic
 
 from __future__ import annotations
 
-from functools import cached_property
-
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.errors import FormatError
+from cuvee.codec.lazy import lazy
 
 MIN_PROB_BITS = 8  # a table of 2**8 equal frequencies must exist (raw bits)
 MAX_PROB_BITS = 12  # a decode slot packs symbol (8) | frequency (12) | slot - cumulative (12) into 32 bits
@@ -50,13 +49,13 @@ class EntropyTables:
     def __len__(self) -> int:
         return len(self.freq)
 
-    @cached_property
+    @lazy
     def cumulative(self) -> U16:
         """`[tables, 256]` uint16: the sum of the frequencies of all smaller bytes."""
         total = np.cumsum(self.freq, axis=1, dtype=np.uint32)
         return np.ascontiguousarray(total - self.freq, dtype=np.uint16)
 
-    @cached_property
+    @lazy
     def slots(self) -> U32:
         """`[tables, 2**prob_bits]` uint32 decode table: `symbol << 24 | frequency << 12 | slot - cumulative`."""
         out = np.empty((len(self), 1 << self.prob_bits), dtype=np.uint32)
@@ -67,18 +66,18 @@ class EntropyTables:
             row[:] = symbol << 24 | freq.astype(np.uint32)[symbol] << 12 | offset
         return out
 
-    @cached_property
+    @lazy
     def coders(self) -> U32:
         """`[tables, 256]` uint32, what an encoder needs of each byte: `cumulative << 16 | frequency`."""
         return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
 
-    @cached_property
+    @lazy
     def codable(self) -> npt.NDArray[np.bool_]:
         """`[tables, 256]`: whether a table codes a byte."""
         codable: npt.NDArray[np.bool_] = self.freq != 0
         return codable
 
-    @cached_property
+    @lazy
     def reach(self) -> npt.NDArray[np.int32]:
         """`[tables, 2]` int32: the least and the greatest int8 value that each table codes, -128 aside.
 
@@ -89,13 +88,13 @@ class EntropyTables:
         whole = signed.sum(1) == greatest - least + 1
         return np.stack([np.where(whole, least, 0), np.where(whole, greatest, -1)], 1).astype(np.int32)
 
-    @cached_property
+    @lazy
     def bits(self) -> npt.NDArray[np.float32]:
         """`[tables, 256]` float32: ideal code lengths in bits, infinite for bytes that cannot be coded."""
         with np.errstate(divide="ignore"):
             return (self.prob_bits - np.log2(self.freq.astype(np.float64))).astype(np.float32)
 
-    @cached_property
+    @lazy
     def entropy(self) -> npt.NDArray[np.float64]:
         """`[tables]`: expected bits per symbol if the data follow the table."""
         p = self.freq / float(1 << self.prob_bits)

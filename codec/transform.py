@@ -13,7 +13,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +21,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.lazy import lazy
 from cuvee.codec.rope import cos_sin, turn
 from cuvee.codec.rows import Rows
 
@@ -244,7 +244,7 @@ class SectionBasis:
         first = min(start + at.start, len(self.sinks))
         return self._sinks_and_mean[first : first + at.stop - at.start]
 
-    @cached_property
+    @lazy
     def _sinks_and_mean(self) -> torch.Tensor:
         return torch.cat([self.sinks, self.mean[None]])
 

@@ -85,17 +85,18 @@ class LosslessScheme:
         layer, dtype = section.layers(target.layout)[0], target.layout.torch_dtype
         keys, values = target.keys[section.first_layer], target.values[section.first_layer]
         size = tile_tokens(section, target.layout)
+        indexed = self._stages.index_layer(data, layer, dtype, target.tokens)
         for start in range(target.wanted.start - target.wanted.start % size, target.wanted.stop, size):
             at = slice(start, min(start + size, target.tokens))
             first_row = at.start - target.wanted.start
             if unrotation is None or keys is None:
-                self._stages.decode_layer(data, layer, dtype, target.tokens, at, keys, values, first_row)
+                self._stages.decode_layer(indexed, at, keys, values, first_row)
                 continue
             columns, rows = overlap(at, target.wanted)
             as_stored = torch.empty(at.stop - at.start, layer.kv_heads, layer.head_dim, dtype=dtype)
             scratch = dense_rows(as_stored)
-            self._stages.decode_layer(data, layer, dtype, target.tokens, at, scratch, None, 0)
-            self._stages.decode_layer(data, layer, dtype, target.tokens, at, None, values, first_row)
+            self._stages.decode_layer(indexed, at, scratch, None, 0)
+            self._stages.decode_layer(indexed, at, None, values, first_row)
             free = unrotation.apply(as_stored[columns], layer.rope, rows)
             # A sum is cheaper to look at than all values; one that overflows is taken for one of infinite values.
             if math.isfinite(float(free.sum())):

@@ -113,11 +113,12 @@ class TransformScheme:
         # Whole tiles, always cut at the same places, because the last bits of a matrix product depend on its shape. A
         # run of tokens must come out exactly as it does in the whole.
         tile = max(self._tiles)
-        for start in range(target.wanted.start - target.wanted.start % tile, target.wanted.stop, tile):
-            at = slice(start, min(start + tile, target.tokens))
-            for run in self._batches([index for index, _ in parts], at.stop - at.start):
-                batch = parts[run]
-                decoded = self._stages.decode_sections(self._coding, batch, target.tokens, at, dtype)
+        for run in self._batches([index for index, _ in parts], min(tile, target.tokens)):
+            batch = parts[run]
+            indexed = self._stages.index_sections(self._coding, batch, target.tokens)
+            for start in range(target.wanted.start - target.wanted.start % tile, target.wanted.stop, tile):
+                at = slice(start, min(start + tile, target.tokens))
+                decoded = self._stages.decode_sections(indexed, at, dtype)
                 for (index, _), tile_of in zip(batch, decoded, strict=True):
                     self._place(self._values(index, tile_of), at, index, tile_of, target, rotation)
 

@@ -120,7 +120,8 @@ def decode(
 ) -> list[Coefficients]:  # fmt: skip
     """Decode with the stages called `name`; what comes back is kept when they decode again."""
     views = [(number, memoryview(data)) for number, data in parts]
-    decoded = get_stages(name).decode_sections(coding, views, tokens, at or slice(0, tokens), dtype)
+    stages = get_stages(name)
+    decoded = stages.decode_sections(stages.index_sections(coding, views, tokens), at or slice(0, tokens), dtype)
     return [Coefficients(tile.order, tile.classes, tile.y.clone()) for tile in decoded]
 
 

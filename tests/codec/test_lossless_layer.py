@@ -76,7 +76,9 @@ def decode(
     first_row: int,
 ) -> None:  # fmt: skip
     view, (keys, values) = memoryview(data), rows
-    get_stages(name).decode_layer(view, layer_of(shape), getattr(torch, dtype), tokens, at, keys, values, first_row)
+    stages = get_stages(name)
+    index = stages.index_layer(view, layer_of(shape), getattr(torch, dtype), tokens)
+    stages.decode_layer(index, at, keys, values, first_row)
 
 
 @pytest.mark.parametrize("tokens", TOKENS)

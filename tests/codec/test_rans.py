@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from cuvee.codec import rans
 from cuvee.codec.coefficients import tokens_per_stream
-from cuvee.codec.container import write_streams
+from cuvee.codec.container import CodedPart, write_streams
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.family import coding_plan, default_family, scale_codes, scale_index
-from cuvee.codec.rans import U8, U16, Streams, select_streams, stream_count
+from cuvee.codec.indexed import IndexedPart
+from cuvee.codec.rans import U8, U16, Streams, stream_count
 from cuvee.codec.stages import Stages, get_stages, stage_names
-from cuvee.codec.symbols import ESCAPE
+from cuvee.codec.symbols import ESCAPE, Escapes
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 
 TOKENS = (1, 15, 63, 64, 65, 257)
@@ -170,8 +171,9 @@ def test_arguments_stay_as_they_were(backend: Stages) -> None:
 @pytest.mark.parametrize(("first", "end"), [(0, 1), (3, 5), (8, 9), (0, 9)])
 def test_a_run_of_streams_decodes_alone(backend: Stages, first: int, end: int) -> None:
     case = make_case(6, 70, 8, 12, seed=5)
-    part = select_streams(case.reference(), first, end)
     at = slice(first * 8, min(end * 8, 70))
+    none = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
+    part, _ = IndexedPart(CodedPart(case.reference(), none, 8), 70).select(at)
     got = backend.rans_decode(part, case.first, case.rest, case.tables, 8, at.stop - at.start)
     np.testing.assert_array_equal(got, case.symbols[:, at])
 

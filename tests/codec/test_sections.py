@@ -474,7 +474,9 @@ def test_the_last_word_of_a_blob_is_read_and_no_more(kind: str) -> None:
     coding = coding_of([section])
     want = decode("reference", coding, [(0, data)], tokens)
     for view in (memoryview(b"before" + data)[6:], memoryview(bytearray(data))):
-        tiles = get_stages("numba").decode_sections(coding, [(0, view)], tokens, slice(0, tokens), torch.float32)
+        stages = get_stages("numba")
+        index = stages.index_sections(coding, [(0, view)], tokens)
+        tiles = stages.decode_sections(index, slice(0, tokens), torch.float32)
         same(tiles, want)
     # The last stream asks for a word beyond the last: it gets what the next section begins with, and is found out.
     bad = bytearray(data)

@@ -31,7 +31,7 @@ STAGE_FUNCTIONS = {
     "product": ("analyze", "synthesize"),
     "quantize and pack": ("quantize", "predict", "pack", "to_planes"),
     "entropy coding": ("rans_encode", "encode_classed"),
-    "entropy decoding, dequantize": ("decode_sections",),
+    "entropy decoding, dequantize": ("index_sections", "decode_sections"),
     "place": ("place",),
 }
 
