@@ -179,6 +179,21 @@ def write_blob(
     return b"".join(body)
 
 
+def plain_bytes(blob: bytes | memoryview) -> bytes | memoryview:
+    """`blob` as one run of bytes: itself, a view of it, or a copy where its bytes do not lie side by side.
+
+    Raises:
+        InputError: it holds no bytes.
+    """
+    if isinstance(blob, bytes):
+        return blob
+    try:
+        view = memoryview(blob)
+    except TypeError as error:
+        raise InputError(f"blob must be bytes or a memoryview, got {type(blob).__name__}") from error
+    return view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
+
+
 def read_header(blob: bytes | memoryview) -> Header:
     """Parse and verify the header. This touches no section.
 
@@ -186,7 +201,9 @@ def read_header(blob: bytes | memoryview) -> Header:
         FormatError: the bytes are not a blob, or their lengths contradict each other.
         VersionError: this build does not know the format version.
         CorruptError: the header's checksum does not match.
+        InputError: `blob` is no bytes.
     """
+    blob = plain_bytes(blob)
     if len(blob) < _FIXED.size + _CHECKSUM.size:
         raise FormatError(f"{len(blob)} bytes are too few for a cuvee blob: it is truncated or something else")
     fixed = _FIXED.unpack_from(blob)
@@ -287,6 +304,7 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
 
     Raises:
         FormatError, VersionError, CorruptError: as for `read_header`.
+        InputError: `blob` is no bytes.
 
     Example:
         >>> import torch

@@ -4,46 +4,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 
 class CuveeError(Exception):
-    """Base of every error that cuvee raises on purpose."""
+    """Base of every error that cuvee raises on purpose.
+
+    Attributes:
+        blames_blob: whether the blob itself is to blame, so that it fails for everybody who finds it under its key, and
+            a cache may delete it. False: the fault lies with the request, the memory, the store or the configuration,
+            and says nothing of the blob. Every class decides for itself.
+    """
+
+    blames_blob: ClassVar[bool] = False
 
 
 class FormatError(CuveeError):
     """The bytes are not a cuvee blob, or break a rule of `codec/FORMAT.md`."""
 
+    blames_blob = True
+
 
 class VersionError(FormatError):
     """The blob or profile was written in a format version that this build does not read."""
+
+    blames_blob = True
 
 
 class CorruptError(FormatError):
     """A checksum or an authentication tag does not match: the bytes changed after they were written."""
 
+    blames_blob = True
+
 
 class ProfileMismatch(CuveeError):
     """The blob belongs to another profile than the one at hand, or the profile to another model."""
+
+    blames_blob = True  # a store's key names model and profile, so such a blob is not what its key says
 
 
 class ProfileError(CuveeError):
     """A profile cannot be built or loaded, or cannot do what was asked; the message says what it takes."""
 
+    blames_blob = False
+
 
 class InputError(CuveeError, ValueError):
     """An argument has the wrong shape, dtype or range; the message names it and the remedy."""
+
+    blames_blob = False
 
 
 class KeyMismatch(InputError):
     """The blob's authentication tag and the codec's keys do not match: the keys differ, or one side has none."""
 
+    blames_blob = True  # a store's key names the secret
+
 
 class UnsupportedModel(CuveeError):
     """The model's attention or positions are of a kind that cuvee does not handle; the message names it."""
 
+    blames_blob = False
+
 
 class OutOfMemory(CuveeError, MemoryError):
     """There is not enough memory, on the CPU or the device, for what was asked; the message says for what."""
+
+    blames_blob = False
 
 
 # On a device torch raises torch.OutOfMemoryError. Elsewhere it is a RuntimeError, with one of these texts.

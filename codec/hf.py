@@ -7,6 +7,7 @@ layout would decode to wrong keys and nobody would see it.
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -71,6 +72,7 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
     if not isinstance(config, PreTrainedConfig):
         raise InputError(f"hf_config must be a transformers PreTrainedConfig, got {type(config).__name__}")
     _refuse_unsupported(config)
+    max_positions = _max_positions(config)
     dtype_name = _dtype_name(config.dtype if dtype is None else dtype)
     family = _FAMILIES[config.model_type]
     layer_types = _layer_types(config)
@@ -93,7 +95,7 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
         ],
         "layers": [kinds.index(layer_type) for layer_type in layer_types],
         "dtype": dtype_name,
-        "max_positions": config.max_position_embeddings,
+        "max_positions": max_positions,
     }
 
 
@@ -139,6 +141,28 @@ def _rope_dicts(config: Any) -> list[Mapping[str, Any]]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     return nested or [parameters]
+
+
+def _max_positions(config: Any) -> int:
+    """How many positions the model can address.
+
+    With linear scaling, `max_position_embeddings` counts the positions before they are stretched, in transformers as in
+    vLLM. With YaRN and Llama 3's scaling, and in Gemma 3 with any, it counts those after.
+    """
+    positions: int = config.max_position_embeddings
+    if config.model_type.startswith("gemma3"):
+        return positions
+    scaling = 1.0
+    for parameters in _rope_dicts(config):
+        if parameters.get("rope_type", parameters.get("type")) == "linear":
+            factor: Any = parameters.get("factor")
+            if type(factor) not in (int, float) or not 0 < factor < math.inf:
+                raise InputError(
+                    "hf_config.rope_parameters: linear RoPE takes a factor, a finite number above 0, "
+                    f"got {factor!r}: correct the model's config.json"
+                )
+            scaling = factor
+    return int(positions * scaling)
 
 
 def _layer_types(config: Any) -> list[str]:

@@ -20,6 +20,7 @@ import torch
 from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
 from cuvee.codec.hf import describe_cache
+from cuvee.codec.plain_json import parse_json
 from cuvee.codec.suggest import suggestion
 
 
@@ -150,7 +151,8 @@ class KVLayout:
         model_type: family name, part of the identity.
         layers: one `LayerLayout` per layer that caches, in order.
         dtype: "bfloat16", "float16" or "float32": how the cache stores its values.
-        max_positions: number of positions the model can address, or None for no limit.
+        max_positions: number of positions the model can address, those that scaling of its RoPE adds included; None for
+            no limit.
 
     Raises:
         InputError: a field of the wrong type or range.
@@ -321,8 +323,8 @@ class KVLayout:
     def from_json(cls, text: str) -> KVLayout:
         """Inverse of `to_json`. Raises InputError for text that is not a layout."""
         try:
-            data = json.loads(text)
-        except (ValueError, RecursionError) as error:
+            data = parse_json(text)
+        except ValueError as error:
             raise InputError(f"the layout is not JSON: {error}") from error
         return cls.from_dict(data)
 

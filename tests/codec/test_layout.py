@@ -185,6 +185,44 @@ def test_from_config_shapes(tiny_config: Callable[..., Any]) -> None:
     assert interleaved is not None and interleaved.interleaved
 
 
+@pytest.mark.parametrize(
+    ("family", "rope", "positions"),
+    [
+        ("llama", {"rope_type": "default"}, 4096),
+        ("llama", {"rope_type": "default", "factor": 2.0}, 4096),  # which nothing reads
+        ("llama", {"rope_type": "linear", "factor": 4.0}, 16384),
+        ("qwen3", {"rope_type": "linear", "factor": 3}, 12288),
+        ("mistral", {"rope_type": "linear", "factor": 1.3333}, 5461),
+        ("llama", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 4096),
+        (
+            "llama",
+            {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 512, "low_freq_factor": 1.0,
+             "high_freq_factor": 4.0},
+            4096,
+        ),
+    ],
+)  # fmt: skip
+def test_from_config_positions(
+    tiny_config: Callable[..., Any], family: str, rope: dict[str, Any], positions: int
+) -> None:
+    config = tiny_config(family, rope_parameters={"rope_theta": 1e4, **rope}, max_position_embeddings=4096)
+    assert KVLayout.from_config(config, "float32").max_positions == positions
+
+
+def test_positions_of_gemma3_are_those_it_says(tiny_config: Callable[..., Any]) -> None:
+    config = tiny_config("gemma3-sliding-first")
+    assert any(each.get("factor") == 8.0 for each in config.rope_parameters.values()), "they are scaled already"
+    assert KVLayout.from_config(config, "float32").max_positions == config.max_position_embeddings
+
+
+@pytest.mark.parametrize("factor", [None, "4", True, 0.0, -2.0, float("inf"), float("nan"), [4.0]])
+def test_from_config_refuses_a_scaling_that_is_none(tiny_config: Callable[..., Any], factor: Any) -> None:
+    config = tiny_config("llama")
+    config.rope_parameters = {"rope_type": "linear", "rope_theta": 1e4, "factor": factor}
+    with pytest.raises(InputError, match=r"^hf_config\.rope_parameters: linear RoPE takes a factor"):
+        KVLayout.from_config(config, "float32")
+
+
 def test_from_config_sliding_windows(tiny_config: Callable[..., Any]) -> None:
     def windows(family: str, **changes: Any) -> list[int | None]:
         layout = KVLayout.from_config(tiny_config(family, **changes), "float32")

@@ -13,7 +13,8 @@ import torch
 from cuvee.codec import codec as module
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, OpenBlob
-from cuvee.codec.errors import CorruptError, InputError, KeyMismatch, ProfileMismatch
+from cuvee.codec.container import inspect, read_header
+from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatch, ProfileMismatch
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
@@ -38,6 +39,32 @@ def test_it_says_what_the_blob_holds(chunk: KVChunk, make_codec: Callable[..., C
     opened = codec.open(codec.encode(chunk))
     assert (opened.tokens, opened.start, opened.dtype) == (40, 7, "float32")
     assert opened.layout == chunk.layout and opened.header.step == codec.step
+
+
+@pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
+def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec]) -> None:
+    """In every n-th byte, in items that are no bytes, in several dimensions: bytes are bytes."""
+    codec = make_codec("gqa", scheme, key=KEY, **({} if scheme == "lossless" else {"step": 0.1}))
+    blob = codec.encode(chunk)
+    spread = bytearray(2 * len(blob))
+    spread[::2] = blob
+    views: list[Any] = [memoryview(spread)[::2], memoryview(blob[::-1])[::-1], memoryview(bytearray(blob)).cast("c")]
+    if len(blob) % 4 == 0:
+        views += [memoryview(blob).cast("I"), memoryview(blob).cast("B", (4, len(blob) // 4))]
+    for view in views:
+        assert same(codec.decode(view), chunk if scheme == "lossless" else codec.decode(blob))
+        assert codec.open_own(view, tokens=40, start=7, dtype="float32").tokens == 40
+        assert inspect(view) == inspect(blob) and read_header(view) == read_header(blob)
+    with pytest.raises(FormatError, match="too few"):
+        codec.decode(memoryview(b""))
+
+
+@pytest.mark.parametrize("bad", [None, 7, "a blob", [1, 2]])
+def test_what_holds_no_bytes_is_no_blob(bad: Any, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("gqa", "lossless")
+    for call in (codec.decode, codec.open, inspect, read_header):
+        with pytest.raises(InputError, match=r"^blob must be bytes or a memoryview, got"):
+            call(bad)
 
 
 @pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])

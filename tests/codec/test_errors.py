@@ -1,0 +1,67 @@
+"""Which errors say something about a blob, so that it may be deleted, and which about the request or the machine."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import cuvee
+from cuvee.codec import errors
+from cuvee.codec.errors import CuveeError
+
+BLAMED = {
+    "CuveeError": False,
+    "FormatError": True,
+    "VersionError": True,
+    "CorruptError": True,
+    "KeyMismatch": True,
+    "ProfileMismatch": True,
+    "Expired": True,
+    "ProfileError": False,
+    "InputError": False,
+    "UnsupportedModel": False,
+    "OutOfMemory": False,
+    "StoreError": False,
+    "ModelUnavailable": False,
+    "RankFailed": False,
+}
+
+
+def raised_on_purpose() -> dict[str, ast.ClassDef]:
+    """Every class of the package that descends from `CuveeError`, and itself: by its source, so that none is missed."""
+    (package,) = cuvee.__path__
+    classes = {
+        node.name: node
+        for folder in Path(package).iterdir()
+        for path in ([folder] if folder.suffix == ".py" else folder.resolve().rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    found: dict[str, ast.ClassDef] = {"CuveeError": classes["CuveeError"]}
+    while True:
+        new = {
+            name: node
+            for name, node in classes.items()
+            if name not in found and any(ast.unparse(base).rpartition(".")[2] in found for base in node.bases)
+        }
+        if not new:
+            return found
+        found |= new
+
+
+def test_every_error_says_whether_it_blames_the_blob() -> None:
+    """Explicitly: one that inherits it from the class that it happens to extend has not been thought about."""
+    said = {}
+    for name, node in raised_on_purpose().items():
+        for line in node.body:
+            targets = [line.target] if isinstance(line, ast.AnnAssign) else getattr(line, "targets", [])
+            if any(isinstance(target, ast.Name) and target.id == "blames_blob" for target in targets):
+                said[name] = ast.literal_eval(line.value)  # type: ignore[attr-defined]
+    assert said == BLAMED
+    assert said.keys() == raised_on_purpose().keys()
+
+
+def test_what_the_classes_say_is_what_they_have() -> None:
+    for name in BLAMED.keys() & vars(errors).keys():
+        kind = getattr(errors, name)
+        assert issubclass(kind, CuveeError) and kind.blames_blob is BLAMED[name]

@@ -1,0 +1,69 @@
+"""Untrusted JSON: whatever is wrong with it is a ValueError, in every reader the error that it documents."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import save_file
+
+from cuvee.codec.errors import FormatError, InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.plain_json import MAX_DEPTH, parse_json
+from cuvee.codec.profile import Profile
+
+DEEP = [10**5, sys.getrecursionlimit() // 2, MAX_DEPTH + 1]  # more than the parser takes, or its readers
+BAD = {
+    "nothing": "",
+    "cut off": '{"a": 1',
+    "digits": "1" * 10**5,
+    "not a number": "[NaN]",
+    "infinite": '{"a": -Infinity}',
+    "overflowing": "[1e999]",
+    **{f"nested {depth}": '{"a":[' * (depth // 2 + 1) + "]}" * (depth // 2 + 1) for depth in DEEP},
+}
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=list(BAD))
+def test_whatever_is_wrong_is_a_value_error(text: str) -> None:
+    for given in (text, text.encode()):
+        with pytest.raises(ValueError) as failure:
+            parse_json(given)
+        assert len(str(failure.value)) < 200
+    with pytest.raises(InputError, match="the layout is not JSON"):
+        KVLayout.from_json(text)
+
+
+def test_bytes_that_are_no_text_are_a_value_error() -> None:
+    with pytest.raises(ValueError):
+        parse_json(b"\xff\xfe\xff")
+
+
+@pytest.mark.parametrize("data", [None, 1, 1.5, "[[", [], {}, {"a": [1, {"b": None}], "c": "NaN"}, 10**4000])
+def test_all_else_is_read_as_python_does(data: Any) -> None:
+    assert parse_json(json.dumps(data)) == data
+    assert parse_json(json.dumps(data), constants=True) == data
+
+
+def test_as_deep_as_is_allowed() -> None:
+    assert parse_json("[" * MAX_DEPTH + "]" * MAX_DEPTH)
+    with pytest.raises(ValueError, match="nested deeper than 64"):
+        parse_json("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1))
+
+
+def test_constants_where_python_wrote_them() -> None:
+    assert parse_json("[0.0, Infinity, 1e999]", constants=True) == [0.0, float("inf"), float("inf")]
+    with pytest.raises(ValueError, match="nested"):
+        parse_json("[" * 1000 + "]" * 1000, constants=True)
+
+
+@pytest.mark.parametrize("text", BAD.values(), ids=list(BAD))
+def test_a_profile_says_that_it_is_none(tmp_path: Path, text: str) -> None:
+    import numpy as np
+
+    save_file({"a": np.zeros(1, np.float32)}, tmp_path / "profile", {"cuvee": text})
+    with pytest.raises(FormatError, match="profile"):
+        Profile.load(tmp_path / "profile")
