@@ -14,13 +14,14 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 
 from cuvee.codec.backends import Backend, CodedChunk, Coding, check_backend, get_backend, has_backend
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.container import Header, Scheme, read_header, verify_tag, write_blob
-from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, allocations
+from cuvee.codec.container import Header, Scheme, plain_bytes, read_header, verify_tag, write_blob
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatch, allocations
 from cuvee.codec.importance import importance_offsets
 from cuvee.codec.keys import make_keys
 from cuvee.codec.layout import KVLayout
@@ -74,14 +75,18 @@ class Codec:
 
     Args:
         profile: what was learned for the model, or `Profile.generic(layout)`.
-        quality: `"lossless"`, `"high"`, `"balanced"` (the default) or `"small"`; or instead exactly one of
+        quality: `"lossless"`, `"high"`, `"balanced"` or `"small"`. Default: `"balanced"`, but `"lossless"` with a
+            generic profile, of which no curve was measured. A preset stands for a KL, and promises none with a profile
+            that knows none, which a warning says. Or instead exactly one of
         kl: nats per token that the model's predictions may move, read off the profile's curve: what it promises for
             the worst kind of text it was measured on. Below the least that the curve reaches, the codec is lossless;
             above the most, it takes the coarsest step. The same goes for what a preset promises;
         bits: bits per value, all bytes counted;
-        ratio: uncompressed over compressed size;
+        ratio: uncompressed over compressed size, of caches of `dtype`;
         step: the quantizer step itself, in the profile's units.
         kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides, instead of the worst.
+        dtype: with ratio=: of the caches, `"float32"` for example; by default their values count as 16 bits, whatever
+            the profile was learned in. Chunks of every dtype may be coded either way.
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
         key: 16 to 64 secret bytes; blobs then carry an authentication tag, and only blobs with a valid one decode. Or
@@ -113,6 +118,7 @@ class Codec:
         ratio: float | None = None,
         step: float | None = None,
         kind: str | None = None,
+        dtype: str | None = None,
         backend: str = "auto",
         threads: int | None = None,
         key: bytes | Sequence[bytes] | None = None,
@@ -120,7 +126,7 @@ class Codec:
         if threads is not None and threads < 1:
             raise InputError(f"threads={threads} must be at least 1")
         if (quality, kl, bits, ratio, step) == (None,) * 5:
-            quality = "balanced"
+            quality = profile.default_quality
         others = [kl, bits, ratio, step]
         self.profile = profile
         self.lossless = quality == LOSSLESS and others == [None] * 4
@@ -131,10 +137,12 @@ class Codec:
             level = logging.WARNING if quality else logging.INFO
             _log.log(level, "kl=%.3g is below %.3g, the least the profile reaches: lossless instead", most, least)
             self.lossless = True
+        if quality in PRESET_KL and others == [None] * 4 and not profile.promises_kl:
+            _warn_of_no_promise(quality, profile.source)
         if self.lossless:
             self.step = 0
         else:
-            self.step = profile.resolve(quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind)
+            self.step = profile.resolve(quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, dtype=dtype)
         self.threads = threads or os.cpu_count() or 1
         self._backend_name = check_backend(backend)
         self._identity = object()  # of which `OpenBlob`s tell who verified them
@@ -264,7 +272,7 @@ class Codec:
 
         Raises:
             FormatError, VersionError, CorruptError, KeyMismatch, ProfileMismatch: as `decode`.
-            InputError: `associated` without a key.
+            InputError: `associated` without a key; `blob` is no bytes.
 
         Example:
             >>> import torch
@@ -277,6 +285,7 @@ class Codec:
             (64, 10)
         """
         self._check_associated(associated)
+        blob = plain_bytes(blob)
         header = read_header(blob)
         verify_tag(blob, header, self._keys, associated)
         return OpenBlob(blob, header, self._check_header(header), self._identity)
@@ -301,6 +310,7 @@ class Codec:
             FormatError, VersionError, KeyMismatch, ProfileMismatch: as `decode`.
         """
         self._check_associated(associated)
+        blob = plain_bytes(blob)
         header = read_header(blob)
         layout = self._check_header(header)
         found = (header.tokens, header.start, header.dtype, header.scheme, header.step)
@@ -521,7 +531,10 @@ class Codec:
 
 @dataclass(frozen=True, slots=True)
 class PendingDecode:
-    """Decoding that was started. `check` waits for it; until then nobody knows whether the streams were whole."""
+    """Decoding that was started. `check` waits for it; until then nobody knows whether the streams were whole.
+
+    Any thread may call `check`, on any stream: what was decoded is in the cache when it returns, or raises.
+    """
 
     _waiting: tuple[Callable[[], None], ...]
 
@@ -532,9 +545,26 @@ class PendingDecode:
             CorruptError: a stream was damaged.
             InputError: a slot that the cache does not have.
         """
+        problem: CuveeError | None = None
         with allocations("decoding"):
             for wait in self._waiting:
-                wait()
+                try:
+                    wait()
+                except CuveeError as error:  # those behind it still write to the cache
+                    problem = problem or error
+        if problem is not None:
+            raise problem
+
+
+@cache
+def _warn_of_no_promise(quality: str, source: str) -> None:
+    """Once per process: an engine makes several codecs of one quality."""
+    _log.warning(
+        "quality=%r stands for a KL of %g nats per token, which a %s profile without a measured curve cannot promise: "
+        "another model may lose many times that. `cuvee profile learn` learns a profile that keeps it; "
+        "quality='lossless' needs none",
+        quality, PRESET_KL[quality], source,
+    )  # fmt: skip
 
 
 def check_tokens(tokens: int, max_tokens: int | None) -> None:

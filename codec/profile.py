@@ -12,7 +12,6 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,9 @@ from cuvee.codec.family import (
 )
 from cuvee.codec.files import replacing
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.quality import Curve, CurvePoint
+from cuvee.codec.lazy import lazy
+from cuvee.codec.plain_json import parse_json
+from cuvee.codec.quality import LOSSLESS, Curve, CurvePoint
 from cuvee.codec.section_profile import SectionProfile, read_section_profile
 from cuvee.codec.symbols import Prediction, Quantizer
 from cuvee.codec.transform import Section, partition
@@ -181,7 +182,7 @@ class Profile:
 
     # Identity --------------------------------------------------------------------------------------------------
 
-    @cached_property
+    @lazy
     def id(self) -> bytes:
         """16 bytes that name everything decoding depends on: BLAKE2b over the tensors and the identity."""
         digest = hashlib.blake2b(digest_size=ID_BYTES, person=b"cuvee-profile")
@@ -215,14 +216,19 @@ class Profile:
         ratio: float | None = None,
         step: float | None = None,
         kind: str | None = None,
+        dtype: str | None = None,
     ) -> int:
-        """The step index for a request; exactly one argument besides `kind`, none of them `"lossless"`.
+        """The step index for a request; exactly one argument besides `kind` and `dtype`, none of them `"lossless"`.
+
+        A ratio counts against caches of `dtype`; by default against 16 bits per value, whatever the profile was
+        learned in.
 
         A KL, and the KL that a preset stands for, holds for every kind of text on the curve: the worst kind decides,
         or the one called `kind`. Where all of the curve lies below it, the coarsest step is taken.
 
         Raises:
-            InputError: no request, several, one that is not a positive number, or a kind that was not measured.
+            InputError: no request, several, one that is not a positive number, a kind that was not measured, or a dtype
+                that no cache has.
             ProfileError: the curve does not reach what was asked, or does not know it; the message says the range.
         """
         asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
@@ -239,17 +245,9 @@ class Profile:
             return self.check_step(round(math.log2(value) * OCTAVE))
         if kl is not None:
             return self.check_step(self._curve.step_of_kl(value, kind))
-        sizes: list[tuple[int, float | None]] = [(p.step, p.bits_per_value) for p in self.curve]
-        if bits is not None:
-            return self.check_step(self._curve.step_at("bits", value, sizes))
-        width = 8 * self.layout.torch_dtype.itemsize
-        try:
-            return self.check_step(self._curve.step_at("bits", width / value, sizes))
-        except ProfileError as error:
-            raise ProfileError(
-                f"ratio={value:.4g} is {width / value:.4g} of the {width} bits per value of a "
-                f"{self.layout.dtype} cache, but {error}"
-            ) from error
+        if ratio is not None:
+            return self.check_step(self._curve.step_of_ratio(value, dtype))
+        return self.check_step(self._curve.step_at("bits", value, [(p.step, p.bits_per_value) for p in self.curve]))
 
     def least_kl(self, kind: str | None = None) -> float | None:
         """The smallest KL that the curve can promise, nats per token; None where it does not know any.
@@ -258,6 +256,16 @@ class Profile:
             InputError: a kind that was not measured.
         """
         return self._curve.least_kl(kind)
+
+    @property
+    def promises_kl(self) -> bool:
+        """Whether presets keep the KL they stand for: the curve knows KL, as after `calibrate` or `measure`."""
+        return self._curve.knows_kl
+
+    @property
+    def default_quality(self) -> str:
+        """The quality of a codec that none is asked of: `"balanced"`; `"lossless"` if nothing is known of the model."""
+        return "balanced" if self.learned or self.curve else LOSSLESS
 
     def check_step(self, step: int) -> int:
         """`step`, if it is an index this profile serves; else raises ProfileError."""
@@ -335,7 +343,6 @@ class Profile:
             ValueError,
             IndexError,
             ArithmeticError,
-            RecursionError,
         ) as error:
             raise FormatError(f"{os.fspath(path)} is not a well-formed profile: {error!r:.500}") from error
         if profile.id.hex() != identity:
@@ -398,7 +405,7 @@ def unsealed(text: str) -> dict[str, Any]:
         VersionError: a profile of another version, whose digest may be another.
         ValueError: no JSON.
     """
-    data = json.loads(text)
+    data = parse_json(text)
     if not isinstance(data, dict):
         raise FormatError("the metadata of a profile must be an object")
     if data.get("format") != FORMAT:

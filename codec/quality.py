@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from cuvee.codec.container import MAX_STEP
+from cuvee.codec.dtypes import value_bits
 from cuvee.codec.errors import FormatError, InputError, ProfileError
 
 _log = logging.getLogger(__name__)
@@ -24,8 +25,10 @@ PRESET_ERROR = {"high": 2e-3, "balanced": 1e-2, "small": 4e-2}
 # The curve comes from sequences kept apart, but of the text the profile was learned on. Calibrated on one novel,
 # measured on another, books-3m lost 1.1 to 1.9 times what the curve says: a request for a KL aims this much lower.
 KL_MARGIN = 1.3
-# Without any curve: steps in units of a unit's deviation, for the generic profile.
-PRESET_STEP = {"high": -160, "balanced": -80, "small": -16}
+# Without any curve: steps in units of a unit's deviation, for the generic profile. On SmolLM2-135M they keep PRESET_KL
+# on the worst of the mixture's kinds, at 6.8, 5.5 and 4.4 bits per value. The bundled model loses up to five times as
+# much on text foreign to it: what another model loses nobody knows, and a codec warns of that.
+PRESET_STEP = {"high": -296, "balanced": -216, "small": -152}
 PRESETS = (LOSSLESS, *PRESET_KL)
 
 
@@ -56,6 +59,11 @@ class CurvePoint:
     kl_worst: float | None = None
     kind: str | None = None
 
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than a cache of 16 bits per value, whatever dtype the profile was learned in."""
+        return value_bits() / self.bits_per_value
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
         """Inverse of `dataclasses.asdict`. Raises FormatError for unknown, missing or ill-typed entries."""
@@ -70,6 +78,8 @@ class CurvePoint:
         numbers = [*required, *(value for value in optional if value is not None)]
         if type(point.step) is not int or abs(point.step) > MAX_STEP or not all(map(_is_measured, numbers)):
             raise FormatError("a point of the curve is not made of finite numbers")
+        if point.bits_per_value <= 0:
+            raise FormatError("a point of the curve takes no bits per value")
         if point.kind is not None and type(point.kind) is not str:
             raise FormatError("the kind of a point of the curve is not a name")
         return point
@@ -105,6 +115,11 @@ class Curve:
         self.overall = tuple(point for point in ordered if point.kind is None)
         self.kinds = {kind: tuple(point for point in ordered if point.kind == kind) for kind in kinds}
 
+    @property
+    def knows_kl(self) -> bool:
+        """Whether KL was measured, without which no preset can promise any."""
+        return any(point.kl is not None for point in self.overall)
+
     def least_kl(self, kind: str | None = None) -> float | None:
         """The smallest KL that the curve can promise, nats per token; None where it does not know any.
 
@@ -129,7 +144,7 @@ class Curve:
         """
         if quality not in PRESET_KL:
             raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
-        if any(p.kl is not None for p in self.overall):
+        if self.knows_kl:
             return self.step_of_kl(PRESET_KL[quality], kind)
         if self.overall:
             return self.step_at("error", PRESET_ERROR[quality], [(p.step, p.error) for p in self.overall])
@@ -160,6 +175,25 @@ class Curve:
             return known[-1][0]
         return self.step_at("kl", most, points)
 
+    def step_of_ratio(self, ratio: float, dtype: str | None = None) -> int:
+        """The step at which blobs are so many times smaller than a cache of `dtype`, or of 16 bits per value.
+
+        Raises:
+            InputError: no dtype that a cache may have.
+            ProfileError: the curve does not reach it, or was not measured; the message names the range.
+        """
+        width = value_bits(dtype)
+        try:
+            return self.step_at("bits", width / ratio, [(p.step, p.bits_per_value) for p in self.overall])
+        except ProfileError as error:
+            cache = f"{dtype} cache" if dtype else "cache in bfloat16 or float16"
+            sizes = [p.bits_per_value for p in self.overall if p.bits_per_value > 0]
+            reached = f"; ratio= reaches {width / max(sizes):.4g} … {width / min(sizes):.4g}" if len(sizes) > 1 else ""
+            raise ProfileError(
+                f"ratio={ratio:.4g} is {width / ratio:.4g} of the {width} bits per value of a {cache}, but "
+                f"{error}{reached}"
+            ) from error
+
     def step_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
         """The step at which the curve takes the value `target`: linear in the logarithm between measured points.
 
@@ -168,8 +202,10 @@ class Curve:
         """
         known = _positive(points)
         if len(known) < 2:
-            remedy = "Profile.calibrate or profile.measure(model, token_ids) measures one"
-            raise ProfileError(f"this profile has no curve for {what}: {remedy}; or ask by step= or quality=")
+            raise ProfileError(
+                f"{what}={target:.4g}: this profile has no curve for {what}. `cuvee profile learn`, Profile.calibrate "
+                "or profile.measure(model, token_ids) measures one; quality='lossless' needs none"
+            )
         low, high = min(v for _, v in known), max(v for _, v in known)
         if not low <= target <= high:
             raise ProfileError(

@@ -28,6 +28,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.plain_json import parse_json
 from cuvee.codec.profile import Profile
 from cuvee.codec.suggest import suggestion
 from cuvee.eval.corpus import load_model
@@ -227,7 +228,7 @@ def _dial(arm: str) -> dict[str, Any] | None:
 def _resumed(out: Path, new: dict[str, Any]) -> dict[str, Any]:
     """What a file holds, if it is of the same configuration."""
     try:
-        old = json.loads(out.read_text(encoding="utf-8"))
+        old = parse_json(out.read_text(encoding="utf-8"))
         same = old["asked"] == new["asked"] and old["model_fingerprint"] == new["model_fingerprint"]
         complete = isinstance(old["tasks"], list) and isinstance(old["scores"], list)
     except (ValueError, KeyError, TypeError) as error:

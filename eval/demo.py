@@ -28,9 +28,10 @@ from rich.text import Text
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
+from cuvee.codec.family import step_value
 from cuvee.codec.model import empty_cache, frozen, score
 from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL
+from cuvee.codec.quality import PRESET_KL, PRESET_STEP
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.corpus import (
     BUNDLED_MODEL,
@@ -164,7 +165,12 @@ def run_demo(
 
         step("presets")
         nothing = Profile.generic(bench.layout)
-        presets = {"none": [measure(name, Codec(nothing, name), "none") for name in ("lossless", "balanced")]}
+        # By its step, because what a preset costs without a profile is what is measured here.
+        unlearned = {
+            "lossless": Codec(nothing, "lossless"),
+            "balanced": Codec(nothing, step=step_value(PRESET_STEP["balanced"])),
+        }
+        presets = {"none": [measure(name, codec, "none") for name, codec in unlearned.items()]}
         for group, profile in profiles.items():
             presets[group] = [measure(name, Codec(profile, name), group) for name in PRESET_KL]
         step("the curves")

@@ -79,7 +79,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         method: a `Method`, or the name of a baseline (`cuvee.eval.methods.baseline`). Instead of a method you can give:
         profile: a calibrated profile or its path, with at most one of the qualities (default: balanced);
         quality, kl, bits, ratio, step: see `Codec`. Without a profile, the generic one is used, which needs no
-            calibration.
+            calibration, and whose presets promise no KL.
         codec_backend: the `backend` of the codec (HFLM has a `backend` of its own).
         chunk_tokens: tokens coded together; the last chunk of a context may hold fewer.
         cache_dtype: the dtype in which chunks are coded; default: the model's.
@@ -143,7 +143,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
         self._fingerprint = model_fingerprint(self.model)
         if method is None:
             source = Profile.generic(self.layout) if self._profile is None else self._profile
-            method = CodecMethod(Codec(source, backend=codec_backend, **asked))
+            method = CodecMethod(Codec(source, backend=codec_backend, dtype=self.layout.dtype, **asked))
         self.use(method)
 
     def _get_backend(self, *args: Any, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
 from cuvee.codec.divergence import compare, stderr
+from cuvee.codec.dtypes import value_bits
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import check_tokens, frozen, prefill, score
@@ -293,7 +294,7 @@ class QualityBench:
             name=name,
             counts=method.counts,
             bits_per_value=bits_per_value,
-            ratio=16 / bits_per_value if bits_per_value else None,
+            ratio=value_bits() / bits_per_value if bits_per_value else None,
             kl=float(np.mean(kl)),
             kl_stderr=stderr(kl),
             nll=self.exact_nll + float(np.mean(loss)),

@@ -24,6 +24,7 @@ from rich.console import Console
 from cuvee.codec.errors import InputError, ProfileMismatch
 from cuvee.codec.files import write_json
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.plain_json import parse_json
 from cuvee.codec.profile import Profile
 from cuvee.eval.corpus import Corpus
 
@@ -180,7 +181,7 @@ def resume(
     if not path.exists():
         return fresh
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = parse_json(path.read_text(encoding="utf-8"))
         same = all(found[name] == fresh[name] for name in ("format", "version", "digest"))
         state = "complete" if found["complete"] else f"{done(found)} measurements done"
         before = found["configuration"]

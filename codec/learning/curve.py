@@ -17,7 +17,7 @@ from cuvee.codec.family import OCTAVE, finest_step, step_value
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.sections import MIN_STEP
-from cuvee.codec.learning.together import Alone, Together
+from cuvee.codec.learning.together import Alone, Together, agreeing
 from cuvee.codec.model import check_tokens, frozen, prefill, score
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import CurvePoint
@@ -53,23 +53,24 @@ def measure_curve(
     together: Together,
 ) -> list[CurvePoint]:
     """The points of `measure`, with the work shared by several processes."""
-    kinds = by_kind(model, token_ids, prefix)
-    layout = KVLayout.from_config(model.config, dtype=model.dtype)
-    profile.check_layout(layout)
-    codecs = {step: Codec(profile, step=step_value(step)) for step in steps or default_steps(profile)}
-    tallies: dict[str | None, dict[int, _Tally]] = {None: {step: _Tally() for step in codecs}}
-    tallies |= {kind: {step: _Tally() for step in codecs} for kind in kinds}
-    work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
-    with frozen(model), torch.no_grad():
-        for kind, batch, cached in tracked(work[together.rank :: together.size], "measuring", progress):
-            tokens = batch.to(model.device)
-            chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
-            exact = score(model, chunks, rest)
-            for step, codec in codecs.items():
-                coded = round_trip(codec, chunks)
-                other = score(model, coded.chunks, rest)
-                for name in dict.fromkeys((None, kind)):
-                    tallies[name][step].add(coded, exact, other, rest[:, 1:])
+    with agreeing(together, "measuring"):
+        kinds = by_kind(model, token_ids, prefix)
+        layout = KVLayout.from_config(model.config, dtype=model.dtype)
+        profile.check_layout(layout)
+        codecs = {step: Codec(profile, step=step_value(step)) for step in steps or default_steps(profile)}
+        tallies: dict[str | None, dict[int, _Tally]] = {None: {step: _Tally() for step in codecs}}
+        tallies |= {kind: {step: _Tally() for step in codecs} for kind in kinds}
+        work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
+        with frozen(model), torch.no_grad():
+            for kind, batch, cached in tracked(work[together.rank :: together.size], "measuring", progress):
+                tokens = batch.to(model.device)
+                chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
+                exact = score(model, chunks, rest)
+                for step, codec in codecs.items():
+                    coded = round_trip(codec, chunks)
+                    other = score(model, coded.chunks, rest)
+                    for name in dict.fromkeys((None, kind)):
+                        tallies[name][step].add(coded, exact, other, rest[:, 1:])
     return [
         _Tally.joined(together.gather(tally)).point(step, kind)
         for kind, own in tallies.items()

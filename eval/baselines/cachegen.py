@@ -249,7 +249,7 @@ def decode(coded: CodedChunks, symbols: torch.Tensor) -> None:
     grid = (triton.cdiv(coded.streams, _LANES),)
     _decode[grid](
         coded.cdf, coded.starts, coded.data, symbols, coded.streams, coded.tokens, coded.channels,
-        LANES=_LANES, num_warps=1,
+        LANES=_LANES, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -357,7 +357,7 @@ def dequantize(coded: CodedChunks, symbols: torch.Tensor, slots: torch.Tensor, o
     grid = (coded.chunks * coded.units, triton.cdiv(coded.tokens, rows), triton.cdiv(coded.channels, width))
     _dequantize[grid](
         symbols, coded.peaks, coded.tops, slots, out, coded.units, coded.tokens, coded.channels, out.stride(0),
-        TOKENS=rows, CHANNELS=width,
+        TOKENS=rows, CHANNELS=width, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
+from cuvee.codec.plain_json import parse_json
 from cuvee.eval.documents import ReportData
 
 __all__ = ["METRIC_FIELDS", "REPORT_FORMAT", "REPORT_VERSION", "SPEEDS", "load_report"]
@@ -38,8 +38,8 @@ def load_report(path: Path) -> dict[str, Any]:
         VersionError: the report has a newer version.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"), parse_constant=_no_constant)
-    except (ValueError, RecursionError) as error:
+        data = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise FormatError(f"{path} is not JSON: {error}") from error
     if not isinstance(data, dict) or data.get("format") != REPORT_FORMAT:
         raise FormatError(f"{path} is not a report: give the report.json that `cuvee report` writes")
@@ -57,10 +57,6 @@ def load_report(path: Path) -> dict[str, Any]:
     except FormatError as error:
         raise FormatError(f"{path}: {error}") from error
     return data
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"it holds {name}")
 
 
 def _check_report(data: ReportData) -> None:

@@ -24,10 +24,11 @@ from cuvee.codec.classes import (
     default_class_frequencies,
 )
 from cuvee.codec.coefficients import ClassedSection, CoefficientCoder
-from cuvee.codec.container import Reader, read_coded, read_streams, write_streams
+from cuvee.codec.container import CodedPart, Reader, read_coded, read_streams, write_streams
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
 from cuvee.codec.family import coding_plan, default_family, scale_codes, step_value
-from cuvee.codec.rans import Streams, select_streams, stream_count
+from cuvee.codec.indexed import IndexedPart
+from cuvee.codec.rans import Streams, stream_count
 from cuvee.codec.rans_classes import ClassedPlanes, rans_decode_classes, stream_rows
 from cuvee.codec.sections import Coefficients, check_classes, read_part
 from cuvee.codec.stages import Stages, get_stages
@@ -214,7 +215,7 @@ def test_windows_decode_alone(backend: Stages, at: slice) -> None:
     y = coefficients(24, classes, plan)
     planes, escapes = backend.to_planes(y, classes, plan, FAMILY.quantizer, FAMILY.tables)
     streams = encoded(backend, planes, classes, plan, 8)
-    part = select_streams(streams, at.start // 8, stream_count(at.stop, 8))
+    part, _ = IndexedPart(CodedPart(streams, escapes, 8), 700).select(at)
     back = rans_decode_classes(part, classes[at], plan, FAMILY.tables, 8)
     for column, k in enumerate(classes[at]):
         np.testing.assert_array_equal(back[: plan.planes[k], column], planes[: plan.planes[k], at.start + column])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import Codec, _warn_of_no_promise
 from cuvee.codec.container import inspect
 from cuvee.codec.cpu import MAX_SCHEMES, CpuBackend
 from cuvee.codec.errors import (
@@ -27,6 +28,7 @@ from cuvee.codec.errors import (
 )
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
+from cuvee.codec.quality import PRESET_KL, CurvePoint
 from cuvee.codec.rope import rotate, unrotate
 
 MakeChunk = Callable[..., KVChunk]
@@ -440,10 +442,10 @@ def test_an_empty_chunk_is_refused(layouts: Layouts) -> None:
 
 def test_quality_arguments(layouts: Layouts, fitted: Callable[[str, str], Profile]) -> None:
     for profile in (fitted("gqa", "layer"), Profile.generic(layouts["gqa"])):
-        assert Codec(profile).step == Codec(profile, "balanced").step
-        assert Codec(profile, "high").step < Codec(profile).step < Codec(profile, "small").step
+        high, balanced, small = (Codec(profile, quality) for quality in PRESET_KL)
+        assert high.step < balanced.step < small.step and not balanced.lossless
         assert Codec(profile, step=0.5).step == -64
-        assert Codec(profile, "lossless").lossless and not Codec(profile).lossless
+        assert Codec(profile, "lossless").lossless
         two: list[dict[str, object]] = [
             {"quality": "high", "step": 1.0},
             {"quality": "lossless", "bits": 2.0},
@@ -465,6 +467,43 @@ def test_quality_arguments(layouts: Layouts, fitted: Callable[[str, str], Profil
             Codec(profile, threads=0)
         with pytest.raises(InputError, match="backend='x' is not known"):
             Codec(profile, backend="x")
+
+
+def test_the_default_is_lossless_where_nothing_is_known_of_the_model(
+    layouts: Layouts, fitted: Callable[[str, str], Profile], make_chunk: MakeChunk
+) -> None:
+    generic, chunk = Profile.generic(layouts["gqa"]), make_chunk(layouts["gqa"], 33)
+    codec = Codec(generic)
+    assert codec.lossless and codec.step == 0
+    assert torch.equal(codec.decode(codec.encode(chunk)).keys[0], chunk.keys[0])
+    curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
+    for profile in (fitted("gqa", "layer"), generic.with_curve(curve)):
+        assert not Codec(profile).lossless and Codec(profile).step == Codec(profile, "balanced").step
+
+
+def test_a_preset_that_promises_no_kl_says_so_once(
+    layouts: Layouts, fitted: Callable[[str, str], Profile], caplog: pytest.LogCaptureFixture
+) -> None:
+    generic = Profile.generic(layouts["gqa"])
+    curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
+    _warn_of_no_promise.cache_clear()
+    with caplog.at_level(logging.WARNING, "cuvee"):
+        Codec(generic, "lossless"), Codec(generic), Codec(generic, step=0.5)  # which promise no KL
+        Codec(generic.with_curve(curve), "balanced"), Codec(fitted("gqa", "layer").with_curve(curve), "small")
+        assert not caplog.records
+        for profile, quality, source in (
+            (generic, "balanced", "generic"),
+            (generic, "high", "generic"),
+            (fitted("gqa", "layer"), "balanced", "fitted"),
+        ):
+            caplog.clear()
+            Codec(profile, quality), Codec(profile, quality)
+            (record,) = caplog.records
+            assert record.levelno == logging.WARNING
+            for part in (f"quality={quality!r}", f"KL of {PRESET_KL[quality]:g} nats", source, "`cuvee profile learn`"):
+                assert part in record.getMessage()
+    with pytest.raises(ProfileError, match=r"^kl=0.005: this profile has no curve for kl. `cuvee profile learn`"):
+        Codec(generic, kl=0.005)
 
 
 @pytest.mark.parametrize("scheme", [*GROUPS, "generic"])

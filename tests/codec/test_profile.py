@@ -476,6 +476,8 @@ HUGE: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("finest step beyond numbers", lambda d: d.update(min_step=-(10**400))),
     ("finest step above all", lambda d: d.update(min_step=10**400)),
     ("step of a point", lambda d: d["curve"][0].update(step=-(10**30))),
+    ("no bits", lambda d: d["curve"][0].update(bits_per_value=0)),
+    ("fewer than no bits", lambda d: d["curve"][0].update(bits_per_value=-1.0)),
     ("value of a point", lambda d: d["curve"][0].update(bits_per_value=10**400)),
     ("value of a point that overflows", lambda d: d["curve"][0].update(kl=1e-310)),
     ("frequency", lambda d: _kind(d, rope={"inv_freq": [10**400]})),
@@ -609,16 +611,34 @@ def test_interpolation_by_hand(fitted: Fitted) -> None:
         assert profile.resolve(kl=KL_MARGIN * kl) == step
     for bits, step in ((4.0, 0), (5.0, -64), (math.sqrt(20), -32), (math.sqrt(12), 32)):
         assert profile.resolve(bits=bits) == step
-    assert profile.resolve(ratio=8.0) == profile.resolve(bits=4.0) == 0  # of float32
-    half = Profile(
-        replace(profile.layout, dtype="bfloat16"), "layer", "fitted", profile.family, profile.learned, curve=CURVE
-    )
-    assert half.resolve(ratio=4.0) == 0
-    with pytest.raises(
-        ProfileError, match=r"^ratio=1.5 is 10.67 of the 16 bits per value of a \w+ cache, but bits=10.67 is"
-    ):
-        half.resolve(ratio=1.5)
     assert profile.resolve(step=2.0) == 64 and profile.resolve(step=2 ** (1 / 64)) == 1
+
+
+def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted: Fitted) -> None:
+    profile = fitted("gqa", "layer")
+    for learned_in in ("float32", "bfloat16"):
+        layout = replace(profile.layout, dtype=learned_in)
+        own = Profile(layout, "layer", "fitted", profile.family, profile.learned, curve=CURVE)
+        assert own.id == profile.id
+        assert own.resolve(ratio=4.0) == own.resolve(bits=4.0) == 0
+        assert own.resolve(ratio=4.0, dtype="float16") == own.resolve(ratio=4.0, dtype="bfloat16") == 0
+        assert own.resolve(ratio=8.0, dtype="float32") == Codec(own, ratio=8.0, dtype="float32").step == 0
+        assert Codec(own, ratio=4.0).step == 0
+        assert [point.ratio for point in own.curve] == [16 / 7, 16 / 6, 16 / 5, 4.0, 16 / 3]
+        for dtype, width, cache, low, high in (
+            (None, 16, "cache in bfloat16 or float16", 2.286, 5.333),
+            ("bfloat16", 16, "bfloat16 cache", 2.286, 5.333),
+            ("float32", 32, "float32 cache", 4.571, 10.67),
+        ):
+            bits = f"{width / 1.5:.4g}"
+            said = (
+                rf"^ratio=1.5 is {bits} of the {width} bits per value of a {cache}, but bits={bits} is outside the "
+                rf"measured range 3 … 7 of this profile; ratio= reaches {low} … {high}$"
+            )
+            with pytest.raises(ProfileError, match=said):
+                own.resolve(ratio=1.5, dtype=dtype)
+        with pytest.raises(InputError, match=r"^dtype: must be one of bfloat16, float16, float32, got 'int8'$"):
+            own.resolve(ratio=4.0, dtype="int8")
 
 
 def test_presets(fitted: Fitted) -> None:

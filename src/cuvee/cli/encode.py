@@ -42,7 +42,11 @@ def encode(
     profile: ProfileFile = None,
     config: Config = None,
     quality: Annotated[
-        str | None, typer.Option(help="lossless, high, balanced (the default) or small.", show_default=False)
+        str | None,
+        typer.Option(
+            help="lossless, high, balanced or small. Default: balanced with --profile, lossless with --config.",
+            show_default=False,
+        ),
     ] = None,
     kl: Annotated[
         float | None, typer.Option(help="Instead of a quality: how far predictions may move, nats per token.")
@@ -69,7 +73,7 @@ def encode(
     tensors, start = _read_cache(source)
     dtype = _dtype_of(tensors)
     known = read_profile(profile, config, dtype)
-    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step)
+    codec = Codec(known, quality, kl=kl, bits=bits, ratio=ratio, step=step, dtype=dtype)
     chunk = _to_chunk(source, tensors, start, replace(known.layout, dtype=dtype))
     pieces = range(0, chunk.tokens, chunk_tokens)
     single = target.suffix == SUFFIX

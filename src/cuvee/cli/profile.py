@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,6 +17,7 @@ from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
     from cuvee.codec.profile import Profile
+    from cuvee.codec.quality import CurvePoint
 
 app = typer.Typer(no_args_is_help=True, help="Learn a profile for a model, or look at one.")
 
@@ -189,11 +191,8 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
             }
             for section, learned in zip(profile.sections, profile.learned, strict=bool(profile.learned))
         ],
-        "curve": [{**asdict(point), "step": step_value(point.step)} for point in profile.curve],
-        "curves": {
-            kind: [{**asdict(point), "step": step_value(point.step)} for point in points]
-            for kind, points in profile.curves.items()
-        },
+        "curve": _curve(profile.curve),
+        "curves": {kind: _curve(points) for kind, points in profile.curves.items()},
     }
     if as_json:
         print_json(data)
@@ -220,17 +219,17 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         console.print("No curve was measured: ask for a quality by step.")
         return
     table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
-    width = 8 * layout.torch_dtype.itemsize
     for point in profile.curve:
         table.add_row(
             f"{step_value(point.step):.3g}",
             f"{point.bits_per_value:.3f}",
-            f"{width / point.bits_per_value:.1f}x",
+            f"{point.ratio:.1f}x",
             _with_error(point.kl, point.kl_stderr),
             _with_error(point.delta_nll, point.delta_nll_stderr, "+"),
             "" if point.top1 is None else f"{100 * point.top1:.1f} %",
         )
     console.print(table)
+    console.print("Ratios count a cache of 16 bits per value.", highlight=False)
     if profile.curves:
         # No more steps than fit beside the names.
         steps = sorted({point.step for points in profile.curves.values() for point in points})
@@ -241,6 +240,13 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
             kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
         console.print("KL by kind and step; kl= and the presets go by the worst:")
         console.print(kinds)
+
+
+def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
+    """The points of a curve for JSON: steps as values, and what a cache of 16 bits per value shrinks by."""
+    from cuvee.codec.family import step_value
+
+    return [{**asdict(point), "step": step_value(point.step), "ratio": point.ratio} for point in points]
 
 
 def _predictions(profile: Profile) -> str:

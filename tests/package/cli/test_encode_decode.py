@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from tests.package.cli.running import Files, fails, run, save_cache
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import Codec
+from cuvee.codec.codec import Codec, _warn_of_no_promise
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import CurvePoint
@@ -59,7 +61,9 @@ def test_lossless_comes_back_bit_for_bit(files: Files) -> None:
     assert start_of(back) == str(START)
 
 
-def test_lossless_needs_no_profile_but_the_config(tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
+def test_lossless_needs_no_profile_but_the_config(
+    tmp_path: Path, make_chunk: Callable[..., KVChunk], caplog: pytest.LogCaptureFixture
+) -> None:
     config = json.loads((bundled_model_path() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config))
     from transformers import AutoConfig
@@ -71,7 +75,14 @@ def test_lossless_needs_no_profile_but_the_config(tmp_path: Path, make_chunk: Ca
         run("encode", cache, blob, "--config", where, "--quality", "lossless")
         run("decode", blob, tmp_path / "back", "--config", where, "--force")
         assert_same(tmp_path / "back", chunk)
-    run("encode", cache, tmp_path / "small.cuvee", "--config", tmp_path, "--quality", "small")
+    # The default without a profile; with one it is balanced.
+    run("encode", cache, tmp_path / "default.cuvee", "--config", tmp_path)
+    assert cuvee.inspect((tmp_path / "default.cuvee").read_bytes()).scheme == "lossless"
+    _warn_of_no_promise.cache_clear()
+    with caplog.at_level(logging.WARNING, "cuvee"):
+        run("encode", cache, tmp_path / "small.cuvee", "--config", tmp_path, "--quality", "small")
+    assert "quality='small' stands for a KL of 0.02" in caplog.text and "cuvee profile learn" in caplog.text
+    fails("encode", cache, tmp_path / "x", "--config", tmp_path, "--kl", "0.01", match="kl=0.01: this profile has no")
     assert cuvee.inspect((tmp_path / "small.cuvee").read_bytes()).scheme == "generic"
     run("decode", tmp_path / "small.cuvee", tmp_path / "lossy", "--config", tmp_path)
     fails("encode", cache, tmp_path / "x", "--config", tmp_path / "none.json", match="none.json")
@@ -175,3 +186,26 @@ def test_a_cache_of_another_model_is_refused(files: Files) -> None:
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="mixes dtypes")
     save_file(tensors, files.folder / "c", {"start": "-1"})
     fails("encode", files.folder / "c", files.folder / "b", *profile, match="start='-1'")
+
+
+def test_a_ratio_is_that_of_the_cache_that_is_encoded(
+    tmp_path: Path,
+    layouts: dict[str, KVLayout],
+    make_chunk: Callable[..., KVChunk],
+    fitted: Callable[[str, str], Profile],
+) -> None:
+    """Not that of the dtype in which the profile was learned."""
+    points = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k) for k in range(-4, 2)]
+    for learned, saved in (("bfloat16", "float32"), ("float32", "bfloat16")):
+        known = fitted("bfloat16", "layer")
+        profile = Profile(
+            replace(known.layout, dtype=learned), "layer", "fitted", known.family, known.learned, curve=points
+        )
+        profile.save(tmp_path / "p")
+        chunk = make_chunk(replace(layouts["bfloat16"], dtype=saved), 64)
+        cache = save_cache(chunk, tmp_path / f"{saved}.safetensors")
+        options = ("--profile", tmp_path / "p", "--ratio", "8" if saved == "float32" else "4", "--json")
+        run("encode", cache, tmp_path / f"{saved}.cuvee", *options)
+        info = cuvee.inspect((tmp_path / f"{saved}.cuvee").read_bytes())
+        assert info.step == 1.0, "the step at which the curve has 4 bits, which is 8 times fewer than 32"
+        assert info.dtype == saved and info.ratio == info.raw_bytes / info.total_bytes
