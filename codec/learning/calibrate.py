@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -20,7 +20,7 @@ from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.moments import SINKS, Moments, add_sample, need_tokens, new_moments
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.learning.sections import build_profile
-from cuvee.codec.learning.together import Alone, Processes, Together, same_everywhere
+from cuvee.codec.learning.together import Alone, Processes, Together, agreeing, same_everywhere
 from cuvee.codec.model import frozen
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import CurvePoint
@@ -72,12 +72,14 @@ def calibrate(
         seed: of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error.
         distributed: all processes of PyTorch's default group (`torchrun`) call this, each with the whole model and
-            the same arguments, and share the work; the sequences are those of rank 0. All get the same profile.
+            the same arguments, and share the work; the sequences, and with `"auto"` the group, are those of rank 0.
+            All get the same profile; if one fails, all raise.
 
     Raises:
         InputError: `token_ids` of another shape, dtype or range; `distributed` without a process group, or with
             processes that were given other models or arguments.
-        ProfileError: too few tokens for the group; the message says how many it needs.
+        ProfileError: too few tokens for the group; the message says how many it needs. With `distributed`, another
+            process failed; the message names its rank.
         UnsupportedModel: see `KVLayout.from_config`.
 
     Example:
@@ -91,7 +93,9 @@ def calibrate(
         ('calibrated', 2)
     """
     together: Together = Processes() if distributed else Alone()
-    fingerprint = model_fingerprint(model)
+    with agreeing(together, "reading the model"):
+        fingerprint = model_fingerprint(model)
+        layout = KVLayout.from_config(model.config, dtype=model.dtype)
     arguments = {
         "the model's fingerprint": fingerprint, "group": group, "prefix": prefix,
         "batch_size": batch_size, "seed": seed, "flops": flops,
@@ -99,32 +103,36 @@ def calibrate(
     same_everywhere(together, arguments)
     token_ids = together.from_first(token_ids)
     progress = progress and together.rank == 0
-    layout = KVLayout.from_config(model.config, dtype=model.dtype)
     learning, testing = [], {}
-    for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
-        held_out = held_out_count(len(tokens))
-        if len(tokens) <= held_out:
-            what = "token_ids" if name is None else f"token_ids of kind {name!r}"
-            raise InputError(f"{what} must hold at least three sequences: two are kept apart to measure the curve")
-        learning += [(batch, cached) for batch in tokens[: len(tokens) - held_out].split(batch_size)]
-        testing[name] = tokens[len(tokens) - held_out :]
-    seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
-    if group == "auto":
-        budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
-        group, why = choose_group(layout, seen, budget)
-        _log.info("group=%r: %s", group, why)
-    need_tokens(layout, group, seen)
-    moments = new_moments(layout, group, together.size, _device_of_moments(model, layout, group))
-    generator = torch.Generator().manual_seed(seed + together.rank)
-    with frozen(model):
-        for batch, cached in tracked(learning[together.rank :: together.size], "calibrating", progress):
-            sample = sample_gradients(model, batch.to(model.device), cached, generator)
-            add_sample(moments, layout, sample, cached)
+    with agreeing(together, "preparing"):
+        for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
+            held_out = held_out_count(len(tokens))
+            if len(tokens) <= held_out:
+                what = "token_ids" if name is None else f"token_ids of kind {name!r}"
+                raise InputError(f"{what} must hold at least three sequences: two are kept apart to measure the curve")
+            learning += [(batch, cached) for batch in tokens[: len(tokens) - held_out].split(batch_size)]
+            testing[name] = tokens[len(tokens) - held_out :]
+        seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
+        if group == "auto":
+            budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
+            group, why = choose_group(layout, seen, budget)
+            if together.rank == 0:
+                _log.info("group=%r: %s", group, why)
+    group = together.from_first(group)  # another rank's device may have another budget
+    with agreeing(together, "calibrating"):
+        need_tokens(layout, group, seen)
+        moments = new_moments(layout, group, together.size, _device_of_moments(model, layout, group))
+        generator = torch.Generator().manual_seed(seed + together.rank)
+        with frozen(model):
+            for batch, cached in tracked(learning[together.rank :: together.size], "calibrating", progress):
+                sample = sample_gradients(model, batch.to(model.device), cached, generator)
+                add_sample(moments, layout, sample, cached)
     together.add_up(moments)
-    # All build the same; where their arithmetic differs in the last bit, the first one's counts.
-    profile = together.from_first(
-        build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint)
-    )
+    profile = None
+    with agreeing(together, "building the profile"):
+        if together.rank == 0:  # elsewhere arithmetic may differ in the last bit
+            profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint)
+    profile = cast(Profile, together.from_first(profile))
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
     return profile.with_curve(
         measure_curve(

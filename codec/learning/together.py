@@ -1,19 +1,21 @@
 """How several processes learn one profile together: they split the sequences, and exchange what they measure.
 
-Second moments are sums, so they are added up. Samples and measurements are gathered. All processes take the profile of
-rank 0. They are the processes of PyTorch's default group, as `torchrun` starts them and
-`torch.distributed.init_process_group` joins them.
+Second moments are sums, so they are added up. Samples and measurements are gathered. What may come out otherwise on
+another device is decided by rank 0, and all take its profile. A process does its own work within `agreeing`: if that
+fails, all of them raise, and none waits for what never comes. They are the processes of PyTorch's default group, as
+`torchrun` starts them and `torch.distributed.init_process_group` joins them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import distributed
 
-from cuvee.codec.errors import InputError
+from cuvee.codec.errors import InputError, ProfileError
 
 if TYPE_CHECKING:
     from cuvee.codec.learning.moments import Moments
@@ -96,13 +98,16 @@ class Processes:
 
     def add_up(self, moments: list[Moments]) -> None:
         """Add up the sums of all processes. They first need a common origin, which is the mean of their origins."""
+        with agreeing(self, "adding up"):
+            counts = [section.total.new_tensor([section.count]) for section in moments]
+            origins = [section.origin.double() * count for section, count in zip(moments, counts, strict=True)]
+        for sums in (*counts, *origins):
+            self._sum(sums)
+        with agreeing(self, "adding up"):
+            for section, count, origin in zip(moments, counts, origins, strict=True):
+                section.move_origin((origin / count.clamp_min(1)).float())
+                section.count = round(float(count))
         for section in moments:
-            counts = section.total.new_tensor([section.count])
-            origin = section.origin.double() * counts
-            for sums in (counts, origin):
-                self._sum(sums)
-            section.move_origin((origin / counts.clamp_min(1)).float())
-            section.count = round(float(counts))
             for sums in (section.total, section.sink_total, section.sink_count, *section.products, *section.metrics):
                 self._sum(sums)
             section.sample = [run for runs in self.gather(section.sample) for run in runs]
@@ -114,6 +119,36 @@ class Processes:
         there = own.to(self._device)
         distributed.all_reduce(there)
         own.copy_(there)
+
+
+@contextmanager
+def agreeing(together: Together, what: str) -> Iterator[None]:
+    """Do this process' own work in this block, and learn at its end whether all others did theirs.
+
+    Every process must come to it, in the same order. Nothing may be exchanged within the block, because a process that
+    fails leaves it at once.
+
+    Args:
+        together: the processes.
+        what: they do, for the message.
+
+    Raises:
+        ProfileError: another process failed; the message names its rank and says why. One that failed itself raises its
+            own error.
+    """
+    try:
+        yield
+    except Exception as error:
+        together.gather(f"{type(error).__name__}: {error}")
+        if together.size > 1:
+            error.add_note(f"in the process of rank {together.rank} of {together.size}, while {what}")
+        raise
+    for rank, failure in enumerate(together.gather("")):
+        if failure:
+            raise ProfileError(
+                f"distributed: the process of rank {rank} failed while {what} ({failure:.500}), so none has a profile; "
+                "mend that and start all processes anew"
+            )
 
 
 def same_everywhere(together: Together, arguments: Mapping[str, object]) -> None:

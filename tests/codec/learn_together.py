@@ -11,7 +11,11 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from torch import distributed
@@ -19,6 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning import calibrate, curve
 from cuvee.codec.learning.moments import Moments
 from cuvee.codec.learning.together import Processes
 from cuvee.codec.profile import Profile
@@ -61,10 +66,45 @@ def refusal(**arguments: object) -> str:
     return ""
 
 
+def auto(rank: int) -> str:
+    """The group chosen where the budgets of all but the first, as on other devices, would have them choose another."""
+    with mock.patch.multiple(calibrate, CODED_SHARE=8.0, CPU_FLOPS=10**6 if rank else 600):
+        budget = calibrate.CPU_FLOPS
+        layout = KVLayout.from_config(small_model().config, dtype=torch.float32)
+        alone, _ = calibrate.choose_group(layout, 10**6, budget)
+        assert alone == ("all" if rank else "layer"), alone
+        return Profile.calibrate(small_model(), tokens(), progress=False, distributed=True).group
+
+
+FAILURES: dict[str, tuple[Any, str, int]] = {
+    # Where, what fails there, and in which process.
+    "reading the model": (calibrate, "model_fingerprint", 1),
+    "preparing": (calibrate, "by_kind", 2),
+    "calibrating": (calibrate, "sample_gradients", 0),
+    "adding up": (Moments, "move_origin", 1),
+    "building the profile": (calibrate, "build_profile", 0),
+    "measuring": (curve, "default_steps", 2),
+}
+
+
+def failure(rank: int, where: str) -> list[str]:
+    """What is raised in this process where one process fails: the class, the message, and the notes."""
+    owner, name, failing = FAILURES[where]
+    broken = mock.patch.object(owner, name, side_effect=RuntimeError(f"out of memory in {name}"))
+    try:
+        with broken if rank == failing else nullcontext():
+            Profile.calibrate(small_model(), tokens(), "layer", progress=False, distributed=True)
+    except Exception as error:  # whatever it is, the test looks at it
+        return [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
+    return []
+
+
 def learn(folder: Path, rank: int, processes: int) -> None:
     """Write what this process got."""
     meeting = f"file://{folder / 'meeting'}"
-    distributed.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes)
+    distributed.init_process_group(
+        "gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=60)
+    )
     together = Processes()
     model = small_model()
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
@@ -85,6 +125,9 @@ def learn(folder: Path, rank: int, processes: int) -> None:
     profile.save(folder / f"profile-{together.rank}.safetensors")
     refused = refusal(group="layer" if together.rank else "head")
     (folder / f"refused-{together.rank}.json").write_text(json.dumps(refused))
+    chosen = auto(rank)
+    failed = {where: failure(rank, where) for where in FAILURES}
+    (folder / f"ended-{together.rank}.json").write_text(json.dumps({"group": chosen, "failed": failed}))
     distributed.destroy_process_group()
 
 

@@ -155,6 +155,24 @@ def test_measuring_agrees_with_a_measurement_from_scratch(books: Books) -> None:
         assert point.bits_per_value == pytest.approx(bits, rel=1e-6)
 
 
+def test_a_ratio_is_that_of_the_cache_whatever_the_profile_was_learned_in(books: Books) -> None:
+    """In float32 as `cuvee profile learn` does on a CPU; served to caches of both widths."""
+    assert books.profile.layout.dtype == "float32"
+    measured = books.profile.measure(books.model, books.orchard[:8], prefix=books.prefix, progress=False)
+    for dtype, width in (("bfloat16", 16), ("float32", 32)):
+        layout = replace(books.layout, dtype=dtype)
+        chunks = [
+            KVChunk([x.to(layout.torch_dtype) for x in c.keys], [x.to(layout.torch_dtype) for x in c.values], layout)
+            for c in caches(books, books.orchard[:8])
+        ]
+        codec = Codec(measured, ratio=8, dtype=dtype)
+        infos = [inspect(codec.encode(chunk)) for chunk in chunks]
+        ratio = sum(info.raw_bytes for info in infos) / sum(info.total_bytes for info in infos)
+        assert ratio == pytest.approx(8, rel=0.03)
+        assert width / float(np.mean([info.bits_per_value for info in infos])) == pytest.approx(8, rel=0.03)
+    assert Codec(measured, ratio=8).step == Codec(measured, ratio=8, dtype="bfloat16").step
+
+
 def test_generic_profiles_can_be_measured(books: Books) -> None:
     profile = Profile.generic(books.layout)
     measured = profile.measure(books.model, books.orchard[:2], prefix=books.prefix, steps=[-320, -160], progress=False)

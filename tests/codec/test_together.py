@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.codec.learn_together import small_model, some_moments, tokens
+from tests.codec.learn_together import FAILURES, small_model, some_moments, tokens
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import _device_of_moments
+from cuvee.codec.learning.together import Alone, agreeing
 from cuvee.codec.model import score
 from cuvee.codec.profile import Profile
 
@@ -64,6 +65,33 @@ def test_arguments_that_differ_are_refused_in_every_process(folder: Path) -> Non
     for rank in range(PROCESSES):
         refused = json.loads((folder / f"refused-{rank}.json").read_text())
         assert refused == "group is 'layer' in the process of rank 1, 'head' in that of rank 0"
+
+
+def test_the_first_process_chooses_the_group_for_all(folder: Path) -> None:
+    """Another device has another budget, with which the others would have chosen another group."""
+    groups = [json.loads((folder / f"ended-{rank}.json").read_text())["group"] for rank in range(PROCESSES)]
+    assert groups == ["layer"] * PROCESSES
+
+
+@pytest.mark.parametrize("where", FAILURES)
+def test_all_processes_end_if_one_fails(folder: Path, where: str) -> None:
+    """None waits for the failed one, and each says which that is."""
+    _, name, failing = FAILURES[where]
+    for rank in range(PROCESSES):
+        kind, message, *notes = json.loads((folder / f"ended-{rank}.json").read_text())["failed"][where]
+        if rank == failing:
+            assert (kind, message) == ("RuntimeError", f"out of memory in {name}")
+            assert notes == [f"in the process of rank {rank} of {PROCESSES}, while {where}"]
+        else:
+            assert kind == "ProfileError" and not notes
+            cause = f"(RuntimeError: out of memory in {name})"
+            assert message.startswith(f"distributed: the process of rank {failing} failed while {where} {cause}")
+
+
+def test_alone_an_error_is_as_it_was() -> None:
+    with pytest.raises(RuntimeError, match="mine") as caught, agreeing(Alone(), "calibrating"):
+        raise RuntimeError("mine")
+    assert not hasattr(caught.value, "__notes__")
 
 
 def test_needs_a_process_group() -> None:
