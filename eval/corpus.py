@@ -5,15 +5,16 @@ MODEL   a folder or hub name that transformers can load; "books-3m" for the bund
 TEXT    the name of a bundled text
         FILE.txt (or any other suffix but the next): one document
         FILE.jsonl: one document per line, either a list of token ids or an object with input_ids or text
-        hf:DATASET[:CONFIG]:SPLIT:COLUMN: one document per row of a `datasets` data set; DATASET is a hub name or a
-        folder
+        hf:DATASET[@COMMIT][:CONFIG]:SPLIT:COLUMN: one document per row of a `datasets` data set; DATASET is a hub name
+        or a folder, COMMIT one on the hub, without which its owner may give another text tomorrow
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
-import json
+import logging
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import torch
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import held_out_count
+from cuvee.codec.plain_json import parse_json
 from cuvee.eval.data import TEXTS, bundled_model_path, bundled_text
 from cuvee.eval.real_model import REAL_MODEL, smollm2_path
 
@@ -49,6 +51,8 @@ __all__ = [
     "token_ids",
     "with_leading",
 ]  # fmt: skip
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -114,10 +118,10 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     transformers = _transformers("a model")
     path = model_path(name)
     with as_input_error(name):
-        config = transformers.AutoConfig.from_pretrained(path)
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     KVLayout.from_config(config.get_text_config(decoder=True))
     with as_input_error(name):
-        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
     loaded: PreTrainedModel = model.to(place).eval()
     return loaded
 
@@ -126,7 +130,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model. Errors: see `load_model`."""
     with as_input_error(name):
         tokenizer: PreTrainedTokenizerBase = _transformers("a tokenizer").AutoTokenizer.from_pretrained(
-            model_path(name)
+            model_path(name), trust_remote_code=False
         )
     return tokenizer
 
@@ -237,7 +241,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                yield number, json.loads(line)
+                yield number, parse_json(line)
             except ValueError as error:
                 raise InputError(f"{path}:{number} is not JSON: {error}") from error
 
@@ -277,13 +281,20 @@ def _rows(name: str) -> Iterator[str | list[int]]:
     parts = name.split(":")[1:]
     if len(parts) not in (3, 4) or not all(parts):
         raise InputError(f"text: {name!r} must be hf:DATASET:SPLIT:COLUMN or hf:DATASET:CONFIG:SPLIT:COLUMN")
-    *where, split, column = parts
+    dataset, *config, split, column = parts
+    revision = None
+    if "@" in dataset and not Path(dataset).exists():
+        dataset, _, revision = dataset.partition("@")
+        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+            raise InputError(f"text: {name!r}: a revision must be a commit, 40 hexadecimal digits, got {revision!r}")
+    elif not Path(dataset).exists():
+        _log.warning("text: %s is whatever the hub has today; as hf:%s@COMMIT:… it stays the same", name, dataset)
     try:
         import datasets
     except ImportError as error:
         raise ImportError("a text from a data set needs datasets: install cuvee[eval]") from error
     try:
-        rows = datasets.load_dataset(*where, split=split)
+        rows = datasets.load_dataset(dataset, *config, split=split, revision=revision)
     except Exception as error:  # of many kinds, none of them ours
         raise InputError(f"text: {name} cannot be loaded: {error}") from error
     if column not in rows.column_names:

@@ -52,6 +52,8 @@ _BLOCK = 1 << 20
 class ModelUnavailable(CuveeError):
     """The real model is not in the cache and cannot be put there. The message says why, and what to do about it."""
 
+    blames_blob = False
+
 
 @dataclass(frozen=True, slots=True)
 class _Source:

@@ -6,7 +6,6 @@ Trivedi, Balasubramanian, Khot, Sabharwal: MuSiQue: Multihop Questions via Singl
 
 from __future__ import annotations
 
-import json
 import re
 import string
 from collections import Counter
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.plain_json import parse_json
 
 __all__ = ["load", "normalize", "passages_of", "prompt", "score"]
 
@@ -63,8 +63,8 @@ def load(musique: str | Path | None = None, **metadata: Any) -> dict[str, Any]:
 
 def _question(line: str, where: str) -> dict[str, Any]:
     try:
-        data = json.loads(line)
-    except json.JSONDecodeError as error:
+        data = parse_json(line)
+    except ValueError as error:
         raise InputError(f"musique: {where} is not JSON: {_HOW}") from error
     if not isinstance(data, dict):
         raise InputError(f"musique: {where} is not a JSON object: {_HOW}")

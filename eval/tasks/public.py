@@ -73,7 +73,7 @@ def xquad(
 
 def _xquad_questions(data: str | None, passages: Any, any_version: Any, rng: random.Random) -> list[OpenQuestion]:
     count = _at_least_one("passages", passages)
-    paragraphs = _xquad_hub() if data is None else _xquad_file(data, any_version)
+    paragraphs = _xquad_hub(any_version) if data is None else _xquad_file(data, any_version)
     most = len(paragraphs) - PARAGRAPHS_PER_ARTICLE + 1
     if count > most:
         raise InputError(f"passages: the data has {most} paragraphs that fit together, got {count}")
@@ -101,11 +101,13 @@ def _xquad_file(data: str, any_version: Any) -> list[tuple[str, list[tuple[str, 
         raise sources.malformed("xquad", data, f"is not in SQuAD's format ({type(error).__name__}: {error})") from error
 
 
-def _xquad_hub() -> list[tuple[str, list[tuple[str, str]]]]:
+def _xquad_hub(any_version: Any) -> list[tuple[str, list[tuple[str, str]]]]:
     paragraphs: dict[str, list[tuple[str, str]]] = {}
-    for row in sources.hub_rows("xquad", ("context", "question", "answers")):
+    for row in sources.hub_rows("xquad", ("context", "question", "answers"), any_version=any_version):
         paragraphs.setdefault(row["context"], []).append((row["question"], row["answers"]["text"][0]))
-    return list(paragraphs.items())
+    found = list(paragraphs.items())
+    sources.check_content("xquad", found, any_version)
+    return found
 
 
 def key_values(
@@ -188,7 +190,10 @@ def banking77(data: str | None = None, *, any_version: Any = False, **metadata: 
     """
     if data is None:
         train, test = (
-            [(row["text"], row["label_text"]) for row in sources.hub_rows(name, ("text", "label_text"))]
+            [
+                (row["text"], row["label_text"])
+                for row in sources.hub_rows(name, ("text", "label_text"), any_version=any_version)
+            ]
             for name in ("banking77_train", "banking77_test")
         )
     else:
@@ -210,7 +215,7 @@ def clinc150(data: str | None = None, *, any_version: Any = False, **metadata: A
     Queries of no intent are left out. Arguments and errors: see `xquad` and `_many_shot`.
     """
     if data is None:
-        train, test = (_clinc150_hub(split) for split in ("train", "test"))
+        train, test = (_clinc150_hub(split, any_version) for split in ("train", "test"))
     else:
         found = sources.read_json("clinc150", data, any_version)
         try:
@@ -220,8 +225,8 @@ def clinc150(data: str | None = None, *, any_version: Any = False, **metadata: A
     return _many_shot(train, test, **metadata)
 
 
-def _clinc150_hub(split: str) -> list[tuple[str, str]]:
-    rows = sources.hub_rows("clinc150", ("text", "intent"), split)
+def _clinc150_hub(split: str, any_version: Any) -> list[tuple[str, str]]:
+    rows = sources.hub_rows("clinc150", ("text", "intent"), split, any_version)
     names = rows.features["intent"].names
     return [(row["text"], names[row["intent"]]) for row in rows if names[row["intent"]] != "oos"]
 
@@ -297,11 +302,13 @@ def wikitext2(
     if count <= QUESTION_WORDS:
         raise InputError(f"words: must be more than {QUESTION_WORDS}, got {count}")
     if data is None:
-        found = [row["text"] for row in sources.hub_rows("wikitext2", ("text",))]
+        found = [row["text"] for row in sources.hub_rows("wikitext2", ("text",), any_version=any_version)]
     else:
         found = sources.read_text("wikitext2", data, any_version).split("\n")
     # The file and the hub differ in the blanks around lines.
-    text = "\n".join(line.strip() for line in found)
+    text = "\n".join(line.strip() for line in found).strip()
+    if data is None:
+        sources.check_content("wikitext2", text, any_version)
     ends = [match.end() for match in re.finditer(r"\S+", text)]
     if len(ends) <= count + SCORED_WORDS:
         raise InputError(f"words: the text has {len(ends)} words, got {count} and {SCORED_WORDS} that are scored")
@@ -330,7 +337,7 @@ def gsm8k(
     """
     count = _at_least_one("shots", shots)
     rows = (
-        sources.hub_rows("gsm8k", ("question", "answer"))
+        sources.hub_rows("gsm8k", ("question", "answer"), any_version=any_version)
         if data is None
         else sources.read_objects("gsm8k", data, any_version)
     )
@@ -364,7 +371,7 @@ def musique(
 
 def _musique_questions(data: str | None, any_version: Any) -> list[OpenQuestion]:
     rows = (
-        sources.hub_rows("musique", ("question", "paragraphs", "answer"))
+        sources.hub_rows("musique", ("question", "paragraphs", "answer"), any_version=any_version)
         if data is None
         else sources.read_objects("musique", data, any_version)
     )

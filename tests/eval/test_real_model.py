@@ -28,9 +28,11 @@ from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
+from cuvee.codec.quality import PRESET_KL, PRESET_STEP
 from cuvee.eval import real_model
 from cuvee.eval.corpus import load_model, load_tokenizer, model_path
 from cuvee.eval.data import bundled_text, load_smollm2
+from cuvee.eval.mixture import mixture_text
 from cuvee.eval.real_model import ModelUnavailable, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.integrations.transformers import decode_cache, encode_cache
 
@@ -563,3 +565,15 @@ def test_a_lossless_round_trip_is_exact(smollm2: tuple[Any, Any], text: torch.Te
         for name in ("keys", "values"):
             exact, decoded = getattr(one, name), getattr(two, name)
             assert decoded.dtype == dtype and torch.equal(exact, decoded)
+
+
+def test_presets_without_a_profile_keep_their_kl_on_this_model(smollm2: tuple[Any, Any]) -> None:
+    """Which a codec warns not to rely on: of other models nobody knows."""
+    model, tokenizer = smollm2
+    texts = {kind: "".join(mixture_text(kind, tokenizer)) for kind in ("prose", "code", "dialogue")}
+    kinds = {kind: torch.tensor([tokenizer(text).input_ids[:256]]) for kind, text in texts.items()}
+    generic = Profile.generic(KVLayout.from_config(model.config, dtype=model.dtype))
+    found = generic.measure(model, kinds, steps=PRESET_STEP.values(), batch_size=3, progress=False)
+    for point, promised, bits in zip(found.curve, PRESET_KL.values(), (6.9, 5.6, 4.6), strict=True):
+        assert point.kl is not None and promised / 5 < point.kl < promised
+        assert point.bits_per_value < bits
