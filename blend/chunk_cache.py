@@ -34,6 +34,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_sections
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
 from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.forks import tell_after_fork
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.model import empty_cache, prefill
 from cuvee.codec.quality import LOSSLESS
@@ -158,11 +159,16 @@ class ChunkCache:
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)
         self._before: list[KVChunk] = []  # the caches of the contexts, computed when they are first needed
-        self._computing = threading.Lock()  # held while the model runs; guards `_before`
-        self._lock = threading.Lock()  # guards everything below
-        self._running: dict[str, Future[bytes]] = {}
         self._counts = Counter[str]()
         self._warned = False
+        self.after_fork()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make new locks, and forget the chunks that threads of the parent are computing."""
+        self._computing = threading.Lock()  # held while the model runs; guards `_before`
+        self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
+        self._running: dict[str, Future[bytes]] = {}
 
     @property
     def counters(self) -> ChunkCounters:

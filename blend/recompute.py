@@ -8,17 +8,18 @@ engine (`cuvee.integrations.vllm.blending`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from cuvee.blend.model import RecomputeModel
 from cuvee.blend.segments import Prompt
-from cuvee.blend.selectors import Selector
+from cuvee.blend.selectors import Selection, Selector
 
-_BLOCK_ROWS = 1024  # tokens computed together; their mask has so many rows, each as long as the prompt
+MOST_ROWS = 1024
+"""The most tokens that are computed together: a mask has one row per token, and each row is as long as the prompt."""
 
 
 class WatchingExchange(Protocol):
@@ -96,12 +97,17 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 class Recompute:
     """Recomputes one prompt.
 
+    The tokens are cut into blocks. Each block goes through as many layers as it can before the next block begins, like
+    the pieces of a chunked prefill, so no more than one block's masks and hidden states are held. Only a selector that
+    watches a layer makes all blocks meet there.
+
     Args:
         model: computes tokens.
         kv: where their KV is read and written.
         placed: the prompt.
         total: adds up a float32 tensor over the ranks that hold a part of the model's heads each. It must give all of
             them the same bits, because each selects by itself.
+        rows: tokens of a block, at most.
     """
 
     def __init__(
@@ -110,12 +116,16 @@ class Recompute:
         kv: PromptKV,
         placed: Placed,
         total: Callable[[torch.Tensor], torch.Tensor] = same,
+        rows: int = MOST_ROWS,
     ) -> None:
         self._model = model
         self._kv = kv
         self._placed = placed
         self._total = total
+        self._rows = rows
         self._layers = model.layout.num_layers
+        self._depth = torch.zeros(len(placed.tokens), dtype=torch.int64)
+        self._through = torch.zeros(self._layers, int(placed.segment.max()) + 1, dtype=torch.int64)
         self._query_token_layers = 0
 
     def run(self, selector: Selector) -> Recomputed:
@@ -124,7 +134,24 @@ class Recompute:
         Raises:
             InputError: the selector's cost cannot be kept.
         """
-        placed, model = self._placed, self._model
+        blocks = self.blocks(selector)
+        while True:
+            try:
+                next(blocks)
+            except StopIteration as end:
+                done: Recomputed = end.value
+                return done
+
+    def blocks(self, selector: Selector) -> Generator[int, None, Recomputed]:
+        """As `run`, but stop before each block.
+
+        Yields:
+            an upper bound of the block's token-layers. Whatever the block needs is prepared, and none of it computed.
+
+        Raises:
+            InputError: the selector's cost cannot be kept.
+        """
+        placed = self._placed
         prompt = Prompt(
             placed.tokens, placed.segment, placed.offset, placed.cached, placed.leading, self._layers, self._attend
         )
@@ -132,30 +159,74 @@ class Recompute:
         text = ~placed.cached & ~placed.known
         text[placed.end :] = False
         wanted_text = text.nonzero()[:, 0]
-        depth = torch.zeros(len(placed.tokens), dtype=torch.int64)
-        segments = int(placed.segment.max()) + 1
-        through = torch.zeros(self._layers, segments, dtype=torch.int64)
-        positions = torch.cat((wanted_text, selection.tokens(0))).sort().values
-        hidden = model.embed(placed.tokens[positions])
-        blocks = self._blocks(positions)
-        for layer in range(self._layers):
-            wanted = torch.cat((wanted_text, selection.tokens(layer))).sort().values
-            if len(wanted) < len(positions):
-                hidden = hidden[torch.searchsorted(positions, wanted).to(hidden.device)]
-                positions, blocks = wanted, self._blocks(wanted)
-            if not len(positions):
-                break
-            depth[positions] += 1
-            through[layer] = torch.bincount(placed.segment[positions], minlength=segments)
-            exchanges = [self._kv.exchange(layer, block.positions, block.end) for block in blocks]
-            if selection.watches(layer):
-                for exchange in exchanges:
+
+        def wanted(layer: int) -> torch.Tensor:
+            return torch.cat((wanted_text, selection.tokens(layer))).sort().values
+
+        positions = wanted(0)
+        hidden: torch.Tensor | None = None  # of the tokens at `positions`, before layer `first`
+        first = 0
+        while first < self._layers and len(positions):
+            # What is chosen up to a layer that is watched is known; what is chosen behind it is not.
+            watched = next((at for at in range(first, self._layers) if selection.watches(at)), None)
+            layers = range(first, self._layers if watched is None else watched + 1)
+            sets = {layer: wanted(layer) for layer in layers}
+            hidden, exchanges = yield from self._through_layers(sets, positions, hidden, selection)
+            if watched is not None and exchanges:
+                selection.observe(watched, *self._deviations(exchanges))
+            positions, first = sets[layers[-1]], layers.stop
+        if hidden is None:  # nothing is computed
+            hidden = self._model.embed(placed.tokens[:0])
+        return Recomputed(hidden, self._depth, self._through, self._query_token_layers)
+
+    def _through_layers(
+        self,
+        sets: dict[int, torch.Tensor],
+        positions: torch.Tensor,
+        hidden: torch.Tensor | None,
+        selection: Selection,
+    ) -> Generator[int, None, tuple[torch.Tensor, list[WatchingExchange]]]:
+        """Take tokens through some layers, block by block.
+
+        Args:
+            sets: positions of the tokens that go through each of the layers; each a subset of the one before.
+            positions: of the tokens at hand.
+            hidden: their hidden states; None: they have been through no layer.
+            selection: says which layers are watched.
+
+        Returns:
+            hidden states of the tokens that went through the last of the layers, and the exchanges that watched it.
+        """
+        model, placed = self._model, self._placed
+        after: list[torch.Tensor] = []
+        watching: list[WatchingExchange] = []
+        first = next(iter(sets))
+        done = 0
+        for all_of_block in positions.split(self._rows):
+            block = _between(sets[first], all_of_block)
+            rows = model.rows(block, None) if len(block) else None
+            yield len(block) * len(sets)
+            if hidden is None:
+                states = model.embed(placed.tokens[block])
+            else:
+                states = _rows_of(hidden[done : done + len(all_of_block)], all_of_block, block)
+            done += len(all_of_block)
+            for layer, chosen in sets.items():
+                going_on = _between(chosen, all_of_block)
+                if len(going_on) < len(block):
+                    states = _rows_of(states, block, going_on)
+                    block, rows = going_on, model.rows(going_on, None) if len(going_on) else None
+                if not len(block):
+                    break
+                self._depth[block] += 1
+                self._through[layer] += torch.bincount(placed.segment[block], minlength=self._through.shape[1])
+                exchange = self._kv.exchange(layer, block, int(block[-1]) + 1)
+                if selection.watches(layer):
                     exchange.watch(placed.cached)
-            parts = zip(hidden.split(_BLOCK_ROWS), blocks, exchanges, strict=True)
-            hidden = torch.cat([model.layer(layer, part, block.rows, exchange) for part, block, exchange in parts])
-            if selection.watches(layer):
-                selection.observe(layer, *self._deviations(exchanges))
-        return Recomputed(hidden, depth, through, self._query_token_layers)
+                    watching.append(exchange)
+                states = model.layer(layer, states, rows, exchange)
+            after.append(states)
+        return torch.cat(after), watching
 
     def _attend(self, queries: int, layers: Sequence[int]) -> torch.Tensor:
         """See `Prompt.attend`."""
@@ -180,14 +251,6 @@ class Recompute:
         self._query_token_layers += len(positions) * (max(layers) + 1)
         return self._total(mass)
 
-    def _blocks(self, positions: torch.Tensor) -> list[_Block]:
-        """Cut the tokens of a pass into blocks, to keep masks small. Each block sees what those before it wrote."""
-        return [
-            _Block(part, int(part[-1]) + 1, self._model.rows(part, None))
-            for part in positions.split(_BLOCK_ROWS)
-            if len(part)
-        ]
-
     def _deviations(self, exchanges: Sequence[WatchingExchange]) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Selection.observe`: keys and values, float32 `[n]`, over all blocks."""
         keys, values, new_keys, new_values = (
@@ -197,13 +260,18 @@ class Recompute:
         return keys / new_keys.mean().clamp_min(smallest), values / new_values.mean().clamp_min(smallest)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Block:
-    """Tokens that go through a layer together, the position after them, and what the model needs to know of them."""
+def _between(positions: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Those of `positions` (rising) that lie within a block, from its first token to its last."""
+    low = int(torch.searchsorted(positions, block[0]))
+    high = int(torch.searchsorted(positions, block[-1], right=True))
+    return positions[low:high]
 
-    positions: torch.Tensor
-    end: int
-    rows: Any
+
+def _rows_of(hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The rows of `hidden`, which are those of `positions`, that belong to `wanted`, a subset."""
+    if len(wanted) == len(positions):
+        return hidden
+    return hidden[torch.searchsorted(positions, wanted).to(hidden.device)]
 
 
 class KVExchange:

@@ -1,4 +1,4 @@
-"""`BreakEven`: is loading a cached prefix expected to be quicker than computing it again?
+"""Is it expected to be quicker than computing: loading a cached prefix (`BreakEven`), a blend (`BlendPays`)?
 
     seconds
       |              / recompute: n / prefill rate
@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -188,10 +189,7 @@ class BreakEven:
         return f"loads {pays}: prefill {_rate(estimate.prefill_rate)}, load {load}{estimate.overhead * 1e3:.3g} ms"
 
     def _add(self, samples: deque[tuple[int, float]], tokens: int, seconds: float) -> None:
-        if tokens < 1:
-            raise InputError(f"tokens: must be at least 1, got {tokens}")
-        if not 0 < seconds < math.inf:
-            raise InputError(f"seconds: must be above 0 and finite, got {seconds}")
+        _check_sample(tokens, seconds)
         with self._lock:
             samples.append((tokens, seconds))
             self._stale = True
@@ -208,7 +206,108 @@ class BreakEven:
         return self._fitted
 
 
-def _fit(samples: deque[tuple[int, float]], *, through_origin: bool) -> tuple[float, float]:
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class BlendCost:
+    """What a blend has to do, or had to, and how long that took.
+
+    Attributes:
+        pieces: segments to place.
+        placed: tokens to decode of these.
+        computed: tokens to compute: the text, and of what is reused so many as its recomputation comes to.
+        context: tokens of the prompt up to the blend's end, which the last of them look at.
+        prefix: tokens to decode of the exact prefix that is loaded along, by `load_work`.
+        place_seconds: from submission until all was in its place; 0: not measured.
+        compute_seconds: of computing; 0: not measured.
+    """
+
+    pieces: int
+    placed: int
+    computed: float
+    context: int
+    prefix: int = 0
+    place_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape]:
+        """What placing and computing have in common with those of about the same cost per token, to within a factor of
+        two: how many pieces and of what size are placed; how much is computed, and behind how much.
+        """
+        size = self.placed / max(self.pieces, 1)
+        return (_octave(self.pieces), _octave(size)), (_octave(self.computed), _octave(self.context))
+
+
+class BlendPays:
+    """Decides between a blend and computing its tokens. Used in the engine's loop alone.
+
+    Clients choose the shape of their blends: much text and little reuse, a thousand small pieces, a few tokens. A rate
+    over all of them would let the useless blends of one stand for the useful ones of another. So placing and computing
+    are measured apart, each against the work it did, and only among blends of its shape: a median for each, with
+    forgetting. What was not measured yet counts as free, so that it is tried. Between the two, a blend waits for the
+    engine's step; that is neither.
+    """
+
+    def __init__(self) -> None:
+        self._prefill: deque[tuple[int, float]] = deque(maxlen=WINDOW)
+        self._place: dict[Shape, deque[tuple[float, float]]] = {}
+        self._compute: dict[Shape, deque[tuple[float, float]]] = {}
+        self._declined: dict[tuple[Shape, Shape], int] = {}
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """As `BreakEven.observe_prefill`.
+
+        Raises:
+            InputError: `tokens` is below 1, or `seconds` is not positive and finite.
+        """
+        _check_sample(tokens, seconds)
+        self._prefill.append((tokens, seconds))
+
+    def observe(self, done: BlendCost) -> None:
+        """A blend was made. Parts that took no time, or did nothing, are not taken for measured."""
+        place, compute = done.shapes
+        if done.placed > 0 and 0 < done.place_seconds < math.inf:
+            self._place.setdefault(place, deque(maxlen=WINDOW)).append((done.placed + done.prefix, done.place_seconds))
+        if done.computed > 0 and 0 < done.compute_seconds < math.inf:
+            self._compute.setdefault(compute, deque(maxlen=WINDOW)).append((done.computed, done.compute_seconds))
+
+    def expected(self, blend: BlendCost) -> float:
+        """Seconds that a blend takes, by what blends of its shape took; parts that nobody measured count nothing."""
+        place, compute = blend.shapes
+        placing = _rate_of(self._place.get(place)) * (blend.placed + blend.prefix)
+        return placing + _rate_of(self._compute.get(compute)) * blend.computed
+
+    def worth(self, tokens: int, blend: BlendCost) -> bool:
+        """Whether to blend rather than to compute `tokens`. Ask once a request.
+
+        One in `TRIAL_EVERY` of the declined of a shape is let through, as in `BreakEven.worth_loading`.
+        """
+        if self.expected(blend) < _rate_of(self._prefill) * tokens or len(self._prefill) < MIN_SAMPLES:
+            return True
+        declined = self._declined[blend.shapes] = self._declined.get(blend.shapes, 0) + 1
+        return declined % TRIAL_EVERY == 0
+
+
+def _octave(number: float) -> int:
+    """`n` of the octave `2 ** (n - 1) … 2 ** n` that a number is in; 0 of those below 1."""
+    return max(math.frexp(number)[1], 0)
+
+
+def _rate_of(samples: deque[Any] | None) -> float:
+    """Seconds per token, a weighted median; 0 until there are `MIN_SAMPLES`."""
+    return 0.0 if samples is None or len(samples) < MIN_SAMPLES else _fit(samples, through_origin=True)[1]
+
+
+def _check_sample(tokens: int, seconds: float) -> None:
+    if tokens < 1:
+        raise InputError(f"tokens: must be at least 1, got {tokens}")
+    if not 0 < seconds < math.inf:
+        raise InputError(f"seconds: must be above 0 and finite, got {seconds}")
+
+
+def _fit(samples: deque[Any], *, through_origin: bool) -> tuple[float, float]:
     """Overhead (s) and cost (s/token), neither negative, with the least weighted absolute deviation, exactly.
 
     This is a linear program in two unknowns, so an optimum lies where two of its lines meet: two samples, or one

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,9 +31,10 @@ from cuvee.blend import (
     Selector,
     TransformersModel,
     Union,
-    recompute,
+    blender,
 )
 from cuvee.blend.model import FAMILIES
+from cuvee.blend.recompute import Recompute
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, UnsupportedModel
@@ -339,7 +341,7 @@ def test_tokens_computed_in_blocks_see_each_other(
     ends, cached = (3, 12, 15, 26, 34), (1, 3)
     segments = stale(model, tokens, ends, cached)
     whole_blends = [Blender(model, selector=selector).blend(segments, logits_to_keep=8) for selector in SELECTORS]
-    monkeypatch.setattr(recompute, "_BLOCK_ROWS", rows)
+    monkeypatch.setattr(blender, "Recompute", partial(Recompute, rows=rows))
     for selector, expected in zip(SELECTORS, whole_blends, strict=True):
         result = Blender(model, selector=selector).blend(segments, logits_to_keep=8)
         assert torch.equal(result.record.depth, expected.record.depth), selector

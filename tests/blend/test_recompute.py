@@ -117,20 +117,18 @@ def run(
     selector: Selector,
     total: Callable[[torch.Tensor], torch.Tensor] = same,
     given: Placed | None = None,
+    rows: int = recompute.MOST_ROWS,
 ) -> tuple[Noting, DenseKV, Recomputed]:
     noting, kv = Noting(model), in_place(model, tokens, whole(model, tokens))
-    return noting, kv, Recompute(noting, kv, placed(tokens) if given is None else given, total).run(selector)
+    return noting, kv, Recompute(noting, kv, placed(tokens) if given is None else given, total, rows).run(selector)
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=repr)
-@pytest.mark.parametrize("rows", [4, 1024])
-def test_gives_the_kv_that_a_blend_of_the_whole_prompt_gives(
-    model: Any, selector: Selector, rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("rows", [1, 4, 1024])
+def test_gives_the_kv_that_a_blend_of_the_whole_prompt_gives(model: Any, selector: Selector, rows: int) -> None:
     tokens = ids(TOKENS)
     expected = Blender(model, selector=selector).blend(segments(model, tokens))
-    monkeypatch.setattr(recompute, "_BLOCK_ROWS", rows)
-    noting, kv, done = run(model, tokens, selector)
+    noting, kv, done = run(model, tokens, selector, rows=rows)
     for index, layer in enumerate(layers_of(expected.cache)):
         for mine, theirs in ((kv.keys[index], layer.keys[0]), (kv.values[index], layer.values[0])):
             assert close(mine[:, :END], theirs[:, :END])

@@ -1,22 +1,29 @@
 """The workers' side of blending: recomputes tokens among segments that were placed in the engine's pages.
 
 Blend --> Placed --cuvee.blend.Recompute--> the engine's layers write what they compute into its pages
+
+A blend is computed in slices, one per step of the engine, so that other requests go on in between (`PageBlend`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Generator, Sequence
 from typing import Protocol
 
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
 from cuvee.blend.model import RecomputeModel
-from cuvee.blend.recompute import KVExchange, Placed, Recompute, squared_distances
+from cuvee.blend.recompute import MOST_ROWS, KVExchange, Placed, Recompute, squared_distances
+from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Blend
 
+logger = logging.getLogger(__name__)
+
 SINKS = 16  # tokens at the beginning of a prompt that are computed in any case
+_MASK_CELLS = 1 << 24  # most cells of a mask: a check of a long prompt takes few tokens at a time
 
 
 class ServedModel(RecomputeModel, Protocol):
@@ -27,6 +34,12 @@ class ServedModel(RecomputeModel, Protocol):
         ...
 
 
+class RankFailed(CuveeError):
+    """Another rank cannot go on with a blend, so this one does not either."""
+
+    blames_blob = False
+
+
 class PageBlender:
     """Recomputes prompts in the pages of one rank.
 
@@ -35,6 +48,8 @@ class PageBlender:
         block_tokens: of a block.
         open_model: makes the model for a prompt, from its block table.
         total: adds up over the ranks (`Recompute`).
+        agree: tells each rank whether all of them are well. All ranks call it equally often, in one order.
+        rows: tokens that are computed together, at most.
     """
 
     def __init__(
@@ -43,63 +58,146 @@ class PageBlender:
         block_tokens: int,
         open_model: Callable[[Sequence[int]], ServedModel],
         total: Callable[[torch.Tensor], torch.Tensor],
+        agree: Callable[[bool], bool],
+        rows: int = MOST_ROWS,
     ) -> None:
-        self._cache = cache
+        self.cache = cache
+        self.open_model = open_model
+        self.total = total
+        self.agree = agree
+        self.rows = rows
         self._block = block_tokens
-        self._open_model = open_model
-        self._total = total
 
-    def blend(self, blend: Blend, end: int) -> dict[str, float]:
-        """Compute the tokens `blend.start … end` that are not reused, and some that are.
+    def begin(self, blend: Blend, end: int) -> PageBlend:
+        """The blend of the tokens `blend.start … end`, of which nothing is computed yet."""
+        return PageBlend(self, blend, end)
+
+    def slots(self, blocks: Sequence[int], end: int) -> torch.Tensor:
+        """Where the first `end` tokens of a prompt with this block table are, on the device of the pages."""
+        at = torch.arange(end)
+        return (torch.tensor(blocks)[at // self._block] * self._block + at % self._block).to(self.cache.device)
+
+
+class PageBlend:
+    """One blend, computed in slices: the tokens that are not reused, and some that are.
+
+    A slice consists of units, each of which goes through the model in one piece. Before and after each unit all ranks
+    agree that they are well: a rank that went into a unit alone would wait for the others there for ever. What a unit
+    needs is prepared before the ranks agree on it. Nobody can rescue ranks whose peer fails amid a unit, as nobody can
+    in the engine's own passes.
+
+    Attributes:
+        done: everything is computed.
+        figures: what happened, by the names of metrics; complete once it is done.
+    """
+
+    def __init__(self, blender: PageBlender, blend: Blend, end: int) -> None:
+        self._blender = blender
+        self._blend = blend
+        self._end = end
+        self._layers = blender.cache.layout.num_layers
+        self._units = self._compute()
+        self._following = 0.0  # tokens that the next unit computes; what comes before the first costs next to nothing
+        self._checking = False
+        self.done = False
+        self.figures: dict[str, float] = {}
+
+    def advance(self, budget: float) -> float:
+        """Compute a slice: as many units as fit, but one at least.
+
+        Args:
+            budget: tokens to compute, at most. A token that goes through half of the layers counts half.
 
         Returns:
-            what happened, by the names of metrics.
+            tokens computed, the same number on all ranks.
+
+        Raises:
+            RankFailed: another rank cannot go on.
+            Exception: whatever this rank fails with; the others are told.
         """
-        placed = place(blend, end)
-        slots = self._slots(blend.blocks, end)
-        kv = _PagesKV(self._cache, slots, placed.cached | placed.known)
-        model = self._open_model(blend.blocks)
-        with torch.inference_mode():
-            done = Recompute(model, kv, placed, self._total).run(selector_for(blend.cost, int(placed.cached.sum())))
-            kl = self._divergence(model, slots, placed) if blend.check else None
-        figures: dict[str, float] = {
+        spent = 0.0
+        while not self.done and (not spent or spent + self._following <= budget):
+            spent += self._following
+            self._step()
+        return spent
+
+    def _step(self) -> None:
+        """Compute a unit, and prepare the next."""
+        problem: Exception | None = None
+        finished = False
+        try:
+            with torch.inference_mode():
+                self._following = next(self._units) / self._layers
+        except StopIteration:
+            finished = True
+        except Exception as error:
+            problem = error
+        well = self._blender.agree(problem is None)
+        if not well and self._checking:  # the blend itself is good
+            logger.warning("cuvee: a blend could not be checked: %s", problem or "another rank failed")
+            self.figures["blend_checks_failed"] = 1
+            self.done = True
+        elif problem is not None:
+            raise problem
+        elif not well:
+            raise RankFailed("another rank could not go on with this blend")
+        else:
+            self.done = finished
+
+    def _compute(self) -> Generator[int, None, None]:
+        """Do all of it, and stop before each unit, to say how many token-layers it takes."""
+        blender, blend = self._blender, self._blend
+        placed = place(blend, self._end)
+        slots = blender.slots(blend.blocks, self._end)
+        kv = _PagesKV(blender.cache, slots, placed.cached | placed.known)
+        model = blender.open_model(blend.blocks)
+        selector = selector_for(blend.cost, int(placed.cached.sum()))
+        yield 0  # the selector may ask all ranks
+        done = yield from Recompute(model, kv, placed, blender.total, blender.rows).blocks(selector)
+        self.figures |= {
             "blends": 1,
-            "blended_tokens": end - blend.start,
+            "blended_tokens": self._end - blend.start,
             "blend_reused_tokens": int(placed.cached.sum()),
             "blend_recomputed_tokens": int((done.depth[placed.cached] > 0).sum()),
             "blend_token_layers": int(done.depth[placed.cached].sum()) + done.query_token_layers,
         }
-        return figures if kl is None else {**figures, "blend_kl": kl}
+        if blend.check:
+            yield 0  # all ranks have computed the blend: from here on, what fails is the check alone
+            self._checking = True
+            self.figures["blend_kl"] = yield from self._divergence(model, slots, placed)
 
-    def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> float:
+    def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> Generator[int, None, float]:
         """KL of the next token's distribution behind the blend from that behind the whole prompt computed, in nats."""
-        kv = _PagesKV(self._cache, slots, torch.arange(len(placed.tokens)) < placed.end)
-        exact, blended = (
-            _next_token(model, self._cache, placed.tokens, first, held) for first, held in ((0, None), (placed.end, kv))
-        )
+        cache = self._blender.cache
+        kv = _PagesKV(cache, slots, torch.arange(len(placed.tokens)) < placed.end)
+        exact = yield from self._next_token(model, placed.tokens, 0, None)
+        blended = yield from self._next_token(model, placed.tokens, placed.end, kv)
         return max(float((exact.exp() * (exact - blended)).sum()), 0.0)
 
-    def _slots(self, blocks: Sequence[int], end: int) -> torch.Tensor:
-        at = torch.arange(end)
-        return (torch.tensor(blocks)[at // self._block] * self._block + at % self._block).to(self._cache.device)
+    def _next_token(
+        self, model: ServedModel, tokens: torch.Tensor, first: int, held: _PagesKV | None
+    ) -> Generator[int, None, torch.Tensor]:
+        """Log-probabilities `[V]` of the token after a prompt, of which the tokens before `first` are held.
 
-
-def _next_token(
-    model: ServedModel, cache: PagedCache, tokens: torch.Tensor, first: int, held: _PagesKV | None
-) -> torch.Tensor:
-    """Log-probabilities `[V]` of the token after a prompt, of which the tokens before `first` are held."""
-    count = len(tokens)
-    positions = torch.arange(first, count)
-    rows = model.rows(positions, positions[:, None] >= torch.arange(count))
-    hidden = model.embed(tokens[first:])
-    for index, layer in enumerate(cache.layout.layers):
-        if held is None:
-            shape = (layer.kv_heads, count, layer.head_dim)
-            keys, values = (torch.zeros(shape, dtype=cache.dtype, device=cache.device) for _ in range(2))
-        else:
-            keys, values = held.layer(index)
-        hidden = model.layer(index, hidden, rows, KVExchange(keys, values, positions))
-    return model.logits(hidden[-1:])[0].log_softmax(-1)
+        Layer by layer, since only one layer's KV of the whole prompt is to be kept beside the pages.
+        """
+        cache = self._blender.cache
+        count = len(tokens)
+        size = max(min(self._blender.rows, _MASK_CELLS // count), 1)
+        blocks = torch.arange(first, count).split(size)
+        hidden = [model.embed(tokens[block]) for block in blocks]
+        for index, layer in enumerate(cache.layout.layers):
+            if held is None:
+                shape = (layer.kv_heads, count)
+                keys = torch.zeros(*shape, layer.head_dim, dtype=cache.dtype, device=cache.device)
+                values = torch.zeros(*shape, layer.value_dim, dtype=cache.dtype, device=cache.device)
+            else:
+                keys, values = held.layer(index)
+            for at, block in enumerate(blocks):
+                rows = model.rows(block, block[:, None] >= torch.arange(count))
+                yield len(block)
+                hidden[at] = model.layer(index, hidden[at], rows, KVExchange(keys, values, block))
+        return model.logits(hidden[-1][-1:])[0].log_softmax(-1)
 
 
 def selector_for(cost: float, reused: int) -> Selector:
@@ -115,24 +213,30 @@ def place(blend: Blend, end: int) -> Placed:
     """
     tokens = torch.tensor(blend.tokens)
     count = len(tokens)
-    segment = torch.zeros(count, dtype=torch.int64)
-    offset = torch.arange(count)
-    cached = torch.zeros(count, dtype=torch.bool)
-    bounds = {0, blend.start}
-    for piece in blend.pieces:
-        first, last = max(piece.start, blend.start), min(piece.start + piece.tokens, end)
-        cached[first:last] = True
-        # A piece that ends the prompt goes on behind `end`, with the prompt's last token, which is always computed.
-        bounds |= {first, piece.start + piece.tokens}
+    # Clients choose how many pieces there are: whatever is done for each must not walk the prompt.
+    begins = torch.tensor([piece.start for piece in blend.pieces], dtype=torch.int64)
+    ends = begins + torch.tensor([piece.tokens for piece in blend.pieces], dtype=torch.int64)
+    firsts = begins.clamp(min=blend.start)
+    # A piece that ends the prompt goes on behind `end`, with the prompt's last token, which is always computed.
+    cached = _added(count, firsts, ends.clamp(max=end), torch.ones_like(firsts)) > 0
     cached[:SINKS] = False
-    for number, first in enumerate(sorted(bound for bound in bounds if bound < count)):
-        segment[first:] = number
-        offset[first:] = torch.arange(count - first)
-    for piece in blend.pieces:  # a piece counts from its own beginning, though that may be exact
-        first = max(piece.start, blend.start)
-        offset[first : piece.start + piece.tokens] += first - piece.start
+    bounds = torch.cat((torch.tensor([0, blend.start]), firsts, ends)).unique()
+    bounds = bounds[bounds < count]
+    segment = torch.zeros(count, dtype=torch.int64)
+    segment[bounds[1:]] = 1
+    segment = segment.cumsum(0)
+    # A piece counts from its own beginning, though that may be exact.
+    offset = torch.arange(count) - bounds[segment] + _added(count, firsts, ends, firsts - begins)
     known = torch.arange(count) < blend.start
     return Placed(tokens, segment, offset, cached, torch.zeros_like(cached), known, end)
+
+
+def _added(count: int, firsts: torch.Tensor, ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Zeros `[count]`, plus `values[i]` at positions `firsts[i] … ends[i]`, none where these end before they begin."""
+    steps = torch.zeros(count + 1, dtype=torch.int64)
+    steps.index_add_(0, firsts.clamp(max=count), values)
+    steps.index_add_(0, torch.maximum(firsts, ends).clamp(max=count), -values)
+    return steps[:count].cumsum(0)
 
 
 class _PagesKV:

@@ -194,6 +194,16 @@ def total_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return cast(torch.Tensor, group.broadcast(added, src=0)).to(tensor.device)
 
 
+def agree_over_ranks(well: bool) -> bool:
+    """Whether all tensor-parallel ranks are well. It takes the CPU's group, so that it waits for no device."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return well
+    worst = torch.tensor(int(well))
+    torch.distributed.all_reduce(worst, torch.distributed.ReduceOp.MIN, group=group.cpu_group)
+    return bool(worst)
+
+
 def _owner_of(attention: Any) -> Any:
     """The model that owns an attention module. vLLM hands its connectors none."""
     owners = [

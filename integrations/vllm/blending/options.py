@@ -28,7 +28,9 @@ class BlendOptions:
             computed at the beginning of a prompt knows too little of what usually stands before it.
         min_reused: tokens that a blend must reuse; below, a prompt is computed.
         check_every: compute one in so many blends exactly, too, and export how far the next token's distribution moved
-            (`blend_kl`). That takes a whole prefill, during which the engine does nothing else. 0: never.
+            (`blend_kl`). That takes a whole prefill, in slices like the blend's own. 0: never.
+        most_segments: of a prompt, that are looked up and stored. Of more, the longest are kept, of equal ones the
+            first: clients choose how many there are, and the longest save the most per question to the store.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -43,6 +45,7 @@ class BlendOptions:
     min_context: int = 128
     min_reused: int = 256
     check_every: int = 0
+    most_segments: int = 1024
 
     def __post_init__(self) -> None:
         _check_cost("blend.cost", self.cost)
@@ -55,12 +58,10 @@ class BlendOptions:
             raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
         if not isinstance(self.harvest, bool):
             raise InputError(f"blend.harvest: must be true or false, got {self.harvest!r}")
-        if type(self.min_reused) is not int or self.min_reused < 1:
-            raise InputError(f"blend.min_reused: must be a whole number of at least 1, got {self.min_reused!r}")
-        for name in ("min_context", "check_every"):
+        for name, least in (("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("check_every", 0)):
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise InputError(f"blend.{name}: must be a whole number of at least 0, got {value!r}")
+            if type(value) is not int or value < least:
+                raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")
         try:
             self.chunker()
         except InputError as error:

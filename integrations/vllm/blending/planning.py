@@ -20,7 +20,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,11 +28,20 @@ from cuvee.blend.segmentation import Span, split
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, Scope, canonical, content_digest
 from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
-from cuvee.integrations.vllm.decision import BreakEven
+from cuvee.integrations.vllm.decision import BlendCost, BlendPays
+from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Piece
 from cuvee.integrations.vllm.metrics import Recorder
 
 logger = logging.getLogger(__name__)
+
+
+_LEAST_SHARE = 4  # of a step: one in so many of its tokens
+
+
+def least_slice(step_tokens: int) -> int:
+    """Tokens of blends that a step computes even if the engine's own requests fill it."""
+    return max(step_tokens // _LEAST_SHARE, 1)
 
 
 @dataclass(slots=True)
@@ -44,7 +53,7 @@ class Segmented:
         digests: of their tokens.
         cost: share of the token-layers to spend.
         asked: when the store was asked.
-        answer: whether each is there; None: it was not asked.
+        lookup: asks whether each is there, and answers None of those that it did not ask for in time; None: no lookup.
         blends: whether reuse is allowed at all; else its segments are only harvested.
         recipe: names what makes a blend of this request; empty until it is decided.
         exact: tokens before this one are exact; None: all are.
@@ -60,7 +69,7 @@ class Segmented:
     digests: list[bytes]
     cost: float
     asked: float
-    answer: Future[list[bool]] | None = None
+    lookup: Lookup[list[bool | None]] | None = None
     blends: bool = True
     recipe: bytes = b""
     exact: int | None = None
@@ -70,6 +79,11 @@ class Segmented:
     check: bool = False
     refused: str = ""
     reused: int = 0
+
+    def forget_lookup(self) -> None:
+        """Nobody waits for its answer any more."""
+        if self.lookup is not None:
+            self.lookup.answer.cancel()
 
     @property
     def told(self) -> dict[str, Any]:
@@ -86,11 +100,12 @@ class BlendPlanner:
         options: of the engine.
         identity: of its blobs.
         block_tokens: of a block of the engine.
-        submit: runs a function in the background.
-        contains: asks the store for digests of a tenant; whether all ranks' parts are there.
+        lookups: asks the store in the background.
+        overdue: called where a lookup takes too long.
         recorder: takes the figures.
         lookup_timeout: seconds that a request waits for the answer.
         always: blend whatever is found, whether or not it is expected to be quicker.
+        positions: that the model has; None: no limit.
         separator: token ids of the separator, if there is one.
         clock: seconds, monotonic.
     """
@@ -100,37 +115,37 @@ class BlendPlanner:
         options: BlendOptions,
         identity: Identity,
         block_tokens: int,
-        submit: Callable[..., Future[list[bool]]],
-        contains: Callable[[str, Sequence[bytes]], list[bool]],
+        lookups: Lookups,
+        overdue: Callable[[], None],
         recorder: Recorder,
         lookup_timeout: float,
         always: bool,
+        positions: int | None = None,
         separator: Sequence[int] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self.identity = identity
         self._block = block_tokens
-        self._submit = submit
-        self._contains = contains
+        self._lookups = lookups
+        self._overdue = overdue
         self._recorder = recorder
         self._timeout = lookup_timeout
         self._always = always
+        self._positions = positions
         self._separator = separator
         self._chunker = options.chunker()
         self._clock = clock
-        self.break_even = BreakEven()
+        self.pays = BlendPays()
         self._blends = 0
-        self._warned = False
+        self._warned: set[str] = set()
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
         """Find a new request's segments; None: it has none, or must not be cut."""
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
-            # Once as a warning: what clients send must not fill the log.
-            level, self._warned = (logging.DEBUG if self._warned else logging.WARNING), True
-            logger.log(level, "cuvee: request %s is not blended (logged once): %s", request.request_id, error)
+            self._warn("parameters", "request %s is not blended: %s", request.request_id, error)
             return self._refused("parameters")
         if request.lora_request is not None:  # its passes would have to run through the adapter
             return self._refused("adapter") if wants.segments else None
@@ -145,6 +160,7 @@ class BlendPlanner:
             spans = [span for span in split(ids, self._separator) if span[1] - span[0] >= self._options.least_tokens]
         else:
             spans = self._chunker.cut(ids)
+        spans = self._kept(request, spans)
         if not spans:
             return None
         digests = self._digests(request, tenant, spans)
@@ -155,13 +171,14 @@ class BlendPlanner:
     def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
         """The identity has changed: what the store said of the segments is void, and it is not asked again."""
         segmented.digests = self._digests(request, tenant, segmented.spans)
-        segmented.answer, segmented.harvested = None, 0
+        segmented.forget_lookup()
+        segmented.lookup, segmented.harvested = None, 0
 
     def ask(self, segmented: Segmented, tenant: str) -> None:
         """Ask the store which segments are there, in the background."""
-        if segmented.blends and segmented.answer is None and segmented.digests:
+        if segmented.blends and segmented.lookup is None and segmented.digests:
             segmented.asked = self._clock()
-            segmented.answer = self._submit(self._contains, tenant, segmented.digests)
+            segmented.lookup = self._lookups.begin(tenant, self._asking(segmented), [None] * len(segmented.digests))
 
     def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Blend | bool | None:
         """What to blend of a request whose first `base` tokens are exact.
@@ -175,21 +192,23 @@ class BlendPlanner:
         Returns:
             the blend, without its blocks; None: nothing is blended; True: ask again.
         """
-        if not segmented.blends or segmented.answer is None:
+        if not segmented.blends or segmented.lookup is None:
             return None
-        waited = wait([segmented.answer], patience)
-        if not waited.done:
-            if self._clock() - segmented.asked <= self._timeout:
-                return True
-            segmented.answer.cancel()
-            self.refuse(segmented, "timeout")
-            return None
+        late = not wait([segmented.lookup.answer], patience).done
+        if late and self._clock() - segmented.asked <= self._timeout:
+            return True
         try:
-            there = segmented.answer.result()
+            there = segmented.lookup.settle()
         except Exception:
             logger.exception("cuvee: a lookup of segments failed; its request is computed")
             self.refuse(segmented, "failed")
             return None
+        if late:
+            self._overdue()
+            self._recorder.count("segments_left_out", sum(found is None for found in there), "time")
+            if not any(there):
+                self.refuse(segmented, "timeout")
+                return None
         last = request.num_prompt_tokens - 1
         # Less may be exact than when the blocks were renamed: the engine dropped some, and computes them again. Tokens
         # in front of the first renamed one must stay exact.
@@ -211,7 +230,9 @@ class BlendPlanner:
             return None
         if segmented.recipe:  # decided before
             return blend
-        if not self._always and not self.break_even.worth_loading(end - base):
+        computed = end - base - (1 - segmented.cost) * reused
+        cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
+        if not self._always and not self.pays.worth(end - base, cost):
             self.refuse(segmented, "declined")
             return None
         if not self._set_apart(request, segmented, max(base, pieces[0].start), pieces):
@@ -237,12 +258,45 @@ class BlendPlanner:
 
     def refuse(self, segmented: Segmented, reason: str) -> None:
         """A request is not blended, and why; counted, and told to the client. The first reason stands."""
+        segmented.forget_lookup()
         segmented.taken = frozenset()  # all of it is computed, and what was to be reused can be stored again
         if segmented.refused:
             return
         self._recorder.count("blends_refused", label=reason)
         segmented.refused = reason
         segmented.blends = False
+
+    def _asking(self, segmented: Segmented) -> Asking[list[bool | None]]:
+        """Asks for a digest once, those of the longest segments first: should time run out, they are worth the most."""
+        digests, spans = list(segmented.digests), segmented.spans
+        longest = sorted(range(len(digests)), key=lambda at: spans[at][0] - spans[at][1])
+        wanted = list(dict.fromkeys(digests[at] for at in longest))
+        there: dict[bytes, bool] = {}
+        for first in range(0, len(wanted), self._lookups.batch):
+            batch = wanted[first : first + self._lookups.batch]
+            found = yield Question(batch, [there.get(digest) for digest in digests])
+            there.update(zip(batch, found, strict=True))
+        return [there[digest] for digest in digests]
+
+    def _kept(self, request: Any, spans: list[Span]) -> list[Span]:
+        """Those that the model has positions for, and of these the longest where there are too many, in their order."""
+        within = [span for span in spans if self._positions is None or span[1] <= self._positions]
+        most = self._options.most_segments
+        longest = sorted(within, key=lambda span: span[0] - span[1])[:most]  # a stable sort: of equal ones the first
+        for reason, left_out, limit in (
+            ("positions", len(spans) - len(within), f"the model has {self._positions} positions"),
+            ("number", len(within) - len(longest), f"blend.most_segments is {most}; raise it, or name longer ones"),
+        ):
+            if left_out:
+                self._recorder.count("segments_left_out", left_out, reason)
+                self._warn(reason, "%d segments of request %s are left out: %s", left_out, request.request_id, limit)
+        return sorted(longest)
+
+    def _warn(self, what: str, message: str, *arguments: Any) -> None:
+        """Log a warning once: what clients send must not fill the log."""
+        level = logging.DEBUG if what in self._warned else logging.WARNING
+        self._warned.add(what)
+        logger.log(level, f"cuvee: {message} (logged once)", *arguments)
 
     def _digests(self, request: Any, tenant: str, spans: Sequence[Span]) -> list[bytes]:
         ids = request.prompt_token_ids

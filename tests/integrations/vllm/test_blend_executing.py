@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +15,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuvee.blend import Nothing, Random, Selector, default_selector
 from cuvee.blend.model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
-from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, place, selector_for
+from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, RankFailed, place, selector_for
 from cuvee.integrations.vllm.messages import Blend, Piece
 
 LAYERS = LAYOUT.num_layers
@@ -101,6 +105,38 @@ def test_an_example_of_it() -> None:
     assert placed.known.nonzero()[:, 0].tolist() == [0, 1, 2]
 
 
+class Written(TorchDispatchMode):
+    """Counts the numbers that torch's operations give: what they fill, or make anew."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = func(*args, **(kwargs or {}))
+        for each in given if isinstance(given, tuple) else (given,):
+            if isinstance(each, torch.Tensor) and not func.is_view:
+                self.numbers += each.numel()
+        return given
+
+
+def placed_numbers(pieces: int, count: int = 1 << 14) -> int:
+    """Numbers written to place so many pieces, with a token of text between them, in a prompt of `count` tokens."""
+    step = count // (pieces + 1)
+    blend = Blend([0] * count, 0, [Piece(b"", at * step, step - 1) for at in range(pieces)], 0, [])
+    written = Written()
+    with written:
+        place(blend, count - 1)
+    return written.numbers
+
+
+def test_placing_many_pieces_writes_no_more_than_placing_one() -> None:
+    """Clients choose how many there are, and this runs in the engine's thread: a prompt is not walked for each."""
+    one = placed_numbers(1)
+    assert one >= 6 * (1 << 14), "what is asked for was counted"
+    assert placed_numbers(2047) < 2 * one
+
+
 @pytest.mark.usefixtures("sinks")
 @pytest.mark.parametrize(
     ("base", "piece", "cached"),
@@ -135,7 +171,7 @@ def test_the_first_tokens_of_a_prompt_are_computed() -> None:
 # PageBlender ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     positions: torch.Tensor
     visible: torch.Tensor | None
@@ -158,14 +194,22 @@ class PagesModel:
         self.through: list[list[int]] = [[] for _ in range(LAYERS)]
         self.seen: list[tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor]] = []
         self.exchanges: list[PagesExchange] = []
+        self.fails: Callable[[str], None] = lambda where: None
+        self.masks: weakref.WeakSet[Rows] = weakref.WeakSet()
+        self.most_masks = 0
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens[:, None].float()
 
     def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> Rows:
-        return Rows(positions, visible)
+        self.fails("rows")
+        rows = Rows(positions, visible)
+        self.masks.add(rows)
+        self.most_masks = max(self.most_masks, len(self.masks))
+        return rows
 
     def layer(self, index: int, hidden: torch.Tensor, rows: Rows, exchange: Exchange) -> torch.Tensor:
+        self.fails("layer")
         new = computed(hidden[:, 0].long(), rows.positions, index)
         if rows.visible is not None:
             keys, values = exchange(new.bfloat16(), -new.bfloat16())
@@ -179,6 +223,7 @@ class PagesModel:
         slots = self.blocks[rows.positions // BLOCK] * BLOCK + rows.positions % BLOCK
         for pages, part in ((self.cache.keys[index], new), (self.cache.values[index], -new)):
             pages.view(-1, 2, 16)[slots] = part.transpose(0, 1).bfloat16()
+        self.fails("written")
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -203,7 +248,12 @@ def pages(known: int, pieces: Sequence[Piece], end: int) -> PagedCache:
 
 
 def run(
-    blend: Blend, end: int, total: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    blend: Blend,
+    end: int,
+    total: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    agree: Callable[[bool], bool] = lambda well: well,
+    rows: int = 1024,
+    budget: float = math.inf,
 ) -> tuple[PagesModel, dict[str, float], torch.Tensor]:
     """The model after it, the record, and the last layer's keys `[T]` of the first tokens."""
     cache = pages(blend.start, blend.pieces, end)
@@ -213,7 +263,10 @@ def run(
         opened.append(PagesModel(cache, blocks))
         return opened[-1]
 
-    record = PageBlender(cache, BLOCK, open_model, total).blend(blend, end)
+    blending = PageBlender(cache, BLOCK, open_model, total, agree, rows).begin(blend, end)
+    while not blending.done:
+        blending.advance(budget)
+    record = blending.figures
     (model,) = opened
     at = torch.arange(len(TABLE) * BLOCK)
     keys, _ = cache.layer(LAYERS - 1, torch.tensor(TABLE)[at // BLOCK] * BLOCK + at % BLOCK)
@@ -369,3 +422,185 @@ def test_a_check_is_the_kl_of_the_two_distributions() -> None:
     wanted = float(torch.distributions.kl_divergence(exact, blended))
     assert wanted > 1e-6 and kl == pytest.approx(wanted, rel=1e-3, abs=1e-6)
     assert torch.equal(behind[1][0, :38, 0].float(), before[:38]), "what was placed and computed"
+
+
+# Slices --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("check", [False, True])
+@pytest.mark.parametrize(("rows", "budget"), [(1, 1), (3, 1), (3, 7), (1024, 1), (5, 1000)])
+def test_slices_make_what_one_piece_makes(cost: float, check: bool, rows: int, budget: int) -> None:
+    whole, piecemeal = request(cost), request(cost)
+    whole.check = piecemeal.check = check
+    model, record, keys = run(whole, 38)
+    sliced, same_record, same_keys = run(piecemeal, 38, rows=rows, budget=budget)
+    assert torch.equal(keys.nan_to_num(-1), same_keys.nan_to_num(-1))
+    kl, same_kl = record.pop("blend_kl", 0.0), same_record.pop("blend_kl", 0.0)
+    assert same_record == record and sliced.through == model.through
+    if not check:
+        assert kl == same_kl == 0
+
+
+def slices(blend: Blend, end: int, rows: int, budget: float) -> list[tuple[float, int]]:
+    """Of each slice, what it says it took, and the token-layers that the model computed in it, the query's included."""
+    cache = pages(blend.start, blend.pieces, end)
+    model = PagesModel(cache, blend.blocks)
+    blending = PageBlender(cache, BLOCK, lambda blocks: model, lambda t: t, lambda well: well, rows).begin(blend, end)
+    found, before = [], 0
+    while not blending.done:
+        took = blending.advance(budget)
+        after = sum(map(len, model.through)) + sum(len(positions) for positions, *_ in model.seen)
+        found.append((took, after - before))
+        before = after
+    return found
+
+
+@pytest.mark.parametrize("check", [False, True])
+def test_a_slice_computes_no_more_than_it_may(check: bool) -> None:
+    """28 tokens in units of 4, in slices of 10; then 60 tokens, and the 22 behind the blend, to check it."""
+    blend = request(1)
+    blend.check = check
+    found = slices(blend, 38, rows=4, budget=10)
+    assert all(took <= 10 for took, _ in found)
+    assert all(computed <= 10 * LAYERS for _, computed in found)
+    assert sum(computed for _, computed in found) == (28 + 82 * check) * LAYERS
+    assert sum(took for took, _ in found) == pytest.approx(28 + 82 * check)
+    assert len(found) >= (28 + 82 * check) / 10
+
+
+def test_a_slice_gets_on_however_little_it_may_compute() -> None:
+    assert [took for took, _ in slices(request(1), 38, rows=4, budget=0.5)] == [4] * 7
+
+
+def test_no_more_than_one_unit_is_prepared_at_a_time() -> None:
+    """A mask has a row per token, and what a backend wants of a unit is as large."""
+    model, _, _ = run(request(1), 38, rows=2)
+    assert len(model.through[0]) == 28 and model.most_masks <= 2
+
+
+def test_a_check_holds_no_mask_of_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    blend = request(0)
+    blend.check = True
+    _, record, _ = run(blend, 38)
+    monkeypatch.setattr(executing, "_MASK_CELLS", 8 * 60)
+    blend = request(0)
+    blend.check = True
+    model, blocked, _ = run(blend, 38)
+    assert max(visible.numel() for *_, visible in model.seen) == 8 * 60 and model.most_masks <= 2
+    through = sorted(at for positions, *_ in model.seen for at in positions)
+    assert through == sorted([*range(60), *range(38, 60)] * LAYERS)
+    assert blocked.keys() == record.keys()
+
+
+# Ranks ---------------------------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Ranks in threads, that wait for each other in `agree` and in every layer, as those of an engine do."""
+
+    def __init__(self, count: int) -> None:
+        self.barrier = threading.Barrier(count, timeout=20)
+        self.said: list[bool] = []
+
+    def agree(self, well: bool) -> bool:
+        self.said.append(well)
+        self.barrier.wait()
+        together = all(self.said[-self.barrier.parties :])
+        self.barrier.wait()
+        return together
+
+    def meet(self) -> None:
+        self.barrier.wait()
+
+
+def blend_on(ranks: Ranks, fails: Callable[[str], None], check: bool = False) -> tuple[Any, BaseException | None]:
+    """A blend on one rank: what it did, and what it raised."""
+    blend = request(0.6)
+    blend.check = check
+    cache = pages(blend.start, blend.pieces, 38)
+    model = PagesModel(cache, blend.blocks)
+
+    def before(where: str) -> None:
+        fails(where)
+        if where == "layer":
+            ranks.meet()
+
+    model.fails = before
+
+    def open_model(blocks: Sequence[int]) -> Any:
+        fails("open")
+        return model
+
+    blending = PageBlender(cache, BLOCK, open_model, lambda t: t, ranks.agree, 4).begin(blend, 38)
+    try:
+        while not blending.done:
+            blending.advance(10)
+    except BaseException as error:
+        return blending, error
+    return blending, None
+
+
+class Fails:
+    """Raises the `number`-th time that a rank comes to a place."""
+
+    def __init__(self, place: str, number: int) -> None:
+        self.place, self.number, self.seen = place, number, 0
+
+    def __call__(self, where: str) -> None:
+        self.seen += where == self.place
+        if where == self.place and self.seen == self.number:
+            raise MemoryError(f"no room at {where}")
+
+
+def blend_on_two(trouble: Callable[[str], None]) -> tuple[tuple[Any, BaseException | None], ...]:
+    """A blend that is checked, on a rank that is well and on one with a trouble."""
+    ranks, results = Ranks(2), {}
+
+    def work(rank: int) -> None:
+        results[rank] = blend_on(ranks, trouble if rank else lambda where: None, check=True)
+
+    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(results) == 2, "a rank waits for ever"
+    return results[0], results[1]
+
+
+@pytest.mark.parametrize(
+    ("fails", "checked"),
+    [
+        (Fails("open", 1), False),  # before anything is computed
+        (Fails("rows", 2), False),  # the first unit
+        (Fails("rows", 4), False),  # a later one
+        (Fails("rows", 9), True),  # a comparison with the whole prompt
+        (Fails("rows", 30), True),
+    ],
+    ids=lambda value: f"{value.place} {value.number}" if isinstance(value, Fails) else "",
+)
+def test_no_rank_waits_for_one_that_failed(fails: Fails, checked: bool) -> None:
+    """Whatever fails while a unit is prepared, all ranks hear of it before they compute the unit."""
+    (first, problem), (second, cause) = blend_on_two(Fails(fails.place, fails.number))
+    if checked:  # the blend itself is good
+        assert problem is cause is None
+        for blending in (first, second):
+            assert blending.figures["blends"] == blending.figures["blend_checks_failed"] == 1
+            assert "blend_kl" not in blending.figures
+    else:
+        assert isinstance(problem, RankFailed) and isinstance(cause, MemoryError)
+        assert not first.figures and not second.figures
+
+
+def test_what_fails_at_the_end_of_a_blend_is_no_failure_of_its_check() -> None:
+    blend = request(0.6)
+    cache = pages(blend.start, blend.pieces, 38)
+    model, whole = PagesModel(cache, blend.blocks), Fails("written", 0)
+    model.fails = whole
+    blending = PageBlender(cache, BLOCK, lambda blocks: model, lambda t: t, lambda well: well, 4).begin(blend, 38)
+    while not blending.done:
+        blending.advance(10)
+    (first, problem), (second, cause) = blend_on_two(Fails("written", whole.seen))
+    assert isinstance(problem, RankFailed) and isinstance(cause, MemoryError)
+    assert "blend_checks_failed" not in {**first.figures, **second.figures}

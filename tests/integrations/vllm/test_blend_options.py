@@ -36,6 +36,7 @@ def test_defaults() -> None:
     assert options.blend == BlendOptions()
     assert (BlendOptions().cost, BlendOptions().separator, BlendOptions().min_reused) == (0.15, None, 256)
     assert BlendOptions().harvest and (BlendOptions().min_context, BlendOptions().check_every) == (128, 0)
+    assert BlendOptions().most_segments == 1024
     chunker = BlendOptions().chunker()
     assert (chunker.least, chunker.mean, chunker.most) == (64, 192, 768)
 
@@ -43,10 +44,10 @@ def test_defaults() -> None:
 def test_everything_can_be_set() -> None:
     given = {
         "cost": 1, "separator": [1, 2], "least_tokens": 8, "mean_tokens": 16, "most_tokens": 32, "harvest": False,
-        "min_context": 7, "min_reused": 1, "check_every": 50,
+        "min_context": 7, "min_reused": 1, "check_every": 50, "most_segments": 3,
     }  # fmt: skip
     options = Options.from_dict({"blend": json.loads(json.dumps(given))})
-    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 7, 1, 50)
+    assert options.blend == BlendOptions(1, (1, 2), 8, 16, 32, False, 7, 1, 50, 3)
     assert hash(options) is not None, "stores are shared by their options"
     assert Options.from_dict({"blend": {"separator": " # # "}}).blend == BlendOptions(separator=" # # ")
     assert Options(blend=options.blend) == options
@@ -79,6 +80,8 @@ def test_everything_can_be_set() -> None:
         ({"min_reused": 0}, "blend.min_reused: must be a whole number of at least 1, got 0"),
         ({"min_reused": 2.5}, "blend.min_reused: must be a whole number"),
         ({"min_reused": True}, "blend.min_reused: must be a whole number"),
+        ({"most_segments": 0}, "blend.most_segments: must be a whole number of at least 1, got 0"),
+        ({"most_segments": 1e3}, "blend.most_segments: must be a whole number"),
         ({"min_context": -1}, "blend.min_context: must be a whole number of at least 0, got -1"),
         ({"min_context": 1.0}, "blend.min_context: must be a whole number"),
         ({"check_every": -1}, "blend.check_every: must be a whole number of at least 0, got -1"),

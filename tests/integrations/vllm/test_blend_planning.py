@@ -15,6 +15,7 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_req
 from cuvee.blend.segmentation import ContentChunker
 from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
+from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Load, Piece, Report, Save, StepPlan
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
@@ -84,7 +85,7 @@ def blend(d: Desk, request: SimpleNamespace, computed: int = 0) -> Load:
     name = request.request_id
     d.side.take(Report([1], placed=[name] * d.shards))
     assert d.plan().blends == [name]
-    d.side.take(Report([2], ended={name}, blended=[(planned.end - planned.blend.start, 0.1)] * d.shards))
+    d.side.take(Report([2], ended={name}, blended=[BlendCost(2, 50, 22.5, 65)] * d.shards))
     d.side.allocated(request, BLOCKS, 0)  # as the engine does once all is there
     return planned
 
@@ -332,6 +333,39 @@ def test_short_segments_are_not_used(desk: Callable[..., Desk]) -> None:
     d.put_segments(FIRST, SECOND)
     request = ask(d)
     assert d.matched(request) == (39, True)
+
+
+def test_pieces_beyond_the_positions_of_the_model_are_not_used(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture
+) -> None:
+    d = desk()
+    d.put_segments(FIRST, SECOND)
+    beyond = [*text(4080), *FIRST, *text(5, 30), *SECOND, *text(9)]
+    for name in ("r", "again"):
+        request = ask(d, name, beyond, [(4080, 4109), (4114, 4135)])
+        assert d.matched(request) == (0, False) and d.side.told(request) is None, "as if they had not been named"
+    planned = load(d, ask(d, "s", [*text(4067), *FIRST, *SECOND, *text(9)], [(4067, 4096), (4096, 4117)]))
+    assert planned.blend is not None and [piece.start for piece in planned.blend.pieces] == [4067]
+    assert d.recorder.totals()["segments_left_out", "positions"] == 5
+    assert caplog.text.count("WARNING") == 1 and "the model has 4096 positions" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("most", "kept"), [(1, [(30, 45)]), (2, [(0, 10), (30, 45)]), (3, [(0, 10), (11, 21), (30, 45)]), (9, None)]
+)
+def test_of_too_many_segments_the_longest_are_used(
+    desk: Callable[..., Desk], caplog: pytest.LogCaptureFixture, most: int, kept: list[tuple[int, int]] | None
+) -> None:
+    d = desk(blend={"most_segments": most})
+    spans = [(0, 10), (11, 21), (22, 29), (30, 45), (46, 51)]
+    found = planner_of(d).segment(make_request(kv_transfer_params={"cuvee": {"segments": spans}}), "")
+    assert found is not None and found.spans == (spans if kept is None else kept)
+    assert len(found.digests) == len(found.spans)
+    left_out = 0 if kept is None else len(spans) - most
+    assert d.recorder.totals().get(("segments_left_out", "number"), 0) == left_out
+    assert (f"{left_out} segments of request r are left out: blend.most_segments is {most}" in caplog.text) == (
+        left_out > 0
+    )
 
 
 def test_tenants_do_not_share_segments(desk: Callable[..., Desk]) -> None:
@@ -600,7 +634,7 @@ def test_malformed_parameters_are_refused_and_the_request_is_served(
     d = desk()
     d.put_segments(FIRST, SECOND)
     request = ask(d, kv_transfer_params={"cuvee": wants}, chunks=2)
-    assert "request r is not blended (logged once): kv_transfer_params.cuvee" in caplog.text
+    assert "request r is not blended: kv_transfer_params.cuvee" in caplog.text
     assert d.matched(request) == (32, True), "what is exact is loaded"
     assert d.side.told(request) == {"blended": False, "refused": "parameters"}
     assert refused(d) == {"parameters": 1}
@@ -694,14 +728,16 @@ def test_a_lookup_that_fails_is_no_blend(desk: Callable[..., Desk], error: type[
 # Whether it pays -----------------------------------------------------------------------------------------------------
 
 
-def measure(d: Desk, prefill: float, blended: float) -> None:
-    """Steps of 16 tokens and blends of 65 that took so many seconds."""
+def measure(d: Desk, prefill: float, blended: float, shape: BlendCost = BlendCost(2, 50, 22.5, 65)) -> None:  # noqa: B008
+    """Steps of 16 tokens, and blends like those that are asked for, that took so many seconds."""
     for _ in range(8):
         small = make_request("p", tokens=16)
         d.matched(small)
         step = d.plan((small, 0, 16))
         d.now += prefill
-        d.side.take(Report([step.step], blended=[(65, blended)]))
+        d.side.take(
+            Report([step.step], blended=[replace(shape, place_seconds=blended / 2, compute_seconds=blended / 2)])
+        )
 
 
 def test_blends_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
@@ -728,10 +764,24 @@ def test_blends_that_pay_are_made(desk: Callable[..., Desk]) -> None:
     assert d.matched(ask(d, "s")) == (65, True) and refused(d) == {}
 
 
+def test_useless_blends_of_one_tenant_refuse_no_useful_ones_of_another(desk: Callable[..., Desk]) -> None:
+    """Whatever they are: mostly text, a thousand pieces, or next to nothing."""
+    d = desk(decide="measured", blend={"cost": 0})
+    d.put_segments(FIRST, SECOND, tenant="b")
+    d.put_segments(FIRST[:8], tenant="a")
+    measure(d, 0.016, 0.01)  # 1 ms per token, and 65 in 10 ms
+    for useless in (BlendCost(1, 8, 200, 208), BlendCost(1000, 4000, 3000, 7000), BlendCost(1, 8, 15, 4000)):
+        for _ in range(40):
+            d.side.take(Report(blended=[replace(useless, place_seconds=0.5, compute_seconds=0.5)]))
+    text_heavy = ask(d, "a", [*text(200), *FIRST[:8], *text(192, 300)], [(200, 208)], cache_salt="a")
+    assert d.matched(text_heavy) == (0, False) and refused(d) == {"declined": 1}
+    assert d.matched(ask(d, "b", cache_salt="b")) == (65, True) and refused(d) == {"declined": 1}
+
+
 def test_loads_and_blends_are_judged_by_their_own_speed(desk: Callable[..., Desk]) -> None:
     d = desk(decide="measured")
     d.put_segments(SECOND)
-    measure(d, 1e-3, 0.65)
+    measure(d, 1e-3, 0.65, BlendCost(1, 21, 15.15, 65))
     for _ in range(8):
         d.side.take(Report(loaded=[(64, 1e-5)]))
     request = ask(d, chunks=2)
@@ -747,6 +797,7 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
     d.side.take(Report(placed=["r"]))
     plan = d.plan((other, 0, 32))
     assert plan.blends == ["r"] and plan.step not in d.side._timed_steps
+    d.side.take(Report(ended={"r"}))
     assert d.plan((other, 32, 32), new=False).step in d.side._timed_steps
 
 
@@ -764,8 +815,9 @@ def test_all_ranks_recompute_in_the_same_step(desk: Callable[..., Desk]) -> None
     assert d.plan().blends == ["b"]
     d.side.take(Report([3], placed=["a"]))
     plan = d.plan()
-    assert plan.blends == ["a"] and plan.drops == []
-    assert d.plan().blends == [], "once"
+    assert plan.blends == ["b", "a"] and plan.drops == []
+    d.side.take(Report([4], ended={"a", "b"}))
+    assert d.plan().blends == []
 
 
 @pytest.mark.parametrize("planned_between", [False, True])
@@ -932,23 +984,43 @@ def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk
     assert planner.harvest(found, 77) == [0, 1]
     planner.identity = replace(planner.identity, model="other weights")
     planner.rename(found, request, "")
-    assert found.answer is None and set(found.digests).isdisjoint(old) and len(found.digests) == 2
+    assert found.lookup is None and set(found.digests).isdisjoint(old) and len(found.digests) == 2
     assert planner.harvest(found, 77) == [0, 1]
     assert planner.offer(request, found, 0, 0.0) is None
 
 
-def test_a_step_takes_no_more_blends_than_it_may_compute(desk: Callable[..., Desk]) -> None:
-    """Each of these computes its text and a part of what it reuses; one is taken in any case."""
+def test_blends_get_what_a_step_leaves(desk: Callable[..., Desk]) -> None:
+    """They share what the engine's own requests do not take, and have a quarter of a step in any case."""
+    d = desk()
+    d.side._step_tokens = 400
+    d.put_segments(FIRST, SECOND)
+    names = ["a", "b", "c"]
+    for name in names:
+        load(d, ask(d, name))
+    d.side.take(Report([1], placed=list(names)))
+    other = make_request("other", 400)
+    d.side.arrived(other)
+    for scheduled, left in ((0, 400), (150, 250), (299, 101), (301, 100), (400, 100)):
+        plan = d.plan((other, 0, scheduled)) if scheduled else d.plan()
+        assert (plan.blends, plan.blend_tokens) == (names, left)
+
+
+def test_a_blend_is_named_until_its_load_is_over(desk: Callable[..., Desk]) -> None:
     d = desk()
     d.put_segments(FIRST, SECOND)
-    names = ["a", "b", "c", "d"]
-    loads = [load(d, ask(d, name)) for name in names]
-    each = loads[0].end - (1 - loads[0].blend.cost) * loads[0].blend.reused(loads[0].end)  # type: ignore[union-attr]
-    d.side.take(Report([1], placed=list(names)))
-    d.side._step_tokens = int(2 * each)
+    names = ["a", "b", "c"]
+    for name in names:
+        load(d, ask(d, name))
+    assert d.plan().idle
+    d.side.take(Report([1], placed=["a", "c", "b"]))
+    assert d.plan().blends == d.plan().blends == ["a", "c", "b"], "in the order in which they are ready"
+    assert not d.plan().idle, "the next slice waits for nothing"
+    d.side.take(Report([2], ended={"c"}))
     assert d.plan().blends == ["a", "b"]
-    d.side._step_tokens = 1
-    assert d.plan().blends == ["c"]
-    d.side.finished(d.side._requests["d"].request, [])
+    d.side.finished(d.side._requests["b"].request, [])
     plan = d.plan()
-    assert plan.blends == [] and plan.drops == ["d"]
+    assert plan.blends == ["a"] and plan.drops == ["b"], "it was aborted amid its slices"
+    d.side.take(Report([3], ended={"a"}, failed={"a"}))
+    plan = d.plan()
+    assert plan.blends == [] and plan.drops == ["a"], "ranks that are not told would wait for it"
+    assert not d.side._ready and not d.side._placed

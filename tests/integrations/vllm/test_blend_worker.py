@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,8 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate, unrotate
+from cuvee.integrations.vllm.blending.executing import PageBlender
+from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Blend, Load, Report
 
 PAGES = [20, 3, 17, 4, 9, 22, 11, 5]  # of a prompt
@@ -24,17 +26,47 @@ SEGMENTS = [(5, 20), (31, 9), (64, 16)]  # of the sequence
 
 
 class FakeBlender:
-    """Stands in for `PageBlender`: fails, or says that it has computed everything."""
+    """Stands in for `PageBlender`: fails, or says that it has computed everything, after some slices.
 
-    def __init__(self, error: Exception | None = None) -> None:
+    Attributes:
+        calls: blends that were begun.
+        budgets: of each slice that was computed.
+        well: what this rank said of itself, each time that ranks were to agree.
+    """
+
+    def __init__(self, error: Exception | None = None, slices: int = 1, takes: float = 10.0) -> None:
         self.error = error
+        self.slices = slices
+        self.takes = takes
+        self.others_well = True
         self.calls: list[tuple[Blend, int]] = []
+        self.budgets: list[float] = []
+        self.well: list[bool] = []
 
-    def blend(self, blend: Blend, end: int) -> dict[str, float]:
+    def agree(self, well: bool) -> bool:
+        self.well.append(well)
+        return well and self.others_well
+
+    def begin(self, blend: Blend, end: int) -> FakeBlend:
         self.calls.append((blend, end))
-        if self.error is not None:
-            raise self.error
-        return {"blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7}
+        return FakeBlend(self, blend, end)
+
+
+class FakeBlend:
+    def __init__(self, blender: FakeBlender, blend: Blend, end: int) -> None:
+        self.blender = blender
+        self.left = blender.slices
+        self.done = False
+        self.figures = {"blends": 1, "blended_tokens": end - blend.start, "blend_reused_tokens": 7}
+
+    def advance(self, budget: float) -> float:
+        assert not self.done
+        self.blender.budgets.append(budget)
+        self.left -= 1
+        if self.blender.error is not None and self.left == 0:
+            raise self.blender.error
+        self.done = self.left == 0
+        return self.blender.takes
 
 
 @pytest.fixture
@@ -63,13 +95,18 @@ def store_segments(b: Bench, *segments: tuple[int, int]) -> None:
     b.worker.report(0)
 
 
-def run_blend(b: Bench, load: Load, blender: Any) -> Report:
+def run_blend(b: Bench, load: Load, blender: FakeBlender) -> Report:
     """Load, recompute once all is placed, and report, as the engine does."""
     b.worker.start_loads([load], synchronous=False)
     place(b)
-    b.worker.blend([load.request], blender)
+    compute(b, [load.request], blender)
     assert b.worker.take_arrived() == {load.request}
     return b.worker.report(2)
+
+
+def compute(b: Bench, requests: list[str], blender: FakeBlender, tokens: int = 1000) -> None:
+    """The blends' part of one step of the engine."""
+    b.worker.blend(requests, tokens, cast(PageBlender, blender))
 
 
 def place(b: Bench, request: str = "r") -> Report:
@@ -232,6 +269,42 @@ def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypat
     assert b.counts()["loaded_chunks"] == 1 and b.counts()["loaded_segments"] == 4
 
 
+class Walked(list[Any]):
+    """Counts how many of its items are read, whatever reads them by Python's means."""
+
+    read = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.read += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        found = super().__getitem__(at)
+        self.read += len(found) if isinstance(at, slice) else 1
+        return found
+
+
+def walked(b: Bench, count: int) -> tuple[int, int]:
+    """Pieces and blocks read to place so many pieces of a token, each in a block of its own."""
+    load = b.load_blend(PAGES, [b.piece(5 + at, 1, at * BLOCK + 3) for at in range(count)], len(PAGES) * BLOCK - 1)
+    assert load.blend is not None
+    load.blocks, load.blend.pieces = Walked(load.blocks), Walked(load.blend.pieces)
+    b.worker.start_loads([load], synchronous=False)
+    place(b)
+    compute(b, ["r"], FakeBlender())
+    assert b.worker.take_arrived() == {"r"} and b.worker.report(2).blended
+    return load.blend.pieces.read, load.blocks.read
+
+
+def test_placing_a_piece_reads_neither_the_others_nor_their_blocks(bench: Callable[..., Bench]) -> None:
+    """Clients choose how many there are, of prompts of thousands of blocks."""
+    b = bench()
+    store_segments(b, *((5 + at, 1) for at in range(len(PAGES))))
+    few, many = walked(b, 2), walked(b, len(PAGES))
+    assert few[0] > 2 and many[0] == len(PAGES) / 2 * few[0]
+    assert few[1] == 2 and many[1] == len(PAGES)
+
+
 def test_a_synchronous_load_does_not_wait_for_a_blend(bench: Callable[..., Bench]) -> None:
     b, go = bench(load_async=False, load_timeout=1), threading.Event()
     store_segments(b)
@@ -245,7 +318,7 @@ def test_a_synchronous_load_does_not_wait_for_a_blend(bench: Callable[..., Bench
     assert b.held([0, 1], 0, CHUNK) and b.worker.take_arrived() == {"s"}
     b.worker.drop(["waits"])
     assert b.worker.take_arrived() == {"waits"}
-    b.worker.blend(["r"], None)
+    compute(b, ["r"], FakeBlender(slices=2))
     assert b.worker.take_arrived() == set()
 
 
@@ -278,16 +351,26 @@ def test_a_blend_arrives_once_it_is_recomputed(bench: Callable[..., Bench]) -> N
     report = run_blend(b, load, blender)
     assert blender.calls == [(load.blend, 40)]
     assert report.ended == {"r"} and not report.failed and not report.unsaved and not report.loaded
-    ((tokens, seconds),) = report.blended
-    assert tokens == 24 and seconds > 0, "behind the chunk: that is what is decided about"
+    (done,) = report.blended
+    assert done == BlendCost(1, 20, 24 - 7, 40, CHUNK, done.place_seconds, done.compute_seconds)
+    assert done.place_seconds > 0 and done.compute_seconds > 0
     assert not b.worker.take_invalid_blocks()
     counts = b.counts()
     assert counts["blends"] == 1 and counts["blended_tokens"] == 24 and counts["blend_reused_tokens"] == 7
     assert counts["loaded_tokens"] == 40 and counts["loads"] == 1 and "recomputed_tokens" not in counts
     assert [value for name, value in counts.items() if name.startswith("blend_seconds")]
-    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    compute(b, ["r"], blender)
     b.worker.drop(["r"])
     assert len(blender.calls) == 1 and b.worker.take_arrived() == set(), "once"
+
+
+def test_a_check_is_no_part_of_what_a_blend_takes(bench: Callable[..., Bench]) -> None:
+    b = bench()
+    store_segments(b)
+    load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40)
+    load.blend.check = True  # type: ignore[union-attr]
+    (done,) = run_blend(b, load, FakeBlender()).blended
+    assert done.compute_seconds == 0 < done.place_seconds
 
 
 def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Bench]) -> None:
@@ -302,8 +385,85 @@ def test_blends_are_recomputed_in_the_order_of_the_plan(bench: Callable[..., Ben
     while len(placed) < 2:
         b.worker.take_arrived(0.01)
         placed += b.worker.report(1).placed
-    b.worker.blend(["b", "unknown", "a"], blender)  # type: ignore[arg-type]
+    compute(b, ["b", "unknown", "a"], blender)
     assert [end for _, end in blender.calls] == [12, 23] and b.worker.take_arrived() == {"a", "b"}
+
+
+def test_a_blend_goes_on_slice_by_slice(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender(slices=3)
+    store_segments(b)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    place(b)
+    for number in range(3):
+        assert b.worker.take_arrived() == set() and "blends" not in b.counts(), number
+        compute(b, ["r"], blender, tokens=100 + number)
+    assert blender.budgets == [100, 101, 102] and len(blender.calls) == 1
+    assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
+    counts = b.counts()
+    assert counts["blends"] == 1 and counts["blend_slices"] == 3
+    assert blender.well == [True] * 3
+    compute(b, ["r"], blender)
+    assert blender.well[3:] == [False], "it is over here; a rank where it is not must hear of that"
+
+
+def test_what_a_slice_leaves_of_a_step_is_for_the_next_blend(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender(slices=2, takes=60)
+    store_segments(b)
+    loads = [
+        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
+        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
+    ]
+    b.worker.start_loads(loads, synchronous=False)
+    placed: list[str] = []
+    while len(placed) < 2:
+        b.worker.take_arrived(0.01)
+        placed += b.worker.report(1).placed
+    compute(b, ["a", "b"], blender, tokens=100)
+    assert blender.budgets == [100, 40]
+    compute(b, ["a", "b"], blender, tokens=60)
+    assert blender.budgets == [100, 40, 60], "nothing is left for the second"
+    assert b.worker.take_arrived() == {"a"}
+    compute(b, ["a", "b"], blender, tokens=60)
+    assert blender.budgets == [100, 40, 60, 60] and b.worker.take_arrived() == {"b"}
+
+
+def test_a_blend_that_another_rank_cannot_go_on_with_is_computed(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender(slices=3)
+    store_segments(b)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    place(b)
+    compute(b, ["r"], blender)
+    blender.others_well = False
+    compute(b, ["r"], blender)
+    assert len(blender.budgets) == 1 and b.worker.take_arrived() == {"r"}
+    assert b.worker.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
+    assert b.worker.report(2).failed == {"r"} and b.counts()["failures{blend}"] == 1
+
+
+def test_a_blend_is_dropped_between_slices(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender(slices=3)
+    store_segments(b)
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    place(b)
+    compute(b, ["r"], blender)
+    b.worker.drop(["r"])
+    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(PAGES[CHUNK // BLOCK : 5])
+    compute(b, ["r"], blender)
+    assert len(blender.budgets) == 1
+
+
+def test_how_long_a_blend_waits_for_its_slices_is_not_what_it_costs(bench: Callable[..., Bench]) -> None:
+    b, blender = bench(), FakeBlender(slices=2)
+    store_segments(b)
+    begun = time.monotonic()
+    b.worker.start_loads([b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=CHUNK)], synchronous=False)
+    place(b)
+    compute(b, ["r"], blender)
+    time.sleep(0.5)
+    compute(b, ["r"], blender)
+    took = time.monotonic() - begun
+    (done,) = b.worker.report(2).blended
+    assert 0 < done.place_seconds + done.compute_seconds <= took - 0.5
 
 
 ERRORS = [
@@ -329,6 +489,25 @@ def test_a_blend_that_fails_is_computed_from_its_exact_prefix_on(
     assert counts["failures{blend}"] == 1 and counts["recomputed_tokens"] == 40 - exact and "blends" not in counts
     assert counts.get("loaded_tokens", 0) == exact
     assert b.segment_key(5, 20) in b.store.entries, "that says nothing of the entry"
+
+
+def test_a_blend_that_fails_ends_its_step(bench: Callable[..., Bench]) -> None:
+    """Ranks may have computed different parts of it; what they do next must not depend on that."""
+    b, blender = bench(), FakeBlender(InputError("cost: does not pay"))
+    store_segments(b)
+    loads = [
+        b.load_blend(PAGES[:4], [b.piece(5, 20, 3)], 23, request="a"),
+        b.load_blend(PAGES[4:], [b.piece(31, 9, 3)], 12, request="b"),
+    ]
+    b.worker.start_loads(loads, synchronous=False)
+    placed: list[str] = []
+    while len(placed) < 2:
+        b.worker.take_arrived(0.01)
+        placed += b.worker.report(1).placed
+    compute(b, ["a", "b"], blender)
+    assert len(blender.budgets) == 1 and b.worker.take_arrived() == {"a"}
+    compute(b, ["a", "b"], blender)
+    assert len(blender.budgets) == 2 and b.worker.take_arrived() == {"b"}
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged", "shorter", "of another quality", "empty"])
@@ -357,10 +536,29 @@ def test_a_piece_that_cannot_be_placed_leaves_the_exact_prefix(
     assert report.failed == report.ended == {"r"} and report.placed == []
     assert {piece.digest for piece in pieces} <= report.unsaved, "they are to be stored again"
     assert key not in b.store.entries and b.segment_key(5, 20) in b.store.entries
-    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    compute(b, ["r"], blender)
     assert not blender.calls
     counts = b.counts()
     assert counts["failures{load}"] == 1 and counts["recomputed_tokens"] == 50 - CHUNK
+
+
+@pytest.mark.parametrize("device", [False, True])
+def test_a_good_piece_that_cannot_go_where_the_prompt_has_it_is_kept(
+    bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch, device: bool
+) -> None:
+    """A client chooses where: beyond the positions that the profile knows, say, where the engine allows more."""
+    b = bench()
+    store_segments(b)
+    if device:  # there, all pieces are decoded together before one by one
+        monkeypatch.setattr(b.codec, "on_device", lambda device: True)
+    before = dict(b.store.entries)
+    beyond = b.load_blend(PAGES, [b.piece(5, 20, 20), b.piece(31, 9, 41)], 50, exact=CHUNK)
+    pieces = beyond.blend.pieces  # type: ignore[union-attr]
+    pieces[1] = replace(pieces[1], start=4090)
+    b.worker.start_loads([beyond], synchronous=False)
+    b.wait()
+    assert b.counts()["failures{load}"] == 1 and b.held(PAGES, 0, CHUNK)
+    assert b.store.entries == before
 
 
 def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Bench]) -> None:
@@ -436,7 +634,7 @@ def test_a_dropped_blend_is_computed(bench: Callable[..., Bench], exact: int) ->
     assert b.worker.take_invalid_blocks() == set(PAGES[exact // BLOCK : 5])
     report = b.worker.report(2)
     assert report.ended == report.failed == {"r"} and report.blended == []
-    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    compute(b, ["r"], blender)
     assert not blender.calls
 
 
@@ -467,7 +665,7 @@ def test_what_is_placed_waits_for_the_other_ranks_as_long_as_it_takes(bench: Cal
     place(b)
     time.sleep(0.3)
     assert b.worker.take_arrived() == set()
-    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    compute(b, ["r"], blender)
     assert b.worker.take_arrived() == {"r"} and not b.worker.take_invalid_blocks()
 
 
@@ -491,14 +689,15 @@ def test_close_waits_for_no_blend(bench: Callable[..., Bench]) -> None:
     begun = time.monotonic()
     b.worker.close()
     assert time.monotonic() - begun < 5
-    b.worker.blend(["r"], blender)  # type: ignore[arg-type]
+    compute(b, ["r"], blender)
     assert not blender.calls
 
 
 def test_reports_of_ranks_add_up() -> None:
-    one, other = Report([1], placed=["a"], blended=[(5, 0.1)]), Report([1], placed=["b", "a"], blended=[(6, 0.2)])
+    costs = [BlendCost(1, 5, 3, 9), BlendCost(1, 6, 4, 9)]
+    one, other = Report([1], placed=["a"], blended=costs[:1]), Report([1], placed=["b", "a"], blended=costs[1:])
     one.add(other)
-    assert sorted(one.placed) == ["a", "a", "b"] and one.blended == [(5, 0.1), (6, 0.2)]
+    assert sorted(one.placed) == ["a", "a", "b"] and one.blended == costs
 
 
 def test_a_blend_says_how_many_tokens_it_reuses() -> None:

@@ -1,10 +1,10 @@
-"""`BreakEven` against simulated stores and engines whose rates are known."""
+"""`BreakEven` and `BlendPays` against simulated stores and engines whose rates are known."""
 
 from __future__ import annotations
 
 import math
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -15,6 +15,8 @@ from cuvee.integrations.vllm.decision import (
     REPORT_SECONDS,
     TRIAL_EVERY,
     WINDOW,
+    BlendCost,
+    BlendPays,
     BreakEven,
     Estimate,
     load_work,
@@ -354,3 +356,123 @@ def test_threads_may_share_one() -> None:
     for thread in threads:
         thread.join()
     assert sum(trials) == 8
+
+
+# Blends --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Blends:
+    """An engine of 2,000 tokens/s, and what its blends really take. Tenants send what `decision` then runs, or not."""
+
+    noise: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.random = np.random.default_rng(self.seed)
+        self.decision = BlendPays()
+        for _ in range(WINDOW):
+            self.decision.observe_prefill(1024, 1024 / 2000 * self._factor())
+
+    def seconds(self, blend: BlendCost) -> tuple[float, float]:
+        place = 0.005 + 0.002 * blend.pieces + (blend.placed + blend.prefix) / 50_000
+        return place, 0.02 + blend.computed / 1500
+
+    def pays(self, tokens: int, blend: BlendCost) -> bool:
+        return sum(self.seconds(blend)) < tokens / 2000
+
+    def send(self, tokens: int, blend: BlendCost, slower: float = 1) -> bool:
+        """Whether it is made."""
+        made = self.decision.worth(tokens, blend)
+        if made:
+            place, compute = (seconds * self._factor() * slower for seconds in self.seconds(blend))
+            self.decision.observe(replace(blend, place_seconds=place, compute_seconds=compute))
+        return made
+
+    def _factor(self) -> float:
+        return math.exp(self.noise * self.random.standard_normal())
+
+
+USELESS = {
+    "mostly text": (4000, BlendCost(2, 256, 3800, 4000)),
+    "small pieces": (4000, BlendCost(1000, 4000, 600, 100_000)),
+    "next to nothing": (20, BlendCost(1, 16, 4, 5000)),
+    "a long prefix": (300, BlendCost(1, 256, 80, 30_300, prefix=30_000)),
+}
+USEFUL = {
+    "documents": (4000, BlendCost(8, 3600, 900, 4000)),
+    "one document": (800, BlendCost(1, 700, 200, 800)),
+    "many parts": (8000, BlendCost(60, 7000, 1900, 8000)),
+}
+
+
+@pytest.mark.parametrize("useful", USEFUL)
+@pytest.mark.parametrize("useless", USELESS)
+@pytest.mark.parametrize("slower", [1, 20])
+def test_one_tenant_s_useless_blends_never_refuse_another_s_useful_ones(
+    useful: str, useless: str, slower: float
+) -> None:
+    """`slower`: a tenant that manages to have its own blends take far longer, say by a store that it keeps busy."""
+    world = Blends()
+    assert world.pays(*USEFUL[useful])
+    sent = 0
+    for _ in range(20):
+        sent += sum(world.send(*USELESS[useless], slower) for _ in range(50))
+        assert world.send(*USEFUL[useful]), "whatever the other one has sent"
+    if useless != "a long prefix":  # of which most is not what is decided about
+        assert not world.pays(*USELESS[useless])
+        assert sent <= 2 * MIN_SAMPLES + 1000 / TRIAL_EVERY, "but for trials"
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_blends_are_made_where_they_pay_once_they_were_measured(seed: int) -> None:
+    world = Blends(seed=seed)
+    shapes = []
+    for _ in range(40):
+        tokens, reused = int(world.random.integers(300, 8000)), world.random.uniform(0.02, 0.98)
+        pieces = int(world.random.integers(1, 200))
+        shapes.append((tokens, BlendCost(pieces, int(tokens * reused), tokens * (1 - 0.85 * reused), tokens)))
+    for _ in range(WINDOW):
+        for shape in shapes:
+            world.send(*shape)
+    for tokens, blend in shapes:
+        truth = sum(world.seconds(blend)) / (tokens / 2000)
+        if not 1 / 2 < truth < 2:  # an octave is as fine as it gets
+            declined = dict(world.decision._declined)
+            assert world.decision.worth(tokens, blend) == (truth < 1) or declined[blend.shapes] % TRIAL_EVERY == 31
+
+
+def test_blends_that_became_quicker_are_noticed() -> None:
+    world, (tokens, blend) = Blends(noise=0), USEFUL["documents"]
+    for _ in range(MIN_SAMPLES):
+        assert world.send(tokens, blend, slower=30)
+    made = [world.send(tokens, blend) for _ in range(40 * TRIAL_EVERY)]
+    assert made[:TRIAL_EVERY].count(True) == 1 and all(made[-10:])
+
+
+def test_parts_of_blends_that_were_not_measured_are_not_guessed() -> None:
+    decision = BlendPays()
+    blend = BlendCost(4, 1000, 300, 1300)
+    for _ in range(MIN_SAMPLES):
+        decision.observe_prefill(1000, 1.0)
+        assert decision.expected(blend) == 0
+        decision.observe(replace(blend, place_seconds=0.25))
+    assert decision.expected(blend) == pytest.approx(0.25)
+    for _ in range(MIN_SAMPLES):
+        decision.observe(replace(blend, compute_seconds=0.5))
+    assert decision.expected(blend) == pytest.approx(0.75) and decision.worth(1000, blend)
+    assert decision.expected(replace(blend, pieces=16)) == pytest.approx(0.5)
+    assert not decision.worth(700, blend)
+    for tokens, seconds in ((0, 1.0), (5, 0.0), (5, math.inf), (5, math.nan)):
+        with pytest.raises(InputError):
+            decision.observe_prefill(tokens, seconds)
+
+
+def test_what_is_remembered_of_blends_is_bounded() -> None:
+    """Clients choose the shapes."""
+    decision, random = BlendPays(), np.random.default_rng(0)
+    for _ in range(20_000):
+        placed, pieces = int(random.integers(1, 1 << 17)), int(random.integers(1, 1025))
+        decision.observe(BlendCost(pieces, placed, float(random.uniform(0, 1 << 17)), placed, 0, 0.1, 0.1))
+    assert len(decision._place) < 12 * 19 and len(decision._compute) < 19 * 19
+    assert max(map(len, decision._place.values())) <= WINDOW

@@ -53,6 +53,7 @@ NOISE = 1e-4  # nats, in float32
 RANKS_NOISE = 1e-3
 COSTS = (0.0, 0.15, 0.3)
 SEPARATOR = [251, 252]
+STEP = 48  # tokens of a step, where blends are computed in several
 FAMILIES = {"llama": 32, "qwen2": 64, "qwen3": 128}  # block sizes
 
 
@@ -157,6 +158,7 @@ SEPARATED = [separated(prompt) for prompt in (*LEARNED, *PROMPTS.values())]
 LONG = ids(400, 30)  # found again by its content, behind something else
 MOVED = [*ids(37, 31), *LONG, *QUESTION]
 CROWD = [Prompt(((ids(9 + n, 40 + n), False), (A, True), (QUESTION, False))) for n in range(5)]
+SLICED = {"max_num_batched_tokens": STEP}
 CROWDED = {"num_gpu_blocks_override": 14, "max_model_len": 256}
 
 
@@ -187,7 +189,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
         Engine(
             "checked", models["llama"],
             [LEARN, Step(TOKENS[:ALIKE], params=blends(COSTS[-1]).params[:ALIKE], forget=True)],
-            connector(folder / "checked-store", check_every=2),
+            {**SLICED, **connector(folder / "checked-store", check_every=2)},
         ),
         Engine(
             "by content", models["llama"],
@@ -195,7 +197,7 @@ def first(folder: Path, models: dict[str, Path]) -> Results:
                 Step([[*LONG, *QUESTION]], max_tokens=1, until=("vllm:cuvee_stored_segments", 5)),
                 Step([MOVED], forget=True, logprobs=-1),
             ],
-            {"max_num_batched_tokens": 48, **connector(folder / "content-store", cost=1)},
+            {**SLICED, **connector(folder / "content-store", cost=1)},
         ),
         Engine(
             "crowded", models["llama"],
@@ -236,6 +238,7 @@ def ranks(folder: Path, models: dict[str, Path]) -> Ran:
     options = {
         "tensor_parallel_size": 2,
         "distributed_executor_backend": "mp",
+        **SLICED,
         **connector(folder / "ranks-store"),
     }
     learn = Step(LEARN.prompts, params=LEARN.params, max_tokens=1, until=(STORED[0], 2 * STORED[1]))
@@ -315,10 +318,12 @@ def test_blends_are_checked_against_the_exact_prompt(first: Results) -> None:
     assert float(said[0]) == 1
     assert expected > 0.01
     assert float(said[1]) == pytest.approx(expected, rel=0.01)
+    assert first["checked"].metric("vllm:cuvee_blend_slices") >= len(TOKENS[1]) / STEP, "it takes its slices, too"
 
 
 def test_a_document_is_found_by_its_content(first: Results) -> None:
-    """Prefill in pieces of 48 tokens, too."""
+    """Prefill in pieces of 48 tokens, too, and so is the blend computed."""
+    assert first["by content"].metric("vllm:cuvee_blend_slices") >= len(LONG) / STEP
     (found,), exact = first["by content"].steps[1], first["plain, others"].steps[0][-1]
     assert distance(found, exact) < NOISE
     assert found.told is not None
