@@ -32,6 +32,7 @@ import torch
 from cuvee.codec.errors import InputError
 from cuvee.codec.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.identity import Identity, canonical
+from cuvee.codec.plain_json import parse_json
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import LOSSLESS
 
@@ -274,7 +275,7 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
         return kept
 
     try:
-        return json.dumps(clean(json.loads(data)), sort_keys=True).encode()
+        return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
     except ValueError as error:
         raise InputError(f"model: {file} is not JSON ({error}): copy the checkpoint again") from error
 
@@ -325,7 +326,7 @@ def _header(file: Path, stream: FileIO) -> tuple[bytes, dict[str, _Tensor]]:
         raw = os.pread(stream.fileno(), length, 8)
         tensors = {
             name: _Tensor(entry["dtype"], tuple(entry["shape"]), *(8 + length + at for at in entry["data_offsets"]))
-            for name, entry in json.loads(raw).items()
+            for name, entry in parse_json(raw, constants=True).items()
             if name != "__metadata__"
         }
         if not all(8 + length <= tensor.begin <= tensor.end <= size for tensor in tensors.values()):

@@ -24,8 +24,9 @@ class Options:
 
     Attributes:
         store: where the blobs go: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
-        profile: path of the model's profile; None: the generic profile.
-        quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"`.
+        profile: path of the model's profile; None: the generic profile, which knows nothing about the model.
+        quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
+            profile, `"lossless"` without one.
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         load_async: load while other requests run; False: the engine waits for its loads.

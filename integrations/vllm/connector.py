@@ -34,6 +34,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from cuvee.codec.errors import InputError, UnsupportedModel
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.stores import Store, open_store
+from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
@@ -118,6 +119,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._blender: PageBlender | None = None
         rank = get_tensor_model_parallel_rank() if role is KVConnectorRole.WORKER else 0
         self._recorder = Recorder(rank)
+        self._guard = Guard(self._recorder)
         if role is KVConnectorRole.SCHEDULER:
             model = vllm_config.model_config
             self._setup.check_profile(model.model, model.revision)
@@ -176,8 +178,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def reset_cache(self) -> bool:
         """See `SchedulerSide.reset`."""
-        self._scheduling.reset()
-        return True
+        return self._scheduling.reset()
 
     # The workers' side ------------------------------------------------------------------------------------------
 
@@ -201,10 +202,12 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._working.save(_plan_of(kv_connector_metadata).last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; synchronous ones are over on return. Blends are recomputed once all is there."""
+        """Start this step's loads; synchronous ones are over on return. Then compute this step's slice of blends."""
+        self._working.void(self._plan.voids)
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
         self._working.drop(self._plan.drops)
-        self._working.blend(self._plan.blends, self._blender)
+        if self._blender is not None:
+            self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: loads are asynchronous as a whole, or done before the step."""
@@ -234,8 +237,10 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """Figures for the log and for Prometheus; those of the workers come through the scheduler's side."""
         if self._scheduler is None:
             return None
-        data = self._recorder.drain()
-        return None if data is None else CuveeStats(data)
+        with self._guard("stats"):
+            data = self._recorder.drain()
+            return None if data is None else CuveeStats(data)
+        return None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CuveeStats:
@@ -258,7 +263,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if not self._closed:
             self._closed = True
-            _return_store(self._setup.options.store)
+            with self._guard("close"):
+                _return_store(self._setup.options.store)
 
     @property
     def estimate(self) -> Estimate | None:
@@ -283,14 +289,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor]) -> PageBlender:
         """What recomputes in these pages, with the model that the engine has loaded."""
+        from cuvee.blend.recompute import MOST_ROWS
         from cuvee.integrations.vllm.blending.executing import PageBlender
-        from cuvee.integrations.vllm.blending.model import LoadedModel, total_over_ranks
+        from cuvee.integrations.vllm.blending.model import LoadedModel, agree_over_ranks, total_over_ranks
+        from cuvee.integrations.vllm.blending.planning import least_slice
 
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
         names = sorted(kv_caches, key=extract_layer_index)
         spec = self._kv_cache_config.kv_cache_groups[0].kv_cache_spec
         model = LoadedModel(self._vllm_config, pages.layout, {name: layers[name] for name in names}, spec)
-        return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks)
+        rows = min(MOST_ROWS, least_slice(self._setup.step_tokens))
+        return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
 
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
         """The engine's tensors as the codec sees them, in the order of the layers."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.metrics import Data, merge
 
 
@@ -110,9 +111,13 @@ class StepPlan:
         saves: to make of what the step has computed.
         last_saves: to make before the step loads or computes anything, of requests that have ended. Their blocks are
             free, and this step may give them to others.
-        blends: requests whose chunks and segments all ranks have placed: recompute, in this order.
+        blends: requests whose chunks and segments all ranks have placed: recompute, in this order. A request stays
+            among them until a report says that its load is over.
+        blend_tokens: that this step may compute of them, all together.
         drops: requests that are not blended after all, since a rank failed or the request ended.
         idle: the step computes no tokens, the engine has nothing to do but to wait for loads.
+        voids: requests that wait for a load which cannot be begun, and the engine's blocks that it was to fill: these
+            are reported as invalid, so the request is computed.
     """
 
     step: int
@@ -120,8 +125,10 @@ class StepPlan:
     saves: list[Save] = field(default_factory=list)
     last_saves: list[Save] = field(default_factory=list)
     blends: list[str] = field(default_factory=list)
+    blend_tokens: int = 0
     drops: list[str] = field(default_factory=list)
     idle: bool = False
+    voids: dict[str, list[int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -136,7 +143,7 @@ class Report:
         unsaved: digests of chunks that were to be stored and are not.
         metrics: as `Recorder.drain` gives them.
         placed: requests with a blend whose chunks and segments are in their places, once for each rank.
-        blended: tokens of each blend that succeeded, computed and reused ones, and its seconds.
+        blended: what each blend that succeeded did, and the seconds of its parts.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -146,7 +153,7 @@ class Report:
     unsaved: set[bytes] = field(default_factory=set)
     metrics: Data | None = None
     placed: list[str] = field(default_factory=list)
-    blended: list[tuple[int, float]] = field(default_factory=list)
+    blended: list[BlendCost] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
         """Take in the report of another rank."""

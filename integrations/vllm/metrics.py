@@ -10,17 +10,21 @@ how often that was seen; so all but gauges merge by addition, and no list grows 
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields, is_dataclass
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.suggest import suggestion
 
 if TYPE_CHECKING:
     from cuvee.integrations.stores.base import TierCounters
+
+logger = logging.getLogger(__name__)
 
 Data = dict[str, float]
 
@@ -54,7 +58,13 @@ _LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05
 _KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 _RESULTS = ("hit", "partial", "miss", "declined", "timeout")
 _FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
+_UNCACHED = ("embeddings", "streamed", "media", "salt", "error")
+_ENTRIES = (
+    "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
+    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
+)  # fmt: skip
 _REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
+_LEFT_OUT = ("number", "positions", "time")
 
 # A chunk is one rank's: with two ranks, a span of tokens is two chunks. Where nothing else is said, tails are chunks.
 METRICS: dict[str, Metric] = {
@@ -82,10 +92,15 @@ METRICS: dict[str, Metric] = {
         Metric("blend_token_layers", "counter", "Token-layers spent on that and on choosing them.", ranks="first"),
         Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing, in the engine's loop.",
                ranks="first", buckets=_LOAD_BUCKETS),
+        Metric("blend_slices", "counter", "Steps of the engine that computed a part of a blend.", ranks="first"),
         Metric("blend_kl", "histogram", "How far blends moved the next token's distribution, in nats: those that were "
                "computed exactly, too (check_every).", ranks="first", buckets=_KL_BUCKETS),
+        Metric("blend_checks_failed", "counter", "Blends that were to be compared with the exact prompt and could not.",
+               ranks="first"),
         Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
                "reason", _REFUSALS),
+        Metric("segments_left_out", "counter", "Segments that were not looked up: too many in one prompt, beyond the "
+               "model's positions (neither is stored), or not asked for within lookup_timeout.", "reason", _LEFT_OUT),
         Metric("recomputed_tokens", "counter", "Tokens of loads that failed, recomputed instead; of all ranks."),
         Metric("lookups", "counter", "Requests by what was found for them: their whole prompt, a part, nothing, "
                "something slower to load than to compute, no answer in time.", "result", _RESULTS),
@@ -93,6 +108,11 @@ METRICS: dict[str, Metric] = {
                buckets=_LOOKUP_BUCKETS),
         Metric("failures", "counter", "Operations that failed or took too long; their tokens are computed or not "
                "stored.", "kind", _FAILURES),
+        Metric("contained", "counter", "Errors inside the connector that were kept from the engine, by the hook it "
+               "called; what they were about is computed, or not stored.", "entry", _ENTRIES),
+        Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is embeddings or comes "
+               "in parts, an image has no name or no place in it, the salt is no text or too long, or an error.",
+               "reason", _UNCACHED),
         Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting to be."),
         Metric("lost", "counter", "Chunks that waited when the engine stopped, for compression or to be written, and "
                "were not stored within close_timeout.", "where", ("encode", "store")),
@@ -127,6 +147,11 @@ METRICS: dict[str, Metric] = {
 
 MOST_TENANTS = 1000  # that have figures of their own: what counts them must not grow with what clients send
 OTHER_TENANTS = "others"
+
+_MOST = 1 << 63  # what counts has less: every message and every client takes that
+_EXACT = 1 << 53  # up to here a float is exact
+_LONGEST_TIER = 64
+_MOST_LEFT_OUT = 100  # figures of stores that are remembered as unsound
 
 # Fields of TierCounters whose metric has another name.
 _TIER_COUNTERS = {"errors": "store_errors", "skipped": "store_skipped"}
@@ -171,7 +196,8 @@ class Recorder:
         self._lock = threading.Lock()
         self._totals: Data = {}
         self._pending: Data = {}
-        self._tiers: dict[str, TierCounters] = {}
+        self._stores: dict[tuple[str, str], float] = {}
+        self._left_out: set[str] = set()
         self._tenants: set[str] = set()
 
     def count(self, name: str, value: float = 1, label: str = "") -> None:
@@ -181,6 +207,7 @@ class Recorder:
             InputError: no such counter or histogram, a label it does not take, or a negative or infinite value.
         """
         metric = _declared(name, label, gauge=False)
+        value = _number(name, value)
         if not 0 <= value < math.inf:
             raise InputError(f"value: {name} takes finite numbers from 0 on, got {value}")
         if metric.kind == "histogram":
@@ -209,6 +236,7 @@ class Recorder:
             InputError: no such gauge, a label it does not take, or NaN.
         """
         metric = _declared(name, label, gauge=True)
+        value = _number(name, value)
         if math.isnan(value):
             raise InputError(f"value: {name} must be a number, got NaN")
         if metric.ranks == "sum":
@@ -221,21 +249,44 @@ class Recorder:
 
         Call it in one place a store: of two connectors in a process that share one, both would count the same.
 
+        This never raises: it runs in the engine's loop, and some figures come from a server. A figure that is no number
+        from 0 up to 2^63 is left out, and so is a tier whose name cannot be a label. The first is logged, and each is
+        counted once in `failures` of the kind "store".
+
         Args:
             counters: cumulative, of `Store.counters`. A store that was opened anew starts from zero.
         """
         for tier, now in counters.items():
-            with self._lock:
-                before = self._tiers.get(tier)
-                self._tiers[tier] = replace(now)
+            if not _is_label(tier) or not is_dataclass(now):
+                self._leave_out("the name or the counters of a tier", tier)
+                continue
             for field in fields(now):
-                value = getattr(now, field.name)
-                if field.name in _TIER_GAUGES:
-                    if value is not None:
-                        self.gauge(_TIER_GAUGES[field.name], value, tier)
-                    continue
-                last = 0 if before is None else getattr(before, field.name)
-                self.count(_TIER_COUNTERS.get(field.name, field.name), value - last if value >= last else value, tier)
+                given, gauge = getattr(now, field.name), _TIER_GAUGES.get(field.name)
+                value = _figure(given)
+                if value is None:
+                    if gauge is None or given is not None:
+                        self._leave_out(f"{field.name} of {tier}", given)
+                elif gauge is not None:
+                    self.gauge(gauge, value, tier)
+                else:
+                    with self._lock:
+                        last, self._stores[tier, field.name] = self._stores.get((tier, field.name), 0), value
+                    new = value - last if value >= last else value
+                    # Integers may add up to more than the 64 bits that messages between processes have for them.
+                    name = _TIER_COUNTERS.get(field.name, field.name)
+                    self.count(name, new if new < _EXACT else float(new), tier)
+
+    def _leave_out(self, what: str, given: object) -> None:
+        """Count a figure of a store that is none, once, and log the first."""
+        with self._lock:
+            if what in self._left_out or len(self._left_out) >= _MOST_LEFT_OUT:
+                return
+            first = not self._left_out
+            self._left_out.add(what)
+        self.count("failures", label="store")
+        if first:
+            why = "out of range" if isinstance(given, Real) else f"of the type {type(given).__name__}"
+            logger.warning("cuvee: the store reports what cannot be counted, and it is left out: %s, %s", what, why)
 
     def absorb(self, data: Mapping[str, float]) -> None:
         """Take in what another recorder drained."""
@@ -317,9 +368,9 @@ class Recorder:
 
     def _add(self, metric: Metric, key: str, value: float) -> None:
         with self._lock:
-            self._totals[key] = self._totals.get(key, 0) + value
+            self._totals[key] = _number(key, self._totals.get(key, 0) + value)
             if metric.ranks == "sum" or self._rank == 0:
-                self._pending[key] = self._pending.get(key, 0) + value
+                self._pending[key] = _number(key, self._pending.get(key, 0) + value)
 
     def _set(self, key: str, value: float) -> None:
         with self._lock:
@@ -359,6 +410,21 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
     return line
 
 
+def _figure(given: object) -> float | None:
+    """A plain number for a figure of a store; None if it is not a number from 0 up to 2^63."""
+    if not isinstance(given, Real):
+        return None
+    figure: Any = given
+    if not 0 <= figure < _MOST:
+        return None
+    return int(figure) if isinstance(given, Integral) else float(figure)
+
+
+def _is_label(tier: object) -> bool:
+    """Whether the name of a tier can be a label, in messages between processes and at Prometheus."""
+    return isinstance(tier, str) and tier.isprintable() and "|" not in tier and 0 < len(tier) <= _LONGEST_TIER
+
+
 def _declared(name: str, label: str, *, gauge: bool) -> Metric:
     """The metric of that name, if it is (not) a gauge and takes that label."""
     metric = METRICS.get(name)
@@ -366,13 +432,40 @@ def _declared(name: str, label: str, *, gauge: bool) -> Metric:
         raise InputError(f"name: there is no metric {name!r}: {suggestion(name, METRICS)}")
     if (metric.kind == "gauge") is not gauge:
         raise InputError(f"name: {name} is a {metric.kind}; call {'count' if gauge else 'gauge'}")
+    if not isinstance(label, str):
+        raise InputError(f"label: must be text, got {type(label).__name__}")
     if bool(label) != bool(metric.label):
         raise InputError(f"label: {name} needs a {metric.label}" if metric.label else f"label: {name} takes none")
     if metric.values and label not in metric.values:
         raise InputError(f"label: {metric.label} must be one of {', '.join(metric.values)}, got {label!r}")
     if "|" in label:
         raise InputError(f"label: {metric.label} must not contain '|', got {label!r}")
+    if not _is_unicode(label):
+        raise InputError(f"label: {metric.label} must not contain surrogates, got {label!r}")
     return metric
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text can be sent: no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _number(name: str, value: float) -> float:
+    """A number as it travels: the engine sends figures by msgpack, whose integers have 64 bits.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
+            return int(value)
+        return float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InputError(f"value: {name} takes numbers, got {type(value).__name__}: {error}") from None
 
 
 def _size(count: float) -> str:

@@ -17,7 +17,9 @@ lossless. A learned profile codes each token by itself and finds the same number
 3 % once, and then no more. The generic profile scales a chunk by its own tokens, so its error grew eightfold over 15
 such tails: with it, there are none.
 
-Runs in the engine's loop: nothing here waits for a store longer than a millisecond.
+Runs in the engine's loop: nothing here waits for a store longer than a millisecond, and no error gets out of here. A
+request that one is about is not cached from there on: it is computed, and nothing of it is stored. If the engine waits
+for its load already, the workers report that as failed.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -36,8 +39,10 @@ from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
 from cuvee.codec.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
-from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
-from cuvee.integrations.vllm.decision import BreakEven, Estimate, load_work
+from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented, least_slice
+from cuvee.integrations.vllm.decision import BlendPays, BreakEven, Estimate, load_work
+from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.vllm.lookups import THREADS, Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Load, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
@@ -46,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 _PATIENCE = 1e-3  # seconds a step of the engine waits for lookups, all together, before it goes on and asks again
 _LOOKUP_AGE = 10.0  # seconds after which an answer is asked for anew: entries may have been evicted
-# Share of `lookup_timeout` after which a call of the store is to blame for a lookup that took too long.
+# Share of `lookup_timeout` after which a call of the store hangs. It is asked for few keys, whatever a lookup takes.
 _HANGS = 0.5
-_LOOKUP_BATCH = 64  # chunks a question to the store; most prefixes end early
 _KNOWN = 1 << 20  # digests remembered as stored
 _KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store again
+_LONGEST_NAME = 4096  # characters of a salt or of an image's id: they are hashed again for every key
 _LEAST_PREFILL = 16  # prompt tokens of a step that tells anything about the speed of prefill
 
 
@@ -80,7 +85,12 @@ class _Lookup:
 
     tokens: int
     asked: float
-    answer: Future[_Found]
+    lookup: Lookup[_Found]
+
+    @property
+    def answer(self) -> Future[_Found]:
+        """To come."""
+        return self.lookup.answer
 
 
 @dataclass(slots=True)
@@ -130,7 +140,8 @@ class SchedulerSide:
         separator: Sequence[int] | None = None,
     ) -> None:
         self._options = setup.options
-        self._loads_at_all, self._stores_at_all = setup.loads, setup.stores
+        self._role = setup.loads, setup.stores
+        self._loads_at_all, self._stores_at_all = self._role
         self._chunk = setup.options.chunk_tokens
         self._block = setup.block_tokens
         self._positions = setup.layout.max_positions
@@ -145,9 +156,14 @@ class SchedulerSide:
         self._own_store = own_store
         self._troubles: dict[str, tuple[int, int]] = {}  # errors and skipped operations by tier, as counted so far
         self._clock = clock
-        self._pool = Crew(4, "cuvee-lookup", self._options.lookup_timeout)
+        self._pool = Crew(THREADS, "cuvee-lookup", self._options.lookup_timeout)
+        self._lookups = Lookups(self._pool, self._contains, setup.shards, self._options.lookup_timeout)
+        self._guard = Guard(recorder)
         self._requests: dict[str, _Tracked] = {}
+        self._uncached: set[str] = set()  # requests that are neither loaded nor stored, until they end
+        self._promised: dict[str, int] = {}  # tokens in front of what a request was told that it can load
         self._loads: dict[str, Load] = {}
+        self._voids: dict[str, list[int]] = {}  # as in `StepPlan`
         self._shares_loads = setup.prefix_caching
         self._under_way: dict[str, list[bytes]] = {}  # digests of the load of a request
         self._loading: dict[bytes, str] = {}  # and whose load they are in
@@ -159,19 +175,24 @@ class SchedulerSide:
         self._timed_steps: dict[int, tuple[int, float]] = {}
         self._last_saves: list[Save] = []  # of requests that ended since the last step was planned
         self._placed: dict[str, int] = {}  # ranks that have placed the segments of a request
-        self._ready: list[str] = []  # requests that all ranks can recompute
+        self._ready: list[str] = []  # requests that all ranks can recompute, or have begun to
         self._drops: list[str] = []
         self._planner: BlendPlanner | None = None
         if setup.options.blend is not None:
             self._planner = BlendPlanner(
-                setup.options.blend, identity, self._block, self._pool.submit, self._contains, recorder,
-                self._options.lookup_timeout, self._options.decide == "always", separator, clock,
+                setup.options.blend, identity, self._block, self._lookups, self._overdue, recorder,
+                self._options.lookup_timeout, self._options.decide == "always", self._positions, separator,
+                clock,
             )  # fmt: skip
 
     # Requests --------------------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
         """A new request: ask for it now, so that the answer is there when its turn comes."""
+        with self._guard("arrived", partial(self._give_up, request.request_id)):
+            self._arrive(request)
+
+    def _arrive(self, request: Any) -> None:
         tracked = self._track(request)
         if tracked is None:
             return
@@ -184,13 +205,21 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, computed: int) -> tuple[int | None, bool]:
         """Tokens after the first `computed` that can be loaded, and whether asynchronously; None: ask again."""
+        tokens: int | None = 0
+        with self._guard("matched_tokens", partial(self._give_up, request.request_id)):
+            tokens = self._match(request, computed)
+            if tokens:
+                self._promised[request.request_id] = computed
+        return tokens, bool(tokens)
+
+    def _match(self, request: Any, computed: int) -> int | None:
         tracked = self._track(request)
         if tracked is None or tracked.refused:
-            return 0, False
+            return 0
         tokens = self._prefix_tokens(tracked, computed) if self._worth_asking(request, computed) else 0
         if tokens is not None and self._planner is not None and tracked.segmented is not None and not tracked.refused:
             tokens = self._blended_tokens(tracked, tracked.segmented, self._planner, computed, tokens)
-        return tokens, bool(tokens)
+        return tokens
 
     def _prefix_tokens(self, tracked: _Tracked, computed: int) -> int | None:
         """How many tokens after the first `computed` can be loaded and continue what is there; None: ask again."""
@@ -219,11 +248,9 @@ class SchedulerSide:
     ) -> int | None:
         """As many, or those up to the end of a blend that goes on from there; None: ask again."""
         tracked.blend = None
-        refused, begun = segmented.refused, time.monotonic()
+        begun = time.monotonic()
         blend = planner.offer(tracked.request, segmented, computed + tokens, self._patience)
         self._patience = max(self._patience - (time.monotonic() - begun), 0)
-        if segmented.refused == "timeout" != refused:
-            self._store.overdue("contains", _HANGS * self._options.lookup_timeout)
         if blend is True:
             return None
         if not isinstance(blend, Blend):
@@ -235,8 +262,22 @@ class SchedulerSide:
 
     def allocated(self, request: Any, blocks: list[int], tokens: int) -> None:
         """The engine allocated `blocks` for the request and wants `tokens` of them loaded (0: none)."""
+        first = self._promised.pop(request.request_id, 0) // self._block
+
+        def give_up() -> None:
+            if tokens:  # the engine waits for them
+                self._loads.pop(request.request_id, None)
+                self._voids[request.request_id] = list(blocks[first:])
+            self._give_up(request.request_id)
+
+        with self._guard("allocated", give_up):
+            self._allocate(request, blocks, tokens)
+
+    def _allocate(self, request: Any, blocks: list[int], tokens: int) -> None:
         tracked = self._track(request)
         if tracked is None:
+            if tokens:
+                raise LookupError(f"{tokens} tokens are to be loaded for a request that is not cached")
             return
         tracked.computed = 0  # these are other blocks than it had before, if it had any
         if not tokens:
@@ -270,17 +311,43 @@ class SchedulerSide:
 
         They keep what they hold until the next step begins: that is when its tail is copied.
         """
-        tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and self._stores_at_all and not tracked.stale:
-            # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is
-            # left out: where the engine plans ahead it may be there, but nobody is told.
-            end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
-            self._last_saves += self._tail(tracked, min(end, self._storable(tracked)), blocks)
+        tracked = self._requests.get(request.request_id)
+        with self._guard("finished"):
+            if tracked is not None and self._stores_at_all and not tracked.stale:
+                self._last_saves += self._last_tail(tracked, blocks)
+        with self._guard("finished"):
+            if tracked is not None:
+                self._forget_lookups(tracked)
+        self._requests.pop(request.request_id, None)
+        self._uncached.discard(request.request_id)
+        self._promised.pop(request.request_id, None)
         self._loads.pop(request.request_id, None)
-        self._drop(request.request_id)
-        self._load_is_over(request.request_id)
-        if tracked is not None and tracked.lookup is not None:
-            tracked.lookup.answer.cancel()
+        self._voids.pop(request.request_id, None)
+        with self._guard("finished"):
+            self._drop(request.request_id)
+        with self._guard("finished"):
+            self._load_is_over(request.request_id)
+
+    def _last_tail(self, tracked: _Tracked, blocks: Sequence[int]) -> list[Save]:
+        """The tail of a request that has ended."""
+        request = tracked.request
+        # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is left out:
+        # where the engine plans ahead it may be there, but nobody is told.
+        end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, len(blocks) * self._block)
+        return self._tail(tracked, min(end, self._storable(tracked)), blocks)
+
+    def _give_up(self, request_id: str, reason: str = "error") -> None:
+        """Neither load nor store anything for a request from here on. What a worker loads for it goes on to its end,
+        but it is blended no more.
+        """
+        tracked = self._requests.pop(request_id, None)
+        known = request_id in self._uncached
+        self._uncached.add(request_id)
+        self._drop(request_id)
+        if tracked is not None:
+            self._forget_lookups(tracked)
+        if not known:
+            self._recorder.count("uncached", label=reason)
 
     # Steps -----------------------------------------------------------------------------------------------------
 
@@ -288,11 +355,23 @@ class SchedulerSide:
         """Loads and stores of the step that the engine has just scheduled (its `SchedulerOutput`)."""
         self._step += 1
         self._patience = _PATIENCE
-        plan = StepPlan(self._step, list(self._loads.values()), idle=not output.total_num_scheduled_tokens)
+        plan = StepPlan(self._step, list(self._loads.values()), voids=self._voids)
         self._loads.clear()
-        plan.last_saves, self._last_saves = self._unchanged(self._last_saves, output), []
-        plan.blends = self._affordable_blends()
+        saves, self._last_saves, self._voids = self._last_saves, [], {}
+        with self._guard("plan", partial(self._not_saved, saves)):
+            plan.last_saves = self._unchanged(saves, output)
+        ready = list(self._ready)
+        with self._guard("plan", partial(self._drop_all, ready)):
+            plan.blend_tokens = self._blend_tokens(output.total_num_scheduled_tokens)
+            plan.blends = ready
+        plan.idle = not output.total_num_scheduled_tokens and not plan.blends
         plan.drops, self._drops = self._drops, []
+        with self._guard("plan"):
+            self._plan_requests(plan, output)
+        return plan
+
+    def _plan_requests(self, plan: StepPlan, output: Any) -> None:
+        """What a step completes is to be stored; and time the step, if it tells the speed of prefill."""
         computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
         cached = output.scheduled_cached_reqs
         computed |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -301,18 +380,53 @@ class SchedulerSide:
             tracked = self._requests.get(request_id)
             if tracked is None:
                 continue
-            before = computed[request_id]
-            prompt_tokens += max(min(before + scheduled, tracked.request.num_prompt_tokens) - before, 0)
-            tracked.computed = before + scheduled
-            if self._stores_at_all and not tracked.stale:
-                plan.saves += self._new_saves(tracked, before, before + scheduled, output.kv_connector_block_state)
+            with self._guard("plan", partial(self._give_up, request_id)):
+                before = computed[request_id]
+                prompt_tokens += max(min(before + scheduled, tracked.request.num_prompt_tokens) - before, 0)
+                tracked.computed = before + scheduled
+                if self._stores_at_all and not tracked.stale:
+                    plan.saves += self._new_saves(tracked, before, before + scheduled, output.kv_connector_block_state)
         mostly_prefill = 2 * prompt_tokens >= max(output.total_num_scheduled_tokens, 2 * _LEAST_PREFILL)
         if mostly_prefill and not plan.blends and (self._options.load_async or not plan.loads):
             self._timed_steps[self._step] = (prompt_tokens, self._clock())
-        return plan
 
     def take(self, report: Report) -> None:
         """What the workers say about the steps before."""
+        with self._guard("take", partial(self._drop_all, report.placed)):
+            self._take_blends(report)
+        for request_id in report.failed:
+            with self._guard("take", partial(self._give_up, request_id)):
+                self._refuse(request_id)
+            with self._guard("take"):
+                self._drop(request_id)
+        for request_id in report.ended:
+            with self._guard("take"):
+                self._load_is_over(request_id)
+        for digest in report.unsaved:
+            self._known.pop(digest, None)
+        with self._guard("take"):
+            if report.failed:
+                self._distrusted = self._clock()
+        with self._guard("take"):
+            if report.metrics is not None:
+                self._recorder.absorb(report.metrics)
+        with self._guard("take"):
+            if self._own_store:
+                self._count_troubles()
+        with self._guard("take"):
+            self._take_rates(report)
+
+    def _refuse(self, request_id: str) -> None:
+        """A request's load failed: it would only fail again."""
+        tracked = self._requests.get(request_id)
+        if tracked is None:
+            return
+        tracked.refused = True
+        if tracked.segmented is not None and tracked.blend is not None and self._planner is not None:
+            self._planner.refuse(tracked.segmented, "failed")
+
+    def _take_rates(self, report: Report) -> None:
+        """What was measured about the speed of loading and of computing."""
         now = self._clock()
         timed = [self._timed_steps.pop(step) for step in report.steps if step in self._timed_steps]
         for tokens, begun in timed:
@@ -320,24 +434,6 @@ class SchedulerSide:
                 decision.observe_prefill(tokens, max(now - begun, 1e-6))
         for tokens, seconds in report.loaded:
             self._break_even.observe_load(tokens, max(seconds, 1e-6))
-        for request_id in report.ended:
-            self._load_is_over(request_id)
-        self._take_blends(report)
-        if report.failed:
-            self._distrusted = now
-        for request_id in report.failed:
-            tracked = self._requests.get(request_id)
-            if tracked is not None:  # it would only fail again
-                tracked.refused = True
-                if tracked.segmented is not None and tracked.blend is not None and self._planner is not None:
-                    self._planner.refuse(tracked.segmented, "failed")
-            self._drop(request_id)
-        for digest in report.unsaved:
-            self._known.pop(digest, None)
-        if report.metrics is not None:
-            self._recorder.absorb(report.metrics)
-        if self._own_store:
-            self._count_troubles()
         estimate = self._break_even.estimate if timed or report.loaded else None
         if estimate is not None:
             self._recorder.gauge("break_even_tokens", estimate.break_even)
@@ -346,45 +442,91 @@ class SchedulerSide:
             if self._break_even.changed():
                 logger.info("cuvee: %s", self._break_even.describe())
 
-    def reset(self) -> None:
-        """Find nothing that was stored until now: the weights may have changed. The store keeps its entries."""
-        self._identity = replace(self._identity, model=f"{self._identity.model} reset {uuid4().hex}")
+    def reset(self) -> bool:
+        """Find nothing that was stored until now: the weights may have changed. The store keeps its entries.
+
+        Returns:
+            whether that is so. If not, nothing is loaded or stored until a reset succeeds: it may be of other weights.
+        """
         self._known.clear()
         self._last_saves.clear()
+        with self._guard("reset", self._stop):
+            self._rename()
+            self._loads_at_all, self._stores_at_all = self._role
+            return True
+        return False
+
+    def _rename(self) -> None:
+        """Another identity, for requests that are under way, too."""
+        self._identity = replace(self._identity, model=f"{self._identity.model} reset {uuid4().hex}")
         if self._planner is not None:
             self._planner.identity = self._identity
-        for tracked in self._requests.values():
-            tracked.chain = self._chain(tracked.request)
-            tracked.lookup, tracked.found, tracked.end, tracked.saved = None, _NOTHING, 0, 0
-            tracked.stale = tracked.request.num_computed_tokens > 0
-            if tracked.segmented is not None and self._planner is not None:
-                self._planner.rename(tracked.segmented, tracked.request, tracked.tenant)
+        for request_id, tracked in list(self._requests.items()):
+            with self._guard("reset", partial(self._give_up, request_id)):
+                self._forget_lookups(tracked)
+                tracked.chain = self._chain(tracked.request)
+                tracked.lookup, tracked.found, tracked.end, tracked.saved = None, _NOTHING, 0, 0
+                tracked.stale = tracked.request.num_computed_tokens > 0
+                if tracked.segmented is not None and self._planner is not None:
+                    self._planner.rename(tracked.segmented, tracked.request, tracked.tenant)
+
+    def _stop(self) -> None:
+        """Load and store nothing."""
+        self._loads_at_all = self._stores_at_all = False
+        for request_id in list(self._requests):
+            self._give_up(request_id)
 
     def told(self, request: Any) -> dict[str, Any] | None:
         """What the client of a request learns of its blend; None: nothing was to be blended."""
-        tracked = self._requests.get(request.request_id)
-        segmented = None if tracked is None else tracked.segmented
-        return None if segmented is None else segmented.told
+        with self._guard("told"):
+            tracked = self._requests.get(request.request_id)
+            segmented = None if tracked is None else tracked.segmented
+            return None if segmented is None else segmented.told
+        return None
 
     def close(self) -> None:
         """Stop asking the store, and say what was done. Waits for nothing."""
-        self._pool.dismiss(0, cancel=True)
-        logger.info("cuvee: %s; %s", self._recorder.summary(), self._break_even.describe())
+        with self._guard("close"):
+            self._pool.dismiss(0, cancel=True)
+        with self._guard("close"):
+            logger.info("cuvee: %s; %s", self._recorder.summary(), self._break_even.describe())
 
     # Parts -----------------------------------------------------------------------------------------------------
 
     def _track(self, request: Any) -> _Tracked | None:
-        """State of a request; None of one whose tokens do not say what is cached."""
+        """State of a request; None of one that is not cached."""
         tracked = self._requests.get(request.request_id)
-        if tracked is not None:
+        if tracked is not None and tracked.request is request:
             return tracked
-        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+        if request.request_id in self._uncached:
             return None
-        if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
+        reason = self._why_uncached(request)
+        if request.request_id in self._under_way:  # of another request of this name, which never ended
+            reason = reason or "error"
+        if reason:
+            self._give_up(request.request_id, reason)
             return None
         tracked = _Tracked(request, self._tenant(request), self._chain(request))
         self._requests[request.request_id] = tracked
         return tracked
+
+    def _why_uncached(self, request: Any) -> str:
+        """Why nothing is cached of a request whose tokens do not say what its KV is, or for whom; empty: it may be."""
+        if request.prompt_token_ids is None or request.prompt_embeds is not None:
+            return "embeddings"
+        if request.resumable:  # a session with streamed input: tokens that were hashed may be replaced
+            return "streamed"
+        # Servers take the salt and the names of images from clients as they are.
+        salt = request.cache_salt
+        if salt is not None and not (isinstance(salt, str) and len(salt) <= _LONGEST_NAME):
+            return "salt"
+        for item in request.mm_features:
+            start, tokens, name = item.mm_position.offset, item.mm_position.length, item.identifier
+            if not (isinstance(start, int) and isinstance(tokens, int) and isinstance(name, str)):
+                return "media"
+            if not (0 <= start < start + tokens <= request.num_prompt_tokens and 0 < len(name) <= _LONGEST_NAME):
+                return "media"
+        return ""
 
     def _tenant(self, request: Any) -> str:
         return request.cache_salt or self._options.tenant
@@ -406,9 +548,9 @@ class SchedulerSide:
         return owner is not None and owner != tracked.request.request_id
 
     @property
-    def _decisions(self) -> list[BreakEven]:
+    def _decisions(self) -> list[BreakEven | BlendPays]:
         """Both are about the same computing."""
-        return [self._break_even, *([self._planner.break_even] if self._planner is not None else [])]
+        return [self._break_even, *([self._planner.pays] if self._planner is not None else [])]
 
     def _take_blends(self, report: Report) -> None:
         """Where every rank has placed a request's segments, it can be recomputed: by all of them in one step."""
@@ -421,22 +563,15 @@ class SchedulerSide:
             else:  # another rank failed, or the request has ended
                 self._drops.append(request_id)
         if self._planner is not None:
-            for tokens, seconds in report.blended:
-                self._planner.break_even.observe_load(tokens, max(seconds, 1e-6))
+            for done in report.blended:
+                self._planner.pays.observe(done)
 
-    def _affordable_blends(self) -> list[str]:
-        """Blends for this step: as many as compute no more tokens than a step may, but one at least. Others wait."""
-        chosen: list[str] = []
-        left = float(self._step_tokens)
-        while self._ready and (left > 0 or not chosen):
-            tracked = self._requests.get(self._ready[0])
-            if tracked is not None and tracked.blend is not None:
-                blend, end = tracked.blend, tracked.blend_end
-                left -= end - blend.start - (1 - blend.cost) * blend.reused(end)
-                if left < 0 and chosen:
-                    break
-            chosen.append(self._ready.pop(0))
-        return chosen
+    def _blend_tokens(self, scheduled: int) -> int:
+        """Tokens that blends may compute in a step for which the engine has scheduled some itself.
+
+        They get what is left of a step, and a share even of a full one: else they would never end on a busy engine.
+        """
+        return max(self._step_tokens - scheduled, least_slice(self._step_tokens))
 
     def _drop(self, request_id: str) -> None:
         """A blend that is under way is not to be finished: ranks that wait with it give it up."""
@@ -444,7 +579,21 @@ class SchedulerSide:
             self._ready = [other for other in self._ready if other != request_id]
             self._drops.append(request_id)
 
+    def _drop_all(self, request_ids: Sequence[str]) -> None:
+        """None of these blends is to be finished, whatever is known of them."""
+        for request_id in request_ids:
+            self._placed.pop(request_id, None)
+        self._ready = [other for other in self._ready if other not in request_ids]
+        self._drops += request_ids
+
+    def _not_saved(self, saves: Sequence[Save]) -> None:
+        """What was to be stored is not, whatever is believed."""
+        for save in saves:
+            self._known.pop(save.digest, None)
+
     def _load_is_over(self, request_id: str) -> None:
+        if request_id in self._ready:
+            self._ready.remove(request_id)
         for digest in self._under_way.pop(request_id, ()):
             if self._loading.get(digest) == request_id:
                 del self._loading[digest]
@@ -466,8 +615,12 @@ class SchedulerSide:
         """How much of a prompt of so many tokens can be loaded: whole blocks, and not the last token, which is
         computed, because its output is what is asked for. Without tails, no more than its whole chunks hold.
         """
-        blocks = (tokens - 1) // self._block * self._block
-        return blocks if self._tails else min(blocks, tokens // self._chunk * self._chunk)
+        blocks = min(tokens - 1, self._addressed(tokens)) // self._block * self._block
+        return blocks if self._tails else min(blocks, self._addressed(tokens) // self._chunk * self._chunk)
+
+    def _addressed(self, tokens: int) -> int:
+        """How many of so many tokens have positions that the model has: nothing beyond is stored, and none decodes."""
+        return tokens if self._positions is None else min(tokens, self._positions)
 
     def _storable(self, tracked: _Tracked) -> int:
         """How many of a request's tokens may be stored once they have KV: those before the first that is not exact."""
@@ -475,8 +628,8 @@ class SchedulerSide:
         # What is sampled in a step has no KV yet; under asynchronous scheduling its tokens are not known either.
         known: int = request.num_tokens if self._options.store_generated else request.num_prompt_tokens
         segmented = tracked.segmented
-        limits = [self._positions, None if segmented is None else segmented.exact]
-        return min([known, *(limit for limit in limits if limit is not None)])
+        exact = known if segmented is None or segmented.exact is None else segmented.exact
+        return min(self._addressed(known), exact)
 
     def _entries(self, tracked: _Tracked) -> list[bytes]:
         """Digests of what was found, in order."""
@@ -488,7 +641,7 @@ class SchedulerSide:
         start = chunk * self._chunk
         if not self._tails or start >= self._usable(tokens):
             return []
-        most = min(self._chunk, tokens - start + 1)
+        most = min(self._chunk, self._addressed(tokens) - start + 1)
         return list(range(self._block, most, self._block))[::-1]
 
     def _worth_asking(self, request: Any, computed: int) -> bool:
@@ -500,16 +653,14 @@ class SchedulerSide:
         """Send off the question what is there of a request's tokens."""
         tokens = tracked.request.num_tokens
         digests = self._whole(tracked, tokens)
-        answer = self._pool.submit(
-            self._find, tracked.tenant, tracked.chain, tracked.request.all_token_ids, tokens, digests
-        )
-        tracked.lookup = _Lookup(tokens, self._clock(), answer)
+        asking = self._find(tracked.chain, tracked.request.all_token_ids, tokens, digests)
+        tracked.lookup = _Lookup(tokens, self._clock(), self._lookups.begin(tracked.tenant, asking, _NOTHING))
         tracked.settled = False
         return tracked.lookup
 
     def _whole(self, tracked: _Tracked, tokens: int) -> list[bytes]:
         """Digests of the whole chunks among a request's first tokens that are of use: of the last, maybe a part is."""
-        limit = min(tokens // self._chunk, -(-self._usable(tokens) // self._chunk))
+        limit = min(self._addressed(tokens) // self._chunk, -(-self._usable(tokens) // self._chunk))
         return tracked.chain.digests(tracked.request.all_token_ids, limit)
 
     def _look_up(self, tracked: _Tracked) -> _Found | None:
@@ -527,12 +678,12 @@ class SchedulerSide:
         if found is None:
             if now - lookup.asked <= self._options.lookup_timeout:
                 return None
-            tracked.refused = tracked.settled = True
-            self._recorder.count("lookups", label="timeout")
-            # What hangs costs this request its patience; the next ones shall not lose theirs to the same.
-            lookup.answer.cancel()
-            self._store.overdue("contains", _HANGS * self._options.lookup_timeout)
-            return _NOTHING
+            self._overdue()
+            found = lookup.lookup.settle()
+            if not found.chunks and not found.tail:
+                tracked.refused = tracked.settled = True
+                self._recorder.count("lookups", label="timeout")
+                return _NOTHING
         if lookup.tokens != tracked.request.num_tokens:  # a question that still waits for its answer; ask anew then
             return None
         whole = self._whole(tracked, lookup.tokens)
@@ -552,34 +703,52 @@ class SchedulerSide:
         finally:
             self._patience = max(self._patience - (time.monotonic() - begun), 0)
 
-    def _find(
-        self, tenant: str, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]
-    ) -> _Found:
+    def _overdue(self) -> None:
+        """A lookup took too long. What hangs cost this request its patience, and shall cost no other one its own."""
+        self._store.overdue("contains", _HANGS * self._options.lookup_timeout)
+
+    def _forget_lookups(self, tracked: _Tracked) -> None:
+        """Nobody waits for a request's lookups any more: what is still to be asked is not."""
+        if tracked.lookup is not None:
+            tracked.lookup.answer.cancel()
+        if tracked.segmented is not None:
+            tracked.segmented.forget_lookup()
+
+    def _find(self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]) -> Asking[_Found]:
         """What is there, on every rank, of the first `tokens` of `ids`, whose whole chunks have these digests.
 
-        Nothing if the store fails, which it counts. All tails of a chunk are one question: those of the prompt's last
-        chunk go along with the last whole ones, those of a chunk that is missing need another.
+        Nothing if the store fails, which it counts.
         """
         begun = self._clock()
         try:
-            for first in range(0, max(len(digests), 1), _LOOKUP_BATCH):
-                batch = digests[first : first + _LOOKUP_BATCH]
-                chunk = first + len(batch)
-                sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
-                tails = chain.tails(ids, chunk, sizes)
-                there = self._contains(tenant, [*batch, *tails])
-                if not all(there[: len(batch)]):
-                    chunk = first + there.index(False)
-                    sizes = self._tail_sizes(tokens, chunk)
-                    tails = chain.tails(ids, chunk, sizes)
-                    return _longest(chunk, sizes, tails, self._contains(tenant, tails))
-            return _longest(chunk, sizes, tails, there[len(batch) :])
+            found = yield from self._find_in_parts(chain, ids, tokens, digests)
         except Exception:
             logger.exception("cuvee: a lookup failed; its request is computed")
             self._recorder.count("failures", label="lookup")
-            return _NOTHING
-        finally:
-            self._recorder.count("lookup_seconds", self._clock() - begun)
+            found = _NOTHING
+        self._recorder.count("lookup_seconds", self._clock() - begun)
+        return found
+
+    def _find_in_parts(
+        self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]
+    ) -> Asking[_Found]:
+        """All tails of a chunk are one question: those of the prompt's last chunk go along with the last whole ones,
+        those of a chunk that is missing need another.
+        """
+        size = self._lookups.batch
+        for first in range(0, max(len(digests), 1), size):
+            batch = digests[first : first + size]
+            chunk = first + len(batch)
+            sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
+            tails = chain.tails(ids, chunk, sizes)
+            there = yield Question([*batch, *tails], _Found(first))
+            if not all(there[: len(batch)]):
+                chunk = first + there.index(False)
+                sizes = self._tail_sizes(tokens, chunk)
+                tails = chain.tails(ids, chunk, sizes)
+                there = yield Question(tails, _Found(chunk))
+                return _longest(chunk, sizes, tails, there)
+        return _longest(chunk, sizes, tails, there[len(batch) :])
 
     def _contains(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
         """Whether each entry is there, every rank's part of it, with a tag of any accepted secret."""
@@ -596,10 +765,10 @@ class SchedulerSide:
 
     def _count_troubles(self) -> None:
         for tier, now in self._store.counters().items():
-            errors, skipped = self._troubles.get(tier, (0, 0))
-            self._recorder.count("store_errors", now.errors - errors, tier)
-            self._recorder.count("store_skipped", now.skipped - skipped, tier)
+            before = self._troubles.get(tier, (0, 0))
             self._troubles[tier] = now.errors, now.skipped
+            for name, value, last in zip(("store_errors", "store_skipped"), self._troubles[tier], before, strict=True):
+                self._recorder.count(name, value - last if value >= last else value, tier)  # less: it was opened anew
 
     def _new_saves(self, tracked: _Tracked, before: int, after: int, block_state: Any) -> list[Save]:
         """Chunks of a request that this step completes (tokens `before … after` are computed in it), and the tail of
@@ -631,8 +800,8 @@ class SchedulerSide:
         segmented = tracked.segmented
         if segmented is None or self._planner is None:
             return []
-        limit = after if self._positions is None else min(after, self._positions)
-        new = [at for at in self._planner.harvest(segmented, limit) if not self._is_known(segmented.digests[at])]
+        harvest = self._planner.harvest(segmented, self._addressed(after))
+        new = [at for at in harvest if not self._is_known(segmented.digests[at])]
         if not new:
             return []
         blocks = block_state.get_block_ids(tracked.request.request_id)[0]

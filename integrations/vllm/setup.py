@@ -89,7 +89,7 @@ class Setup:
         else:
             profile = _load_profile(options.profile)
             profile.check_layout(layout)
-        codec = Codec(profile, **options.codec_quality)
+        codec = Codec(profile, **options.codec_quality, dtype=layout.dtype)
         quality = LOSSLESS if codec.lossless else f"step:{codec.step}"
         shards = vllm_config.parallel_config.tensor_parallel_size
         profile.shard(0, shards)  # a basis that crosses ranks is refused now
@@ -118,8 +118,9 @@ class Setup:
         """
         if self.options.profile is None:
             logger.info(
-                "cuvee: no profile is configured, the generic one is used; a calibrated profile is several times "
-                "smaller at the same quality (`cuvee profile learn`, then option 'profile')"
+                "cuvee: no profile is configured: quality is %s. With a profile learned for this model entries are "
+                "several times smaller, at a KL that was measured (`cuvee profile learn`, then option 'profile')",
+                self.quality,
             )
             return
         if not self.options.check_model:
@@ -136,7 +137,8 @@ class Setup:
     def codec(self, rank: int) -> Codec:
         """The codec of one tensor-parallel rank. It starts no threads: the worker codes several chunks at a time."""
         profile = self.profile.shard(rank, self.shards)
-        codec = Codec(profile, **self.options.codec_quality, threads=1, key=self.options.secrets() or None)
+        asked, secrets = self.options.codec_quality, self.options.secrets() or None
+        codec = Codec(profile, **asked, dtype=self.layout.dtype, threads=1, key=secrets)
         if codec.key_ids and rank == 0:
             # Replicas with other secrets do not find each other's entries: this is where one sees why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))

@@ -6,6 +6,9 @@
 A page that is being restored belongs to a request that waits for it, so nobody else touches it. A page that is being
 stored is copied before its step ends, so the engine may free or overwrite it at once. A step's chunks are copied
 together and encoded as a batch, and each is written to the store alone: a write that hangs holds up no other chunk.
+
+No error gets out of here once the engine runs. What one is about is not stored, or its blocks are invalid and its load
+is over: the engine never waits for what will not come.
 """
 
 from __future__ import annotations
@@ -13,30 +16,30 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
 from cuvee.codec.codec import Codec, OpenBlob
+from cuvee.codec.devices import Mark, refuse_capture, send
 from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory, allocations
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
 from cuvee.integrations.vllm.cores import free_cores, move_to
-from cuvee.integrations.vllm.decision import load_work
+from cuvee.integrations.vllm.decision import BlendCost, load_work
+from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Blend, Load, Piece, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
 
 if TYPE_CHECKING:
-    from cuvee.integrations.vllm.blending.executing import PageBlender
+    from cuvee.integrations.vllm.blending.executing import PageBlend, PageBlender
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,10 @@ class _Job:
     valid_until: int = 0  # tokens before this one are restored
     over: bool = False
     placed: bool = False  # all is decoded, and waits for its tokens to be recomputed
+    blending: PageBlend | None = None  # once that has begun
+    place_seconds: float = 0.0  # until it was placed
+    computed: float = 0.0  # tokens that recomputing came to, and how long the engine's loop took for them
+    compute_seconds: float = 0.0
     bad: str | None = None  # key of an entry that is not sound
 
 
@@ -94,6 +101,7 @@ class WorkerSide:
         self._key_ids = codec.key_ids or (b"",)
         self._store = store
         self._recorder = recorder
+        self._guard = Guard(recorder)
         self._tenant_metrics = options.tenant_metrics
         # Those that wait for a store are replaced when it hangs.
         self._cores: frozenset[int] = frozenset()
@@ -101,7 +109,9 @@ class WorkerSide:
         self._encoders = Crew(options.threads, "cuvee-encode", self._timeout, begin=self._begin_thread)
         self._writers = Crew(options.threads, "cuvee-write", self._timeout, begin=self._begin_thread)
         self._fetchers = Crew(_FETCHERS, "cuvee-fetch", self._timeout, begin=self._begin_thread)
-        self._coders = ThreadPoolExecutor(options.threads, "cuvee-decode", self._begin_thread)
+        # No pool of `concurrent.futures`: where the system refuses a thread, its `submit` raises and the job runs later
+        # all the same, when its pages may be those of another request.
+        self._coders = Crew(options.threads, "cuvee-decode", self._timeout, begin=self._begin_thread)
         self._lock = threading.Lock()  # of what follows
         self._ended = threading.Condition(self._lock)  # told of every load that is over
         self._jobs: dict[str, _Job] = {}
@@ -109,7 +119,7 @@ class WorkerSide:
         self._invalid: set[int] = set()
         self._report = Report()
         self._pending = 0  # bytes of copies
-        self._saving: set[bytes] = set()  # digests
+        self._saving: dict[bytes, int] = {}  # digests, and the bytes of each copy
         self._closed = False
         self._cache: PagedCache | None = None
 
@@ -148,23 +158,36 @@ class WorkerSide:
 
         Either way the engine hears of it by `take_arrived`, and counts no block as cached before.
         """
-        ready = self._event()
+        ready: Mark | None = None
         jobs = []
         for load in loads:
             job = _Job(load, time.monotonic(), valid_until=load.start)
             with self._lock:
                 self._jobs[load.request] = job
-            loading = self._loaders.submit(self._load, job, ready)
-            if load.blend is None:  # a blend takes more than one step in any case
-                jobs.append((job, loading))
+            with self._guard("start_loads", partial(self._abandon, job)):
+                ready = ready or Mark(self._pages.device)
+                loading = self._loaders.submit(self._load, job, ready)
+                if load.blend is None:  # a blend takes more than one step in any case
+                    jobs.append((job, loading))
         if not synchronous:
             return
         for job, future in jobs:
             remaining = job.begun + self._timeout - time.monotonic()
-            try:
-                future.result(max(remaining, 0))
-            except TimeoutError:
-                self._give_up(job, patient=True)
+            with self._guard("start_loads", partial(self._abandon, job)):
+                try:
+                    future.result(max(remaining, 0))
+                except TimeoutError:
+                    self._give_up(job, patient=True)
+
+    def void(self, loads: Mapping[str, Sequence[int]]) -> None:
+        """Report loads that cannot be begun as over: requests, and the blocks that are invalid."""
+        with self._lock:
+            for request, blocks in loads.items():
+                self._invalid.update(blocks)
+                self._arrived.add(request)
+                self._report.ended.add(request)
+                self._report.failed.add(request)
+            self._ended.notify()
 
     def take_arrived(self, patience: float = 0.0) -> set[str]:
         """Requests whose loads are over, well or not, since the last call. Gives up those past their deadline.
@@ -179,7 +202,8 @@ class WorkerSide:
         with self._lock:
             late = [job for job in self._jobs.values() if not job.placed and now - job.begun > self._timeout]
         for job in late:
-            self._give_up(job, patient=False)
+            with self._guard("take_arrived"):
+                self._give_up(job, patient=False)
         with self._lock:
             arrived, self._arrived = self._arrived, set()
         return arrived
@@ -190,10 +214,14 @@ class WorkerSide:
             invalid, self._invalid = self._invalid, set()
         return invalid
 
-    def _load(self, job: _Job, ready: Any) -> None:
+    def _load(self, job: _Job, ready: Mark) -> None:
+        with self._guard("load", partial(self._abandon, job)):
+            self._try_to_load(job, ready)
+
+    def _try_to_load(self, job: _Job, ready: Mark) -> None:
         load = job.load
         try:
-            with self._stream(ready):
+            with ready.followed():
                 for first, entries in self._fetched(job):
                     with job.lock:
                         if job.over:
@@ -224,43 +252,73 @@ class WorkerSide:
         with job.lock, self._lock:
             if not job.over:
                 job.placed = True
+                job.place_seconds = time.monotonic() - job.begun
                 self._report.placed.append(job.load.request)
                 self._ended.notify()
 
     # Blends ----------------------------------------------------------------------------------------------------
 
-    def blend(self, requests: Sequence[str], blender: PageBlender | None) -> None:
-        """Compute what the blends of these requests leave to be computed. All ranks do so in one order.
+    def blend(self, requests: Sequence[str], tokens: int, blender: PageBlender) -> None:
+        """Compute this step's slice of what these requests' blends leave to be computed: one blend after the other.
 
-        Runs in the engine's thread, between its own passes.
+        Runs in the engine's thread, between its own passes. All ranks do the same in the same order, because their
+        layers wait for each other. So they agree first that all of them can.
+
+        Args:
+            requests: in order; the engine names a request again until its blend is reported as over.
+            tokens: to compute, at most.
+            blender: of this rank.
         """
+        left = float(tokens)
         for request in requests:
+            if left <= 0:
+                break
             with self._lock:
                 job = self._jobs.get(request)
-            if job is None or job.load.blend is None or blender is None:
-                continue
-            with job.lock:
-                if not job.over:
-                    self._blend(job, job.load.blend, blender)
+            before, left = left, 0.0  # so it stays after an error, since the ranks may not have computed alike
+            with self._guard("blend", None if job is None else partial(self._abandon, job)):
+                left = before - self._blend_slice(job, before, blender)
 
-    def _blend(self, job: _Job, blend: Blend, blender: PageBlender) -> None:
-        load = job.load
-        begun = time.monotonic()
-        try:
-            with allocations(f"blending {load.end - blend.start} tokens"):
-                record = blender.blend(blend, load.end)
-        except CuveeError as error:
-            logger.warning("cuvee: request %s is not blended but computed: %s", load.request, error)
-            self._end(job, "blend")
-            return
-        except Exception:
-            logger.exception("cuvee: request %s is not blended but computed", load.request)
-            self._end(job, "blend")
-            return
-        job.valid_until = load.end
-        for name, value in record.items():
+    def _blend_slice(self, job: _Job | None, tokens: float, blender: PageBlender) -> float:
+        """Compute a slice of one blend; the tokens it took, the same number on all ranks."""
+        blend = None if job is None else job.load.blend
+        if job is None or blend is None:
+            blender.agree(False)  # the others may have it, and must not wait
+            return 0
+        with job.lock:
+            if not blender.agree(job.placed and not job.over):
+                self._end(job, "blend")
+                return 0
+            begun = time.monotonic()
+            try:
+                with allocations(f"blending {job.load.end - blend.start} tokens"):
+                    if job.blending is None:
+                        job.blending = blender.begin(blend, job.load.end)
+                    spent = job.blending.advance(tokens)
+            except CuveeError as error:
+                logger.warning("cuvee: request %s is not blended but computed: %s", job.load.request, error)
+                self._end(job, "blend")
+                return tokens  # the ranks have not computed alike
+            except Exception:
+                logger.exception("cuvee: request %s is not blended but computed", job.load.request)
+                self._end(job, "blend")
+                return tokens
+            job.compute_seconds += time.monotonic() - begun
+            self._recorder.count("blend_slices")
+            if job.blending.done:
+                self._blended(job, blend, job.blending.figures)
+            return spent
+
+    def _blended(self, job: _Job, blend: Blend, figures: Mapping[str, float]) -> None:
+        """Book a blend of which everything is computed; `job.lock` is held."""
+        for name, value in figures.items():
             self._recorder.count(name, value)
-        self._recorder.count("blend_seconds", time.monotonic() - begun)
+        self._recorder.count("blend_seconds", job.compute_seconds)
+        again = figures.get("blend_token_layers", 0) / self._pages.layout.num_layers
+        job.computed = figures["blended_tokens"] - figures["blend_reused_tokens"] + again
+        if blend.check:  # a whole prefill more, which says nothing of the blend
+            job.compute_seconds = 0.0
+        job.valid_until = job.load.end
         self._end(job)
 
     def drop(self, requests: Sequence[str]) -> None:
@@ -269,8 +327,8 @@ class WorkerSide:
             with self._lock:
                 job = self._jobs.get(request)
             if job is not None:
-                with job.lock:
-                    self._end(job)
+                with self._guard("drop"):
+                    self._abandon(job)
 
     # Parts of loads --------------------------------------------------------------------------------------------
 
@@ -328,36 +386,62 @@ class WorkerSide:
         self._recorder.count("decode_seconds", time.monotonic() - begun)
         if problem is None:
             return
-        if entries[good].blob is not None and not isinstance(problem, OutOfMemory):  # which says nothing of the entry
+        if entries[good].blob is not None and problem.blames_blob:
             job.bad = entries[good].key
         raise problem
 
     def _decode(self, load: Load, first: int, entries: list[_Entry]) -> tuple[int, CuveeError | None]:
-        """Chunks `first …` of a load into their pages: how many in a row succeeded, and why the next one did not."""
+        """Chunks `first …` of a load into their pages: how many in a row succeeded, and why the next one did not.
+
+        Nothing writes to the pages any more when this returns.
+        """
         cache = self._pages
         opening = []
         for at, entry in enumerate(entries, first):
             if entry.blob is None:
                 break
-            opening.append(self._coders.submit(self._open, load, at, entry.blob))
-        opened, problem = _in_a_row(opening)
+            opening.append(partial(self._open, load, at, entry.blob))
+        opened, problem = self._in_a_row(opening)
         if problem is None and len(opened) < len(entries):
             problem = CuveeError(f"{_name(load, first + len(opened))} is no longer in the store")
         entries_at = range(first, first + len(opened))
-        slots = [self._slots_of_entry(load, at).to(cache.device) for at in entries_at]
+        each_slots = [self._slots_of_entry(load, at) for at in entries_at]
         starts = [self._start_of_entry(load, at) for at in entries_at]
-        if opened and self._codec.on_device(cache.device):
-            try:
-                self._codec.decode_paged(opened, cache, slots, starts).check()
-                return len(opened), problem
-            except CuveeError:
-                pass  # one of them is damaged; one after the other tells which
 
         def one(blob: OpenBlob, at: torch.Tensor, start: int) -> None:
             self._codec.decode_paged([blob], cache, [at], [start]).check()
 
-        done, damage = _in_a_row([self._coders.submit(one, *each) for each in zip(opened, slots, starts, strict=True)])
-        return len(done), damage or problem
+        if not opened or not self._codec.on_device(cache.device):
+            several = zip(opened, each_slots, starts, strict=True)
+            done, damage = self._in_a_row(partial(one, *each) for each in several)
+            return len(done), damage or problem
+        slots = send(torch.cat(each_slots), cache.device).split([len(at) for at in each_slots])
+        try:
+            self._codec.decode_paged(opened, cache, slots, starts).check()
+            return len(opened), problem
+        except CuveeError:
+            pass  # one of them is damaged; one after the other tells which, on this thread's stream
+        for good, each in enumerate(zip(opened, slots, starts, strict=True)):
+            try:
+                one(*each)
+            except CuveeError as error:
+                return good, error
+        return len(opened), problem
+
+    def _in_a_row(self, works: Iterable[Callable[[], T]]) -> tuple[list[T], CuveeError | None]:
+        """Results up to the first work that failed, and its error. On return, or on another error, all have ended."""
+        jobs: list[Future[T]] = []
+        try:
+            jobs.extend(self._coders.submit(work) for work in works)
+        finally:
+            wait(jobs)
+        results: list[T] = []
+        for job in jobs:
+            try:
+                results.append(job.result())
+            except CuveeError as error:
+                return results, error
+        return results, None
 
     def _open(self, load: Load, at: int, blob: bytes) -> OpenBlob:
         """Entry `at` of a load, if its blob is what was asked for; decoding verifies the rest.
@@ -371,7 +455,7 @@ class WorkerSide:
                 tokens=self._tokens_of_entry(load, at),
                 start=self._start_of_entry(load, at) if at < len(load.digests) else None,
                 dtype=self._pages.layout.dtype,
-                associated=self._bound_to(load.tenant, _digests(load)[at]),
+                associated=self._bound_to(load.tenant, _digest(load, at)),
             )
         except CorruptError as error:
             raise CorruptError(f"{_name(load, at)}: {error}") from error
@@ -398,33 +482,67 @@ class WorkerSide:
             job.lock.release()
         self._store.overdue("get_many", self._timeout)
 
+    def _abandon(self, job: _Job) -> None:
+        """A load or a blend failed in an unforeseen place: it is over, with what is valid by now."""
+        with job.lock:
+            self._end(job)
+
     def _end(self, job: _Job, failure: str = "load") -> None:
         """Book the outcome; `job.lock` is held. The second call does nothing."""
         if job.over:
             return
         job.over = True
-        load = job.load
+        with self._guard("load", partial(self._book_as_failed, job)):
+            self._book(job)
+        with self._guard("load"):
+            self._count_load(job, failure)
+
+    def _book(self, job: _Job) -> None:
+        load, done = job.load, job.valid_until
         seconds = time.monotonic() - job.begun
-        done = job.valid_until
         first = (done - load.first_chunk * self._chunk) // self._block
         missing = load.blocks[first:] if done < load.end else []
+        work = load_work(len(load.digests) - bool(load.tail), load.tail, self._chunk)
+        unsaved = _digests(load)[done // self._chunk - load.first_chunk :] if done < load.end else []
         with self._lock:
             self._invalid.update(missing)
-            self._arrived.add(load.request)
-            self._jobs.pop(load.request, None)
-            self._report.ended.add(load.request)
-            if done == load.end:
-                work = load_work(len(load.digests) - bool(load.tail), load.tail, self._chunk)
-                if load.blend is None:
-                    self._report.loaded.append((work, seconds))
-                else:
-                    self._report.blended.append((load.end - load.blend.start, seconds))
-            else:
+            self._is_over(job)
+            if done < load.end:
                 self._report.failed.add(load.request)
-                self._report.unsaved.update(_digests(load)[done // self._chunk - load.first_chunk :])
-            self._ended.notify()
+                self._report.unsaved.update(unsaved)
+            elif load.blend is None:
+                self._report.loaded.append((work, seconds))
+            else:
+                self._report.blended.append(
+                    BlendCost(
+                        len(load.blend.pieces), sum(piece.tokens for piece in load.blend.pieces), job.computed,
+                        load.end, work, job.place_seconds, job.compute_seconds,
+                    )
+                )  # fmt: skip
+
+    def _book_as_failed(self, job: _Job) -> None:
+        """Of a load about which nothing is certain: all that it was to fill is invalid."""
+        load = job.load
+        with self._lock:
+            if self._jobs.get(load.request) is not job:  # the engine may have heard of its end
+                return
+            self._invalid.update(load.blocks[max(load.start - load.first_chunk * self._chunk, 0) // self._block :])
+            self._is_over(job)
+            self._report.failed.add(load.request)
+
+    def _is_over(self, job: _Job) -> None:
+        """The engine shall hear of the end of a load; `_lock` is held."""
+        request = job.load.request
+        self._arrived.add(request)
+        self._report.ended.add(request)
+        if self._jobs.get(request) is job:
+            del self._jobs[request]
+        self._ended.notify()
+
+    def _count_load(self, job: _Job, failure: str) -> None:
+        load, done = job.load, job.valid_until
         self._recorder.count("loads")
-        self._recorder.count("load_seconds", seconds)
+        self._recorder.count("load_seconds", time.monotonic() - job.begun)
         self._recorder.count("loaded_tokens", done - load.start)
         if self._tenant_metrics:
             self._recorder.count_tenant("tenant_loaded_tokens", done - load.start, tenant_id(load.tenant))
@@ -436,50 +554,67 @@ class WorkerSide:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Copy the chunks out of the pages now, encode and store them later; over budget, they are left out."""
-        for operation in ("contains", "put") if saves else ():
-            self._store.overdue(operation, self._timeout)
-        admitted = self._admit(saves)
+        if not saves:
+            return
         # A batch is one thread's work: a device takes all chunks in one go, the CPU's threads share them out. Dealt
         # like cards, so that the first chunks of a prefix are the first to be stored.
-        batches = 1 if self._codec.on_device(self._pages.device) else self._encoders.threads
+        batches = 1
+        with self._guard("save"):
+            for operation in ("contains", "put"):
+                self._store.overdue(operation, self._timeout)
+            batches = 1 if self._codec.on_device(self._pages.device) else self._encoders.threads
+        admitted = self._admit(saves)
         for batch in filter(None, (admitted[first::batches] for first in range(batches))):
-            try:
-                copy = self._copy(batch)
-            except OutOfMemory as error:
-                self._fail(batch, "encode", error)
-            else:
-                self._encoders.submit(self._save, batch, copy, self._event())
+            with self._guard("save", partial(self._release, batch)):
+                try:
+                    copy = self._copy(batch)
+                except OutOfMemory as error:
+                    self._fail(batch, "encode", error)
+                else:
+                    self._encoders.submit(self._save, batch, copy, Mark(copy.device))
 
     def _admit(self, saves: Sequence[Save]) -> list[Save]:
         """Those that are not being stored already and fit the budget, which they take; the others are reported."""
         admitted, skipped = [], 0
-        with self._lock:
-            for save in saves:
-                if save.digest in self._saving:  # another request has the same prefix
-                    continue
-                if self._closed or self._pending + self._bytes(save) > self._budget:
-                    self._report.unsaved.add(save.digest)
-                    skipped += 1
-                    continue
-                self._pending += self._bytes(save)
-                self._saving.add(save.digest)
-                admitted.append(save)
-        if skipped:
-            self._recorder.count("stores_skipped", skipped)
+        for save in saves:
+            with self._guard("save", partial(self._release, [save])):
+                size = self._bytes(save)
+                with self._lock:
+                    if save.digest in self._saving:  # another request has the same prefix
+                        continue
+                    if self._closed or self._pending + size > self._budget:
+                        self._report.unsaved.add(save.digest)
+                        skipped += 1
+                        continue
+                    self._pending += size
+                    self._saving[save.digest] = size
+                    admitted.append(save)
+        with self._guard("save"):
+            if skipped:
+                self._recorder.count("stores_skipped", skipped)
         return admitted
 
     def _copy(self, batch: Sequence[Save]) -> PagedCache:
         """The chunks' tokens as the one block of a cache, one chunk after the other.
 
+        A device copies them behind the engine's step, and the engine's thread does not wait for that. The copy belongs
+        to the engine's stream: whoever reads it on another must have waited for that before the copy is freed.
+
         Raises:
             OutOfMemory: there is no room for them.
+            InputError: the engine's stream is being captured into a CUDA graph.
         """
         pages = self._pages
-        slots = torch.cat([self._slots_of_save(save) for save in batch]).to(pages.device)
+        refuse_capture(pages.device)
+        slots = torch.cat([self._slots_of_save(save) for save in batch])
         with allocations(f"copying {len(slots)} tokens"):
-            return pages.copy(slots)
+            return pages.copy(send(slots, pages.device))
 
-    def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Any) -> None:
+    def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
+        with self._guard("store", partial(self._release, batch)):
+            self._try_to_save(batch, copy, ready)
+
+    def _try_to_save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
         """Encode those of a batch that the store does not have, and hand them to the writers."""
         try:
             there = self._store.contains([self._key(save) for save in batch])
@@ -489,10 +624,10 @@ class WorkerSide:
             return
         blobs: dict[int, bytes] = {}
         if missing:
-            with self._stream(ready):
+            with ready.followed():
                 blobs = self._encode(batch, copy, missing)
         for at, save in enumerate(batch):  # at the end: until now the whole copy took its part of the budget
-            if at not in missing:
+            if there[at]:
                 self._saved(save, kept=True)
         for at, blob in blobs.items():
             try:
@@ -504,11 +639,12 @@ class WorkerSide:
     def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, bytes]:
         """Blobs of some of a batch's chunks, by their place in it; of those that can be encoded."""
         begun = time.monotonic()
-        ends = list(accumulate(map(self._tokens, batch)))
+        sizes = [self._tokens(save) for save in batch]
         try:
+            rows = torch.arange(sum(sizes), device=copy.device).split(sizes)
             blobs = self._codec.encode_paged(
                 copy,
-                [torch.arange(ends[at] - self._tokens(batch[at]), ends[at], device=copy.device) for at in which],
+                [rows[at] for at in which],
                 [self._start(batch[at]) for at in which],
                 importance=[self._importance(batch[at]) for at in which],
                 associated=[self._bound_to(batch[at].tenant, batch[at].digest) for at in which],
@@ -524,6 +660,10 @@ class WorkerSide:
         return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
 
     def _write(self, save: Save, blob: bytes) -> None:
+        with self._guard("store", partial(self._release, [save])):
+            self._try_to_write(save, blob)
+
+    def _try_to_write(self, save: Save, blob: bytes) -> None:
         try:
             kept = self._store.put(self._key(save), blob)
         except Exception as error:
@@ -541,19 +681,22 @@ class WorkerSide:
 
     def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
         """Count chunks that are not stored, and say why."""
+        self._release(saves)
         if isinstance(error, CuveeError):
             logger.warning("cuvee: %d chunks were not stored: %s", len(saves), error)
         else:
             logger.error("cuvee: %d chunks were not stored", len(saves), exc_info=error)
         self._recorder.count("failures", len(saves), kind)
+
+    def _release(self, saves: Sequence[Save]) -> None:
+        """None of these chunks is stored. Those that are over already stay as they are."""
         for save in saves:
             self._saved(save, kept=False)
 
     def _saved(self, save: Save, kept: bool) -> None:
         """A chunk is stored, or never will be. One whose job was cancelled stays: it is lost when the worker closes."""
         with self._lock:
-            self._pending -= self._bytes(save)
-            self._saving.discard(save.digest)
+            self._pending -= self._saving.pop(save.digest, 0)
             if not kept:
                 self._report.unsaved.add(save.digest)
 
@@ -564,14 +707,20 @@ class WorkerSide:
     # Both ------------------------------------------------------------------------------------------------------
 
     def report(self, step: int) -> Report:
-        """What happened since the last report; `step` was executed."""
+        """What happened since the last report; `step` was executed. What a store says of itself costs no more than the
+        figures.
+        """
         with self._lock:
             report, self._report = self._report, Report()
-            self._recorder.gauge("queue_depth", len(self._saving))
-            self._recorder.gauge("pending_bytes", self._pending)
-        self._recorder.record_store(self._store.counters())
+            queued, pending = len(self._saving), self._pending
         report.steps.append(step)
-        report.metrics = self._recorder.drain()
+        with self._guard("report"):
+            self._recorder.gauge("queue_depth", queued)
+            self._recorder.gauge("pending_bytes", pending)
+        with self._guard("report"):
+            self._recorder.record_store(self._store.counters())
+        with self._guard("report"):
+            report.metrics = self._recorder.drain()
         return report
 
     def close(self) -> None:
@@ -582,18 +731,29 @@ class WorkerSide:
                 return
             self._closed = True
             jobs = list(self._jobs.values())
-        self._fetchers.dismiss(0, cancel=True)
+        with self._guard("close"):
+            self._fetchers.dismiss(0, cancel=True)
         for job in jobs:
             with job.lock:  # not while pages are written: the engine is about to free them
                 job.over = True
-        self._loaders.dismiss(0, cancel=True)
-        self._coders.shutdown(wait=True)
-        self._encoders.dismiss(self._close_timeout)
-        self._writers.dismiss(max(deadline - time.monotonic(), 0))
-        with self._lock:
-            lost = {"encode": len(self._saving)}
-        self._store.flush(max(deadline - time.monotonic(), _FLUSH_SECONDS))
-        lost["store"] = sum(tier.queued for tier in self._store.counters().values())
+        with self._guard("close"):
+            self._loaders.dismiss(0, cancel=True)
+        with self._guard("close"):
+            self._coders.dismiss()
+        with self._guard("close"):
+            self._encoders.dismiss(self._close_timeout)
+        with self._guard("close"):
+            self._writers.dismiss(max(deadline - time.monotonic(), 0))
+        lost = {"encode": len(self._saving), "store": 0}
+        with self._guard("close"):
+            self._store.flush(max(deadline - time.monotonic(), _FLUSH_SECONDS))
+        with self._guard("close"):
+            lost["store"] = sum(tier.queued for tier in self._store.counters().values())
+        with self._guard("close"):
+            self._say_last(lost)
+
+    def _say_last(self, lost: Mapping[str, int]) -> None:
+        """Log and count what the engine has not heard of."""
         for where, chunks in lost.items():
             if chunks:
                 self._recorder.count("lost", chunks, where)
@@ -664,32 +824,21 @@ class WorkerSide:
 
     def _slots(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
         """Slots of the tokens `start … end`, counted from the first of `blocks`."""
+        first = start // self._block
         offset = torch.arange(start, end)
-        return torch.tensor(blocks)[offset // self._block] * self._block + offset % self._block
-
-    def _event(self) -> Any:
-        """What pool threads must wait for on a GPU: the work queued on the engine's stream until now."""
-        if self._pages.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._pages.device))
-        return event
-
-    @contextmanager
-    def _stream(self, ready: Any) -> Iterator[None]:
-        """A stream of the thread's own that begins after `ready`; nothing of the sort on a CPU."""
-        if ready is None:
-            yield
-            return
-        stream = torch.cuda.Stream(self._pages.device)
-        with torch.cuda.device(self._pages.device), torch.cuda.stream(stream):
-            stream.wait_event(ready)
-            yield
+        # Only those that hold the tokens: a client decides how many pieces a prompt of many blocks has.
+        held = torch.tensor(blocks[first : -(-end // self._block)], dtype=torch.int64)
+        return held[offset // self._block - first] * self._block + offset % self._block
 
 
 def _digests(load: Load) -> list[bytes]:
     """Of all entries of a load: of its chunks, then of the segments behind them."""
     return load.digests if load.blend is None else [*load.digests, *(piece.digest for piece in load.blend.pieces)]
+
+
+def _digest(load: Load, at: int) -> bytes:
+    """Of entry `at` of a load, without a list of all."""
+    return load.digests[at] if at < len(load.digests) else _piece(load, at).digest
 
 
 def _piece(load: Load, at: int) -> Piece:
@@ -705,15 +854,3 @@ def _name(load: Load, at: int) -> str:
         return f"chunk {load.first_chunk + at}"
     piece = _piece(load, at)
     return f"the segment of tokens {piece.start} … {piece.start + piece.tokens}"
-
-
-def _in_a_row(jobs: Sequence[Future[T]]) -> tuple[list[T], CuveeError | None]:
-    """Results up to the first job that failed, and its error; all jobs have ended."""
-    wait(jobs)
-    results: list[T] = []
-    for job in jobs:
-        try:
-            results.append(job.result())
-        except CuveeError as error:
-            return results, error
-    return results, None

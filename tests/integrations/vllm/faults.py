@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -138,11 +138,19 @@ class Driven:
         model: checkpoint.
         store: what its connector is given, or the URL of a store, or None: no connector.
         load_async: as the connector's option.
+        connector: more of its options.
         options: of `vllm.LLM`.
     """
 
-    def __init__(self, model: Path, store: Store | str | None, load_async: bool = True, **options: Any) -> None:
-        from cuvee.integrations.vllm import connector
+    def __init__(
+        self,
+        model: Path,
+        store: Store | str | None,
+        load_async: bool = True,
+        connector: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> None:
+        from cuvee.integrations.vllm import connector as module
 
         self.answered: list[Answered] = []
         self.scenario = ""
@@ -150,12 +158,12 @@ class Driven:
         self._count = 0
         if isinstance(store, Store):
             given = store
-            cast(Any, connector).open_store = lambda urls: given
+            cast(Any, module).open_store = lambda urls: given
         else:
-            cast(Any, connector).open_store = open_store
+            cast(Any, module).open_store = open_store
         if store is not None:
             url = store if isinstance(store, str) else "memory://"
-            options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, load_async=load_async)
+            options["kv_transfer_config"] = cuvee(url, chunk_tokens=CHUNK, load_async=load_async, **(connector or {}))
         self.llm: Any = start_engine(model, **{**OPTIONS, "enable_prefix_caching": store is not None, **options})
         self.engine = self.llm.llm_engine
         self.core = self.engine.engine_core.engine_core

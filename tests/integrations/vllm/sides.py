@@ -17,7 +17,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.paged import PagedCache
+from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
 from cuvee.codec.profile import Profile
 from cuvee.integrations.vllm.config import Options
 from cuvee.integrations.vllm.messages import Blend, Load, Piece, Save, StepPlan
@@ -95,10 +95,11 @@ class Desk:
         opts = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", "decide": "always", **options})
         self.chunk = opts.chunk_tokens
         profile = Profile.generic(LAYOUT) if profile is None else profile
-        if opts.codec_quality == {"quality": "lossless"}:
+        codec = Codec(profile, **opts.codec_quality)
+        if codec.lossless:
             self.identity, quality = IDENTITY, "lossless"
         else:
-            quality = f"step:{Codec(profile, **opts.codec_quality).step}"
+            quality = f"step:{codec.step}"
             self.identity = replace(IDENTITY, profile=profile.id, quality=quality)
         setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching)
         self.side = SchedulerSide(
@@ -186,16 +187,40 @@ class Desk:
         return {label: value for (name, label), value in self.recorder.totals().items() if name == "lookups"}
 
 
-def _pages(layout: KVLayout, device: torch.device) -> PagedCache:
-    """Pages of NaN: whatever is not restored shows."""
+def _pages(layout: KVLayout, device: torch.device, permuted: bool) -> PagedCache:
+    """Pages of NaN: whatever is not restored shows. If `permuted`, a layer's K and V lie in one memory, in no order."""
 
     def page(heads: int, size: int) -> torch.Tensor:
         return torch.full((BLOCKS, BLOCK, heads, size), torch.nan, dtype=layout.torch_dtype, device=device)
 
+    def mixed(layer: LayerLayout) -> list[PermutedPages]:
+        sizes = [BLOCK * layer.kv_heads * size for size in (layer.head_dim, layer.value_dim)]
+        places = torch.randperm(sum(sizes), generator=torch.Generator().manual_seed(3)).split(sizes)
+        memory = torch.full([BLOCKS * sum(sizes)], torch.nan, dtype=layout.torch_dtype)
+        orders = [PageOrder(part.view(BLOCK, layer.kv_heads, -1), BLOCKS, sum(sizes)) for part in places]
+        return [PermutedPages(memory[: order.span], order) for order in orders]
+
+    if permuted:
+        pairs = [mixed(layer) for layer in layout.layers]
+        return PagedCache(layout, [keys for keys, _ in pairs], [values for _, values in pairs])
     return PagedCache(
         layout,
         [page(layer.kv_heads, layer.head_dim) for layer in layout.layers],
         [page(layer.kv_heads, layer.value_dim) for layer in layout.layers],
+    )
+
+
+def poison(cache: PagedCache) -> None:
+    """Fill all pages with NaN."""
+    layout, slots = cache.layout, torch.arange(BLOCKS * BLOCK, device=cache.device)
+
+    def unit(heads: int, size: int) -> torch.Tensor:
+        return torch.full((len(slots), heads, size), torch.nan, dtype=layout.torch_dtype, device=cache.device)
+
+    cache.write(
+        [unit(layer.kv_heads, layer.head_dim) for layer in layout.layers],
+        [unit(layer.kv_heads, layer.value_dim) for layer in layout.layers],
+        slots,
     )
 
 
@@ -210,6 +235,7 @@ class Bench:
         sequence: KVChunk | None = None,
         device: torch.device | None = None,
         profile: Profile | None = None,
+        permuted: bool = False,
         **options: Any,
     ) -> None:
         self.options = Options.from_dict({"chunk_tokens": CHUNK, "quality": "lossless", **options})
@@ -219,7 +245,7 @@ class Bench:
         self.recorder = Recorder()
         self.codec = Codec(profile, **{"quality": "lossless", **(codec or {})})
         self.worker = WorkerSide(self.setup, rank, self.codec, self.store, self.recorder)
-        self.cache = _pages(LAYOUT, device or torch.device("cpu"))
+        self.cache = _pages(LAYOUT, device or torch.device("cpu"), permuted)
         self.worker.attach(self.cache)
         noise = torch.randn(2, 3, 8 * CHUNK, 2, 16).bfloat16()
         self.sequence = sequence or KVChunk(noise[0], noise[1], LAYOUT)
@@ -280,8 +306,7 @@ class Bench:
         self.fill(blocks, chunks * CHUNK)
         self.worker.save(self.saves(blocks, range(chunks)))
         self.drain()
-        for tensor in self.cache.keys + self.cache.values:
-            tensor.fill_(torch.nan)
+        poison(self.cache)
 
     def drain(self) -> None:
         """Wait until nothing is being stored."""

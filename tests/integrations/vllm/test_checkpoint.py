@@ -294,6 +294,7 @@ def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
         lambda data: struct.pack("<Q", 2**63) + data[8:],
         lambda data: data[:8] + b"[" + data[9:],
         lambda data: struct.pack("<Q", 2) + b"[]",
+        lambda data: struct.pack("<Q", 100_000) + b'{"a":' * 20_000,
         lambda data: struct.pack("<Q", 8) + b'{"a": 1}',
         lambda data: struct.pack("<Q", 9) + b'{"a": {}}',
         lambda data: data.replace(b'"data_offsets":[', b'"data_offsets":[99999999', 1),
@@ -311,8 +312,9 @@ def test_a_damaged_file_is_named(folder: Path, damage: Callable[[bytes], bytes])
             call()
 
 
-def test_a_damaged_configuration_is_named(folder: Path) -> None:
-    (folder / "config.json").write_bytes(b'{"a": ')
+@pytest.mark.parametrize("content", [b'{"a": ', b'{"a":' * 1000 + b"1" + b"}" * 1000, b'{"a":' * 100_000, b"1" * 5000])
+def test_a_damaged_configuration_is_named(content: bytes, folder: Path) -> None:
+    (folder / "config.json").write_bytes(content)
     with pytest.raises(InputError, match=r"^model: .*config\.json is not JSON"):
         checkpoint_identity(folder)
 

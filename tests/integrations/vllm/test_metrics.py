@@ -7,8 +7,11 @@ import math
 import subprocess
 import sys
 import threading
-from dataclasses import fields
+from dataclasses import fields, replace
+from decimal import Decimal
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cuvee.codec.errors import InputError
@@ -201,6 +204,52 @@ def test_unknown_sizes_are_left_out() -> None:
     recorder = Recorder()
     recorder.record_store({"redis": TierCounters(bytes=None, entries=12)})
     assert recorder.drain() == {"store_queue_depth|redis|0": 0, "store_entries|redis|": 12}
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [-1, -0.5, math.nan, math.inf, 1 << 63, 10**400, "abc", b"5", None, [], 1j, Decimal("NaN"), np.int64(-3)],
+    ids=repr,
+)
+def test_a_figure_that_is_none_is_left_out(figure: Any, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    good = TierCounters(hits=5, errors=2, entries=3)
+    recorder.record_store({"redis": good, "disk": TierCounters(hits=1)})
+    recorder.drain()
+    odd = replace(good, hits=figure, evictions=figure, errors=3, entries=figure, bytes=figure)
+    for _ in range(3):
+        recorder.record_store({"redis": odd, "disk": TierCounters(hits=2)})
+    data = recorder.drain()
+    unknown = figure is None  # which is sound of entries and bytes
+    assert data == {"store_errors|redis|": 1, "hits|disk|": 1, "failures|store|": 2 if unknown else 4}
+    assert caplog.text.count("cannot be counted, and it is left out: hits of redis") == 1 == len(caplog.records)
+    recorder.record_store({"redis": replace(good, hits=7)})
+    assert recorder.totals()["hits", "redis"] == 7, "it goes on from the last sound figure"
+
+
+@pytest.mark.parametrize("tier", ["a|b", "", "\ud800", "x\n", "x" * 65, 7, None], ids=repr)
+def test_a_tier_that_cannot_be_a_label_is_left_out(tier: Any, caplog: pytest.LogCaptureFixture) -> None:
+    recorder = Recorder()
+    for _ in range(3):
+        recorder.record_store({tier: TierCounters(hits=3), "disk": TierCounters(hits=1)})
+    assert recorder.drain() == {"hits|disk|": 1, "store_queue_depth|disk|0": 0, "failures|store|": 1}
+    assert len(caplog.records) == 1
+    recorder.record_store({"disk": "no counters"})  # type: ignore[dict-item]
+    recorder.record_store({str(tier): TierCounters(hits=-1) for tier in range(500)})
+    assert recorder.totals()["failures", "store"] == 100, "what is remembered of them is bounded"
+
+
+def test_the_largest_figures_can_be_sent() -> None:
+    """As vLLM sends them from process to process; an integer of more than 64 bits cannot be."""
+    msgspec = pytest.importorskip("msgspec")
+    recorder = Recorder()
+    counters = TierCounters(entries=(1 << 63) - 1, bytes=True)
+    figures: list[Any] = [np.float64(1e18), (1 << 63) - 1, 0, (1 << 63) - 1, 0, (1 << 63) - 1, 0, 2.5]
+    for most in figures:
+        recorder.record_store({"redis": replace(counters, evictions=most)})
+    data = recorder.drain()
+    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(data))
+    assert sent == data and 2.7e19 < sent["evictions|redis|"] < 2.8e19 and sent["store_bytes|redis|"] == 1
 
 
 # Ranks and intervals ----------------------------------------------------------------------------------------------

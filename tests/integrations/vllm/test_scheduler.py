@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.integrations.vllm.sides import CHUNK, Desk, generate, make_request
+from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_request
 
 from cuvee.codec.identity import store_key
 from cuvee.codec.keys import make_keys
@@ -68,7 +68,7 @@ def test_a_gap_ends_the_prefix(desk: Callable[..., Desk]) -> None:
 
 
 def test_a_long_prefix_is_asked_for_in_parts(desk: Callable[..., Desk], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.scheduler._LOOKUP_BATCH", 4)
+    monkeypatch.setattr("cuvee.integrations.vllm.lookups.CALL_KEYS", 4)
     d, request = desk(), make_request(tokens=12 * CHUNK + 1)
     d.put(request, 9)
     assert d.matched(request) == (9 * CHUNK, True)
@@ -423,6 +423,32 @@ def test_positions_past_the_limit_are_not_stored(desk: Callable[..., Desk]) -> N
     d.matched(request)
     saves = d.plan((request, 0, 4136)).saves
     assert len(saves) == 4096 // CHUNK
+
+
+@pytest.mark.parametrize(
+    ("chunk", "positions", "found"),
+    [(16, 64, 64), (16, 60, 56), (16, 49, 48), (32, 64, 64), (32, 44, 40), (32, 33, 32)],
+)
+def test_positions_past_the_limit_are_not_asked_for(
+    desk: Callable[..., Desk], chunk: int, positions: int, found: int
+) -> None:
+    """Whoever stored them: they would not decode."""
+    d, request = desk(chunk_tokens=chunk, min_tokens=16), make_request(tokens=100)
+    d.side._positions = positions
+    d.put(request, 100 // chunk)
+    ends = [end for end in range(BLOCK, 100, BLOCK) if end % chunk]
+    d.put_tails(request, *ends)
+    asked: set[str] = set()
+    contains = d.store.contains
+
+    def noted(keys: Sequence[str]) -> list[bool]:
+        asked.update(keys)
+        return contains(keys)
+
+    d.store.contains = noted  # type: ignore[method-assign]
+    assert d.matched(request) == (found, True)
+    beyond = d.digests(request)[positions // chunk :] + [d.tail(request, end) for end in ends if end > positions]
+    assert asked and not {store_key("", digest) for digest in beyond} & asked
 
 
 def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callable[..., Desk]) -> None:

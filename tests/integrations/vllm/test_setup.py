@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import _warn_of_no_promise
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatch, UnsupportedModel
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
+from cuvee.codec.quality import CurvePoint
 from cuvee.integrations.vllm import checkpoint as checkpoint_module
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.setup import Setup
@@ -85,12 +87,58 @@ def _profile(group: str, layout: KVLayout = LAYOUT) -> Profile:
     return Profile.fit(layout, [KVChunk(keys, values, layout) for keys, values in noise], group)
 
 
+def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
+    """A profile learned in float32, as on a CPU, serves an engine in bfloat16, and the other way round."""
+    points = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k) for k in range(-4, 2)]
+    fitted = _profile("head")
+    for learned, served, ratio in (("float32", torch.bfloat16, 4), ("bfloat16", torch.float32, 8)):
+        layout = replace(LAYOUT, dtype=learned)
+        Profile(layout, "head", "fitted", fitted.family, fitted.learned, curve=points).save(tmp_path / learned)
+        extra = {"profile": str(tmp_path / learned), "ratio": ratio}
+        made = Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra))
+        assert made.quality == "step:0", "the step at which the curve has 4 bits"
+        assert made.codec(0).step == 0, "of the rank as well"
+        with pytest.raises(ProfileError, match=f"ratio=100 .* of a {str(served).removeprefix('torch.')} cache"):
+            Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
+
+
 def test_what_is_supported_starts() -> None:
     made = Setup.of_engine(*_engine(kv_transfer__is_kv_producer=False))
     assert made.layout.fingerprint == LAYOUT.fingerprint
     assert (made.block_tokens, made.shards, made.loads, made.stores) == (32, 1, True, False)
     assert made.profile.source == "generic"
+    assert made.quality == "lossless" and made.codec(0).lossless, "nothing else is exact without a profile"
     assert made.codec(0).profile.layout == made.layout
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default"},
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "linear", "factor": 1.3},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+         "high_freq_factor": 4.0},
+        None,
+    ],
+    ids=lambda rope: f"{rope['rope_type']}-{rope.get('factor')}" if rope else "gemma3",
+)  # fmt: skip
+def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None) -> None:
+    """As vLLM derives its longest prompt from the same configuration."""
+    longest = pytest.importorskip("vllm.config.model")._get_and_verify_max_len
+    if rope is None:
+        config: Any = Gemma3TextConfig(
+            num_hidden_layers=2, layer_types=["sliding_attention", "full_attention"], dtype=torch.bfloat16,
+            rope_parameters={
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            },
+        )  # fmt: skip
+    else:
+        config = LlamaConfig(**{**CONFIG.to_dict(), "rope_parameters": {"rope_theta": 1e4, **rope}})
+    said = SimpleNamespace(derived_max_model_len_and_key=(config.max_position_embeddings, "max_position_embeddings"))
+    assert KVLayout.from_config(config).max_positions == longest(config, said, None, None, False, None)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +232,21 @@ def test_what_could_not_be_checked_is_said(
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")})).check_profile("folder")
         Setup.of_engine(*_engine()).check_profile("folder")
     assert "unknown: no weights" in caplog.text
-    assert "the generic one is used" in caplog.text
+    assert "no profile is configured: quality is lossless" in caplog.text
+
+
+def test_a_lossy_quality_without_a_profile_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_no_promise.cache_clear()
+    with caplog.at_level(logging.WARNING, "cuvee"):
+        Setup.of_engine(*_engine()).codec(0)
+        assert not caplog.records
+        for _ in range(2):  # both sides of the connector, each of which makes several codecs
+            made = Setup.of_engine(*_engine(extra={"quality": "balanced"}))
+            assert made.quality == f"step:{made.codec(0).step}" != "lossless"
+    (record,) = caplog.records
+    assert "quality='balanced'" in record.getMessage() and "`cuvee profile learn`" in record.getMessage()
+    with pytest.raises(ProfileError, match=r"^kl=0.01: this profile has no curve for kl. `cuvee profile learn`"):
+        Setup.of_engine(*_engine(extra={"kl": 0.01}))
 
 
 def test_a_tokenizer_that_is_nowhere_is_left_out(
@@ -213,7 +275,7 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
         with_profile,
         identity(extra={"profile": str(tmp_path / "p"), "quality": "high"}),
         identity(extra={"quality": "high"}),
-        identity(extra={"quality": "lossless"}),
+        identity(extra={"quality": "balanced"}),  # once the default: what was stored then is not found any more
         identity(extra={"model_id": "mine"}),
         identity(model__dtype=torch.float32),
         identity(specs=[_spec(dtype=torch.float32)]),
@@ -231,6 +293,7 @@ def test_what_names_a_blob(tmp_path: Path, checkpoint: Callable[..., None]) -> N
         identity(model__seed=1),
         identity(load__load_format="safetensors"),
         identity(extra={"threads": 7, "store": "file:///x"}),
+        identity(extra={"quality": "lossless"}),
     ]
     assert set(same) == {base}
     assert identity(extra={"profile": str(tmp_path / "p"), "quality": "lossless"}).profile == b"", "needs no profile"

@@ -1,0 +1,453 @@
+"""No request, no store and no error of ours ends the engine: whatever fails inside, every request is computed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.stores.redis_server import wait_until
+from tests.integrations.vllm.injection import POINTS, Injector
+from tests.integrations.vllm.sides import Bench, Desk, make_request
+from tests.integrations.vllm.small_engine import SmallEngine
+
+from cuvee.integrations.stores.base import TierCounters
+from cuvee.integrations.vllm import scheduler
+from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.vllm.metrics import METRICS, Recorder
+
+Contained = list[tuple[str, BaseException]]
+A, B, C = (random.Random(seed).choices(range(60), k=count) for seed, count in ((1, 70), (2, 40), (3, 44)))
+SEGMENTS = {"cuvee": {"segments": [[16, 32], [32, 48]]}}
+BLENDED = {"cuvee": {"segments": [[20, 36], [36, 52]]}}
+# Where a fault leaves no trace at `contained`, because it is one of those that the code expects there.
+LOUD = {
+    "s._match",
+    "s._track",
+    "s._new_saves",
+    "s._unchanged",
+    "s._blend_tokens",
+    "w._copy",
+    "c.digests",
+}
+
+
+@pytest.fixture
+def engine() -> Iterator[Callable[..., SmallEngine]]:
+    made: list[SmallEngine] = []
+
+    def make(**options: Any) -> SmallEngine:
+        made.append(SmallEngine(**options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def _day(e: SmallEngine, name: str) -> None:
+    """All that requests do: prompts that are new, found, found in part, blended, aborted and preempted; a reset."""
+    e.submit(f"{name} a", A)
+    e.submit(f"{name} b", B, cache_salt="other")
+    e.submit(f"{name} segments", [*A[:16], *B[:16], *A[16:32]], kv_transfer_params=SEGMENTS)
+    e.run()
+    e.submit(f"{name} again", [*A, *B[:9]])
+    e.submit(f"{name} other", [*B, *C[:5]], cache_salt="other")
+    e.submit(f"{name} preempted", A[:50])
+    e.submit(f"{name} aborted", [*A[:60], 3])
+    e.submit(f"{name} blended", [*B[:20], *A[16:32], *B[:16], *range(6)], kv_transfer_params=BLENDED)
+    e.step()
+    e.step()
+    e.abort(f"{name} aborted")
+    e.preempt(f"{name} preempted")
+    e.run()
+
+
+def _trouble(e: SmallEngine) -> None:
+    """Entries that are damaged, a store that takes nothing, a reset in the middle, a client that asks for nonsense."""
+    e.submit("stored", C)
+    e.run()
+    for key in e.store.entries:
+        e.store.entries[key] = b"damaged"
+    e.submit("damaged", [*C, 1])
+    e.run()
+
+    def full(operation: str) -> None:
+        if operation == "put":
+            raise OSError("no space left")
+
+    e.store.before = full
+    e.submit("not stored", [*C[::-1], 1])
+    e.submit("segments", [*C, *C], kv_transfer_params=SEGMENTS)
+    e.submit("nonsense", C, kv_transfer_params={"cuvee": 5})
+    e.step()
+    e.side.reset()
+    e.run()
+    e.store.before = lambda operation: None
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("point", POINTS)
+def test_a_fault_anywhere_costs_no_request(
+    point: str, when: str, engine: Callable[..., SmallEngine], contained: Contained
+) -> None:
+    """Once, in the middle of the work, and once more; then everything works as before."""
+    e = engine()
+    calls = 0
+
+    def decide(at: str) -> str | None:
+        nonlocal calls
+        calls += at == point
+        return when if at == point and calls in (1, 4) else None
+
+    injector = Injector(e.side, e.worker, decide)
+    for day in ("first", "second"):
+        _day(e, day)
+        assert e.side.reset() or contained
+    if not calls:  # it takes trouble to get there
+        _trouble(e)
+    kinds = ("a", "b", "segments", "again", "other", "preempted", "blended")
+    expected = [f"{day} {kind}" for day in ("first", "second") for kind in kinds]
+    assert set(expected) <= set(e.done)
+    injector.undo()
+    assert sum(injector.fired.values()) or point in NEVER, f"{point} was called {calls} times"
+    assert point not in LOUD or contained
+    if e.side._stores_at_all:  # nothing was switched off
+        loads = _loads(e)
+        e.submit("late", B, cache_salt="late")
+        e.run()
+        e.submit("later", [*B, 1, 2, 3], cache_salt="late")
+        e.run()
+        # A load is counted by the thread that ends it, perhaps after its request went on.
+        wait_until(lambda: _loads(e) > loads, "what was stored is loaded")
+    else:
+        assert point in ("s._rename", "s._clock") or "rename" in point
+
+
+def _loads(e: SmallEngine) -> float:
+    """Loads that have ended, by the figures that come with one more step."""
+    e.step()
+    return e.recorder.totals().get(("loads", ""), 0)
+
+
+# Calls that these days do not make: there are other tests of them.
+NEVER = {"s._adapter_identity", "s._store.overdue", "s._break_even.worth_loading"}
+
+
+@pytest.mark.parametrize("point", [name for name in POINTS if name not in {"s._load_is_over", "s._drop"}])
+def test_what_always_fails_costs_no_request_either(
+    point: str, engine: Callable[..., SmallEngine], contained: Contained
+) -> None:
+    e = engine(load_timeout=0.3, lookup_timeout=0.3)
+    injector = Injector(e.side, e.worker, lambda at: "before" if at == point else None)
+    _day(e, "all")
+    injector.undo()
+    assert len(e.done) == 7
+
+
+def test_the_guard_lets_out_what_ends_the_process(contained: Contained) -> None:
+    guard = Guard(Recorder())
+    for error in (KeyboardInterrupt, SystemExit):
+        with pytest.raises(error), guard("plan"):
+            raise error
+    assert not contained
+
+
+def test_errors_are_counted_and_logged_once_per_kind(caplog: pytest.LogCaptureFixture, contained: Contained) -> None:
+    recorder = Recorder()
+    guard = Guard(recorder)
+    caplog.set_level(logging.DEBUG, "cuvee")
+    for error in (KeyError("a"), KeyError("b"), OSError("c")):
+        with guard("plan"):
+            raise error
+    with guard("take"):
+        raise KeyError("d")
+    assert recorder.totals() == {("contained", "plan"): 3, ("contained", "take"): 1}
+    assert [record.levelname for record in caplog.records] == ["ERROR", "DEBUG", "ERROR", "ERROR"]
+    assert all(record.exc_info for record in caplog.records)
+
+
+def test_what_follows_an_error_may_fail_too(contained: Contained, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = Recorder()
+    guard = Guard(recorder)
+
+    def fail() -> None:
+        raise OSError("again")
+
+    with guard("plan", then=fail):
+        raise KeyError("first")
+    assert [type(error) for _, error in contained] == [KeyError, OSError]
+    monkeypatch.setattr(recorder, "count", lambda *args, **more: fail())
+    with guard("plan"):
+        raise KeyError("nobody can count it")
+
+
+# What clients and stores may say -------------------------------------------------------------------------------------
+
+
+def _item(name: Any = "x", start: Any = 3, tokens: Any = 8) -> SimpleNamespace:
+    return SimpleNamespace(identifier=name, mm_position=SimpleNamespace(offset=start, length=tokens))
+
+
+MEDIA: dict[str, list[SimpleNamespace]] = {
+    "empty uuid": [_item("")],
+    "no uuid": [_item(None)],
+    "number as uuid": [_item(7)],
+    "bytes as uuid": [_item(b"x")],
+    "huge uuid": [_item("x" * 5000)],
+    "no tokens": [_item(tokens=0)],
+    "fewer than no tokens": [_item(tokens=-4)],
+    "before the prompt": [_item(start=-1)],
+    "beyond the prompt": [_item(start=35)],
+    "beyond all numbers": [_item(start=1 << 70)],
+    "no place": [_item(start=None)],
+    "half a token": [_item(start=0.5)],
+    "the second is bad": [_item(), _item("")],
+}
+
+
+@pytest.mark.parametrize("media", MEDIA.values(), ids=MEDIA)
+def test_media_without_name_or_place_are_computed(
+    media: list[SimpleNamespace], engine: Callable[..., SmallEngine]
+) -> None:
+    """`"uuid": ""` in a chat message used to end the engine."""
+    e = engine()
+    e.submit("r", B, mm_features=media)
+    e.submit("s", B)
+    e.run()
+    assert sorted(e.done) == ["r", "s"]
+    assert e.recorder.totals()["uncached", "media"] == 1
+    alone = engine()
+    alone.submit("s", B)
+    alone.run()
+    assert e.store.entries.keys() == alone.store.entries.keys(), "what r computed was stored"
+
+
+@pytest.mark.parametrize("media", [[_item(), _item("y")], [_item(), _item("x", 5, 9)], [_item("\ud800\0| \n")]])
+def test_media_may_overlap_and_have_any_name(media: list[SimpleNamespace], engine: Callable[..., SmallEngine]) -> None:
+    e = engine()
+    e.submit("r", B, mm_features=media)
+    e.run()
+    e.submit("again", [*B, 1], mm_features=media)
+    e.run()
+    assert e.recorder.totals()["loads", ""] == 1
+
+
+@pytest.mark.parametrize("salt", [7, 1.5, ["x"], {"a": 1}, b"x", 0, False, "x" * 5000])
+def test_salts_that_are_no_text_are_not_cached(salt: Any, engine: Callable[..., SmallEngine]) -> None:
+    """Not even one that is false: it must not get the cache of those without a salt."""
+    e = engine()
+    e.submit("r", B)
+    e.run()
+    stored = dict(e.store.entries)
+    request = make_request("odd", ids=B, cache_salt=salt)
+    e.side.arrived(request)
+    assert e.side.matched_tokens(request, 0) == (0, False)
+    e.side.finished(request, [])
+    assert e.recorder.totals()["uncached", "salt"] == 1 and e.store.entries == stored
+
+
+@pytest.mark.parametrize("salt", ["", " ", "\ud800", "\0", "|", "../..", "x" * 4096])
+def test_salts_of_any_text_are_cached(salt: str, engine: Callable[..., SmallEngine]) -> None:
+    e = engine(tenant_metrics=True)
+    e.submit("r", B, cache_salt=salt)
+    e.run()
+    e.submit("again", [*B, 1], cache_salt=salt)
+    e.run()
+    assert e.recorder.totals()["loads", ""] == 1
+
+
+def _deep(depth: int) -> Any:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+DEEP = _deep(100_000)
+PARAMETERS: list[Any] = [None, 0, 1, True, "", "x", [], [1], {}, 1.5, float("nan"), {"cuvee": {"blend": "yes"}}]
+WHOLE: list[Any] = [None, 0, True, "x", [], 1.5, DEEP]
+SPANS: list[Any] = [
+    0, "x", {}, [[]], [[0]], [[5, 1]], [[0, 1 << 80]], [[0, True]], DEEP, [DEEP], [[0, 1]] * 10_000, [[-1, 4]],
+]  # fmt: skip
+COSTS: list[Any] = ["x", [], float("nan"), float("inf"), 1 << 5000, -1, True, {}, DEEP]
+NAMES = ["", "x" * 100_000, "\ud800", "segment"]
+PARAMETERS += [{"cuvee": odd} for odd in WHOLE]
+PARAMETERS += [{"cuvee": {"segments": odd}} for odd in SPANS]
+PARAMETERS += [{"cuvee": {"cost": odd}} for odd in COSTS]
+PARAMETERS += [{"cuvee": {name: 1}} for name in NAMES]
+
+
+@pytest.mark.parametrize("at", range(len(PARAMETERS)))
+def test_transfer_parameters_of_any_kind_are_harmless(at: int, engine: Callable[..., SmallEngine]) -> None:
+    e = engine()
+    e.submit("r", A, kv_transfer_params=PARAMETERS[at])
+    e.submit("s", A[::-1])
+    e.run()
+    assert sorted(e.done) == ["r", "s"]
+
+
+@pytest.mark.parametrize("adapter", [("", ""), ("\ud800", "x"), (7, "x"), ("x", None), ("x", "\0")])
+def test_odd_adapters_are_harmless(
+    adapter: tuple[Any, Any], engine: Callable[..., SmallEngine], contained: Contained
+) -> None:
+    from cuvee.integrations.vllm.checkpoint import adapter_identity
+
+    e = engine()
+    e.side._adapter_identity = adapter_identity
+    e.submit("r", A, lora_request=SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1]))
+    e.submit("s", A)
+    e.run()
+    assert sorted(e.done) == ["r", "s"]
+
+
+def test_ids_may_be_used_again(engine: Callable[..., SmallEngine]) -> None:
+    """Of requests that ended, were aborted in any state, or were not cached."""
+    e = engine()
+    e.submit("r", A, cache_salt="x" * 5000)
+    e.run()
+    for ids in (A, B, [*A, 1], A[:30]):
+        e.submit("r", ids)
+        e.run()
+    for steps in range(6):
+        e.submit("r", [*A, steps])
+        for _ in range(steps):
+            e.step()
+        e.abort("r")
+        while e.gone:
+            e.step()
+    e.submit("r", [*A, *B])
+    e.run()
+    assert len(e.done) >= 6
+    assert e.recorder.totals()["uncached", "salt"] == 1
+
+
+class _Lying(DictStore):
+    """A store whose counters are what a test says."""
+
+    said: Any = None
+
+    def counters(self) -> dict[str, TierCounters]:
+        if isinstance(self.said, Exception):
+            raise self.said
+        return self.said  # type: ignore[no-any-return]
+
+
+FIELDS = ("hits", "errors", "queued", "bytes")
+ODD: tuple[Any, ...] = (-5, "text", b"abc", None, [], float("nan"), float("inf"), 10**400, 1 << 64, -(1 << 64), 1 << 62)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        *(RuntimeError("no counters"), None, 7, {"disk": None}, {"": TierCounters()}, {7: TierCounters()}),
+        *({name: TierCounters(hits=3)} for name in ("a|b", "\ud800", "x" * 10_000)),
+        *(
+            {"disk": replace(TierCounters(), **{field: odd})}
+            for field in ("hits", "errors", "queued", "bytes")
+            for odd in ODD
+        ),
+    ],
+)
+def test_a_store_may_say_anything_of_itself(
+    said: Any, engine: Callable[..., SmallEngine], contained: Contained
+) -> None:
+    """It used to end the engine's step. What is sent on is checked at every step of this engine."""
+    store = _Lying()
+    store.said = {}
+    e = engine(store=store)
+    store.said = said
+    e.submit("r", A)
+    e.run()
+    e.submit("again", [*A, 1])
+    e.run()
+    drained = e.recorder.drain() or {}
+    assert "NaN" not in json.dumps(drained)
+    assert all(type(value) is float or -(1 << 63) <= value < 1 << 63 for value in drained.values())
+    assert e.recorder.totals()["loads", ""] == 1
+    store.said = {}
+
+
+def test_figures_stay_within_what_can_be_sent() -> None:
+    recorder = Recorder()
+    for _ in range(4):
+        recorder.count("hits", 1 << 62, "disk")
+    recorder.gauge("store_bytes", 1 << 70, "disk")
+    drained = recorder.drain()
+    assert drained == {"hits|disk|": float(1 << 64), "store_bytes|disk|": float(1 << 70)}
+    assert {type(value) for value in drained.values()} == {float}
+
+
+# What the engine waits for -------------------------------------------------------------------------------------------
+
+
+def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contained: Contained) -> None:
+    """Of a request with blocks of its own in front, which others may share: these stay valid."""
+    d = Desk()
+    request = make_request(tokens=100)
+    d.put(request, 6)
+    assert d.matched(request, 32) == (64, True)
+    d.side._entries = lambda tracked: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    d.side.allocated(request, list(range(12)), 64)
+    plan = d.plan()
+    assert plan.loads == [] and plan.voids == {"r": list(range(4, 12))}
+    assert d.plan().voids == {}, "once"
+    b = Bench()
+    b.worker.void(plan.voids)
+    assert b.worker.take_arrived() == {"r"} and b.worker.take_invalid_blocks() == set(range(4, 12))
+    report = b.worker.report(1)
+    assert report.ended == report.failed == {"r"}
+    d.side.take(report)
+    assert d.side.matched_tokens(request, 0) == (0, False)
+    d.side.finished(request, [])
+    b.worker.close()
+
+
+def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
+    """What is stored may be of other weights."""
+    d = Desk()
+    d.put(make_request(), 6)
+    request = make_request("before")
+    d.side.arrived(request)
+    d.side._rename = lambda: 1 / 0  # type: ignore[method-assign, assignment]
+    assert d.side.reset() is False
+    assert d.side.matched_tokens(request, 0) == (0, False)
+    assert d.matched(make_request("after")) == (0, False)
+    assert d.plan((make_request("after"), 0, 100)).saves == []
+    del d.side._rename
+    assert d.side.reset() is True
+    d.identity = d.side._identity
+    d.put(make_request(), 6)
+    assert d.matched(make_request("again")) == (96, True)
+
+
+def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Contained) -> None:
+    b = Bench()
+    b.store_all()
+    submit, loads = b.worker._loaders.submit, [b.load(list(range(at, at + 4)), 0, 32, str(at)) for at in (0, 4, 8)]
+
+    def failing(work: Any, job: Any, ready: Any) -> Any:
+        if job.load.request == "4":
+            raise RuntimeError("can't start new thread")
+        return submit(work, job, ready)
+
+    b.worker._loaders.submit = failing  # type: ignore[method-assign]
+    b.worker.start_loads(loads, synchronous=True)
+    assert b.worker.take_arrived() == {"0", "4", "8"} and b.worker.take_invalid_blocks() == {4, 5, 6, 7}
+    assert b.held([0, 1, 2, 3], 0, 32) and b.held([8, 9, 10, 11], 0, 32)
+    assert b.worker.report(1).failed == {"4"}
+    b.worker.close()
+
+
+def test_every_hook_has_a_label() -> None:
+    folder = Path(scheduler.__file__).parent
+    source = "".join((folder / f"{name}.py").read_text() for name in ("scheduler", "worker", "connector"))
+    assert set(re.findall(r"self\._guard\(\s*\"(\w+)\"", source)) == set(METRICS["contained"].values)
