@@ -6,6 +6,7 @@ import json
 import math
 import pickle
 from functools import cache
+from random import Random
 from typing import Any
 
 import torch
@@ -14,12 +15,14 @@ from tests.fuzz.blobs import BlobTarget
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 from tests.fuzz.profiles import odd_json
-from tests.integrations.vllm.sides import LAYOUT, TENANT, Bench, Desk, make_request
+from tests.integrations.vllm.injection import POINTS, Injector
+from tests.integrations.vllm.sides import LAYOUT, TENANT, Bench, Desk, make_request, poison
+from tests.integrations.vllm.small_engine import SmallEngine, Wrong
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
 from cuvee.integrations.vllm.config import Options
-from cuvee.integrations.vllm.messages import Load, Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
 
 _OPTIONS: dict[str, Any] = {
@@ -28,6 +31,7 @@ _OPTIONS: dict[str, Any] = {
     "lookup_timeout": 2.0, "model_id": "m", "key_env": ["A", "B"], "profile": "p",
 }  # fmt: skip
 _CHUNKS, _CHUNK, _BLOCK = 2, 16, 8
+_END = _CHUNKS * _CHUNK + _BLOCK  # of the tail
 
 
 def _names(dice: Dice) -> list[str]:
@@ -68,35 +72,45 @@ def _report(dice: Dice) -> Report:
 
 
 @cache
-def _bench() -> tuple[Bench, list[bytes]]:
-    """A worker whose store holds two good chunks, and those chunks."""
+def _bench(permuted: bool = False) -> tuple[Bench, list[bytes]]:
+    """A worker whose store holds two good chunks and a tail, and these; its pages may lie in no order."""
     noise = torch.randn(2, 3, 8 * _CHUNK, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
-    bench = Bench(sequence=KVChunk(noise[0], noise[1], LAYOUT))
-    bench.store_all(_CHUNKS)
-    return bench, [bench.store.entries[bench.key(chunk)] for chunk in range(_CHUNKS)]
+    bench = Bench(sequence=KVChunk(noise[0], noise[1], LAYOUT), permuted=permuted)
+    blocks = list(range(6))
+    bench.fill(blocks, _END)
+    bench.worker.save([*bench.saves(blocks, range(_CHUNKS)), bench.save_tail(blocks, _END)])
+    bench.drain()
+    return bench, [bench.store.entries[key] for key in _keys(bench)]
+
+
+def _keys(bench: Bench) -> list[str]:
+    """Of the chunks, and of the tail."""
+    tail = bench.save_tail(list(range(6)), _END)
+    return [*(bench.key(chunk) for chunk in range(_CHUNKS)), bench.worker._key(tail)]
 
 
 class ConnectorTarget:
-    """Options, messages and loads."""
+    """Options, messages, loads, and whole engines."""
 
     name = "connector"
     weight = 1.0
 
     def warm_up(self) -> None:
         """A good load arrives."""
-        _, (first, _) = _bench()
+        _, (first, _, tail) = _bench()
         for _ in range(3):
-            if self.check(b"L" + first) != "load arrived":
+            if self.check(b"L" + first) != "load arrived" or self.check(b"T" + tail) != "load arrived":
                 raise Finding("a good load fails")
         self.check(b"M" + bytes(8))
+        self.check(b"E" + bytes(8))
 
     def memory(self, data: bytes) -> int:
         """Messages are small, and so are the pages."""
         return (32 << 20) + 256 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A letter for the kind, and JSON, a seed of messages, or a blob."""
-        kind = dice.pick("OMML")
+        """A letter for the kind, and JSON, a seed of messages or of an engine, or the blob of a chunk or of a tail."""
+        kind = dice.pick("OOMMMMLLTTE")
         if kind == "O":
             options: Any = {name: value for name, value in _OPTIONS.items() if dice.chance(0.5)}
             for _ in range(dice.small(3)):
@@ -106,23 +120,23 @@ class ConnectorTarget:
                 return b"O" + json.dumps(options).encode()
             except ValueError:  # a number too long to be written
                 return b"O{}"
-        if kind == "M":
-            return b"M" + dice.junk(8)
-        good = dice.pick(_bench()[1])
+        if kind in "ME":
+            return kind.encode() + dice.junk(8)
+        good, letter = dice.pick(_bench()[1]), kind.encode()
         how = dice.number(0, 4)
         if how == 4:
-            return b"L" + good
+            return letter + good
         if how == 0:
-            return b"L" + dice.damaged(good, _bench()[1])
+            return letter + dice.damaged(good, _bench()[1])
         if how == 1:
-            return b"L" + BlobTarget().make(dice)[1:]
+            return letter + BlobTarget().make(dice)[1:]
         sections = sections_of(good)
         at = dice.number(0, len(sections) - 1)
         if how == 2:
             sections[at] = dice.damaged(sections[at])
         name = dice.pick(("tokens", "start", "step", "values"))
         fields = {name: dice.odd(4, 16)} if how == 3 else {}
-        return b"L" + reseal(good, sections, **fields)
+        return letter + reseal(good, sections, **fields)
 
     def check(self, data: bytes) -> str:
         """By kind."""
@@ -131,7 +145,12 @@ class ConnectorTarget:
             return self._options(rest)
         if kind == b"M":
             return self._messages(rest)
-        return self._load(rest)
+        if kind == b"E":
+            return self._engine(rest)
+        outcomes = {self._load(rest, kind == b"T", permuted) for permuted in (False, True)}
+        if len(outcomes) > 1:
+            raise Finding("a load depends on where the pages' values lie")
+        return outcomes.pop()
 
     def _options(self, text: bytes) -> str:
         try:
@@ -180,16 +199,50 @@ class ConnectorTarget:
             desk.side.close()
         return "messages taken"
 
-    def _load(self, blob: bytes) -> str:
-        bench, good = _bench()
-        entries: dict[str, bytes] = bench.store.entries
-        for chunk in range(_CHUNKS):
-            entries[bench.key(chunk)] = good[chunk]
-        entries[bench.key(0)] = blob
-        for tensor in bench.cache.keys + bench.cache.values:
-            tensor.fill_(torch.nan)
-        blocks = [7, 3, 11, 5]
-        load = Load("r", TENANT, bench.digests[:_CHUNKS], 0, 0, _CHUNKS * _CHUNK, blocks)
+    def _engine(self, seed: bytes) -> str:
+        """Requests come and go while entries are damaged and calls fail; the engine checks whatever it is told."""
+        dice = Dice("engine", int.from_bytes(seed, "little"), 0)
+        engine = SmallEngine(permuted=dice.chance(0.5), load_async=dice.chance(0.7), load_timeout=5.0)
+        broken = {dice.pick(POINTS) for _ in range(dice.number(0, 3))} - {"s._load_is_over", "s._drop"}
+        draws = Random(int.from_bytes(seed, "little"))
+
+        def decide(point: str) -> str | None:
+            return draws.choice((None, "before", "after")) if point in broken else None
+
+        injector = Injector(engine.side, engine.worker, decide)
+        texts = [[dice.number(0, 60) for _ in range(dice.number(20, 80))] for _ in range(3)]
+        try:
+            for number in range(dice.number(3, 8)):
+                ids = [*dice.pick(texts), *dice.pick(texts)[: dice.number(0, 20)]]
+                start = dice.number(0, len(ids) - 17)
+                params = {"cuvee": {"segments": [[start, start + 16]]}} if dice.chance(0.3) else None
+                salt = dice.pick((None, "a", "b", "x" * 5000))
+                engine.submit(f"{number}", ids, dice.number(1, 12), cache_salt=salt, kv_transfer_params=params)
+                for _ in range(dice.number(0, 4)):
+                    engine.step()
+                if dice.chance(0.2):
+                    engine.abort(f"{number}")
+                if dice.chance(0.2):
+                    engine.preempt(f"{number}")
+                if dice.chance(0.3) and engine.store.entries:
+                    key = dice.pick(sorted(engine.store.entries))
+                    engine.store.entries[key] = dice.damaged(engine.store.entries[key])
+            engine.run()
+            injector.undo()
+            engine.close()
+        except Wrong as wrong:
+            raise Finding(str(wrong)) from wrong
+        return "engine survived"
+
+    def _load(self, blob: bytes, tail: bool, permuted: bool) -> str:
+        """Two chunks and a tail, of which the first or the last is this blob."""
+        bench, good = _bench(permuted)
+        entries, keys = bench.store.entries, _keys(bench)
+        entries.update(zip(keys, good, strict=True))
+        entries[keys[-1 if tail else 0]] = blob
+        poison(bench.cache)
+        blocks = [7, 3, 11, 5, 14]
+        load = bench.load_tail(blocks, 0, _END)
         plan = StepPlan(1, [load], [Save(TENANT, bench.digests[0], 0, blocks[:2])])
         if pickle.loads(pickle.dumps(plan)) != plan:
             raise Finding("a plan changes on its way")
@@ -199,17 +252,20 @@ class ConnectorTarget:
         invalid = bench.worker.take_invalid_blocks()
         if report.ended != {"r"} or report.failed - {"r"}:
             raise Finding(f"a load ended as {report}")
-        untouched = torch.tensor([block for block in range(24) if block not in blocks])
-        for tensor in bench.cache.keys + bench.cache.values:
-            pages = tensor.view(24, _BLOCK, *tensor.shape[-2:])
-            if not bool(pages[untouched].isnan().all()):
-                raise Finding("a load wrote into blocks of others")
+        others = torch.tensor([block for block in range(24) if block not in blocks])
+        slots = (others[:, None] * _BLOCK + torch.arange(_BLOCK)).flatten()
+        held = bench.cache.read(slots, 0)
+        if not all(bool(unit.isnan().all()) for unit in (*held.keys, *held.values)):
+            raise Finding("a load wrote into blocks of others")
         if not report.failed:
             if invalid:
                 raise Finding("a load succeeded and names invalid blocks")
+            if not bench.held(blocks, 0, _CHUNKS * _CHUNK if tail else _CHUNK) and blob in good:
+                raise Finding("a good load is not in its pages")
             return "load arrived"
-        if invalid != set(blocks):
-            raise Finding(f"the first chunk of a load failed, and of its blocks {blocks} only {invalid} are invalid")
-        if bytes(bench.digests[0]) not in report.unsaved:
+        failed = blocks[-1:] if tail else blocks
+        if invalid != set(failed):
+            raise Finding(f"a load of {blocks} failed from {failed} on, and {invalid} are invalid")
+        if load.digests[-1 if tail else 0] not in report.unsaved:
             raise Finding("the chunk of a load that failed is believed to be stored")
         return "load failed"

@@ -1,0 +1,28 @@
+"""A real engine whose connector fails at random, for some seconds; `make chaos` does so for longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.fuzz import chaos
+from tests.integrations.vllm.engines import need_vllm
+
+
+@pytest.mark.slow
+def test_no_engine_ends_and_no_answer_is_another_one(tmp_path: Path) -> None:
+    need_vllm()
+    done = chaos.chaos(25.0, 7, tmp_path)
+    asked, errors = done["requests"], done["errors by hook"]
+    assert asked["answers"] > 100 and asked["preempted"] and asked["aborted"] and asked["blended"]
+    assert done["counted"]["loads"] > 10 and sum(done["faults of the store"].values()) > 50
+    assert set(errors) >= chaos.NEEDED
+
+
+def test_calls_fail_alike_for_one_seed() -> None:
+    def draws(seed: int) -> list[float]:
+        chance = chaos.Chance(seed)
+        return [chance.of(name).random() for name in ("get", "get", "put")]
+
+    assert draws(1) == draws(1) != draws(2)
+    assert len(set(draws(1))) == 3
