@@ -15,10 +15,11 @@ import torch
 from cuvee.codec.backends import CodedChunk
 from cuvee.codec.container import read_sections
 from cuvee.codec.errors import FormatError
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.rans import MAX_TOKENS_PER_STREAM_LOG2
-from cuvee.kernels.chunks import chunk_table, join
+from cuvee.kernels.chunks import CacheMemory, chunk_table, join
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
-from cuvee.kernels.ops.arguments import ChunkBatch
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch
 from cuvee.kernels.ops.rans import CLASS_HEADER_BYTES, HEADER_BYTES, long_lengths
 from cuvee.kernels.upload import Packed, Upload, for_each
 from cuvee.kernels.workspace import place_jobs
@@ -30,6 +31,7 @@ class Incoming:
     Args:
         chunks: the blobs.
         sections: which of their sections are wanted.
+        cache: where they go.
 
     Attributes:
         upload: what travels; add to it before `pack`.
@@ -43,7 +45,7 @@ class Incoming:
         CorruptError: a checksum does not match.
     """
 
-    def __init__(self, chunks: Sequence[CodedChunk], sections: range) -> None:
+    def __init__(self, chunks: Sequence[CodedChunk], sections: range, cache: PagedCache) -> None:
         headers = [chunk.header for chunk in chunks]
         self.chunks = chunk_table(
             [h.tokens for h in headers], [h.start for h in headers], [chunk.start for chunk in chunks]
@@ -56,6 +58,8 @@ class Incoming:
         self._sections = sections
         self.upload = Upload()
         self.at_jobs, self.at_chunks = self.upload.add(self.jobs), self.upload.add(self.chunks)
+        self._memory = CacheMemory.of(cache)
+        self._at_memory = {name: self.upload.add(array) for name, array in self._memory.named().items()}
         self.views: list[memoryview] = []
         self._begin: list[int] = []
         self._names: list[str] = []
@@ -83,6 +87,16 @@ class Incoming:
         """
         chunks = sent.view(self.at_chunks, self.chunks)
         return ChunkBatch(chunks, status, len(self._sections), self._sections.start, self.max_tokens)
+
+    def cache_view(self, sent: Packed, tiles: I64) -> CacheView:
+        """The cache as a launch over `tiles` (on the host) takes it.
+
+        Args:
+            sent: the upload, on the device.
+            tiles: rows of `TileField`.
+        """
+        memory = {name: sent.view(self._at_memory[name], array) for name, array in self._memory.named().items()}
+        return self._memory.view(memory, self.slots, tiles)
 
     def offset(self, job: int) -> int:
         """Where the section of a job begins in the upload."""

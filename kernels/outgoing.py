@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.coefficients import tokens_per_stream
+from cuvee.codec.devices import Download
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family
 from cuvee.codec.symbols import CodingPlan
@@ -126,7 +127,7 @@ def encode_planes(
             rans_encode_classes(planes, coding, entries, classes, streams)
         count_words(coding, streams.lengths, totals)
     escaped = torch.zeros_like(totals) if counts is None else counts.sum(1, dtype=torch.int64)
-    sizes = torch.stack([totals, escaped, status.long()]).cpu().numpy()
+    sizes = Download(torch.stack([totals, escaped, status.long()])).wait()
     numbers = range(first_chunk, first_chunk + len(jobs) // len(sections))
     raise_status(sizes[2].astype(np.int32), sections, numbers)
 
@@ -149,14 +150,6 @@ def encode_planes(
     with stage("write"):
         write_coded(coding, streams, index, value, out, class_words)
     with stage("download"):
-        kept = torch.empty(total, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        kept.copy_(out, non_blocking=True)
-    wait_for(device)
-    raw = kept.numpy()
+        kept = Download(out)
+    raw = kept.wait()
     return [raw[at : at + size].tobytes() for at, size in zip(jobs[:, JobField.SECTION], section_bytes, strict=True)]
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait for all that the current stream of the device has been given."""
-    if device.type != "cpu":
-        torch.cuda.current_stream(device).synchronize()

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from cuvee.codec.devices import host_buffer
+from cuvee.codec.pool import Pool
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
 
@@ -22,12 +24,7 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1), "cuvee-upload")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not survive a fork
+_pool = Pool(min(MAX_THREADS, os.cpu_count() or 1), "cuvee-upload")
 
 
 def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -> list[T]:
@@ -38,7 +35,7 @@ def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -
     """
     if len(items) < 2 or total_bytes < PARALLEL_BYTES:
         return [function(item) for item in items]
-    return list(_threads().map(function, items))
+    return _pool.run([partial(function, item) for item in items], MAX_THREADS)
 
 
 class Upload:
@@ -59,7 +56,7 @@ class Upload:
 
     def pack(self, device: torch.device) -> Packed:
         """Copy all parts into one buffer, pinned if `device` is not the CPU; gaps are zero."""
-        buffer = torch.empty(max(self._size, ALIGNMENT), dtype=torch.uint8, pin_memory=device.type != "cpu")
+        buffer = host_buffer((max(self._size, ALIGNMENT),), torch.uint8, device)
         raw = buffer.numpy()
 
         def copy(index: int) -> None:
