@@ -3,8 +3,8 @@
     decode   blobs --verify, upload--> rans_decode --> dequantize --> synthesize (product, mean, RoPE, pages)
     encode   pages --> gather (un-rotate, center) --> analyze --> quantize --> rans_encode --> write_coded --> blobs
 
-Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device;
-encoding does twice per batch, for the sizes of its output and for the bytes.
+Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device, and the
+check of what was decoded does once; encoding does twice per batch, for the sizes of its output and for the bytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -21,14 +20,15 @@ import torch
 
 from cuvee.codec.backends import CodedChunk, Coding, register
 from cuvee.codec.container import Scheme
+from cuvee.codec.devices import Download, Mark, current, refuse_capture, settled
 from cuvee.codec.errors import InputError
 from cuvee.codec.family import Family
+from cuvee.codec.forks import tell_after_fork
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.transform import Section, partition
-from cuvee.kernels.chunks import raise_status, touched
+from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.generic_scheme import GenericDevice
 from cuvee.kernels.lossless_scheme import LosslessDevice
-from cuvee.kernels.outgoing import wait_for
 from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan
 from cuvee.kernels.transform_scheme import TransformDevice
 from cuvee.kernels.workspace import batches
@@ -94,7 +94,13 @@ class TritonBackend:
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], DeviceScheme] = OrderedDict()
         self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
-        self._making = threading.Lock()  # a codec may be used by several threads
+        self._held: list[tuple[Mark, tuple[object, ...]]] = []  # work in flight, and what it reads
+        self.after_fork()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make new locks: a codec may be used by several threads, and a child by one that the parent's held up."""
+        self._making, self._holding = threading.Lock(), threading.Lock()
 
     def prepare(self, coding: Coding) -> None:
         """See `Backend.prepare`. What depends on the device is made where the device is known."""
@@ -108,10 +114,11 @@ class TritonBackend:
         offsets: Sequence[torch.Tensor | None],
     ) -> list[list[bytes]]:
         """See `Backend.encode`."""
-        scheme = self._scheme(coding, cache)
-        weights = [scheme.encode_bytes(_check_tokens(len(at))) for at in slots]
         out: list[list[bytes]] = []
-        with _on(cache.device), torch.no_grad():
+        refuse_capture(cache.device)
+        with current(cache.device), torch.no_grad(), settled(cache.device):
+            scheme = self._scheme(coding, cache)
+            weights = [scheme.encode_bytes(_check_tokens(len(at))) for at in slots]
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
                 out += scheme.encode(cache, slots[run], starts[run], offsets[run], run.start)
         return out
@@ -120,18 +127,31 @@ class TritonBackend:
         self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
     ) -> Callable[[], None]:
         """See `Backend.decode`."""
-        scheme = self._scheme(coding, cache)
-        weights = [scheme.decode_bytes(_check_tokens(chunk.header.tokens)) for chunk in chunks]
-        with _on(cache.device), torch.no_grad():
-            runs = list(batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID))
+        refuse_capture(cache.device)
+        with current(cache.device), torch.no_grad(), settled(cache.device):
+            scheme = self._scheme(coding, cache)
+            weights = [scheme.decode_bytes(_check_tokens(chunk.header.tokens)) for chunk in chunks]
+            runs = batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID)
             statuses = [scheme.launch(scheme.prepare(chunks[run], cache, layers)) for run in runs]
+            told = Download(join(statuses))
+        self._hold(told.mark, scheme, *(chunk.slots for chunk in chunks))
         used, numbers = touched(scheme.sections, layers), [chunk.number for chunk in chunks]
 
         def check() -> None:
-            for run, status in zip(runs, statuses, strict=True):
-                raise_status(status.cpu().numpy(), scheme.sections[used.start : used.stop], numbers[run])
+            raise_status(told.wait(), scheme.sections[used.start : used.stop], numbers)
 
         return check
+
+    def _hold(self, until: Mark, *things: object) -> None:
+        """Keep what work in flight reads, until it has ended.
+
+        PyTorch's allocator lends freed memory at once to the stream that it was allocated for. Tables may have been
+        made for another stream than the one that decodes, and be dropped meanwhile.
+        """
+        with self._holding:
+            self._held = [each for each in self._held if not each[0].over]
+            if not until.over:
+                self._held.append((until, things))
 
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
         # A cache of 16 bits or fewer is no finer than a bfloat16 product, but for float16's mantissa.
@@ -140,7 +160,7 @@ class TritonBackend:
         with self._making:
             if key not in self._schemes:
                 self._schemes[key] = self._make(coding, cache, product)
-                wait_for(cache.device)  # what was made on this stream may next be used on another
+                Mark(cache.device).wait()  # what was made on this stream may next be used on another
                 if len(self._schemes) > MAX_SCHEMES:
                     self._schemes.popitem(last=False)
             self._schemes.move_to_end(key)
@@ -169,11 +189,6 @@ def _check_tokens(tokens: int) -> int:
     if tokens > MAX_TOKENS:
         raise InputError(f"a chunk of {tokens} tokens is beyond the {MAX_TOKENS} that a GPU codes: use smaller ones")
     return tokens
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one, which is where Triton launches."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 _shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")  # so are its tables and bases

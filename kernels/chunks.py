@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,9 +21,12 @@ from cuvee.kernels.ops.pages import contiguity, place_row
 class CacheMemory:
     """A `PagedCache` as the kernels address it.
 
+    Its arrays go to the device with every batch: kilobytes in a copy that is made anyway, and nothing on the device
+    that two streams would share.
+
     Attributes:
-        table: int64 `[2 * layers, len(PlaceField)]` on the host; `places` on the device.
-        scales: float32 `[2 * layers]`.
+        places: int64 `[2 * layers, len(PlaceField)]`, on the host.
+        scales: float32 `[2 * layers]`, on the host.
         element: dtype of the cache.
     """
 
@@ -32,9 +35,8 @@ class CacheMemory:
     def __init__(self, cache: PagedCache) -> None:
         units = [tensor for pair in zip(cache.keys, cache.values, strict=True) for tensor in pair]
         scales = [scale for pair in zip(cache.key_scales, cache.value_scales, strict=True) for scale in pair]
-        self.table = np.array([place_row(tensor) for tensor in units], np.int64)
-        self.places = torch.from_numpy(self.table).to(cache.device)
-        self.scales = torch.tensor(scales, dtype=torch.float32).to(cache.device)
+        self.places = np.array([place_row(tensor) for tensor in units], np.int64)
+        self.scales = np.array(scales, np.float32)
         self.element = cache.dtype
 
     @classmethod
@@ -44,10 +46,20 @@ class CacheMemory:
             cls._known[cache] = cls(cache)
         return cls._known[cache]
 
-    def view(self, slots: torch.Tensor, tiles: I64) -> CacheView:
-        """The tokens at `slots` for a launch over `tiles` (rows of `TileField`, on the host)."""
-        unit_stride, aligned = contiguity(self.table, tiles, self.element)
-        return CacheView(self.places, self.scales, slots, self.element, unit_stride, aligned)
+    def named(self) -> dict[str, npt.NDArray[Any]]:
+        """What has to travel, by name."""
+        return {"places": self.places, "scales": self.scales}
+
+    def view(self, sent: Mapping[str, torch.Tensor], slots: torch.Tensor, tiles: I64) -> CacheView:
+        """The tokens at `slots` for a launch over `tiles` (rows of `TileField`, on the host).
+
+        Args:
+            sent: the arrays of `named`, on the device.
+            slots: on the device.
+            tiles: that the launch handles.
+        """
+        unit_stride, aligned = contiguity(self.places, tiles, self.element)
+        return CacheView(sent["places"], sent["scales"], slots, self.element, unit_stride, aligned)
 
 
 def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> I64:
@@ -73,9 +85,9 @@ def encoding_tables(slots: Sequence[torch.Tensor], starts: Sequence[int], sectio
     return chunk_table(tokens, starts, starts), jobs
 
 
-def join(slots: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The slots of all chunks in a row."""
-    return slots[0] if len(slots) == 1 else torch.cat(list(slots))
+def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The slots of all chunks, or the status of all jobs, in a row."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def touched(sections: Sequence[Section], layers: range) -> range:

@@ -12,6 +12,7 @@ import torch
 
 from cuvee.codec.backends import CodedChunk, Coding
 from cuvee.codec.container import Reader
+from cuvee.codec.devices import Download
 from cuvee.codec.family import Family
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.schemes.generic import Channels, read_channels, write_channels
@@ -34,7 +35,6 @@ from cuvee.kernels.workspace import place_jobs, zeros
 class GenericBatch:
     """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
 
-    cache: PagedCache
     incoming: Incoming
     sections: range
     packed: Packed
@@ -100,7 +100,7 @@ class GenericDevice:
     def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> GenericBatch:
         """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
         sections = touched(self.sections, layers)
-        incoming = Incoming(chunks, sections)
+        incoming = Incoming(chunks, sections, cache)
         read: list[list[Channels | None]] = [[None] * len(self.sections) for _ in chunks]
         plans, coded = [], []
         for job, view in enumerate(incoming.views):
@@ -117,11 +117,11 @@ class GenericDevice:
         for name, array in {**arrays.named(), **self._channel_arrays(read), "tiles": tiles}.items():
             parts[name] = (incoming.upload.add(array), array)
         packed, planes, coefficients = incoming.pack(self._device, arrays.plans, coded)
-        return GenericBatch(cache, incoming, sections, packed, arrays, parts, planes, coefficients)
+        return GenericBatch(incoming, sections, packed, arrays, parts, planes, coefficients)
 
     def launch(self, batch: GenericBatch) -> torch.Tensor:
         """Decode a batch; returns the status of its jobs, int32 on the device."""
-        memory, incoming, geometry = CacheMemory.of(batch.cache), batch.incoming, self._geometry
+        incoming, geometry = batch.incoming, self._geometry
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
@@ -136,13 +136,13 @@ class GenericDevice:
             rotations = geometry.rotations(chunks.chunks, len(incoming.slots), max_tokens)
         with stage("rans"):
             coding = stream_jobs(incoming.jobs, jobs, plans.plans, plans.tables)
-            rans_decode(sent.bytes, coding, self._tables.slots, planes, status)
+            rans_decode(sent.bytes, coding, self._tables.decoding, planes, status)
         with stage("dequantize"):
             dequantize(
                 sent.bytes, jobs, plans, planes, y, status, found,
                 max_rows=int(batch.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens, predicted=False,
             )  # fmt: skip
-        view = memory.view(incoming.slots, batch.parts["tiles"][1])
+        view = incoming.cache_view(sent, batch.parts["tiles"][1])
         with stage("place"):
             tiles = TileTable(part["tiles"], geometry.tiles.pairs)
             place_channels(y, channels, jobs, tiles, chunks, rotations, view)
@@ -167,7 +167,7 @@ class GenericDevice:
         count, joined = len(self.sections), join(slots)
         table, jobs = encoding_tables(slots, starts, count)
         max_tokens = int(table[:, ChunkField.TOKENS].max())
-        sent = send_arrays({"chunks": table, "tiles": geometry.tiles.tiles}, device)
+        sent = send_arrays({"chunks": table, "tiles": geometry.tiles.tiles, **memory.named()}, device)
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
         chunks = ChunkBatch(sent["chunks"], status, count, 0, max_tokens)
         tiles = TileTable(sent["tiles"], geometry.tiles.pairs)
@@ -175,14 +175,14 @@ class GenericDevice:
         x = torch.empty(len(joined), columns, dtype=torch.float32, device=device)
         with stage("rotation tables"):
             rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
-        view = memory.view(joined, geometry.tiles.tiles)
+        view = memory.view(sent, joined, geometry.tiles.tiles)
         with stage("gather"):
             gather(view, tiles, chunks, rotations, torch.zeros(1, columns, device=device), x)
         means = torch.empty(len(slots), columns, dtype=torch.float32, device=device)
         squares = torch.empty(len(slots), columns, dtype=torch.float64, device=device)
         with stage("statistics"):
             channel_statistics(x, chunks.chunks, means, squares)
-        measured = torch.cat([means.double().flatten(), squares.flatten(), status.double()]).cpu().numpy()
+        measured = Download(torch.cat([means.double().flatten(), squares.flatten(), status.double()])).wait()
         numbers = range(first_chunk, first_chunk + len(slots))
         raise_status(measured[2 * means.numel() :].astype(np.int32), self.sections, numbers)
         mean, square = measured[: 2 * means.numel()].reshape(2, len(slots), columns)
@@ -219,7 +219,9 @@ class GenericDevice:
         with stage("normalize"):
             normalize_channels(x, picked(ChannelArrays, part), part["jobs"], tiles, chunks, y)
         with stage("quantize"):
-            quantize(y, part["jobs"], device_plans, self._tables.freq, planes, counts, status, max_rows)
+            quantize(
+                y, part["jobs"], device_plans, self._tables.codable, planes, counts, status, max_rows, predicted=False
+            )
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
             list_escapes(y, part["jobs"], device_plans, planes, starts, index, value, max_rows)

@@ -14,6 +14,7 @@ from cuvee.codec.backends import CodedChunk
 from cuvee.codec.byte_planes import PROB_BITS, choose_table, read_model, write_model
 from cuvee.codec.coefficients import tokens_per_stream
 from cuvee.codec.container import Reader
+from cuvee.codec.devices import Download
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
@@ -23,9 +24,16 @@ from cuvee.codec.transform import partition
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
-from cuvee.kernels.ops.arguments import ChunkBatch, TileTable
-from cuvee.kernels.ops.lossless import BytePlaneField, count_symbols, merge_planes, slot_tables, split_planes, sum_bytes
-from cuvee.kernels.ops.rans import coding_table, rans_decode
+from cuvee.kernels.ops.arguments import ChunkBatch, DecodingTables, TileTable
+from cuvee.kernels.ops.lossless import (
+    BytePlaneField,
+    count_symbols,
+    decoding_tables,
+    merge_planes,
+    split_planes,
+    sum_bytes,
+)
+from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
 from cuvee.kernels.outgoing import encode_planes, place_streams, stream_jobs
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tracing import stage
@@ -39,7 +47,6 @@ STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
 class LosslessBatch:
     """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
 
-    cache: PagedCache
     incoming: Incoming
     sections: range
     packed: Packed
@@ -95,7 +102,7 @@ class LosslessDevice:
     def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> LosslessBatch:
         """Verify the sections of these layers, and pack what goes to the device."""
         sections = touched(self.sections, layers)
-        incoming = Incoming(chunks, sections)
+        incoming = Incoming(chunks, sections, cache)
         jobs, width = incoming.jobs, self._dtype.itemsize
         table = self._empty_table(len(jobs), sections)
         freq: list[npt.NDArray[np.uint16]] = []
@@ -129,7 +136,7 @@ class LosslessDevice:
         plans = _plans(planes)
         jobs[:, JobField.PLAN] = np.arange(len(jobs))
         tables = np.array(which, np.int32)
-        # The tables are checked here; their slots are made on the device.
+        # The tables are checked here; the decoder's are made of them on the device.
         entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
         parts: dict[str, tuple[int, npt.NDArray[Any]]] = {}
         tiles = of_layers(self._geometry.tiles.tiles, layers)
@@ -143,18 +150,18 @@ class LosslessDevice:
         is_coded = table[:, BytePlaneField.REFERENCE] != STORED
         table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
         packed.host(*parts["table"])[:] = table
-        return LosslessBatch(cache, incoming, sections, packed, parts, size)
+        return LosslessBatch(incoming, sections, packed, parts, size)
 
     def launch(self, batch: LosslessBatch) -> torch.Tensor:
         """Decode a batch; returns the status of its jobs, int32 on the device."""
-        memory, incoming, geometry = CacheMemory.of(batch.cache), batch.incoming, self._geometry
+        incoming, geometry = batch.incoming, self._geometry
         with stage("upload"):
             sent = batch.packed.send(self._device)
         part = {name: sent.view(*where) for name, where in batch.parts.items()}
         jobs = sent.view(incoming.at_jobs, incoming.jobs)
         status = torch.zeros(len(incoming.jobs), dtype=torch.int32, device=self._device)
         planes = torch.empty(batch.planes, dtype=torch.uint8, device=self._device)
-        slots = torch.empty(len(part["freq"]), 1 << PROB_BITS, dtype=torch.uint32, device=self._device)
+        decoding = torch.empty(len(part["freq"]), WIDTH, dtype=torch.uint32, device=self._device)
         max_tokens = incoming.max_tokens
         chunks = incoming.chunk_batch(sent, status)
         moved = bool(np.any(incoming.chunks[:, ChunkField.SOURCE] != incoming.chunks[:, ChunkField.TARGET]))
@@ -164,14 +171,14 @@ class LosslessDevice:
             target = geometry.rotations(*turning)
             source = geometry.rotations(*turning, use_source=True, inverse=True)
         with stage("rans"):
-            slot_tables(part["freq"], slots)
+            decoding_tables(part["freq"], decoding)
             coding = stream_jobs(incoming.jobs, jobs, part["plans"], part["tables"])
-            rans_decode(sent.bytes, coding, slots, planes, status)
+            rans_decode(sent.bytes, coding, DecodingTables(decoding, PROB_BITS), planes, status)
         table, tiles = batch.parts["table"][1], batch.parts["tiles"][1]
         with stage("merge"):
             merge_planes(
                 sent.bytes, planes, part["table"], jobs, TileTable(part["tiles"], geometry.tiles.pairs), chunks,
-                memory.view(incoming.slots, tiles), source, target, dtype=self._dtype, moved=moved,
+                incoming.cache_view(sent, tiles), source, target, dtype=self._dtype, moved=moved,
                 even=self._even(table, incoming.chunks[:, ChunkField.TOKENS]),
             )  # fmt: skip
         return status
@@ -200,7 +207,7 @@ class LosslessDevice:
         table[:, BytePlaneField.REFERENCE] = np.cumsum(channels) - channels
         tiles = geometry.tiles.tiles
 
-        part = send_arrays({"table": table, "jobs": jobs, "chunks": chunks, "tiles": tiles}, device)
+        part = send_arrays({"table": table, "jobs": jobs, "chunks": chunks, "tiles": tiles, **memory.named()}, device)
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)
         total = int(channels.sum())
         sums = torch.zeros(total, dtype=torch.int64, device=device)
@@ -210,12 +217,12 @@ class LosslessDevice:
             part["jobs"],
             TileTable(part["tiles"], geometry.tiles.pairs),
             ChunkBatch(part["chunks"], status, count, 0, int(tokens.max())),
-            memory.view(joined, tiles),
+            memory.view(part, joined, tiles),
         )
         with stage("statistics"):
             sum_bytes(part["table"], *source, sums, dtype=self._dtype)
             count_symbols(part["table"], *source, sums, references, counts, dtype=self._dtype)
-        measured = torch.cat([counts.flatten(), status, references.int()]).cpu().numpy()
+        measured = Download(torch.cat([counts.flatten(), status, references.int()])).wait()
         symbol_counts = measured[: counts.numel()].reshape(counts.shape)
         numbers = range(first_chunk, first_chunk + len(slots))
         raise_status(measured[counts.numel() : counts.numel() + len(jobs)], self.sections, numbers)
@@ -269,13 +276,12 @@ class LosslessDevice:
             split_planes(
                 part["table"], *source, references, out, kept_out, dtype=self._dtype, even=self._even(table, tokens)
             )
-        download = torch.empty(stored, dtype=torch.uint8, pin_memory=device.type != "cpu")
-        download.copy_(kept_out, non_blocking=True)
+        download = Download(kept_out)
         bodies = encode_planes(
             jobs, plans, stream_jobs(jobs, part["jobs"], part["plans"], part["tables"]), part["entries"], out, status,
             self.sections, first_chunk,
         )  # fmt: skip
-        raw = download.numpy()
+        raw = download.wait()  # which ended before the bodies did
         whole = []
         for job, (head, body) in enumerate(zip(heads, bodies, strict=True)):
             kept_bytes = raw[kept_at[job]].tobytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -15,14 +14,15 @@ from cuvee.codec.classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.family import Family, coding_plan, step_value
 from cuvee.codec.layout import KVLayout, Rope
+from cuvee.codec.lazy import lazy
 from cuvee.codec.profile import Profile
 from cuvee.codec.section_coding import SectionCoding
 from cuvee.codec.section_profile import SectionProfile
 from cuvee.codec.symbols import CodingPlan, Prediction
 from cuvee.codec.transform import Section
 from cuvee.kernels.jobs import I64, PlanField
-from cuvee.kernels.ops.arguments import DevicePlans, RotationTables
-from cuvee.kernels.ops.rans import coding_table
+from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
+from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.symbols import level_limit
 from cuvee.kernels.ops.transform import rotation_tables
 from cuvee.kernels.tiles import lay_out_tiles
@@ -38,21 +38,23 @@ class FamilyTables:
     """The entropy tables of a family on the device.
 
     Attributes:
-        slots: uint32 `[K, 2**prob_bits]`, for decoding.
+        decoding: for decoding.
         entries: uint32 `[K, 256, 2]`, for encoding (`rans.coding_table`).
-        freq: uint16 `[K, 256]`.
+        codable: for quantizing.
     """
 
-    slots: torch.Tensor
+    decoding: DecodingTables
     entries: torch.Tensor
-    freq: torch.Tensor
+    codable: CodableBytes
 
     @classmethod
     def of(cls, family: Family, device: torch.device) -> FamilyTables:
         """Copy the tables of a family."""
         tables = family.tables
-        arrays = (tables.slots, coding_table(tables), tables.freq)
-        return cls(*(torch.from_numpy(array).to(device) for array in arrays))
+        arrays = (decoding_table(tables), coding_table(tables), tables.freq, tables.reach)
+        decoding, entries, freq, reach = (torch.from_numpy(array).to(device) for array in arrays)
+        gaps = bool((tables.reach[:, 0] > tables.reach[:, 1]).any())
+        return cls(DecodingTables(decoding, tables.prob_bits), entries, CodableBytes(freq, None if gaps else reach))
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +149,8 @@ class Geometry:
                 inv_freq += [*layer.rope.inv_freq, *[0.0] * padding]
                 scaling += [layer.rope.attention_scaling] * (len(inv_freq) - len(scaling))
         # Without any RoPE one unused column: a kernel's pointer must point somewhere.
-        self.inv_freq = torch.tensor(inv_freq or [0.0], dtype=torch.float32, device=device)
-        self.scaling = torch.tensor(scaling or [1.0], dtype=torch.float32, device=device)
+        self.inv_freq = torch.tensor(inv_freq or [0.0], dtype=torch.float32).to(device)
+        self.scaling = torch.tensor(scaling or [1.0], dtype=torch.float32).to(device)
         self.tiles = lay_out_tiles(layout, sections, columns)
 
     def rotations(
@@ -192,12 +194,12 @@ class LinearMaps:
         self.device_tiles = torch.from_numpy(self.tiles).to(device)
         self.device_blocks = torch.from_numpy(self.blocks).to(device)
 
-    @cached_property
+    @lazy
     def inverse(self) -> torch.Tensor:
         """Packed inverse bases, of dtype `product`. Made when first decoding."""
         return self._packed([section.basis.inverse for section in self._learned], True, self._product)
 
-    @cached_property
+    @lazy
     def forward(self) -> torch.Tensor:
         """Packed forward bases, float32. Made when first encoding."""
         return self._packed([section.basis.forward for section in self._learned], False, torch.float32)
@@ -239,7 +241,7 @@ class TransformPlan:
         self.device_plans = self.arrays.to(device)
         self.maps = LinearMaps(self.geometry, profile.learned, [own.ranks for own in self.coding], device, product)
 
-    @cached_property
+    @lazy
     def means(self) -> torch.Tensor:
         """float32 `[S + 1, M]`: means of the first S positions, then of all others."""
         learned = self.profile.learned
@@ -251,7 +253,7 @@ class TransformPlan:
             rows.append(self.geometry.tiles.pack(table, index))
         return torch.cat(rows, dim=1).contiguous().to(self.device)
 
-    @cached_property
+    @lazy
     def classes(self) -> ClassTables:
         """What tokens that have classes need besides. Made when the first of them comes."""
         return ClassTables(self)

@@ -62,6 +62,7 @@ class Instruction:
         spill: bytes a lane stores to local memory.
         target: where a branch goes, or None.
         falls: whether the next instruction may follow.
+        alu: whether it takes the pipe for additions, logic, shifts and comparisons; of SASS alone.
     """
 
     at: int
@@ -70,6 +71,7 @@ class Instruction:
     spill: int = 0
     target: int | None = None
     falls: bool = True
+    alu: bool = False
 
 
 # NVIDIA --------------------------------------------------------------------------------------------------------------
@@ -88,6 +90,10 @@ _SASS_KINDS = (
     ("integer", re.compile(r"(U?FLO|REDUX|CREDUX)\b")),
     ("memory", re.compile(r"LD|ST|ULD|UST|ATOM|RED|UTMA|UBLK|CCTL|SULD|SUST")),
     ("float", re.compile(r"U?[FHD](ADD|MUL|FMA|SET|MNMX|SEL|CHK|RND|SWZADD)|MUFU|U?(F2F|F2I|I2F)")),
+)
+# Integer products and what is made of them, moves too, take the pipe of floats; conversions and counts of bits a third.
+_SASS_ALU = re.compile(
+    r"(IADD3?|VIADD|VIADDMNMX|LOP3?|PLOP3|SHF|LEA|ISETP|SEL|FSEL|PRMT|IMNMX|VIMNMX|IABS|FSETP|FMNMX|VOTE)\b"
 )
 
 
@@ -116,6 +122,7 @@ def parse_sass(text: str, function: str) -> list[Instruction]:
                 spill=bits // 8 if base == "STL" else 0,
                 target=int(target[1], 16) if target else None,
                 falls=conditional or base not in ("BRA", "JMP", "BRX", "BRXU", "JMX", "RET", "EXIT"),
+                alu=_SASS_ALU.match(base) is not None,
             )
         )
     return code
@@ -167,6 +174,53 @@ def _read_cubin(cubin: bytes, function: str) -> tuple[list[Instruction], dict[st
         "static_shared_bytes": shared,
         "code_bytes": len(code) * _SASS_BYTES,
     }
+
+
+# PTX -----------------------------------------------------------------------------------------------------------------
+
+_PTX = re.compile(r"^\s*(?:(?P<label>\$\w+):|(?:@(?P<guard>!?%p\d+)\s+)?(?P<opcode>[a-z][\w.:]*)(?P<operands>[^;]*);)")
+_PTX_ACCESS = re.compile(r"(ld|st)\.(?:\w+\.)*?global(?:\.\w+::\w+)*(?:\.(v[24]))?\.[busf](\d+)")
+
+
+def parse_ptx(text: str) -> list[Instruction]:
+    """Read the PTX of one entry, as far as accesses and control flow go."""
+    _, _, body = text.partition("{\n")
+    labels: dict[str, int] = {}
+    read: list[tuple[str, str, bool]] = []
+    for line in body.splitlines():
+        match = _PTX.match(line)
+        if match is None:
+            continue
+        if match["label"]:
+            labels[match["label"]] = len(read)
+        else:
+            read.append((match["opcode"], match["operands"].strip(), match["guard"] is not None))
+    code = []
+    for at, (opcode, operands, guarded) in enumerate(read):
+        access = _PTX_ACCESS.match(opcode)
+        bits = int(access[3]) * int((access[2] or "v1")[1]) if access else 0
+        control = opcode.split(".")[0] in ("bra", "ret", "bar", "exit")
+        code.append(
+            Instruction(
+                at,
+                "control" if control else "memory" if access else "integer",
+                access={"ld": f"load{bits}", "st": f"store{bits}"}[access[1]] if access else "",
+                target=labels[operands] if opcode.startswith("bra") else None,
+                falls=guarded or opcode.split(".")[0] not in ("bra", "ret", "exit"),
+            )
+        )
+    return code
+
+
+def expansion(code: Sequence[Instruction], ptx: Sequence[Instruction]) -> float:
+    """Machine instructions per PTX instruction: of the longest innermost loop, or of the kernel if it has none.
+
+    The compiler may unroll a loop: how often tells the accesses to global memory, of which it adds and drops none.
+    """
+    machine, virtual = (max(innermost_loops(own), key=len, default=list(own)) for own in (code, ptx))
+    accesses = [sum(instruction.access != "" for instruction in loop) for loop in (machine, virtual)]
+    times = accesses[0] / accesses[1] if all(accesses) else 1.0
+    return len(machine) / len(virtual) / times
 
 
 # AMD -----------------------------------------------------------------------------------------------------------------
@@ -366,7 +420,7 @@ def _compile(spec: KernelSpec, target: str) -> Any:
         constexprs={(names.index(name),): value for name, value in spec.constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in spec.divisible},
     )
-    # Triton's default, given because some versions warn where it is not.
+    # As launches that do not ask for the opposite; Triton 3.9 warns where nothing is said, 3.10 has another default.
     options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, "enable_fp_fusion": True}
     return triton.compile(source, target=_gpu_target(target), options={**options, **(spec.options or {})})
 
@@ -394,8 +448,12 @@ def _measure(spec: KernelSpec, target: str) -> dict[str, Any]:
     except Exception as error:  # of any pass of the compiler; the other kernels are still of interest
         return {**entry, "error": _with_causes(error)}
     loops = describe_loops(code, spec.symbol_access, spec.symbols_per_access)
+    ptx = parse_ptx(compiled.asm["ptx"]) if "ptx" in compiled.asm else None
+    busiest = max(innermost_loops(code), key=len, default=code)
     return {
         **entry,
+        "expansion": expansion(code, ptx) if ptx else None,
+        "integer_share": sum(i.alu for i in busiest) / len(busiest) if ptx else None,
         **facts,
         "dynamic_shared_bytes": compiled.metadata.shared,
         "num_warps": spec.num_warps,
@@ -447,7 +505,8 @@ def report(targets: Sequence[str] = TARGETS, modules: Sequence[str] = MODULES) -
     Returns:
         what JSON can hold: `versions`, `targets`, and `kernels`: per kernel and target `seconds` of compilation,
         `registers` (on AMD also `scalar_registers`), `spilled_bytes`, `stack_bytes`, `static_shared_bytes`,
-        `dynamic_shared_bytes`, `code_bytes`, and `loop`, the first of `describe_loops`, with the rest in
+        `dynamic_shared_bytes`, `code_bytes`, on NVIDIA `expansion` and the `integer_share` of machine instructions that
+        `model` reads, and `loop`, the first of `describe_loops`, with the rest in
         `other_loops`; or the `error` of its compilation.
 
     Raises:

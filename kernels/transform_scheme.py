@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,9 @@ import torch
 
 from cuvee.codec.backends import CodedChunk, Coding
 from cuvee.codec.coefficients import tokens_per_stream
+from cuvee.codec.devices import Download
 from cuvee.codec.importance import choose_classes
+from cuvee.codec.lazy import lazy
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.symbols import U8, U16
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
@@ -54,7 +55,6 @@ class TransformBatch:
         classed: `[J]` which jobs' tokens have classes.
     """
 
-    cache: PagedCache
     incoming: Incoming
     sections: range
     packed: Packed
@@ -92,7 +92,7 @@ class TransformDevice:
         self._plan = plan
         self._tables = tables
 
-    @cached_property
+    @lazy
     def _predictor(self) -> DevicePredictor | None:
         learned = self._plan.profile.learned
         if all(section.predictor is None for section in learned):
@@ -118,7 +118,7 @@ class TransformDevice:
     def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> TransformBatch:
         """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
         plan, sections = self._plan, touched(self.sections, layers)
-        incoming = Incoming(chunks, sections)
+        incoming = Incoming(chunks, sections, cache)
         jobs, index = incoming.jobs, np.tile(np.asarray(sections), len(chunks))
         jobs[:, JobField.PLAN] = index
         classed = np.array([len(view) > MODE_BYTE and view[MODE_BYTE] != 0 for view in incoming.views])
@@ -147,9 +147,7 @@ class TransformDevice:
             for offset, array in zip(columns[:2], sorted_columns, strict=True):
                 packed.host(offset, array)[:] = array
         planes, coefficients = incoming.place(packed, plans)
-        return TransformBatch(
-            cache, incoming, sections, packed, tiles, class_tiles, columns, classed, planes, coefficients
-        )
+        return TransformBatch(incoming, sections, packed, tiles, class_tiles, columns, classed, planes, coefficients)
 
     def _read_classes(self, words: U16, jobs: I64, which: I64, sections: I64, incoming: Incoming) -> tuple[U8, U8]:
         """Classes and order of the columns of the jobs `which`, whose plans are filled in."""
@@ -163,7 +161,7 @@ class TransformDevice:
 
     def launch(self, batch: TransformBatch) -> torch.Tensor:
         """Decode a batch; returns the status of its jobs, int32 on the device."""
-        plan, memory = self._plan, CacheMemory.of(batch.cache)
+        plan = self._plan
         geometry, device = plan.geometry, plan.device
         plain, classed = not batch.classed.all(), bool(batch.classed.any())
         plans = plan.classes.device_plans if classed else plan.device_plans
@@ -178,20 +176,20 @@ class TransformDevice:
         chunks = incoming.chunk_batch(sent, status)
         launches: list[SynthesisLaunch] = []
         if plain:
-            launches.append(self._synthesis(batch, memory, sent, max_tokens))
+            launches.append(self._synthesis(batch, sent, max_tokens))
         order = None
         if classed:
             classes, tokens = (sent.view(offset, batch.columns[2]) for offset in batch.columns[:2])
             order = TokenOrder(classes, tokens, plan.classes.block_ranks)
-            launches.append(self._synthesis(batch, memory, sent, max_tokens, order))
+            launches.append(self._synthesis(batch, sent, max_tokens, order))
         with stage("rotation tables"):
             rotations = geometry.rotations(chunks.chunks, len(incoming.slots), max_tokens)
         coding = stream_jobs(host_jobs, jobs, plans.plans, plans.tables)
         with stage("rans"):
             if plain:
-                rans_decode(sent.bytes, coding, self._tables.slots, planes, status)
+                rans_decode(sent.bytes, coding, self._tables.decoding, planes, status)
             if order is not None:
-                rans_decode_classes(sent.bytes, coding, self._tables.slots, order.classes, planes, status)
+                rans_decode_classes(sent.bytes, coding, self._tables.decoding, order.classes, planes, status)
         with stage("dequantize"):
             if plain:
                 dequantize(
@@ -215,13 +213,13 @@ class TransformDevice:
         return status
 
     def _synthesis(
-        self, batch: TransformBatch, memory: CacheMemory, sent: Packed, max_tokens: int, order: TokenOrder | None = None
+        self, batch: TransformBatch, sent: Packed, max_tokens: int, order: TokenOrder | None = None
     ) -> SynthesisLaunch:
         plan = self._plan
         maps, some = (plan.maps, batch.tiles) if order is None else (plan.classes.maps, batch.class_tiles)
         own = maps.tiles if some is None else some[1]
         tiles = TileTable(maps.device_tiles if some is None else sent.view(*some), plan.geometry.tiles.pairs)
-        cache = memory.view(batch.incoming.slots, own)
+        cache = batch.incoming.cache_view(sent, own)
         max_rank = int(own[:, TileField.RANK].max())
         config = synthesis_config(plan.product, cache.element, max_rank, max_tokens, cache.aligned)
         return SynthesisLaunch(maps, tiles, cache, config, order)
@@ -252,7 +250,7 @@ class TransformDevice:
         table, jobs = encoding_tables(slots, starts, count)
         # A caller's offsets take the place of the predictor's.
         predictor = None if all(own is not None for own in offsets) else self._predictor
-        host = {"chunks": table}
+        host = {"chunks": table, **memory.named()}
         if predictor is not None:
             host["jobs"], host["positions"] = predictor.place(table)
         part = send_arrays(host, device)
@@ -263,14 +261,15 @@ class TransformDevice:
         x = torch.empty(len(joined), geometry.tiles.columns, dtype=torch.float32, device=device)
         with stage("rotation tables"):
             rotations = geometry.rotations(chunks.chunks, len(joined), max_tokens, use_source=True, inverse=True)
-        view, tiles = memory.view(joined, plan.maps.tiles), TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
+        view = memory.view(part, joined, plan.maps.tiles)
+        tiles = TileTable(plan.maps.device_tiles, geometry.tiles.pairs)
         with stage("gather"):
             gather(view, tiles, chunks, rotations, plan.means, x)
         predicted = None
         if predictor is not None:
             with stage("predict"):
                 asked = predictor.offsets(x, part["jobs"], chunks, part["positions"])
-            answer = torch.cat([asked.flatten(), status.float()]).cpu().numpy()
+            answer = Download(torch.cat([asked.flatten(), status.float()])).wait()
             numbers = range(first_chunk, first_chunk + len(slots))
             raise_status(answer[asked.numel() :].astype(np.int32), self.sections, numbers)
             predicted = torch.from_numpy(answer[: asked.numel()]).view(asked.shape)
@@ -309,10 +308,13 @@ class TransformDevice:
                 )  # fmt: skip
         with stage("quantize"):
             if plain:
-                quantize(y, device_jobs, plans, self._tables.freq, planes, counts, status, max_rows)
+                quantize(
+                    y, device_jobs, plans, self._tables.codable, planes, counts, status, max_rows,
+                    predicted=bool(plan.arrays.plans[:, PlanField.PREDICTION].any()),
+                )  # fmt: skip
             if own_classes is not None:
                 quantize_classes(
-                    y, device_jobs, plans, self._tables.freq, own_classes, planes, counts, status, max_rows
+                    y, device_jobs, plans, self._tables.codable, own_classes, planes, counts, status, max_rows
                 )
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:

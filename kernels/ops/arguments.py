@@ -131,6 +131,19 @@ class DevicePlans:
 
 
 @dataclass(frozen=True, slots=True)
+class CodableBytes:
+    """Which bytes each entropy table codes.
+
+    Attributes:
+        freq: uint16 `[K, 256]`.
+        reach: int32 `[K, 2]`: `EntropyTables.reach`; None if a table's bytes, as int8, have gaps.
+    """
+
+    freq: torch.Tensor
+    reach: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
 class StreamJobs:
     """The jobs of a launch of the entropy coder.
 
@@ -145,6 +158,19 @@ class StreamJobs:
     plans: torch.Tensor
     tables: torch.Tensor
     max_streams: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingTables:
+    """What the entropy decoder looks up.
+
+    Attributes:
+        words: uint32 `[K, WIDTH]` of `rans.decoding_table`.
+        prob_bits: of the tables, as of `EntropyTables`.
+    """
+
+    words: torch.Tensor
+    prob_bits: int
 
 
 @dataclass(frozen=True, slots=True)

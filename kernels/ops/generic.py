@@ -198,8 +198,9 @@ def channel_statistics(x: torch.Tensor, chunks: torch.Tensor, means: torch.Tenso
     grid = (triton.cdiv(x.shape[1], COLUMNS), len(chunks))
     if 0 not in grid:
         _channel_statistics[grid](
-            x, chunks, means, squares, x.shape[1], TOKENS=STATISTICS_TOKENS, COLUMNS=COLUMNS, num_warps=4
-        )
+            x, chunks, means, squares, x.shape[1], TOKENS=STATISTICS_TOKENS, COLUMNS=COLUMNS, num_warps=4,
+            enable_fp_fusion=True,
+        )  # fmt: skip
 
 
 def normalize_channels(
@@ -225,6 +226,7 @@ def normalize_channels(
         _normalize_channels[grid](
             x, channels.rows, channels.scale, channels.means, jobs, batch.chunks, tiles.tiles, y, batch.sections,
             batch.first_section, x.shape[1], tiles.first_column, PAIRS=tiles.pairs, TOKENS=TOKENS, num_warps=WARPS,
+            enable_fp_fusion=True,
         )  # fmt: skip
 
 

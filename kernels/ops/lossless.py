@@ -1,7 +1,7 @@
 """Lossless sections: bytes of values to and from planes, and what models them.
 
     cache --sum_bytes--> sums --count_symbols--> references, counts --(host)--> which planes are coded, their tables
-    cache, references --split_planes--> coded planes, stored planes           slot_tables: frequencies -> decode slots
+    cache, references --split_planes--> coded planes, stored planes           decoding_tables: frequencies -> theirs
     stored planes, coded planes, references --merge_planes--> cache
 
 Encoding reads the cache three times and writes each byte once. That is less traffic than keeping planes between the
@@ -52,6 +52,7 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
+from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
 from cuvee.kernels.spec import KernelSpec
 
 WARPS = 8  # 64 tokens of 64 pairs at 4 spill
@@ -76,23 +77,35 @@ BYTE_PLANE = tl.constexpr(int(BytePlaneField.PLANE))
 BYTE_REFERENCE = tl.constexpr(int(BytePlaneField.REFERENCE))
 BYTE_HEAD_DIM = tl.constexpr(int(BytePlaneField.HEAD_DIM))
 
-SLOTS = tl.constexpr(1 << PROB_BITS)
+TOTAL = tl.constexpr(1 << PROB_BITS)
 VALUES = tl.constexpr(SYMBOLS)
-FREQUENCY_BIT = tl.constexpr(PROB_BITS)
+# Of a decode table: see `rans.decoding_table`.
+DECODING_WIDTH = tl.constexpr(WIDTH)
+ENTRIES_AT = tl.constexpr(ENTRIES)
+SLOTS_OF_WORD = tl.constexpr(SPAN)
 
 
 @triton.jit
-def _slot_tables(freq, slots):  # type: ignore[no-untyped-def]
-    table = tl.program_id(0)
+def _decoding_tables(freq, decoding):  # type: ignore[no-untyped-def]
+    table = tl.program_id(0).to(tl.int64)
     symbol = tl.arange(0, VALUES)
-    frequency = tl.load(freq + table.to(tl.int64) * VALUES + symbol).to(tl.int32)
+    frequency = tl.load(freq + table * VALUES + symbol).to(tl.int32)
     low = tl.cumsum(frequency, 0) - frequency
-    # The symbol of a slot is the last that begins at or below it; one without slots begins where the next one does.
-    begun = tl.cumsum(tl.histogram(low, SLOTS, mask=low < SLOTS), 0)
-    entry = (symbol << 24 | frequency << FREQUENCY_BIT) - low
-    slot = tl.arange(0, SLOTS)
-    value = tl.gather(entry, begun - 1, 0) + slot
-    tl.store(slots + table.to(tl.int64) * SLOTS + slot, value.to(tl.uint32, bitcast=True))
+    used = (frequency > 0) & (low < TOTAL)
+    number = tl.cumsum(used.to(tl.int32), 0) - 1
+    # How many begin in each word's slots, the first symbol aside. Those that begin nowhere do so in the last, unused.
+    later = used & (low > 0)
+    begin = tl.histogram(tl.where(later, low // SLOTS_OF_WORD, ENTRIES_AT - 1), ENTRIES_AT)
+    before = (tl.cumsum(begin, 0) - begin).to(tl.uint32)
+    row = decoding + table * DECODING_WIDTH
+    place = tl.arange(0, ENTRIES_AT)
+    tl.store(row + place, tl.where(place * SLOTS_OF_WORD < TOTAL, before << 24, 0))
+    tl.store(row + ENTRIES_AT + symbol, tl.zeros((VALUES,), tl.uint32))
+    tl.debug_barrier()
+    bit = tl.full((VALUES,), 1, tl.uint32) << (low % SLOTS_OF_WORD).to(tl.uint32)
+    tl.atomic_add(row + low // SLOTS_OF_WORD, bit, mask=later, sem="relaxed")
+    entry = frequency << 20 | symbol << 12 | low
+    tl.store(row + ENTRIES_AT + number, entry.to(tl.uint32, bitcast=True), mask=used)
 
 
 @triton.jit
@@ -268,9 +281,11 @@ def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside
     if tl.program_id(0) == 0:
         tl.store(references + channel, reference.to(tl.uint8), mask=has)
     symbol = (word.to(tl.int32) >> 8 * byte) - reference.to(tl.int32)[None, :] & 255
-    mask = inside[:, None] & has[None, :]
-    flat: tl.constexpr = [symbol.shape[0] * symbol.shape[1]]
-    return tl.histogram(tl.reshape(symbol, flat), VALUES, mask=tl.reshape(mask, flat))
+    # Triton may reorder what is reshaped for a histogram, and symbols and a mask of their own each in another way: what
+    # does not exist is said by the symbol itself, one beyond the last.
+    symbol = tl.where(inside[:, None] & has[None, :], symbol, VALUES)
+    flat = tl.reshape(symbol, [symbol.shape[0] * symbol.shape[1]])
+    return tl.histogram(flat, VALUES, mask=flat < VALUES)
 
 
 @triton.jit(do_not_specialize=["sections", "first_section"])
@@ -332,15 +347,15 @@ def _split_planes(  # type: ignore[no-untyped-def]
     _split_half(b, row, references, planes, out, channel1, has1, token, inside, tokens, WORD, FACTOR)
 
 
-def slot_tables(freq: torch.Tensor, slots: torch.Tensor) -> None:
-    """Decode tables of many frequency tables: `EntropyTables.slots`, on the device.
+def decoding_tables(freq: torch.Tensor, decoding: torch.Tensor) -> None:
+    """Decode tables of many frequency tables: `rans.decoding_table`, on the device.
 
     Args:
-        freq: uint16 `[K, 256]`; rows add up to 2**12 (unchecked: others give slots that mean nothing).
-        slots: uint32 `[K, 4096]`, written.
+        freq: uint16 `[K, 256]`; rows add up to 2**12 (unchecked: others give tables that mean nothing).
+        decoding: uint32 `[K, WIDTH]`, written.
     """
     if len(freq):
-        _slot_tables[(len(freq),)](freq, slots, num_warps=WARPS)
+        _decoding_tables[(len(freq),)](freq, decoding, num_warps=WARPS, enable_fp_fusion=True)
 
 
 def merge_planes(
@@ -427,6 +442,7 @@ def sum_bytes(
     _sum_bytes[grid](
         table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, batch.status,
         batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -464,6 +480,7 @@ def count_symbols(
     _count_symbols[grid](
         table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, references, counts,
         batch.status, batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -501,7 +518,7 @@ def split_planes(
     _split_planes[grid](
         table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, references, planes, out,
         batch.status, batch.sections, batch.first_section, FACTOR=4 if even else 1,
-        **_constants(tiles, cache, dtype), num_warps=WARPS,
+        **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -526,7 +543,7 @@ def _spec(name: str, kernel: Any, signature: dict[str, str], options: dict[str, 
 
 
 SPECS: tuple[KernelSpec, ...] = (
-    _spec("slot_tables", _slot_tables, {"freq": "*u16", "slots": "*u32"}, {}),
+    _spec("decoding_tables", _decoding_tables, {"freq": "*u16", "decoding": "*u32"}, {}),
     _spec(
         "merge_planes",
         _merge_planes,

@@ -179,14 +179,17 @@ def rounded(x, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _from_fp8(byte, ELEMENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Bytes of an FP8 `ELEMENT` -> float32, exact."""
+    # One return at the end: what follows an early one is compiled all the same, assertions included.
     if tl.float8e5 == ELEMENT:
         # The upper byte of a float16.
-        return (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    tl.static_assert(tl.float8e4nv == ELEMENT)
-    wide = byte.to(tl.uint32)
-    # Exponent and mantissa at their places in a float32, which is then too small by the difference of the biases.
-    bits = tl.where((wide & 0x7F) == 0x7F, 0x7FC00000, ((wide & 0x80) << 24) | ((wide & 0x7F) << 20))
-    return bits.to(tl.uint32).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        value = (byte.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        tl.static_assert(tl.float8e4nv == ELEMENT)
+        wide = byte.to(tl.uint32)
+        # Exponent and mantissa at their places in a float32, which is then too small by the difference of the biases.
+        bits = tl.where((wide & 0x7F) == 0x7F, 0x7FC00000, ((wide & 0x80) << 24) | ((wide & 0x7F) << 20))
+        value = bits.to(tl.uint32).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return value
 
 
 @triton.jit

@@ -44,7 +44,7 @@ from cuvee.kernels.jobs import (
     PLAN_REST,
     STATUS_STREAMS,
 )
-from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.spec import Budget, KernelSpec
 
 _BOUND = tl.constexpr(LOWER_BOUND)
@@ -55,10 +55,20 @@ CLASS_HEADER_BYTES = 8  # C, the class state
 _CLASS_HEADER = tl.constexpr(CLASS_HEADER_BYTES // 4)
 _SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
 
+# A row of a decode table: a word for each SPAN slots, then an entry per symbol. See `decoding_table`.
+SPAN = 24
+ENTRIES = 256  # where these begin
+WIDTH = 512  # words; a power of two
+_SPAN = tl.constexpr(SPAN)
+_SPAN_RECIPROCAL = tl.constexpr((1 << 16) // SPAN + 1)  # floor(s * this / 2**16) is s div SPAN for s < 2**13
+_ENTRIES = tl.constexpr(ENTRIES)
+_WIDTH = tl.constexpr(WIDTH)
+
 # Streams of a program: one warp, so that the streams of a single chunk already spread over many multiprocessors.
 LANES = 64 if torch.version.hip else 32
 # What the inner loops need. Without a limit the compiler takes more for the code around them. AMD has no such option.
 REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 40}
+UNROLL = tl.constexpr(4)  # symbols of a pass of the decoder's inner loop: they share its branch and its pointers
 PRECEDING = 64  # lengths read at a time to find where a stream begins; more would take the inner loop's registers
 _WRITE_STREAMS = 16
 _WRITE_PRECEDING = 256
@@ -84,33 +94,44 @@ def _length(lengths, stream, long, exists):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One symbol of every lane: stores it, returns the new state, position and the word there."""
-    slot = tl.load(slots + (table | (x & ((1 << PROB_BITS) - 1)).to(tl.int32)))
-    tl.store(out, (slot >> 24).to(tl.uint8), mask=active)
-    x = ((slot >> 12) & 0xFFF) * (x >> PROB_BITS) + (slot & 0xFFF)
-    need = x < _BOUND
-    x = tl.where(need, (x << 16) | word.to(tl.uint32), x)
-    at += need.to(tl.int32)
-    # The next word is fetched as soon as this one is used, so that the chain state -> slot -> state does not wait for
-    # it. Lanes that used none load none: each lane reads a cache line of its own. Beyond the end there are zeros.
-    word = tl.where(need, 0, word)
-    word = tl.load(words + at, mask=need & (at < end), other=word)
-    return x, at, word
+def _ones(word):  # type: ignore[no-untyped-def]
+    """How many bits of uint32 are set; the compiler knows these steps, and makes them one instruction."""
+    word = word - ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
 @triton.jit
-def _decode_run(x, at, word, end, words, slots, table_of, out, tokens, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One symbol of every lane, by the table at `row`: stores it, returns the new state, position and word there."""
+    slot = x & ((1 << PROB_BITS) - 1)
+    span = (slot * _SPAN_RECIPROCAL) >> 16
+    begun = tl.load(row + span)
+    later = tl.full(x.shape, 0xFFFFFFFE, tl.uint32) << (slot - span * _SPAN)
+    entry = tl.load(row + _ENTRIES + ((begun >> 24) + _ones(begun & ~later)))
+    tl.store(out, (entry >> 12).to(tl.uint8), mask=active)
+    x = (entry >> 20) * (x >> PROB_BITS) + (slot - (entry & 0xFFF))
+    need = x < _BOUND
+    x = tl.where(need, (x << 16) | word, x)
+    at += need.to(tl.int32)
+    # The next word is fetched as soon as this one is used, so that the chain state -> entry -> state does not wait for
+    # it. Lanes that used none load none: each lane reads a cache line of its own. Beyond the end there are zeros.
+    following = tl.load(words + at, mask=need & (at < end), other=0).to(tl.uint32)
+    return x, at, tl.where(need, following, word)
+
+
+@triton.jit
+def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
     """`steps` symbols of every lane, at least one; see `_decode_step`."""
     # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
-    table = tl.load(table_of) << PROB_BITS
-    for _ in range(1, steps):
+    table = tl.load(table_of)
+    for _ in tl.range(1, steps, loop_unroll_factor=UNROLL):
         table_of += 1
         following = tl.load(table_of)
-        x, at, word = _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
-        table = following << PROB_BITS
+        x, at, word = _decode_step(x, at, word, end, words, decoding + table * _WIDTH, out, active, PROB_BITS)
+        table = following
         out += tokens
-    return _decode_step(x, at, word, end, words, slots, table, out, active, PROB_BITS)
+    return _decode_step(x, at, word, end, words, decoding + table * _WIDTH, out, active, PROB_BITS)
 
 
 @triton.jit
@@ -142,7 +163,7 @@ def _flag_streams(status, bad, exists, ends, job, is_last):  # type: ignore[no-u
 
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(  # type: ignore[no-untyped-def]
-    data16, data32, jobs, plans, tables, slots, planes, status, blocks,
+    data16, data32, jobs, plans, tables, decoding, planes, status, blocks,
     PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // blocks
@@ -161,7 +182,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     x = tl.load(data32 + tl.load(job + JOB_STATES) + stream, mask=exists, other=_BOUND)
     bad = x < _BOUND
     words = data16 + tl.load(job + JOB_WORDS)
-    word = tl.load(words + at, mask=at < end, other=0)
+    word = tl.load(words + at, mask=at < end, other=0).to(tl.uint32)
     last_x, last_at = x, at
     token = stream * per_stream
     column = planes + tl.load(job + JOB_PLANES) + token
@@ -171,7 +192,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
         # Lanes without a token run along, store nothing, and keep the state they ended in.
         active = exists & (token + j < tokens)
         table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST))
-        x, at, word = _decode_run(x, at, word, end, words, slots, table_of, column, tokens, steps, active, PROB_BITS)
+        x, at, word = _decode_run(x, at, word, end, words, decoding, table_of, column, tokens, steps, active, PROB_BITS)
         last_x = tl.where(active, x, last_x)
         last_at = tl.where(active, at, last_at)
         column += 1
@@ -182,7 +203,7 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
 def rans_decode(
     data: torch.Tensor,
     coding: StreamJobs,
-    slots: torch.Tensor,
+    decoding: DecodingTables,
     planes: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
@@ -196,17 +217,39 @@ def rans_decode(
         data: `[bytes]` uint8, a multiple of 4: the coded parts.
         coding: of the jobs, STATES, LENGTHS, WORDS, WORD_COUNT, STREAMS, TOKENS, PER_STREAM, LONG_LENGTHS, PLAN and
             PLANES are read.
-        slots: `[K, 2**prob_bits]` uint32, `EntropyTables.slots`.
+        decoding: of `decoding_table`.
         planes: uint8, gets `[P, T]` at `JobField.PLANES`.
         status: `[J]` int32, gets `Status.STREAMS` where the lengths do not add up to WORD_COUNT, or a stream begins in
             a state below 2**16, does not end in 2**16, or does not end with its words. Its symbols are then anything.
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_kernel[(blocks * len(coding.jobs),)](
-        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables, slots, planes,
-        status, blocks, PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
-        num_warps=1, **REGISTERS,
+        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
+        decoding.words, planes, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
+        num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
+
+
+def decoding_table(tables: EntropyTables) -> U32:
+    """What the decoder looks up: uint32 `[K, WIDTH]`, for `DecodingTables`.
+
+    A table of `EntropyTables.slots` has 2**prob_bits words, and nearly every lane of a warp looks at a cache line of
+    its own. Here it looks at two of a tenth as many lines, and the tables of a family fit the first-level cache. Number
+    the symbols that have slots from 0, in the order of these. First comes a word for each SPAN slots: how many symbols
+    begin before them, the first symbol aside, << 24 | the bits 1 << i of those that begin at the i-th of them. So the
+    number of a slot's symbol is the upper byte and the bits up to the slot, added up. Then, from ENTRIES on, comes an
+    entry for each number: frequency << 20 | symbol << 12 | cumulative. What neither fills is zero.
+    """
+    out = np.zeros((len(tables), WIDTH), np.uint32)
+    first = np.arange(0, 1 << tables.prob_bits, SPAN)
+    for row, freq, cumulative in zip(out, tables.freq, tables.cumulative, strict=True):
+        symbols = np.flatnonzero(freq)
+        low = cumulative[symbols]
+        fields = (freq[symbols], 20), (symbols, 12), (low, 0)
+        row[ENTRIES:][: len(symbols)] = sum(part.astype(np.uint32) << np.uint32(shift) for part, shift in fields)
+        row[: len(first)] = np.searchsorted(low[1:], first).astype(np.uint32) << np.uint32(24)
+        np.bitwise_or.at(row, low[1:] // SPAN, np.uint32(1) << (low[1:] % SPAN).astype(np.uint32))
+    return out
 
 
 def coding_table(tables: EntropyTables) -> U32:
@@ -329,7 +372,7 @@ def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor,
     blocks = triton.cdiv(coding.max_streams, LANES)
     _encode_kernel[(blocks * len(coding.jobs),)](
         planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), streams.words, streams.states,
-        streams.lengths, blocks, LANES=LANES, num_warps=1,
+        streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -354,7 +397,7 @@ def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor)
         totals: `[J]` int64, gets the words of each job.
     """
     block = min(2048, max(256, triton.next_power_of_2(coding.max_streams)))
-    _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block)
+    _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block, enable_fp_fusion=True)
 
 
 def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
@@ -475,6 +518,7 @@ def write_coded(
         coding.jobs, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
         streams.words if class_words is None else class_words, out.view(torch.uint16), out.view(torch.uint32), blocks,
         STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -488,7 +532,7 @@ SPECS: tuple[KernelSpec, ...] = (
             "jobs": "*i64",
             "plans": "*i64",
             "tables": "*i32",
-            "slots": "*u32",
+            "decoding": "*u32",
             "planes": "*u8",
             "status": "*i32",
             "blocks": "i32",
@@ -496,9 +540,9 @@ SPECS: tuple[KernelSpec, ...] = (
         {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
         num_warps=1,
         options={"maxnreg": 40},
-        divisible=("data16", "data32", "jobs", "plans", "tables", "slots", "planes", "status"),
+        divisible=("data16", "data32", "jobs", "plans", "tables", "decoding", "planes", "status"),
         symbol_access="store8",
-        budgets={"sm_90": Budget(instructions_per_symbol=28, registers=40, spilled_bytes=0)},
+        budgets={"sm_90": Budget(instructions_per_symbol=42, registers=40, spilled_bytes=0)},
         changes={"gfx942": {"constants": {"LANES": 64}}},
     ),
     KernelSpec(

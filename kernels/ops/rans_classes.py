@@ -33,7 +33,7 @@ from cuvee.kernels.jobs import (
     PLAN_FIRST,
     PLAN_PLANES,
 )
-from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import (
     _BOUND,
     LANES,
@@ -70,7 +70,7 @@ def _class_of(plans, class_plan, classes, column, active):  # type: ignore[no-un
 
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_classes_kernel(  # type: ignore[no-untyped-def]
-    data16, data32, jobs, plans, tables, slots, classes, planes, status, blocks,
+    data16, data32, jobs, plans, tables, decoding, classes, planes, status, blocks,
     PROB_BITS: tl.constexpr, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0) // blocks
@@ -95,7 +95,7 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
     for _ in range(tl.minimum(per_stream, tokens)):
         depth, table = _class_of(plans, class_plan, classes, column, exists & (column < end_column))
         deepest = tl.max(depth, 0)
-        word = tl.load(words + at, mask=at < end, other=0)
+        word = tl.load(words + at, mask=at < end, other=0).to(tl.uint32)
         last_x, last_at = x, at
         done = tl.minimum(deepest, 0)
         while done < deepest:
@@ -109,7 +109,7 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
             table_of = tables + (tl.where(active, table, deepest_table) + done)
             out = planes + done.to(tl.int64) * tokens + column
             x, at, word = _decode_run(
-                x, at, word, end, words, slots, table_of, out, tokens, stop - done, active, PROB_BITS
+                x, at, word, end, words, decoding, table_of, out, tokens, stop - done, active, PROB_BITS
             )
             last_x = tl.where(active, x, last_x)
             last_at = tl.where(active, at, last_at)
@@ -123,7 +123,7 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
 def rans_decode_classes(
     data: torch.Tensor,
     coding: StreamJobs,
-    slots: torch.Tensor,
+    decoding: DecodingTables,
     classes: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
@@ -134,16 +134,16 @@ def rans_decode_classes(
         data: as for `rans.rans_decode`.
         coding: likewise; CLASS_PLAN and COLUMNS are read too. PLAN is the plan of the finest class that occurs. Of the
             plans, PLANES and FIRST are read; PLANES never rises with the class.
-        slots: as for `rans.rans_decode`.
+        decoding: as for `rans.rans_decode`.
         classes: uint8 below 16: `TokenOrder.classes`.
         planes: uint8, gets `[P, T]` at `JobField.PLANES`; below a column's last plane nothing is written.
         status: as for `rans.rans_decode`.
     """
     blocks = triton.cdiv(coding.max_streams, LANES)
     _decode_classes_kernel[(blocks * len(coding.jobs),)](
-        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables, slots, classes,
-        planes, status, blocks, PROB_BITS=slots.shape[1].bit_length() - 1, LANES=LANES, BLOCK=PRECEDING,
-        num_warps=1, **REGISTERS,
+        data.view(torch.uint16), data.view(torch.uint32), coding.jobs, coding.plans, coding.tables,
+        decoding.words, classes, planes, status, blocks, PROB_BITS=decoding.prob_bits, LANES=LANES, BLOCK=PRECEDING,
+        num_warps=1, enable_fp_fusion=True, **REGISTERS,
     )  # fmt: skip
 
 
@@ -210,14 +210,14 @@ def rans_encode_classes(
     blocks = triton.cdiv(coding.max_streams, LANES)
     _encode_classes_kernel[(blocks * len(coding.jobs),)](
         planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), classes, streams.words,
-        streams.states, streams.lengths, blocks, LANES=LANES, num_warps=1,
+        streams.states, streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
 # --- compiled ahead of time
 
 _POINTERS = {
-    "data16": "*u16", "data32": "*u32", "jobs": "*i64", "plans": "*i64", "tables": "*i32", "slots": "*u32",
+    "data16": "*u16", "data32": "*u32", "jobs": "*i64", "plans": "*i64", "tables": "*i32", "decoding": "*u32",
     "coding": "*i64", "classes": "*u8", "planes": "*u8", "words": "*u16", "states": "*u32", "lengths": "*u32",
     "status": "*i32",
 }  # fmt: skip
@@ -245,7 +245,7 @@ SPECS: tuple[KernelSpec, ...] = (
         "rans_decode_classes",
         _decode_classes_kernel,
         {"PROB_BITS": 12, "LANES": 32, "BLOCK": PRECEDING},
-        Budget(instructions_per_symbol=28, registers=40, spilled_bytes=0),
+        Budget(instructions_per_symbol=42, registers=40, spilled_bytes=0),
     ),
     _spec(
         "rans_encode_classes",

@@ -46,7 +46,7 @@ from cuvee.kernels.jobs import (
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.pages import rounded
 from cuvee.kernels.spec import Budget, KernelSpec
 
@@ -72,6 +72,7 @@ GAIN = tl.constexpr(2)  # of the prediction, 1/256
 Y_ROW = tl.constexpr(3)  # row of coefficients; the component's number where tokens have no classes
 
 _ROWS, _GROUPS, _RUN = 8, 32, 8  # tile of `dequantize`
+RUN = tl.constexpr(_RUN)
 _TOKENS = _GROUPS * _RUN
 _BLOCK_ROWS = 4  # rows of `quantize`: its many numbers per row take registers
 ENTRIES = 128  # of an escape list at a time
@@ -361,15 +362,28 @@ def escape_programs(max_rows: int, max_tokens: int) -> int:
 
 @triton.jit
 def _level(y, inverse, dead_zone, rounding):  # type: ignore[no-untyped-def]
-    magnitude = tl.abs(y) * inverse
-    level = tl.floor(magnitude + rounding)
-    level = tl.where((magnitude >= dead_zone) & (magnitude < BEYOND), level, 0.0).to(tl.int32)
-    return tl.where(y < 0, 0 - level, level)
+    """Steps of a coefficient, int32; of one beyond BEYOND, or NaN, anything."""
+    magnitude = tl.minimum(tl.abs(y) * inverse, BEYOND)
+    level = tl.where(magnitude >= dead_zone, tl.floor(magnitude + rounding), 0.0)
+    # The sign bit, rather than a comparison and a choice.
+    sign = y.to(tl.int32, bitcast=True) & -0x80000000
+    return (level.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True).to(tl.int32)
+
+
+@triton.jit
+def _within(high, table, freq, reach, inside):  # type: ignore[no-untyped-def]
+    """Whether tables code numbers as int8, -128 aside. `reach` None: they may have gaps, and the frequencies tell."""
+    if reach is None:
+        coded = tl.load(freq + table * 256 + (high & 0xFF), mask=inside, other=1) != 0
+        return coded & (high <= 127) & (high >= -127)
+    else:  # noqa: RET505 - only one of the two is compiled
+        least, greatest = tl.load(reach + 2 * table), tl.load(reach + 2 * table + 1)
+        return (high >= least) & (high <= greatest)
 
 
 @triton.jit
 def _shifted_difference(  # type: ignore[no-untyped-def]
-    y, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half
+    y, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half, PREDICTED: tl.constexpr
 ):
     """The difference of each token from its prediction plus half the range of the low bits, int32; the coefficient.
 
@@ -378,18 +392,71 @@ def _shifted_difference(  # type: ignore[no-untyped-def]
     """
     value = tl.load(y + token, mask=inside, other=0.0)
     d = _level(value, inverse, dead_zone, rounding)
-    if kind != NONE:
-        place = token & (per_stream - 1)
-        source = token - tl.where(kind == LAG1, 1, place)
-        before = tl.load(y + source, mask=inside & (place > 0), other=0.0)
-        d -= _predicted(_level(before, inverse, dead_zone, rounding), gain)
+    if PREDICTED:  # noqa: SIM102 - a constant and a value of the device
+        if kind != NONE:
+            place = token & (per_stream - 1)
+            source = token - tl.where(kind == LAG1, 1, place)
+            before = tl.load(y + source, mask=inside & (place > 0), other=0.0)
+            d -= _predicted(_level(before, inverse, dead_zone, rounding), gain)
     return d + half, value
+
+
+@triton.jit
+def _quantize_rows(  # type: ignore[no-untyped-def]
+    job, plan, row, component, exists, row_floats, row_ints, inverse, limit, tables, freq, reach, y, planes,
+    PREDICTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Quantize all tokens of ROWS rows, `[ROWS, 1]`: their escapes, and whether a value is too large."""
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    stride = tl.load(job + JOB_STRIDE).to(tl.int32)
+    planes_at = tl.load(job + JOB_PLANES)
+    y_at = tl.load(job + JOB_LEVELS)
+    if ALIGNED:
+        # They are multiples of RUN: so the compiler knows it too.
+        tokens = tokens // RUN * RUN
+        stride = stride // RUN * RUN
+        planes_at = planes_at // RUN * RUN
+        y_at = y_at // RUN * RUN
+    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    kind = tl.load(plan + PLAN_PREDICTION)
+    dead_zone, rounding = _thresholds(row_floats, component, exists)
+    shift, low_plane = _low_bits(row_ints, component, exists)
+    gain = tl.load(row_ints + component * INT_FIELDS + GAIN, mask=exists, other=0)
+    table = tl.load(tables + tl.load(plan + PLAN_FIRST) + row, mask=exists, other=0)
+    rest = tl.load(tables + tl.load(plan + PLAN_REST) + row, mask=exists, other=0)
+    half = _half(shift)
+    y_row = y + (y_at + row.to(tl.int64) * stride)
+    high_row = planes + (planes_at + row.to(tl.int64) * tokens)
+    low_row = planes + (planes_at + low_plane.to(tl.int64) * tokens)
+    count = tl.zeros((ROWS, TOKENS), tl.int32)
+    # The bits of magnitudes are in their order, and those of NaN above all.
+    largest = tl.zeros((ROWS, TOKENS), tl.int32)
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)[None, :]
+        inside = exists & (token < tokens)
+        d, value = _shifted_difference(
+            y_row, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half, PREDICTED
+        )
+        largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+        high = d >> shift
+        coded = _within(high, table, freq, reach, inside)
+        if PREDICTED:
+            later = (token & (per_stream - 1)) > 0
+            coded = (coded & (later == 0)) | (_within(high, rest, freq, reach, inside) & later)
+        escaped = inside & (coded == 0)
+        count += escaped.to(tl.int32)
+        tl.store(high_row + token, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=inside)
+        low = d & ((1 << shift) - 1)
+        tl.store(low_row + token, low.to(tl.uint8), mask=inside & (low_plane >= 0))
+    bits = tl.max(tl.max(largest, 1), 0)
+    # Not `>=`: NaN is too large as well.
+    return tl.sum(count, 1), (bits.to(tl.float32, bitcast=True) < limit) == 0
 
 
 @triton.jit(do_not_specialize=["max_rows"])
 def _quantize(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, planes, counts, status, max_rows,
-    ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, reach, planes, counts, status, max_rows,
+    PREDICTED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
@@ -397,59 +464,44 @@ def _quantize(  # type: ignore[no-untyped-def]
         return
     plan_index = tl.load(job + JOB_PLAN)
     plan = plans + plan_index * PLAN_FIELDS
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    exists = row < tl.load(plan + PLAN_ROWS)
+    first_row = tl.program_id(1) * ROWS
+    slot = first_row + tl.arange(0, ROWS)
+    at = counts + index * max_rows + slot
+    rows = tl.load(plan + PLAN_ROWS)
+    if first_row >= rows:
+        # There is nothing to read, but the counts are owed.
+        tl.store(at, tl.zeros((ROWS,), tl.int32), mask=slot < max_rows)
+        return
+    row = first_row + tl.arange(0, ROWS)[:, None]
     component = tl.load(plan + PLAN_ROW) + row
-    dead_zone, rounding = _thresholds(row_floats, component, exists)
-    dead_zone, rounding = dead_zone[:, None], rounding[:, None]
-    ints = row_ints + component * INT_FIELDS
-    shift = tl.load(ints + SHIFT, mask=exists, other=0)[:, None]
-    low_plane = tl.load(ints + LOW_PLANE, mask=exists, other=-1)[:, None]
-    gain = tl.load(ints + GAIN, mask=exists, other=0)[:, None]
-    first = tl.load(tables + tl.load(plan + PLAN_FIRST) + row, mask=exists, other=0)[:, None]
-    rest = tl.load(tables + tl.load(plan + PLAN_REST) + row, mask=exists, other=0)[:, None]
     inverse = tl.load(inverses + plan_index)
     limit = tl.load(limits + plan_index)
-    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-    kind = tl.load(plan + PLAN_PREDICTION)
-    y_row = y + tl.load(job + JOB_LEVELS) + row.to(tl.int64)[:, None] * tl.load(job + JOB_STRIDE)
-    planes += tl.load(job + JOB_PLANES)
-    high_row = planes + row.to(tl.int64)[:, None] * tokens
-    low_row = planes + low_plane.to(tl.int64) * tokens
-    half = _half(shift)
-    count = tl.zeros((ROWS,), tl.int32)
-    large = tl.zeros((ROWS,), tl.int32)
-    # A tile without rows has nothing to read, but its counts are owed.
-    end = tl.where(tl.program_id(1) * ROWS < tl.load(plan + PLAN_ROWS), tokens, 0)
-    for start in range(0, end, TOKENS):
-        token = start + tl.arange(0, TOKENS)[None, :]
-        inside = exists[:, None] & (token < tokens)
-        d, value = _shifted_difference(y_row, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half)
-        # Not `>=`: NaN is too large as well.
-        large = tl.maximum(large, tl.max((inside & ((tl.abs(value) < limit) == 0)).to(tl.int32), 1))
-        high = d >> shift
-        byte = high & 0xFF
-        table = tl.where((token & (per_stream - 1)) == 0, first, rest)
-        codable = tl.load(freq + table * 256 + byte, mask=inside, other=1) != 0
-        escaped = inside & ((high > 127) | (high < -127) | (codable == 0))
-        count += tl.sum(escaped.to(tl.int32), 1)
-        tl.store(high_row + token, tl.where(escaped, ESCAPE, byte).to(tl.uint8), mask=inside)
-        low = d & ((1 << shift) - 1)
-        tl.store(low_row + token, low.to(tl.uint8), mask=inside & (low_plane >= 0))
-    tl.store(counts + index * max_rows + row, count, mask=row < max_rows)
-    tl.atomic_or(status + index, STATUS_TOO_LARGE, mask=tl.max(large, 0) > 0, sem="relaxed")
+    sizes = tl.load(job + JOB_TOKENS) | tl.load(job + JOB_STRIDE)
+    offsets = tl.load(job + JOB_PLANES) | tl.load(job + JOB_LEVELS)
+    if (sizes | offsets) % RUN == 0:
+        count, large = _quantize_rows(
+            job, plan, row, component, row < rows, row_floats, row_ints, inverse, limit, tables, freq, reach,
+            y, planes, PREDICTED, True, ROWS, TOKENS,
+        )  # fmt: skip
+    else:
+        count, large = _quantize_rows(
+            job, plan, row, component, row < rows, row_floats, row_ints, inverse, limit, tables, freq, reach,
+            y, planes, PREDICTED, False, ROWS, TOKENS,
+        )  # fmt: skip
+    tl.store(at, count, mask=slot < max_rows)
+    tl.atomic_or(status + index, STATUS_TOO_LARGE, mask=large, sem="relaxed")
 
 
 def quantize(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
-    freq: torch.Tensor,
+    codable: CodableBytes,
     planes: torch.Tensor,
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
+    predicted: bool,
 ) -> None:
     """Coefficients to byte planes and the number of escapes of each row; byte for byte those of `codec.symbols`.
 
@@ -459,17 +511,29 @@ def quantize(
         y: float32.
         jobs: int64 `[J, len(JobField)]` with TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and STRIDE.
         plans: how each job is coded.
-        freq: uint16 `[K, 256]`.
+        codable: what each table codes.
         planes: uint8; gets `[P, T]` of each job.
         counts: int32 `[J, max_rows]`; rows of jobs whose tokens have no classes are written fully, with zeros where a
             job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
+        predicted: whether any plan predicts.
     """
     _quantize[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables, freq,
-        planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
+        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables,
+        codable.freq, codable.reach, planes, counts, status, max_rows, PREDICTED=predicted, ROWS=_BLOCK_ROWS,
+        TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+@triton.jit
+def _has_escapes(starts, job, first_row, max_rows, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Whether ROWS rows of a job have any: most have none, and a program that knows it early is short."""
+    first = job * max_rows + first_row
+    after = job * max_rows + tl.minimum(first_row + ROWS, max_rows)
+    last = after == tl.num_programs(0).to(tl.int64) * max_rows
+    end = tl.where(last, total, tl.load(starts + after, mask=last == 0, other=0))
+    return end > tl.load(starts + first)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -481,6 +545,8 @@ def _list_escapes(  # type: ignore[no-untyped-def]
     job = jobs + number * JOB_FIELDS
     if tl.load(job + JOB_CLASS_PLAN) > 0:
         return
+    if not _has_escapes(starts, number, tl.program_id(1) * ROWS, max_rows, total, ROWS):
+        return
     plan_index = tl.load(job + JOB_PLAN)
     plan = plans + plan_index * PLAN_FIELDS
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -490,35 +556,34 @@ def _list_escapes(  # type: ignore[no-untyped-def]
     last = slot + 1 == tl.num_programs(0).to(tl.int64) * max_rows
     end = tl.where(last, total, tl.load(starts + slot + 1, mask=exists & (last == 0), other=0))
     has = exists & (end > position)
-    if tl.max(has.to(tl.int32), 0) > 0:
-        component = tl.load(plan + PLAN_ROW) + row
-        dead_zone, rounding = _thresholds(row_floats, component, has)
-        dead_zone, rounding = dead_zone[:, None], rounding[:, None]
-        ints = row_ints + component * INT_FIELDS
-        shift = tl.load(ints + SHIFT, mask=has, other=0)[:, None]
-        gain = tl.load(ints + GAIN, mask=has, other=0)[:, None]
-        inverse = tl.load(inverses + plan_index)
-        tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-        per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-        kind = tl.load(plan + PLAN_PREDICTION)
-        y_row = y + tl.load(job + JOB_LEVELS) + row.to(tl.int64)[:, None] * tl.load(job + JOB_STRIDE)
-        first_cell = row.to(tl.int64)[:, None] * tokens
-        high_row = planes + tl.load(job + JOB_PLANES) + first_cell
-        half = _half(shift)
-        for start in range(0, tokens, TOKENS):
-            token = start + tl.arange(0, TOKENS)[None, :]
-            inside = has[:, None] & (token < tokens)
-            escaped = tl.load(high_row + token, mask=inside, other=0) == ESCAPE
-            marks = escaped.to(tl.int32)
-            if tl.max(tl.max(marks, 1), 0) > 0:
-                d, _ = _shifted_difference(
-                    y_row, token, escaped, kind, per_stream, inverse, dead_zone, rounding, gain, half
-                )
-                at = position[:, None] + tl.cumsum(marks, 1) - 1
-                escaped &= at < total
-                tl.store(index + at, (first_cell + token).to(tl.uint32), mask=escaped)
-                tl.store(value + at, d >> shift, mask=escaped)
-                position += tl.sum(marks, 1)
+    component = tl.load(plan + PLAN_ROW) + row
+    dead_zone, rounding = _thresholds(row_floats, component, has)
+    dead_zone, rounding = dead_zone[:, None], rounding[:, None]
+    ints = row_ints + component * INT_FIELDS
+    shift = tl.load(ints + SHIFT, mask=has, other=0)[:, None]
+    gain = tl.load(ints + GAIN, mask=has, other=0)[:, None]
+    inverse = tl.load(inverses + plan_index)
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+    kind = tl.load(plan + PLAN_PREDICTION)
+    y_row = y + tl.load(job + JOB_LEVELS) + row.to(tl.int64)[:, None] * tl.load(job + JOB_STRIDE)
+    first_cell = row.to(tl.int64)[:, None] * tokens
+    high_row = planes + tl.load(job + JOB_PLANES) + first_cell
+    half = _half(shift)
+    for start in range(0, tokens, TOKENS):
+        token = start + tl.arange(0, TOKENS)[None, :]
+        inside = has[:, None] & (token < tokens)
+        escaped = tl.load(high_row + token, mask=inside, other=0) == ESCAPE
+        marks = escaped.to(tl.int32)
+        if tl.max(tl.max(marks, 1), 0) > 0:
+            d, _ = _shifted_difference(
+                y_row, token, escaped, kind, per_stream, inverse, dead_zone, rounding, gain, half, True
+            )
+            at = position[:, None] + tl.cumsum(marks, 1) - 1
+            escaped &= at < total
+            tl.store(index + at, (first_cell + token).to(tl.uint32), mask=escaped)
+            tl.store(value + at, d >> shift, mask=escaped)
+            position += tl.sum(marks, 1)
 
 
 def list_escapes(
@@ -557,7 +622,15 @@ _TABLES = {"jobs": "*i64", "plans": "*i64", "row_floats": "*fp32", "row_ints": "
 _DECODE = {**_TABLES, "steps": "*fp32", "planes": "*u8", "y": "*bf16", "found": "*i32"}
 _PLACE = {"data": "*u32", **_DECODE, "status": "*i32"}
 _SOURCE = {"y": "*fp32", **_TABLES, "inverses": "*fp32"}
-_CODED = {"limits": "*fp32", "tables": "*i32", "freq": "*u16", "planes": "*u8", "counts": "*i32", "status": "*i32"}
+_CODED = {
+    "limits": "*fp32",
+    "tables": "*i32",
+    "freq": "*u16",
+    "reach": "*i32",
+    "planes": "*u8",
+    "counts": "*i32",
+    "status": "*i32",
+}
 _QUANTIZE = {**_SOURCE, **_CODED}
 _LIST = {**_SOURCE, "planes": "*u8", "starts": "*i64", "index": "*u32", "value": "*i32"}
 _SIZES = {"max_rows": "i32"}
@@ -590,6 +663,7 @@ SPECS: tuple[KernelSpec, ...] = (
     _spec("dequantize predicted", _dequantize, _DECODE, {"PREDICTED": True, **_TILE}, 128),
     _spec("place_escapes", _place_escapes, _PLACE, {"PREDICTED": False, "ENTRIES": ENTRIES}, 48),
     _spec("escapes predicted", _place_escapes, _PLACE, {"PREDICTED": True, "ENTRIES": ENTRIES}, 48),
-    _spec("quantize", _quantize, _QUANTIZE, _BLOCK, 168, _SIZES),
+    _spec("quantize", _quantize, _QUANTIZE, {"PREDICTED": False, **_BLOCK}, 128, _SIZES),
+    _spec("quantize predicted", _quantize, _QUANTIZE, {"PREDICTED": True, **_BLOCK}, 128, _SIZES),
     _spec("list_escapes", _list_escapes, _LIST, _BLOCK, 128, {"total": "i32", **_SIZES}),
 )

@@ -1,14 +1,9 @@
 """Byte planes to coefficients and back for tokens that have classes: `codec/symbols_classes.py`.
 
-Columns are sorted by class within windows, and each class has components, shifts, tables and a step of its own. A tile
-is `[ROWS, GROUPS, RUN]`: rows, groups of columns, adjacent columns of a group; a group belongs to one thread. Nearly
-every group holds one class, some hold two. The kernels go through the classes of each group one after the other, all
-groups at once, and keep of each pass the columns of its class. So parameters are loaded per group, as without classes.
-
-    group      0          1          2          3
-    classes    5 5 5 5    5 5 7 7    7 7 7 7    7 7 7 8
-    first      5 5 5 5    5 5        7 7 7 7    7 7 7
-    then                      7 7                     8
+Columns are sorted by class within windows, and each class has components, shifts, tables and a step of its own. Every
+value looks up those of its class: the columns of a warp are of one class or two, so that what its lanes read lies side
+by side. Passes over the classes of a tile, which would load parameters once per row, take two to three times as many
+instructions.
 
 Decoding goes by rows of coefficients: all classes of a block of a basis begin at the same row, so a row may hold a
 different component in each class, or none, and is zero there. Encoding goes by components, whose planes, counts and
@@ -23,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.classes import CLASSES, WINDOW
+from cuvee.codec.classes import WINDOW
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -44,122 +39,110 @@ from cuvee.kernels.jobs import (
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.pages import rounded
 from cuvee.kernels.ops.symbols import (
+    DEAD_ZONE,
     ENTRIES,
     ESCAPE,
+    FLOAT_FIELDS,
     INT_FIELDS,
-    LOW_PLANE,
     SHIFT,
+    SHRINK_ONE,
     Y_ROW,
     _coefficient,
     _half,
+    _has_escapes,
     _level,
-    _low_bits,
-    _shrinkage,
     _signed,
-    _thresholds,
+    _within,
     escape_programs,
 )
 from cuvee.kernels.spec import Budget, KernelSpec
 
-NO_CLASS = tl.constexpr(CLASSES)  # after the last
+NO_LOW_BITS = tl.constexpr(-1 << 32)  # a shift of 0 and plane -1, as `_two` reads them
 
-_ROWS, _GROUPS, _RUN = 16, 8, 8  # tile of `dequantize_classes`
-MIN_DEPTH = _GROUPS * _RUN  # columns
+_ROWS = 16  # tile of `dequantize_classes`
+MIN_DEPTH = 64  # columns
 _BLOCK_ROWS = 4  # of `quantize_classes`, which goes along the windows
 
 
 @triton.jit
-def _next_class(k, after):  # type: ignore[no-untyped-def]
-    """The least class of each group `[1, GROUPS, RUN]` above `after` `[1, GROUPS, 1]`, or NO_CLASS."""
-    return tl.min(tl.where(k > after, k, NO_CLASS), 2, keep_dims=True)
+def _two(array, at, mask, other):  # type: ignore[no-untyped-def]
+    """Two neighbors of four bytes, from an even place on, in one load: their bits, int32. `other` is int64."""
+    both = tl.load((array + at).to(tl.pointer_type(tl.int64)), mask=mask, other=other)
+    return both.to(tl.int32), (both >> 32).to(tl.int32)
 
 
 @triton.jit
-def _any_left(k):  # type: ignore[no-untyped-def]
-    """Whether a group has a class."""
-    return tl.min(tl.min(tl.min(k, 2), 1), 0) < NO_CLASS
+def _shrinkage(row_floats, component, mask):  # type: ignore[no-untyped-def]
+    """`symbols._shrinkage` for parameters that every value looks up."""
+    one, more = _two(row_floats, component * FLOAT_FIELDS + SHRINK_ONE, mask, 0)
+    return one.to(tl.float32, bitcast=True), more.to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _dequantize_tile(  # type: ignore[no-untyped-def]
-    job, class_plan, plans, row_maps, row_floats, row_ints, steps, classes, planes, y, found, start, row, extent,
-    ALIGNED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
-):  # fmt: skip
-    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    stride = tl.load(job + JOB_STRIDE).to(tl.int32)
-    planes_at = tl.load(job + JOB_PLANES)
-    y_at = tl.load(job + JOB_LEVELS)
-    if ALIGNED:
-        # They are multiples of RUN: so the compiler knows it too.
-        tokens = tokens // RUN * RUN
-        stride = stride // RUN * RUN
-        planes_at = planes_at // RUN * RUN
-        y_at = y_at // RUN * RUN
-    column = start + tl.arange(0, GROUPS)[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
-    inside = column < tokens
-    k_of = tl.load(classes + tl.load(job + JOB_COLUMNS) + column, mask=inside, other=NO_CLASS).to(tl.int32)
-    values = tl.zeros((ROWS, GROUPS, RUN), tl.float32)
-    escapes = tl.zeros((ROWS, GROUPS), tl.int32)
-    k = _next_class(k_of, -1)
-    while _any_left(k):
-        served = k < NO_CLASS
-        plan_index = class_plan + tl.where(served, k, 0)
-        plan = plans + plan_index * PLAN_FIELDS
-        component = tl.load(row_maps + tl.load(plan + PLAN_ROW_MAP) + row, mask=served & (row < extent), other=-1)
-        exists = component >= 0
-        at_row = tl.load(plan + PLAN_ROW) + component
-        shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
-        shift, low_plane = _low_bits(row_ints, at_row, exists)
-        half = _half(shift)
-        # What another class has in this plane is read too, so that a group's bytes are one load.
-        high_row = planes + (planes_at + component.to(tl.int64) * tokens)
-        d = _signed(tl.load(high_row + column, mask=inside & exists, other=0))
-        low_row = planes + (planes_at + low_plane.to(tl.int64) * tokens)
-        low = tl.load(low_row + column, mask=inside & (low_plane >= 0), other=half.to(tl.uint8))
-        own = k_of == k
-        # 1 for -128, 0 for every other signed byte: cheaper than a comparison.
-        escapes += tl.sum(tl.where(own, d * d >> 14, 0), 2)
-        d = (d << shift) + (low.to(tl.int32) - half)
-        step = tl.load(steps + plan_index)
-        values = tl.where(own, _coefficient(d, shrink_one, shrink_more, step), values)
-        k = _next_class(k_of, k)
-    out = y + (y_at + row.to(tl.int64) * stride) + column
-    tl.store(out, rounded(values, y.dtype.element_ty), mask=(row < extent) & (column < stride))
-    count = tl.sum(escapes, 1)
-    tl.atomic_add(found + tl.zeros((ROWS,), tl.int32), count, mask=count > 0, sem="relaxed")
+def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
+    """`symbols._thresholds`, likewise."""
+    dead_zone, rounding = _two(row_floats, component * FLOAT_FIELDS + DEAD_ZONE, mask, 0)
+    return dead_zone.to(tl.float32, bitcast=True), rounding.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
+    """`symbols._low_bits`, likewise."""
+    return _two(row_ints, component * INT_FIELDS + SHIFT, mask, NO_LOW_BITS)
+
+
+@triton.jit
+def _of_row(arrays, plan, FIELD: tl.constexpr, row, exists, other):  # type: ignore[no-untyped-def]
+    """What an array holds of each value's row, from where its class's plan says."""
+    # That rows are adjacent there must not turn the tile, as all else lies along the columns.
+    at = tl.max_contiguous(tl.load(plan + FIELD).to(tl.int32) + row, (1, 1))
+    return tl.load(arrays + at, mask=exists, other=other)
 
 
 @triton.jit(do_not_specialize=["depth"])
 def _dequantize_classes(  # type: ignore[no-untyped-def]
     jobs, plans, row_maps, row_floats, row_ints, steps, classes, planes, y, found, depth,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
-    class_plan = tl.load(job + JOB_CLASS_PLAN)
-    start = tl.program_id(2) * GROUPS * RUN
-    if (class_plan <= 0) | (start >= tl.load(job + JOB_TOKENS)):
+    class_plan = tl.load(job + JOB_CLASS_PLAN).to(tl.int32)
+    start = tl.program_id(2) * COLUMNS
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    if (class_plan <= 0) | (start >= tokens):
         return
-    finest = tl.load(classes + tl.load(job + JOB_COLUMNS) + start // depth * depth).to(tl.int32)
+    classes += tl.load(job + JOB_COLUMNS)
+    finest = tl.load(classes + start // depth * depth).to(tl.int32)
     extent = tl.load(plans + (class_plan + finest) * PLAN_FIELDS + PLAN_EXTENT).to(tl.int32)
-    first_row = tl.program_id(1) * ROWS
-    if first_row < extent:
-        row = first_row + tl.arange(0, ROWS)[:, None, None]
-        sizes = tl.load(job + JOB_TOKENS) | tl.load(job + JOB_STRIDE)
-        offsets = tl.load(job + JOB_PLANES) | tl.load(job + JOB_LEVELS)
-        if (sizes | offsets) % RUN == 0:
-            _dequantize_tile(
-                job, class_plan, plans, row_maps, row_floats, row_ints, steps, classes, planes, y, found + index,
-                start, row, extent, True, ROWS, GROUPS, RUN,
-            )  # fmt: skip
-        else:
-            _dequantize_tile(
-                job, class_plan, plans, row_maps, row_floats, row_ints, steps, classes, planes, y, found + index,
-                start, row, extent, False, ROWS, GROUPS, RUN,
-            )  # fmt: skip
+    if tl.program_id(1) * ROWS >= extent:
+        return
+    stride = tl.load(job + JOB_STRIDE).to(tl.int32)
+    planes += tl.load(job + JOB_PLANES)
+    y += tl.load(job + JOB_LEVELS)
+    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = start + tl.arange(0, COLUMNS)[None, :]
+    inside = column < tokens
+    plan_index = class_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int32)
+    plan = plans + plan_index * PLAN_FIELDS
+    component = _of_row(row_maps, plan, PLAN_ROW_MAP, row, inside & (row < extent), -1)
+    exists = component >= 0
+    at_row = tl.load(plan + PLAN_ROW).to(tl.int32) + component
+    shrink_one, shrink_more = _shrinkage(row_floats, at_row, exists)
+    shift, low_plane = _low_bits(row_ints, at_row, exists)
+    half = _half(shift)
+    d = _signed(tl.load(planes + component.to(tl.int64) * tokens + column, mask=exists, other=0))
+    # 1 for -128, 0 for every other signed byte: cheaper than a comparison.
+    escapes = tl.sum(d * d >> 14)
+    low_row = planes + low_plane.to(tl.int64) * tokens
+    low = tl.load(low_row + column, mask=exists & (low_plane >= 0), other=half.to(tl.uint8))
+    d = (d << shift) + (low.to(tl.int32) - half)
+    value = _coefficient(d, shrink_one, shrink_more, tl.load(steps + plan_index))
+    out = y + row.to(tl.int64) * stride + column
+    tl.store(out, rounded(value, y.dtype.element_ty), mask=(row < extent) & (column < stride))
+    tl.atomic_add(found + index, escapes, mask=escapes > 0, sem="relaxed")
 
 
 @triton.jit
@@ -247,7 +230,7 @@ def dequantize_classes(
     if grid[1]:
         _dequantize_classes[grid](
             jobs, plans.plans, row_maps, plans.row_floats, plans.row_ints, plans.steps, classes, planes, y, found,
-            depth, ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
+            depth, ROWS=_ROWS, COLUMNS=MIN_DEPTH, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     _place_escapes_classes[(count, escape_programs(max_rows, max_tokens))](
         data.view(torch.uint32), jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, classes, planes, y,
@@ -257,70 +240,57 @@ def dequantize_classes(
 
 @triton.jit(do_not_specialize=["max_rows"])
 def _quantize_classes(  # type: ignore[no-untyped-def]
-    y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, classes, planes, counts, status, max_rows,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, reach, classes, planes, counts, status,
+    max_rows, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
-    class_plan = tl.load(job + JOB_CLASS_PLAN)
+    class_plan = tl.load(job + JOB_CLASS_PLAN).to(tl.int32)
     if class_plan <= 0:
         return
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    stride = tl.load(job + JOB_STRIDE)
+    stride = tl.load(job + JOB_STRIDE).to(tl.int32)
     classes += tl.load(job + JOB_COLUMNS)
     planes += tl.load(job + JOB_PLANES)
     y += tl.load(job + JOB_LEVELS)
     first_row = tl.program_id(1) * ROWS
-    row = first_row + tl.arange(0, ROWS)[:, None, None]
-    count = tl.zeros((ROWS,), tl.int32)
-    large = tl.zeros((ROWS,), tl.int32)
-    for start in range(0, tokens, GROUPS * RUN):
-        column = start + tl.arange(0, GROUPS)[None, :, None] * RUN + tl.arange(0, RUN)[None, None, :]
-        k_of = tl.load(classes + column, mask=column < tokens, other=NO_CLASS).to(tl.int32)
+    row = first_row + tl.arange(0, ROWS)[:, None]
+    count = tl.zeros((ROWS, COLUMNS), tl.int32)
+    large = tl.zeros((ROWS, COLUMNS), tl.int32)
+    for start in range(0, tokens, COLUMNS):
         finest = tl.load(classes + start).to(tl.int64)  # of a window
-        # Rows that no column of this window has.
-        if first_row >= tl.load(plans + (class_plan + finest) * PLAN_FIELDS + PLAN_ROWS):
-            k_of = tl.full((1, GROUPS, RUN), NO_CLASS, tl.int32)
-        k = _next_class(k_of, -1)
-        while _any_left(k):
-            served = k < NO_CLASS
-            plan_index = class_plan + tl.where(served, k, 0)
+        if first_row < tl.load(plans + (class_plan + finest) * PLAN_FIELDS + PLAN_ROWS):
+            column = start + tl.arange(0, COLUMNS)[None, :]
+            inside = column < tokens
+            plan_index = class_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int32)
             plan = plans + plan_index * PLAN_FIELDS
-            exists = served & (row < tl.load(plan + PLAN_ROWS))
-            component = tl.load(plan + PLAN_ROW) + row
-            dead_zone, rounding = _thresholds(row_floats, component, exists)
-            ints = row_ints + component * INT_FIELDS
-            shift = tl.load(ints + SHIFT, mask=exists, other=0)
-            low_plane = tl.load(ints + LOW_PLANE, mask=exists, other=-1)
-            y_row = y + tl.load(ints + Y_ROW, mask=exists, other=0) * stride
-            table = tl.load(tables + tl.load(plan + PLAN_FIRST) + row, mask=exists, other=0)
-            inverse, limit = tl.load(inverses + plan_index), tl.load(limits + plan_index)
-            own = exists & (k_of == k)
-            value = tl.load(y_row + column, mask=own, other=0.0)
-            d = _level(value, inverse, dead_zone, rounding) + _half(shift)
+            own = inside & (row < tl.load(plan + PLAN_ROWS).to(tl.int32))
+            component = tl.load(plan + PLAN_ROW).to(tl.int32) + row
+            dead_zone, rounding = _thresholds(row_floats, component, own)
+            shift, low_plane = _low_bits(row_ints, component, own)
+            y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=own, other=0)
+            table = _of_row(tables, plan, PLAN_FIRST, row, own, 0)
+            value = tl.load(y + y_row.to(tl.int64) * stride + column, mask=own, other=0.0)
+            d = _level(value, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
             # Not `>=`: NaN is too large as well.
-            beyond = own & ((tl.abs(value) < limit) == 0)
-            large = tl.maximum(large, tl.max(tl.max(beyond.to(tl.int32), 2), 1))
+            large |= ((tl.abs(value) < tl.load(limits + plan_index)) == 0).to(tl.int32)
             high = d >> shift
-            byte = high & 0xFF
-            codable = tl.load(freq + table * 256 + byte, mask=own, other=1) != 0
-            escaped = own & ((high > 127) | (high < -127) | (codable == 0))
-            count += tl.sum(tl.sum(escaped.to(tl.int32), 2), 1)
+            escaped = own & (_within(high, table, freq, reach, own) == 0)
+            count += escaped.to(tl.int32)
             high_row = planes + row.to(tl.int64) * tokens
-            tl.store(high_row + column, tl.where(escaped, ESCAPE, byte).to(tl.uint8), mask=own)
+            tl.store(high_row + column, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=own)
             low_row = planes + low_plane.to(tl.int64) * tokens
             tl.store(low_row + column, (d & ((1 << shift) - 1)).to(tl.uint8), mask=own & (low_plane >= 0))
-            k = _next_class(k_of, k)
     slot = first_row + tl.arange(0, ROWS)
-    tl.store(counts + index * max_rows + slot, count, mask=slot < max_rows)
-    tl.atomic_or(status + index, STATUS_TOO_LARGE, mask=tl.max(large, 0) > 0, sem="relaxed")
+    tl.store(counts + index * max_rows + slot, tl.sum(count, 1), mask=slot < max_rows)
+    tl.atomic_or(status + index, STATUS_TOO_LARGE, mask=tl.max(tl.max(large, 1), 0) > 0, sem="relaxed")
 
 
 def quantize_classes(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
-    freq: torch.Tensor,
+    codable: CodableBytes,
     classes: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
@@ -336,7 +306,7 @@ def quantize_classes(
         y: float32, columns in coding order.
         jobs: int64 `[J, len(JobField)]` with TOKENS, PLAN, PLANES, LEVELS, STRIDE, CLASS_PLAN and COLUMNS.
         plans: as for `dequantize_classes`.
-        freq: as for `symbols.quantize`.
+        codable: as for `symbols.quantize`.
         classes: as for `dequantize_classes`.
         planes: uint8; gets `[P, T]` of each job.
         counts: as for `symbols.quantize`; the rows of jobs whose tokens have classes are written.
@@ -344,9 +314,9 @@ def quantize_classes(
         max_rows: rows of the largest job.
     """
     _quantize_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
-        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables, freq,
-        classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, GROUPS=WINDOW // _RUN, RUN=_RUN, num_warps=4,
-        enable_fp_fusion=False,
+        y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables,
+        codable.freq, codable.reach, classes, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, COLUMNS=WINDOW,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -360,6 +330,8 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
     class_plan = tl.load(job + JOB_CLASS_PLAN)
     if class_plan <= 0:
         return
+    if not _has_escapes(starts, number, tl.program_id(1) * ROWS, max_rows, total, ROWS):
+        return
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     exists = row < tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_ROWS)
     slot = number * max_rows + row
@@ -367,35 +339,34 @@ def _list_escapes_classes(  # type: ignore[no-untyped-def]
     last = slot + 1 == tl.num_programs(0).to(tl.int64) * max_rows
     end = tl.where(last, total, tl.load(starts + slot + 1, mask=exists & (last == 0), other=0))
     has = exists & (end > position)
-    if tl.max(has.to(tl.int32), 0) > 0:
-        tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-        stride = tl.load(job + JOB_STRIDE)
-        classes += tl.load(job + JOB_COLUMNS)
-        planes += tl.load(job + JOB_PLANES)
-        y += tl.load(job + JOB_LEVELS)
-        first_cell = row.to(tl.int64)[:, None] * tokens
-        for start in range(0, tokens, COLUMNS):
-            column = start + tl.arange(0, COLUMNS)[None, :]
-            inside = column < tokens
-            plan_index = class_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int64)
-            plan = plans + plan_index * PLAN_FIELDS
-            own = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN_ROWS))
-            escaped = tl.load(planes + first_cell + column, mask=own, other=0) == ESCAPE
-            marks = escaped.to(tl.int32)
-            if tl.max(tl.max(marks, 1), 0) > 0:
-                # So few that each looks up its own component.
-                component = tl.load(plan + PLAN_ROW) + row[:, None]
-                dead_zone, rounding = _thresholds(row_floats, component, escaped)
-                ints = row_ints + component * INT_FIELDS
-                shift = tl.load(ints + SHIFT, mask=escaped, other=0)
-                y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
-                found = tl.load(y + y_row * stride + column, mask=escaped, other=0.0)
-                d = _level(found, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
-                at = position[:, None] + tl.cumsum(marks, 1) - 1
-                escaped &= at < total
-                tl.store(index + at, (first_cell + column).to(tl.uint32), mask=escaped)
-                tl.store(value + at, d >> shift, mask=escaped)
-                position += tl.sum(marks, 1)
+    tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
+    stride = tl.load(job + JOB_STRIDE)
+    classes += tl.load(job + JOB_COLUMNS)
+    planes += tl.load(job + JOB_PLANES)
+    y += tl.load(job + JOB_LEVELS)
+    first_cell = row.to(tl.int64)[:, None] * tokens
+    for start in range(0, tokens, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)[None, :]
+        inside = column < tokens
+        plan_index = class_plan + tl.load(classes + column, mask=inside, other=0).to(tl.int64)
+        plan = plans + plan_index * PLAN_FIELDS
+        own = has[:, None] & inside & (row[:, None] < tl.load(plan + PLAN_ROWS))
+        escaped = tl.load(planes + first_cell + column, mask=own, other=0) == ESCAPE
+        marks = escaped.to(tl.int32)
+        if tl.max(tl.max(marks, 1), 0) > 0:
+            # So few that each looks up its own component.
+            component = tl.load(plan + PLAN_ROW) + row[:, None]
+            dead_zone, rounding = _thresholds(row_floats, component, escaped)
+            ints = row_ints + component * INT_FIELDS
+            shift = tl.load(ints + SHIFT, mask=escaped, other=0)
+            y_row = tl.load(ints + Y_ROW, mask=escaped, other=0)
+            found = tl.load(y + y_row * stride + column, mask=escaped, other=0.0)
+            d = _level(found, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
+            at = position[:, None] + tl.cumsum(marks, 1) - 1
+            escaped &= at < total
+            tl.store(index + at, (first_cell + column).to(tl.uint32), mask=escaped)
+            tl.store(value + at, d >> shift, mask=escaped)
+            position += tl.sum(marks, 1)
 
 
 def list_escapes_classes(
@@ -434,9 +405,9 @@ def list_escapes_classes(
 
 _POINTERS = {
     "data": "*u32", "jobs": "*i64", "plans": "*i64", "row_maps": "*i32", "row_floats": "*fp32", "row_ints": "*i32",
-    "steps": "*fp32", "inverses": "*fp32", "limits": "*fp32", "tables": "*i32", "freq": "*u16", "classes": "*u8",
-    "planes": "*u8", "y": "*fp32", "counts": "*i32", "status": "*i32", "found": "*i32", "starts": "*i64",
-    "index": "*u32", "value": "*i32",
+    "steps": "*fp32", "inverses": "*fp32", "limits": "*fp32", "tables": "*i32", "freq": "*u16", "reach": "*i32",
+    "classes": "*u8", "planes": "*u8", "y": "*fp32", "counts": "*i32", "status": "*i32", "found": "*i32",
+    "starts": "*i64", "index": "*u32", "value": "*i32",
 }  # fmt: skip
 _SIZES = ("depth", "total", "max_rows")
 
@@ -455,11 +426,11 @@ def _spec(name: str, kernel: Any, constants: dict[str, int], registers: int, **t
     )
 
 
-_BLOCK = {"ROWS": _BLOCK_ROWS, "GROUPS": WINDOW // _RUN, "RUN": _RUN}
+_BLOCK = {"ROWS": _BLOCK_ROWS, "COLUMNS": WINDOW}
 
 SPECS: tuple[KernelSpec, ...] = (
-    _spec("dequantize_classes", _dequantize_classes, {"ROWS": _ROWS, "GROUPS": _GROUPS, "RUN": _RUN}, 80, y="*bf16"),
+    _spec("dequantize_classes", _dequantize_classes, {"ROWS": _ROWS, "COLUMNS": MIN_DEPTH}, 80, y="*bf16"),
     _spec("place_escapes_classes", _place_escapes_classes, {"ENTRIES": ENTRIES}, 48, y="*bf16"),
     _spec("quantize_classes", _quantize_classes, _BLOCK, 128),
-    _spec("list_escapes_classes", _list_escapes_classes, {"ROWS": _BLOCK_ROWS, "COLUMNS": WINDOW}, 128),
+    _spec("list_escapes_classes", _list_escapes_classes, _BLOCK, 128),
 )

@@ -196,7 +196,7 @@ def gather(
         tiles.tiles, means, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places, cache.scales, x,
         batch.status, batch.sections, batch.first_section, len(means) - 1, means.stride(0), x.stride(0),
         tiles.first_column, rotations.cos.shape[1], BLOCK_T=GATHER_TOKENS, ELEMENT=ELEMENTS[cache.element],
-        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, num_warps=4,
+        UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned, PAIRS=tiles.pairs, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -287,8 +287,8 @@ def analyze(
     _analyze[grid](
         x, jobs, blocks, basis, batch.chunks, y, *_unpacked(order), batch.sections, batch.first_section, first_column,
         x.stride(0), rank_blocks, token_blocks, len(batch.chunks), BLOCK_T=block_t, BLOCK_R=block_r,
-        BLOCK_K=ANALYSIS_COLUMNS, PRECISION="ieee" if torch.version.hip or not x.is_cuda else "tf32x3",
-        CLASSED=order is not None, num_warps=8, num_stages=3,
+        BLOCK_K=ANALYSIS_COLUMNS, PRECISION="tf32x3" if COMPILED.value and not torch.version.hip else "ieee",
+        CLASSED=order is not None, num_warps=8, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -328,8 +328,8 @@ SYNTHESIS_CONFIGS = (
 def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
     """Triton's `input_precision` for coefficients of `dtype` that become `element`.
 
-    float16 has the 11 significant bits of a TF32 factor, so that products on tensor cores lose nothing it could hold;
-    float32 gets float32 products. AMD has no TF32.
+    float16 has as many significant bits as a TF32 factor, 11. Tensor cores cut factors off there, so a value is wrong
+    by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32.
     """
     return "tf32" if dtype != torch.float32 or (element == torch.float16 and not torch.version.hip) else "ieee"
 
@@ -499,7 +499,7 @@ def synthesize(
         token_blocks, len(means) - 1, means.stride(0), rotations.cos.shape[1], BLOCK_T=chosen.block_t,
         BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element], UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned,
         PAIRS=tiles.pairs, PRECISION=product_precision(y.dtype, cache.element), CLASSED=order is not None,
-        num_warps=chosen.num_warps,
+        num_warps=chosen.num_warps, enable_fp_fusion=True,
         num_stages=min(chosen.num_stages, HIP_STAGES) if torch.version.hip else chosen.num_stages,
     )  # fmt: skip
 

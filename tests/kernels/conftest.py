@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
-import torch
+from tests.emulation import KERNELS_RUN_ON
 
 
 @pytest.fixture
-def plain_coder(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The entropy coder's references stand in for its kernels, where those would run in the interpreter.
 
     There they take nine tenths of the time of whole chunks. `test_rans.py` and `test_classes.py` hold each to the
     other, on good bytes and on damaged ones; one test of each scheme and direction runs the kernels themselves.
     """
-    if device.type != "cpu":
+    if KERNELS_RUN_ON != "interpreter":
         return
     from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, transform_scheme
     from cuvee.kernels.ops.naive import rans, rans_classes

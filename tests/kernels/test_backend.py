@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -15,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 from tests.codec.test_paged import PERMUTED, poisoned
+from tests.forked import SECONDS, works_in_child, works_in_child_while_held
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.devices import Mark
 from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModel
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.pool import Pool
+from cuvee.codec.profile import Profile
 
 MakeCodec = Callable[..., Codec]
 CASES = [
@@ -364,9 +364,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     for name in ("cpu", "item", "tolist", "__bool__", "__int__", "__float__", "nonzero"):
         watch(torch.Tensor, name)
-    from cuvee.kernels import outgoing
-
-    watch(outgoing, "wait_for")
+    watch(Mark, "wait")
     return found
 
 
@@ -426,8 +424,11 @@ def test_many_bytes_go_through_several_threads(monkeypatch: pytest.MonkeyPatch) 
 
     own = threading.get_ident()
     assert upload.for_each(thread, range(5), upload.PARALLEL_BYTES - 1) == [(item, own) for item in range(5)]
-    items, threads = zip(*upload.for_each(thread, range(5), upload.PARALLEL_BYTES), strict=True)
-    assert items == (0, 1, 2, 3, 4) and own not in threads
+    items, _ = zip(*upload.for_each(thread, range(5), upload.PARALLEL_BYTES), strict=True)
+    assert items == (0, 1, 2, 3, 4)
+    monkeypatch.setattr(upload, "_pool", Pool(2))
+    together = threading.Barrier(2)  # two jobs that wait for each other, so two threads
+    assert sorted(upload.for_each(lambda _: together.wait(SECONDS), range(2), upload.PARALLEL_BYTES)) == [0, 1]
     with pytest.raises(CorruptError, match="the seventh"):
         upload.for_each(thread, range(9), upload.PARALLEL_BYTES)
     sent = upload.Upload()
@@ -446,18 +447,17 @@ def test_a_forked_process_stages_on_threads_of_its_own() -> None:
     from cuvee.kernels import upload
 
     upload.for_each(time.sleep, [0.02] * 32, upload.PARALLEL_BYTES)  # long enough to start all threads there may be
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks of threaded processes
-        child = os.fork()
-    if not child:
-        status = 1
-        with contextlib.suppress(BaseException):
-            status = upload.for_each(abs, [-1, -2], upload.PARALLEL_BYTES) != [1, 2]
-        os._exit(status)
-    deadline = time.monotonic() + 20
-    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if done == (0, 0):
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert done == (child, 0)
+    assert works_in_child(lambda: upload.for_each(abs, [-1, -2], upload.PARALLEL_BYTES) == [1, 2])
+
+
+def test_a_forked_process_makes_schemes_while_a_thread_of_its_parent_does(
+    layouts: dict[str, KVLayout], make_chunk: Any
+) -> None:
+    from cuvee.codec.backends import Coding
+    from cuvee.codec.container import Scheme
+    from cuvee.kernels.backend import TritonBackend
+
+    backend, chunk = TritonBackend(interpreted=True), make_chunk(layouts["gqa"], 5)
+    cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
+    coding = Coding(Profile.generic(chunk.layout), Scheme.LOSSLESS, 0, chunk.layout.dtype)
+    assert works_in_child_while_held(backend._making, lambda: backend._scheme(coding, cache) is not None)

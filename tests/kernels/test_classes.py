@@ -29,7 +29,15 @@ from cuvee.codec.symbols import F32, MAX_LEVEL, U8, Escapes, Prediction
 from cuvee.codec.transform import SectionBasis, partition
 from cuvee.kernels.classes import read_classes, sort_columns, write_classes
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops.arguments import ChunkBatch, DevicePlans, EncodedStreams, StreamJobs, TokenOrder
+from cuvee.kernels.ops.arguments import (
+    ChunkBatch,
+    CodableBytes,
+    DecodingTables,
+    DevicePlans,
+    EncodedStreams,
+    StreamJobs,
+    TokenOrder,
+)
 from cuvee.kernels.ops.naive.rans_classes import rans_decode_classes_reference, rans_encode_classes_reference
 from cuvee.kernels.ops.naive.symbols_classes import (
     dequantize_classes_reference,
@@ -37,7 +45,7 @@ from cuvee.kernels.ops.naive.symbols_classes import (
     quantize_classes_reference,
 )
 from cuvee.kernels.ops.naive.transform import analyze_reference
-from cuvee.kernels.ops.rans import coding_table
+from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.rans_classes import rans_decode_classes, rans_encode_classes
 from cuvee.kernels.ops.symbols_classes import dequantize_classes, list_escapes_classes, quantize_classes
 from cuvee.kernels.ops.transform import analyze
@@ -443,9 +451,9 @@ def data_of(world: World, streams: Sequence[Streams | None]) -> npt.NDArray[np.u
 def decoded(world: World, data: npt.NDArray[np.uint8], kernel: bool) -> tuple[torch.Tensor, list[int]]:
     planes = world.poison(world.sizes[0])
     status = torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device)
+    decoding = DecodingTables(world.tensor(decoding_table(FAMILY.tables)), FAMILY.tables.prob_bits)
     (rans_decode_classes if kernel else rans_decode_classes_reference)(
-        world.tensor(data), world.coding(), world.tensor(FAMILY.tables.slots), world.tensor(world.columns), planes,
-        status,
+        world.tensor(data), world.coding(), decoding, world.tensor(world.columns), planes, status
     )  # fmt: skip
     return planes, status.tolist()
 
@@ -606,7 +614,8 @@ def quantized(
     status = torch.zeros(len(world.jobs), dtype=torch.int32, device=world.device)
     (quantize_classes if kernel else quantize_classes_reference)(
         world.place_y() if y is None else y, world.tensor(world.jobs), world.device_plans(),
-        world.tensor(FAMILY.tables.freq), world.tensor(world.columns), planes, counts, status, max_rows,
+        CodableBytes(world.tensor(FAMILY.tables.freq), world.tensor(FAMILY.tables.reach)),
+        world.tensor(world.columns), planes, counts, status, max_rows,
     )  # fmt: skip
     return planes, counts, status.tolist()
 

@@ -21,6 +21,7 @@ from cuvee.kernels.ops import lossless
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.naive import lossless as naive
 from cuvee.kernels.ops.pages import contiguity, place_row
+from cuvee.kernels.ops.rans import WIDTH
 from cuvee.kernels.tiles import lay_out_tiles
 
 POISON = 0xAB
@@ -236,18 +237,18 @@ def merge_both(
     return cache, status
 
 
-def test_slot_tables(device: torch.device) -> None:
+def test_decoding_tables(device: torch.device) -> None:
     generator = np.random.default_rng(0)
     counts = [np.bincount([s], minlength=256) for s in (0, 1, 254, 255)]
     counts += [np.ones(256, np.int64), np.arange(256), np.bincount([0, 255, 255], minlength=256)]
     counts += [generator.geometric(p, 256) * (generator.random(256) < 0.5) for p in (0.5, 0.01, 0.0001)]
     tables = EntropyTables(np.stack([normalize_counts(count, 12) for count in counts]), 12)
-    slots = torch.full((len(counts) + 1, 4096), POISON, dtype=torch.int32).view(torch.uint32).to(device)
-    lossless.slot_tables(torch.from_numpy(tables.freq).to(device), slots[:-1])
-    expected = torch.full_like(slots.view(torch.int32), POISON).view(torch.uint32)
-    naive.slot_tables_reference(torch.from_numpy(tables.freq).to(device), expected[:-1])
-    assert slots.cpu().numpy().tobytes() == expected.cpu().numpy().tobytes()
-    assert slots[:-1].cpu().numpy().tobytes() == tables.slots.tobytes()
+    shape = (len(counts) + 1, WIDTH)
+    decoding = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32).to(device)
+    lossless.decoding_tables(torch.from_numpy(tables.freq).to(device), decoding[:-1])
+    expected = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32)
+    naive.decoding_tables_reference(torch.from_numpy(tables.freq), expected[:-1])
+    assert decoding.cpu().numpy().tobytes() == expected.numpy().tobytes()
 
 
 @pytest.mark.parametrize(
@@ -478,5 +479,5 @@ def test_nothing_to_do(layouts: dict[str, KVLayout], device: torch.device) -> No
     arguments = tables.arguments(cache, torch.bfloat16)
     arguments["tiles"] = arguments["tiles"][:0]
     launch(lossless.merge_planes, data=none, planes=none, table=table, **arguments, **tables.turning())
-    lossless.slot_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, 4096, dtype=torch.uint32))
+    lossless.decoding_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, WIDTH, dtype=torch.uint32))
     assert all(bool((raw == POISON).all()) for raw in cache.raw)

@@ -94,7 +94,7 @@ def launch(
         torch.from_numpy(places).to(slots.device), scales, torch.from_numpy(tables.tiles).to(slots.device), slots,
         array, status, len(slots), ELEMENT=ELEMENTS[element], UNIT_STRIDE=unit_stride, ALIGNED=aligned,
         PAIRS=tables.pairs, FIELDS=len(TileField), UNIT=int(TileField.UNIT),
-        BLOCK_T=max(16, triton.next_power_of_2(len(slots))),
+        BLOCK_T=max(16, triton.next_power_of_2(len(slots))), enable_fp_fusion=True,
     )  # fmt: skip
     return int(status)
 
@@ -222,7 +222,10 @@ def test_offsets_beyond_32_bits(device: torch.device) -> None:
     offsets = torch.full((3, 10), -7, dtype=torch.int64, device=device)
     exist = torch.zeros(3, 10, dtype=torch.int32, device=device)
     status = torch.zeros(1, dtype=torch.int32, device=device)
-    _offsets[(3,)](torch.tensor(places, device=device), slots.to(device), offsets, exist, status, 10, BLOCK_T=16)
+    _offsets[(3,)](
+        torch.tensor(places, device=device), slots.to(device), offsets, exist, status, 10, BLOCK_T=16,
+        enable_fp_fusion=True,
+    )  # fmt: skip
     for unit, place in enumerate(places):
         for i, slot in enumerate(slots.tolist()):
             inside = slot < place[PlaceField.SLOTS]

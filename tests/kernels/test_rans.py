@@ -19,7 +19,7 @@ from cuvee.codec.symbols import Escapes
 from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops import rans as kernels
-from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.naive import rans as naive
 
 POISON = 0xAB
@@ -137,6 +137,11 @@ class Launch:
     def coding(self) -> StreamJobs:
         return StreamJobs(self.tensor(self.jobs), self.tensor(self.plans), self.tensor(self.tables), self.max_streams)
 
+    @property
+    def decoding(self) -> DecodingTables:
+        tables = self.parts[0].tables
+        return DecodingTables(self.tensor(kernels.decoding_table(tables)), tables.prob_bits)
+
     def tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self.device)
 
@@ -169,8 +174,20 @@ class Launch:
         planes = self.poison(self.planes)
         status = torch.zeros(len(self.parts), dtype=torch.int32, device=self.device)
         run = naive.rans_decode_reference if reference else kernels.rans_decode
-        run(self.tensor(data), self.coding, self.tensor(self.parts[0].tables.slots), planes, status)
+        run(self.tensor(data), self.coding, self.decoding, planes, status)
         return planes, status.tolist()
+
+
+@pytest.mark.parametrize("prob_bits", [8, 9, 10, 11, 12])
+def test_every_slot_finds_its_symbol(prob_bits: int) -> None:
+    tables = tables_of(prob_bits)
+    slot = np.arange(1 << prob_bits)
+    for row, slots in zip(kernels.decoding_table(tables), tables.slots, strict=True):
+        word = row[slot // kernels.SPAN]
+        begun = word & ((2 << slot % kernels.SPAN) - 1).astype(np.uint32)
+        entry = row[kernels.ENTRIES :][(word >> 24) + np.bitwise_count(begun)]
+        offset = slot.astype(np.uint32) - (entry & 0xFFF)
+        assert np.array_equal((entry >> 12 & 0xFF) << 24 | entry >> 20 << 12 | offset, slots)
 
 
 SHAPES = {
@@ -182,7 +199,7 @@ SHAPES = {
 
 
 @BOTH
-@pytest.mark.parametrize("prob_bits", [10, 11, 12])
+@pytest.mark.parametrize("prob_bits", [8, 9, 10, 11, 12])
 @pytest.mark.parametrize("name", sorted(SHAPES))
 def test_decodes_what_the_codec_wrote(name: str, prob_bits: int, reference: bool, device: torch.device) -> None:
     launch = Launch.of(make_parts(SHAPES[name], prob_bits), device)
@@ -358,8 +375,8 @@ def test_status_keeps_what_others_found(device: torch.device) -> None:
     data = launch.place_data([part.coded for part in parts])
     data.view(np.uint32)[launch.jobs[1, JobField.STATES]] ^= 1
     status = torch.tensor([int(Status.ESCAPES), int(Status.SLOT)], dtype=torch.int32, device=device)
-    slots, planes = launch.tensor(parts[0].tables.slots), launch.poison(launch.planes)
-    kernels.rans_decode(launch.tensor(data), launch.coding, slots, planes, status)
+    planes = launch.poison(launch.planes)
+    kernels.rans_decode(launch.tensor(data), launch.coding, launch.decoding, planes, status)
     assert status.tolist() == [int(Status.ESCAPES), int(Status.SLOT | Status.STREAMS)]
 
 

@@ -9,6 +9,7 @@ import json
 import platform
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -297,7 +298,17 @@ def test_sass_is_read_without_padding_and_other_functions() -> None:
 )
 def test_sass_opcodes(line: str, kind: str, access: str, spill: int) -> None:
     (got,) = parse_sass(f"\t\tFunction : f\n        /*0000*/    {line} ;   /* 0x0 */\n", "f")
-    assert got == Instruction(0, kind, access, spill)
+    assert replace(got, alu=False) == Instruction(0, kind, access, spill)
+
+
+def test_the_pipe_of_integers() -> None:
+    lines = (
+        "IADD3 R1, R2, R3, RZ", "@P0 LEA.HI.X R1, R2, R3, R4, 0x2, P1", "SHF.L.U32 R1, R2, R3, RZ", "VIADD R1, R2, 0x1",
+        "FSETP.GT.AND P0, PT, R2, R3, PT", "IMAD.MOV.U32 R1, RZ, RZ, R2", "FFMA R1, R2, R3, R4", "POPC R1, R2",
+        "UIADD3 UR4, UR5, 0x1, URZ", "LDG.E R1, [R2.64]",
+    )  # fmt: skip
+    text = "".join(f"        /*{16 * at:04x}*/    {line} ;   /* 0x0 */\n" for at, line in enumerate(lines))
+    assert [i.alu for i in parse_sass(f"\t\tFunction : f\n{text}", "f")] == [True] * 5 + [False] * 5
 
 
 @pytest.mark.parametrize(
@@ -467,8 +478,8 @@ def test_entropy_coding_compiles_for_every_target() -> None:
 def test_budgets_hold(measured: Report) -> None:
     assert check(measured) == []
     entry = decode_on_sm_90(measured)
-    assert entry["budget"] == {"instructions_per_symbol": 28, "registers": 40, "spilled_bytes": 0}
-    assert 10 < entry["loop"]["instructions_per_symbol"] <= 28 and entry["registers"] <= 40
+    assert entry["budget"] == {"instructions_per_symbol": 42, "registers": 40, "spilled_bytes": 0}
+    assert 10 < entry["loop"]["instructions_per_symbol"] <= 42 and entry["registers"] <= 40
     assert entry["spilled_bytes"] == 0
 
 

@@ -12,12 +12,13 @@ import torch
 from cuvee.codec import symbols
 from cuvee.codec.family import TABLES, coding_plan, default_family
 from cuvee.codec.symbols import ESCAPE, F32, MAX_LEVEL, MAX_SHIFT, U8, U32, CodingPlan, Escapes, Prediction, Quantizer
+from cuvee.codec.tables import EntropyTables
 from cuvee.kernels.jobs import JobField, Status
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
 from cuvee.kernels.ops.symbols import dequantize, level_limit, list_escapes, quantize
 
-FREQ = default_family().tables.freq
+FAMILY_TABLES = default_family().tables
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 KINDS = list(Prediction)
 POISON = 0xAB
@@ -89,7 +90,7 @@ class Case:
         self.inverses = self.tensor(np.array([np.float32(1.0 / step) for step in self.steps]))
         self.limits = self.tensor(np.array([level_limit(step) for step in self.steps], np.float32))
         self.tables = self.tensor(np.concatenate(tables).astype(np.int32))
-        self.freq = self.tensor(FREQ)
+        self.codable = CodableBytes(self.tensor(FAMILY_TABLES.freq), self.tensor(FAMILY_TABLES.reach))
         self.max_rows = max(len(plan.shift) for plan in self.plans)
         self.max_tokens = max(job[JobField.TOKENS] for job in self.jobs)
         self.predicted = any(plan.prediction is not Prediction.NONE for plan in self.plans)
@@ -150,7 +151,15 @@ class Case:
         counts = torch.full((len(self.jobs), self.max_rows), -1, dtype=torch.int32, device=self.device)
         status = torch.zeros(len(self.jobs), dtype=torch.int32, device=self.device)
         (quantize if kernel else quantize_reference)(
-            self.y(), self.job_table, self.device_plans, self.freq, planes, counts, status, self.max_rows
+            self.y(),
+            self.job_table,
+            self.device_plans,
+            self.codable,
+            planes,
+            counts,
+            status,
+            self.max_rows,
+            self.predicted,
         )
         return planes, counts, status
 
@@ -354,6 +363,20 @@ def test_quantize_gives_the_bytes_of_the_reference(device: torch.device, name: s
     assert [raw(t) for t in lists] == [raw(t) for t in case.listed(False, got[0], starts, total)]
     assert raw(lists[0][:total]) == np.concatenate([e.index for e in case.escapes]).tobytes()
     assert raw(lists[1][:total]) == np.concatenate([e.value for e in case.escapes]).tobytes()
+
+
+@pytest.mark.parametrize("kind", [Prediction.NONE, Prediction.LAG1])
+def test_bytes_that_a_table_leaves_out_escape(device: torch.device, kind: Prediction) -> None:
+    case = make_case(device, [plan_of(9, kind)], [(0, 70, 4)], steps=[0.3])
+    within, _, _ = case.quantized(True)
+    freq = FAMILY_TABLES.freq.copy()
+    freq[:, 2] += freq[:, 1]
+    freq[:, 1] = 0
+    assert (EntropyTables(freq, FAMILY_TABLES.prob_bits).reach == (0, -1)).all()
+    case.codable = CodableBytes(case.tensor(freq), None)
+    got, want = case.quantized(True), case.quantized(False)
+    assert [raw(t) for t in got] == [raw(t) for t in want]
+    assert int(got[1].sum()) > int((within == 1).sum()) // 2 > 9
 
 
 def test_quantize_agrees_on_the_thresholds_themselves(device: torch.device) -> None:

@@ -16,8 +16,8 @@ from cuvee.codec.tables import EntropyTables, normalize_counts
 from cuvee.eval.bench.gpu.cases import GpuScope, spectrum
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.kernels.jobs import JobField, PlanField
-from cuvee.kernels.ops.arguments import StreamJobs
-from cuvee.kernels.ops.rans import rans_decode
+from cuvee.kernels.ops.arguments import DecodingTables, StreamJobs
+from cuvee.kernels.ops.rans import decoding_table, rans_decode
 
 __all__ = ["measure_rans"]
 
@@ -58,13 +58,13 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
         jobs[:, JobField.PLANES] = data.size * np.arange(count)
         jobs[:, JobField.STRIDE] = scope.tokens
         source = np.tile(np.pad(raw, (0, size - len(raw))), count)
-        coded, job_table, plan_table, slots = (
-            torch.from_numpy(array).to(clock.device) for array in (source, jobs, plans, tables.slots)
+        coded, job_table, plan_table, decoding = (
+            torch.from_numpy(array).to(clock.device) for array in (source, jobs, plans, decoding_table(tables))
         )
         planes = torch.full((count * data.size,), 0xAB, dtype=torch.uint8, device=clock.device)
         status = torch.zeros(count, dtype=torch.int32, device=clock.device)
         coding = StreamJobs(job_table, plan_table, which, len(streams.states))
-        decode = partial(rans_decode, coded, coding, slots, planes, status)
+        decode = partial(rans_decode, coded, coding, DecodingTables(decoding, bits), planes, status)
         decode()
         if bool(status.any()) or not bool((planes.view(count, -1) == want).all()):
             raise CuveeError(f"the rANS decoder does not give back what was coded with {bits} bits")
@@ -73,7 +73,7 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
         out.append(
             {
                 "prob_bits": bits,
-                "table_bytes": tables.slots[0].nbytes,
+                "table_bytes": 4 * decoding.shape[1],
                 "tables": len(np.unique(plan.rest)),
                 "symbols": count * data.size,
                 "streams": count * len(streams.states),

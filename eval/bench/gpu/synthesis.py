@@ -44,8 +44,9 @@ class Synthesis:
         _, size = place_jobs(jobs, plan.arrays.plans)
         y = torch.randn(size // count, generator=torch.Generator(device).manual_seed(0), device=device)
         job_table = torch.from_numpy(jobs).to(device)
+        places = {name: torch.from_numpy(array).to(device) for name, array in memory.named().items()}
         self._parts = [
-            (part, memory.view(join(own), plan.maps.tiles))
+            (part, memory.view(places, join(own), plan.maps.tiles))
             for part, own in zip(y.to(plan.product).repeat(sets, count), self.regions, strict=True)
         ]
         status = torch.zeros(len(jobs), dtype=torch.int32, device=device)

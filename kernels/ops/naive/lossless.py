@@ -11,6 +11,7 @@ from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField
 from cuvee.kernels.ops.naive.tile_parts import INTEGERS, TilePart, tile_parts, turn_halves
+from cuvee.kernels.ops.rans import decoding_table
 
 
 def _rows(part: TilePart, table: torch.Tensor, dtype: torch.dtype) -> tuple[int, list[list[int]], torch.Tensor]:
@@ -26,9 +27,9 @@ def _part_bytes(part: TilePart, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.from_numpy(plane).to(x.device) for plane in byte_planes(x.cpu())]
 
 
-def slot_tables_reference(freq: torch.Tensor, slots: torch.Tensor) -> None:
-    """`slot_tables` as the codec does it."""
-    slots.copy_(torch.from_numpy(EntropyTables(freq.cpu().numpy(), PROB_BITS).slots))
+def decoding_tables_reference(freq: torch.Tensor, decoding: torch.Tensor) -> None:
+    """`decoding_tables` on the host."""
+    decoding.copy_(torch.from_numpy(decoding_table(EntropyTables(freq.cpu().numpy(), PROB_BITS))))
 
 
 def merge_planes_reference(

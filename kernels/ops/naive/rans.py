@@ -12,9 +12,20 @@ from cuvee.codec.rans import LOWER_BOUND, WORD_BITS, Streams
 from cuvee.codec.symbols import U8, U32, Escapes
 from cuvee.codec.tables import EntropyTables
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
+from cuvee.kernels.ops.rans import ENTRIES
 
 U64 = npt.NDArray[np.uint64]
+
+
+def slots_of(decoding: DecodingTables) -> U32:
+    """`EntropyTables.slots` of the tables that `decoding_table` was given."""
+    entries = decoding.words.cpu().numpy()[:, ENTRIES:]
+    freq = np.zeros(entries.shape, np.uint16)
+    for row, own in zip(freq, entries, strict=True):
+        used = own[own > 0]
+        row[used >> 12 & 0xFF] = used >> 20
+    return EntropyTables(freq, decoding.prob_bits).slots
 
 
 class Decoder:
@@ -23,7 +34,7 @@ class Decoder:
     Args:
         data: uint8, the coded parts.
         job: row of `jobs`.
-        slots: uint32 `[K, 2**prob_bits]`.
+        slots: uint32 `[K, 2**prob_bits]` of `slots_of`.
     """
 
     def __init__(self, data: U8, job: list[int], slots: U32) -> None:
@@ -61,12 +72,12 @@ class Decoder:
 def rans_decode_reference(
     data: torch.Tensor,
     coding: StreamJobs,
-    slots: torch.Tensor,
+    decoding: DecodingTables,
     planes: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
     """See `rans_decode`."""
-    raw, table_of, slot_of = data.cpu().numpy(), coding.tables.cpu().numpy(), slots.cpu().numpy()
+    raw, table_of, slot_of = data.cpu().numpy(), coding.tables.cpu().numpy(), slots_of(decoding)
     for index, job in enumerate(coding.jobs.tolist()):
         if job[JobField.CLASS_PLAN] > 0 or not job[JobField.STREAMS]:  # a section may have no coded part
             continue

@@ -12,8 +12,8 @@ from cuvee.codec import rans_classes
 from cuvee.codec.classes import CLASSES, ClassedPlan
 from cuvee.codec.symbols import I32, U8, U16
 from cuvee.kernels.jobs import JobField, PlanField
-from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
-from cuvee.kernels.ops.naive.rans import Decoder, entropy_tables, store_streams
+from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
+from cuvee.kernels.ops.naive.rans import Decoder, entropy_tables, slots_of, store_streams
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ def _classes_of(job: list[int], classes: torch.Tensor) -> U8:
 def rans_decode_classes_reference(
     data: torch.Tensor,
     coding: StreamJobs,
-    slots: torch.Tensor,
+    decoding: DecodingTables,
     classes: torch.Tensor,
     planes: torch.Tensor,
     status: torch.Tensor,
 ) -> None:
     """See `rans_decode_classes`."""
-    raw, slot_of = data.cpu().numpy(), slots.cpu().numpy()
+    raw, slot_of = data.cpu().numpy(), slots_of(decoding)
     for index, job in enumerate(coding.jobs.tolist()):
         if job[JobField.CLASS_PLAN] <= 0:
             continue

@@ -13,7 +13,7 @@ from cuvee.codec.errors import CorruptError
 from cuvee.codec.symbols import CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.tables import EntropyTables
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 
 
 def host_array(tensor: torch.Tensor) -> npt.NDArray[Any]:
@@ -129,14 +129,15 @@ def quantize_reference(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
-    freq: torch.Tensor,
+    codable: CodableBytes,
     planes: torch.Tensor,
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
+    predicted: bool,
 ) -> None:
     """See `quantize`; a job with a status keeps its planes."""
-    entropy = frequency_tables(freq)
+    entropy = frequency_tables(codable.freq)
     for index in _without_classes(jobs):
         part = JobPart(jobs, plans, index)
         counts[index] = 0

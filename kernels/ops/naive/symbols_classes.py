@@ -13,7 +13,7 @@ from cuvee.codec.errors import CorruptError
 from cuvee.codec.symbols import Escapes
 from cuvee.codec.symbols_classes import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops.arguments import DevicePlans
+from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.naive.symbols import JobPart, frequency_tables, high_parts, host_array
 
 
@@ -96,7 +96,7 @@ def quantize_classes_reference(
     y: torch.Tensor,
     jobs: torch.Tensor,
     plans: DevicePlans,
-    freq: torch.Tensor,
+    codable: CodableBytes,
     classes: torch.Tensor,
     planes: torch.Tensor,
     counts: torch.Tensor,
@@ -104,7 +104,7 @@ def quantize_classes_reference(
     max_rows: int,
 ) -> None:
     """See `quantize_classes`."""
-    entropy = frequency_tables(freq)
+    entropy = frequency_tables(codable.freq)
     for index, part in _parts(jobs, plans, classes):
         counts[index] = 0
         target = part.planes(planes)

@@ -1,0 +1,31 @@
+"""Triton's interpreter still runs the kernels, where one looks for an error or has no g++: one test of each kind."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.emulation import KERNELS_RUN_ON
+
+ROOT = Path(__file__).parents[2]
+CHOSEN = (
+    "test_backend.py::test_reads_the_blobs_of_the_cpu[irregular-generic]",
+    "test_backend.py::test_the_cpu_reads_its_blobs[partial-unit]",
+    "test_backend.py::test_lossless_is_the_same_bytes[yarn]",
+    "test_rans.py::test_decodes_what_the_codec_wrote[many-12-kernel]",
+    "test_classes.py::test_encodes_the_words_of_the_codec[windows-kernel]",
+    "test_pages.py::test_fp8_agrees_with_torch",
+)
+
+
+@pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+def test_kernels_run_in_the_interpreter() -> None:
+    environment = {**os.environ, "CUVEE_KERNELS": "interpreter"}
+    chosen = [f"tests/kernels/{test}" for test in CHOSEN]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *chosen]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " skipped" not in done.stdout and " passed" in done.stdout
