@@ -6,18 +6,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-# Triton reads this when a kernel is defined: without a GPU the same kernels run in its interpreter.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
 import transformers
+from tests.emulation import KERNELS_RUN_ON, start
 from tests.learned import learned_once, shared_folder
 
 from cuvee.codec.chunk import KVChunk
@@ -117,17 +112,19 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="session", autouse=True)
-def quick_interpreter() -> None:
-    """Where there is no GPU most of the time of the tests goes into the interpreter."""
-    if not torch.cuda.is_available() and find_spec("triton") is not None:
-        from tests.interpreter import make_quick
+def kernels_run() -> None:
+    """Without a GPU, kernels are compiled and their PTX is emulated, or Triton interprets them: see `emulation`."""
+    start()
 
-        make_quick()
+
+def pytest_report_header() -> str:
+    """Say where kernels run."""
+    return f"kernels run on: {KERNELS_RUN_ON}"
 
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where kernels run: a GPU, or the CPU under Triton's interpreter. Tests that use it carry the marker `gpu`."""
+    """Where kernels run: a GPU, or the CPU that stands for one. Tests that use it carry the marker `gpu`."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 

@@ -1,0 +1,87 @@
+"""Where kernels run in the tests when there is no GPU: as compiled PTX in the emulator, or in Triton's interpreter.
+
+CUVEE_KERNELS chooses: `ptx` (the default where there is g++) or `interpreter`. Of PTX, CUVEE_PTX_TARGET is `sm_90` or
+`sm_80`, and CUVEE_PTX_SEED a number that draws the order of programs and how warps take turns; without one they run in
+order. CUVEE_REQUIRE_PTX=1 makes it an error that there is no g++.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import time
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from tests.ptx.build import KEPT, NoCompiler, compiler
+
+ROOT = Path(__file__).parents[1]
+_DAY = 86_400.0
+
+
+def _choose() -> str:
+    """Decide, and tell Triton and those that this process starts.
+
+    Raises:
+        ValueError: CUVEE_KERNELS is neither.
+        NoCompiler: there is no g++ for what CUVEE_KERNELS or CUVEE_REQUIRE_PTX wants.
+    """
+    if torch.cuda.is_available():
+        return "gpu"
+    wanted = os.environ.get("CUVEE_KERNELS", "")
+    if wanted not in ("", "ptx", "interpreter"):
+        raise ValueError(f"CUVEE_KERNELS: ptx or interpreter, got {wanted!r}")
+    if wanted != "interpreter":
+        try:
+            compiler()
+        except NoCompiler:
+            if wanted or os.environ.get("CUVEE_REQUIRE_PTX") == "1":
+                raise
+            wanted = "interpreter"
+    if wanted == "interpreter":
+        # Triton reads this when a kernel is defined.
+        os.environ["TRITON_INTERPRET"] = "1"
+        return wanted
+    os.environ.pop("TRITON_INTERPRET", None)
+    return "ptx"
+
+
+# "gpu", "ptx" or "interpreter": decided before any kernel is defined.
+KERNELS_RUN_ON = _choose()
+
+
+@cache
+def start() -> None:
+    """Make ready what runs the kernels of this process."""
+    if KERNELS_RUN_ON == "gpu" or find_spec("triton") is None:
+        return
+    if KERNELS_RUN_ON == "interpreter":
+        from tests.interpreter import make_quick
+
+        make_quick()
+        return
+    os.environ.setdefault("TRITON_CACHE_DIR", str(compiled_kernels()))
+    from tests.ptx.driver import install
+    from tests.ptx.engine import Options
+
+    seed = os.environ.get("CUVEE_PTX_SEED")
+    install(os.environ.get("CUVEE_PTX_TARGET", "sm_90"), Options(seed=int(seed) if seed else None))
+
+
+def compiled_kernels() -> Path:
+    """Triton's cache, which workers and later runs share, for the kernels as they are; those of other days go."""
+    import triton
+
+    key = hashlib.sha256(triton.__version__.encode())
+    for source in sorted((ROOT / "kernels").rglob("*.py")):
+        key.update(source.read_bytes())
+    folder = KEPT / f"triton-{key.hexdigest()[:12]}"
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        for other in KEPT.glob("triton-*"):
+            if time.time() - other.stat().st_mtime > _DAY:
+                shutil.rmtree(other, ignore_errors=True)
+    return folder

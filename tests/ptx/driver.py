@@ -1,0 +1,239 @@
+"""A driver of Triton's for a GPU that is not there: kernels are compiled to PTX, and the engine runs that.
+
+Triton goes its usual way: it specializes, compiles, loads, launches. In place of a cubin it gets the PTX itself, in
+place of a device this engine, and tensors lie in the memory of the CPU.
+
+A kernel may touch the views that it is given, each through addresses that derive from its own parameter. Addresses
+found in memory lead to what `place_row` described.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from tests.ptx.engine import Fault, Kernel, Memory, Options
+
+TARGETS = ("sm_80", "sm_90")
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # that a program may have
+MOST_THREADS = 1024
+POINTER_TABLES = ("places",)  # arguments of addresses: the first column of int64 rows
+
+
+class Faulty(AssertionError):
+    """A kernel did what it must not; `faults` are the first of each launch."""
+
+    def __init__(self, name: str, totals: dict[str, int], faults: list[Fault]) -> None:
+        self.faults = faults
+        counted = ", ".join(f"{count} of {kind}" for kind, count in totals.items())
+        super().__init__("\n  ".join([f"{name}: {counted}", *map(str, faults[:8])]))
+
+
+class State:
+    """Of the one emulator of a process.
+
+    Attributes:
+        target: compiled for.
+        options: of the launches to come.
+        kernels: every one that was loaded, by its text.
+        mutate: (name, PTX) -> other PTX, which is launched in its place: to see what finds the change.
+        places: of memory that tables point to: its end by its start.
+    """
+
+    def __init__(self, target: str, options: Options) -> None:
+        self.target, self.options = target, options
+        self.kernels: dict[str, Kernel] = {}
+        self.mutate: Callable[[str, str], str] | None = None
+        self.places: dict[int, int] = {}
+        self.launches = 0
+        self._lock = threading.Lock()
+
+    def kernel(self, name: str, text: str) -> Kernel:
+        """The kernel of a PTX text."""
+        if self.mutate is not None:
+            text = self.mutate(name, text)
+        with self._lock:
+            if text not in self.kernels:
+                self.kernels[text] = Kernel(text)
+            return self.kernels[text]
+
+
+_state: State | None = None
+
+
+def state() -> State:
+    """Of the emulator, which `install` has put in place."""
+    if _state is None:
+        raise RuntimeError("the emulator is not installed")
+    return _state
+
+
+def extent(view: torch.Tensor) -> tuple[int, int]:
+    """The first address of a view and the one behind its last element."""
+    first = view.data_ptr()
+    if not view.numel():
+        return first, first
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return first, first + (last + 1) * view.element_size()
+
+
+class _Launcher:
+    """What Triton calls with the arguments of a launch."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        constant = {path[0] for path in source.constants if len(path) == 1}
+        names = list(source.signature)
+        self.arguments = [
+            (index, name, kind)
+            for index, (name, kind) in enumerate(source.signature.items())
+            if kind != "constexpr" and not (index in constant and kind == "constexpr")
+        ]
+        self.names, self.shared_bytes = names, metadata.shared
+        if metadata.global_scratch_size or metadata.profile_scratch_size or metadata.num_ctas != 1:
+            raise NotImplementedError(f"{metadata.name} wants scratch memory or clusters, which the emulator has not")
+
+    def __call__(self, x: int, y: int, z: int, stream: int, kernel: Kernel, packed: Any, launch_metadata: Any,
+                 enter: Any, leave: Any, *values: Any) -> None:  # fmt: skip
+        current = state()
+        if current.mutate is not None:
+            kernel = current.kernel(kernel.name, kernel.text)
+        parameters: list[int] = []
+        memory: list[Memory] = []
+        for index, name, kind in self.arguments:
+            value = values[index]
+            if kind.startswith("*"):
+                memory.append(Memory(*extent(value), len(parameters), name))
+                parameters.append(value.data_ptr())
+                if name in POINTER_TABLES:
+                    for start in set(np.asarray(value)[..., 0].flatten().tolist()) & current.places.keys():
+                        memory.append(Memory(start, current.places[start], None, f"memory that {name} point to"))
+            else:
+                parameters.append(_bits(kind, value))
+        # Triton appends two pointers to scratch memory, which no kernel here has.
+        parameters += [0] * (len(kernel.encoded.entry.parameters) - len(parameters))
+        outcome = kernel.launch((x, y, z), parameters, memory, self.shared_bytes, current.options)
+        current.launches += 1
+        if outcome.totals:
+            raise Faulty(kernel.name, outcome.totals, outcome.faults)
+
+
+def _bits(kind: str, value: Any) -> int:
+    if kind in ("fp32", "f32"):
+        return int.from_bytes(struct.pack("<f", value), "little")
+    if kind in ("fp64", "f64"):
+        return int.from_bytes(struct.pack("<d", value), "little")
+    if not kind.startswith(("i", "u")):
+        raise NotImplementedError(f"no argument of type {kind}")
+    return int(value)
+
+
+class _Utilities:
+    def load_binary(self, name: str, binary: bytes, shared: int, device: int) -> tuple[Any, Kernel, int, int, int]:
+        """Module, function, registers, spills, threads."""
+        return object(), state().kernel(name, binary.decode()), 0, 0, MOST_THREADS
+
+    def unload_module(self, module: Any) -> None:
+        """Kernels stay."""
+
+    def get_device_properties(self, device: int) -> dict[str, Any]:
+        """What Triton asks for."""
+        return {"max_shared_mem": SHARED_BYTES[state().target], "multiprocessor_count": 1, "warpSize": 32}
+
+
+class _Driver:
+    launcher_cls = _Launcher
+
+    def __init__(self) -> None:
+        self.utils = _Utilities()
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", int(state().target.removeprefix("sm_")), 32)
+
+    def get_current_device(self) -> int:
+        # Triton keeps what it compiled by device.
+        return TARGETS.index(state().target)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def _stages(*given: Any) -> tuple[str, str] | None:
+    """Triton's hook into its stages: PTX stands for the binary. Without arguments: a name for what is changed."""
+    if not given:
+        return "ptx", "ptx"
+    _, stages, options, *_ = given
+    if options.backend_name != "cuda":
+        raise NotImplementedError("the emulator runs PTX alone")
+    stages["cubin"] = lambda text, metadata: text.encode()
+    return None
+
+
+def install(target: str = "sm_90", options: Options | None = None) -> State:
+    """Make Triton compile for `target` and run what it compiles here, in this process and for good.
+
+    Kernels must not have been defined for Triton's interpreter: TRITON_INTERPRET is not set when they are.
+
+    Args:
+        target: one of TARGETS.
+        options: see `State`.
+
+    Raises:
+        NoCompiler: there is no g++.
+    """
+    global _state  # noqa: PLW0603 - Triton has one active driver, too
+    if target not in TARGETS:
+        raise ValueError(f"target: one of {', '.join(TARGETS)}, got {target!r}")
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise RuntimeError("TRITON_INTERPRET is 1: kernels would be interpreted, not compiled")
+    from tests.ptx.build import library
+    from triton import knobs
+    from triton.runtime import driver
+
+    library()
+    if _state is not None:
+        raise RuntimeError("the emulator is installed already")
+    _state = State(target, options or Options())
+    knobs.runtime.add_stages_inspection_hook = _stages
+    driver.set_active(_Driver())
+    _serve_cpu_tensors()
+    _watch_places(_state)
+    return _state
+
+
+def _serve_cpu_tensors() -> None:
+    from cuvee.codec.backends import register
+    from cuvee.kernels.backend import TritonBackend
+
+    shared = TritonBackend(interpreted=True)
+    register("triton", lambda threads: shared)
+
+
+def _watch_places(current: State) -> None:
+    """Know the memory that tables of addresses describe, wherever `place_row` was imported to."""
+    from cuvee.kernels import chunks
+    from cuvee.kernels.ops import pages
+
+    original = pages.place_row
+
+    def place_row(memory: torch.Tensor) -> list[int]:
+        row = original(memory)
+        if memory.numel():
+            first, end = extent(memory)
+            current.places[first] = end
+        return row
+
+    for module in {pages, chunks, *sys.modules.values()}:
+        names = getattr(module, "__dict__", {})  # no more than looked at: some modules import what is asked of them
+        if names.get("place_row") is original:
+            names["place_row"] = place_row

@@ -1,0 +1,332 @@
+// Instructions that work lane by lane: each a function of scalars, applied to rows.
+#pragma once
+#include "numbers.h"
+
+template <auto F, class D, class A>
+void unary(Warp& w, const Ins& i, Mask m) {
+  const A* a = w.row<A>(i.a);
+  D out[LANES];
+  for (int lane = 0; lane < LANES; lane++) out[lane] = D(F(a[lane]));
+  put(w, i.d, out, m);
+}
+template <auto F, class D, class A, class B = A>
+void binary(Warp& w, const Ins& i, Mask m) {
+  const A* a = w.row<A>(i.a);
+  const B* b = w.row<B>(i.b);
+  D out[LANES];
+  for (int lane = 0; lane < LANES; lane++) out[lane] = D(F(a[lane], b[lane]));
+  put(w, i.d, out, m);
+}
+template <auto F, class D, class A, class B = A, class C = D>
+void ternary(Warp& w, const Ins& i, Mask m) {
+  const A* a = w.row<A>(i.a);
+  const B* b = w.row<B>(i.b);
+  const C* c = w.row<C>(i.c);
+  D out[LANES];
+  for (int lane = 0; lane < LANES; lane++) out[lane] = D(F(a[lane], b[lane], c[lane]));
+  put(w, i.d, out, m);
+}
+template <auto F, class A>
+void compare(Warp& w, const Ins& i, Mask m) {
+  const A *a = w.row<A>(i.a), *b = w.row<A>(i.b);
+  u32 out = 0;
+  for (int lane = 0; lane < LANES; lane++) out |= u32(F(a[lane], b[lane])) << lane;
+  put_predicate(w, i.d, out, m);
+}
+template <auto F>
+void logical(Warp& w, const Ins& i, Mask m) {
+  put_predicate(w, i.d, F(w.predicate(i.a), i.b < 0 ? 0 : w.predicate(i.b)), m);
+}
+template <class T>
+void select(Warp& w, const Ins& i, Mask m) {
+  const T *a = w.row<T>(i.a), *b = w.row<T>(i.b);
+  u32 choice = w.predicate(i.c);
+  T out[LANES];
+  for (int lane = 0; lane < LANES; lane++) out[lane] = choice >> lane & 1 ? a[lane] : b[lane];
+  put(w, i.d, out, m);
+}
+template <class Whole, class Half>
+void pack(Warp& w, const Ins& i, Mask m) {
+  binary<[](Half low, Half high) { return Whole(low) | Whole(high) << 8 * sizeof(Half); }, Whole, Half>(w, i, m);
+}
+template <class Whole, class Half>
+void unpack(Warp& w, const Ins& i, Mask m) {
+  const Whole* a = w.row<Whole>(i.a);
+  Half low[LANES], high[LANES];
+  for (int lane = 0; lane < LANES; lane++) low[lane] = Half(a[lane]), high[lane] = Half(a[lane] >> 8 * sizeof(Half));
+  put(w, i.d, low, m);
+  put(w, i.b, high, m);
+}
+
+// a * b + c, with the carry out of the low word, and into the high word.
+inline void multiply_add_carry_out(Warp& w, const Ins& i, Mask m) {
+  const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c);
+  u32 out[LANES], carry = 0;
+  for (int lane = 0; lane < LANES; lane++) {
+    u64 sum = u64(a[lane] * b[lane]) + c[lane];
+    out[lane] = u32(sum), carry |= u32(sum >> 32) << lane;
+  }
+  put(w, i.d, out, m);
+  w.carry = (w.carry & ~m) | (carry & m);
+}
+inline void multiply_high_add_carry_in(Warp& w, const Ins& i, Mask m) {
+  const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c);
+  u32 out[LANES];
+  for (int lane = 0; lane < LANES; lane++)
+    out[lane] = u32(u64(a[lane]) * b[lane] >> 32) + c[lane] + (w.carry >> lane & 1);
+  put(w, i.d, out, m);
+}
+
+// Division by zero gives all ones, and leaves the whole as the rest, as the machine does; PTX leaves both open.
+template <class T>
+inline T quotient(T a, T b) {
+  if (b == 0) return T(-1);
+  if constexpr (std::is_signed_v<T>)
+    if (b == -1) return T(0 - std::make_unsigned_t<T>(a));
+  return T(a / b);
+}
+template <class T>
+inline T rest(T a, T b) {
+  if (b == 0) return a;
+  if constexpr (std::is_signed_v<T>)
+    if (b == -1) return 0;
+  return T(a % b);
+}
+
+// Shifts by the width or more leave nothing but copies of the sign.
+template <class T>
+inline T shifted_left(T a, u32 b) {
+  return b >= 8 * sizeof(T) ? T(0) : T(a << b);
+}
+template <class T>
+inline T shifted_right(T a, u32 b) {
+  constexpr u32 LAST = 8 * sizeof(T) - 1;
+  if constexpr (std::is_signed_v<T>) return T(a >> (b > LAST ? LAST : b));
+  return b > LAST ? T(0) : T(a >> b);
+}
+
+template <class T>
+inline T field(T a, u32 at, u32 bits) {  // bfe
+  constexpr u32 WIDTH = 8 * sizeof(T);
+  at &= 255, bits &= 255;
+  if (!bits) return 0;
+  T fill = 0;
+  if constexpr (std::is_signed_v<T>) fill = T(a >> std::min(at + bits - 1, WIDTH - 1)) & 1 ? T(-1) : T(0);
+  using U = std::make_unsigned_t<T>;
+  U value = at >= WIDTH ? U(fill) : U(shifted_right(a, at));
+  if (bits >= WIDTH) return T(value);
+  U low = (U(1) << bits) - 1;
+  return T((value & low) | (U(fill) & ~low));
+}
+inline u32 inserted(u32 from, u32 into, u32 at, u32 bits) {  // bfi
+  at &= 255, bits &= 255;
+  if (at > 31 || !bits) return into;
+  u32 low = (bits > 31 ? ~0u : (1u << bits) - 1) << at;
+  return (into & ~low) | (from << at & low);
+}
+inline void insert_field(Warp& w, const Ins& i, Mask m) {
+  const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c), *e = w.row<u32>(i.e);
+  u32 out[LANES];
+  for (int lane = 0; lane < LANES; lane++) out[lane] = inserted(a[lane], b[lane], c[lane], e[lane]);
+  put(w, i.d, out, m);
+}
+inline u32 permuted(u32 a, u32 b, u32 selectors) {
+  u64 bytes = u64(b) << 32 | a;
+  u32 out = 0;
+  for (int k = 0; k < 4; k++) {
+    u32 selector = selectors >> 4 * k & 15, byte = u32(bytes >> 8 * (selector & 7)) & 255;
+    if (selector & 8) byte = byte & 128 ? 255 : 0;
+    out |= byte << 8 * k;
+  }
+  return out;
+}
+inline void table_of_three(Warp& w, const Ins& i, Mask m) {  // lop3
+  const u32 *a = w.row<u32>(i.a), *b = w.row<u32>(i.b), *c = w.row<u32>(i.c);
+  u32 out[LANES] = {};
+  for (int k = 0; k < 8; k++)
+    if (i.imm >> k & 1)
+      for (int lane = 0; lane < LANES; lane++)
+        out[lane] |= (k & 4 ? a[lane] : ~a[lane]) & (k & 2 ? b[lane] : ~b[lane]) & (k & 1 ? c[lane] : ~c[lane]);
+  put(w, i.d, out, m);
+}
+
+// A NaN loses against a number, and -0 lies below 0.
+template <class T>
+inline T lesser(T a, T b) {
+  if (a != a) return b;
+  if (b != b) return a;
+  return a < b || (a == b && std::signbit(a)) ? a : b;
+}
+template <class T>
+inline T greater(T a, T b) {
+  if (a != a) return b;
+  if (b != b) return a;
+  return a > b || (a == b && !std::signbit(a)) ? a : b;
+}
+
+// Integers to integers of other widths. width, sign: of the source's type; count: bytes of a lane of its register;
+// mode: bytes of the target's type, imm: whether it is signed.
+inline void convert_integer(Warp& w, const Ins& i, Mask m) {
+  auto cut = [](u64 x, int bytes, bool sign) {
+    int spare = 64 - 8 * bytes;
+    return sign ? u64(i64(x << spare) >> spare) : x << spare >> spare;
+  };
+  EACH_LANE(lane, m) {
+    u64 x = cut(lane_of(w, i.a, i.count, lane), i.width, i.sign);
+    set_lane(w, i.d, i.row, lane, cut(x, i.mode, i.imm));
+  }
+}
+
+template <auto F, class D>
+void pack_narrowed(Warp& w, const Ins& i, Mask m) {  // the first operand goes to the upper half
+  constexpr int BITS = 4 * sizeof(D);
+  binary<[](float a, float b) { return D(F(a)) << BITS | D(F(b)); }, D, float>(w, i, m);
+}
+constexpr auto to_e4m3 = [](float x) { return narrowed<4, 3, true, true>(x); };
+constexpr auto to_e5m2 = [](float x) { return narrowed<5, 2, false, true>(x); };
+template <auto F>
+void narrow_halves(Warp& w, const Ins& i, Mask m) {  // f16x2 -> two bytes
+  unary<[](u32 x) { return u16(F(from_f16(u16(x >> 16))) << 8 | F(from_f16(u16(x)))); }, u16, u32>(w, i, m);
+}
+template <auto F>
+void widen_halves(Warp& w, const Ins& i, Mask m) {  // two bytes -> f16x2
+  unary<[](u16 x) { return u32(to_f16(F(x >> 8))) << 16 | to_f16(F(x & 255)); }, u32, u16>(w, i, m);
+}
+
+#define SIGNED_AND_NOT(name, op) \
+  {name ".u16", op(u16)}, {name ".s16", op(i16)}, {name ".u32", op(u32)}, {name ".s32", op(i32)}, \
+  {name ".u64", op(u64)}, {name ".s64", op(i64)}
+#define WIDTHS(name, op) {name ".b16", op(u16)}, {name ".b32", op(u32)}, {name ".b64", op(u64)}
+#define ADD(T) binary<[](T a, T b) { return a + b; }, T, T>
+#define SUB(T) binary<[](T a, T b) { return a - b; }, T, T>
+#define MUL(T) binary<[](T a, T b) { return T(u64(a) * u64(b)); }, T, T>
+#define MAD(T) ternary<[](T a, T b, T c) { return T(u64(a) * u64(b) + u64(c)); }, T, T>
+#define AND(T) binary<[](T a, T b) { return a & b; }, T, T>
+#define OR(T) binary<[](T a, T b) { return a | b; }, T, T>
+#define XOR(T) binary<[](T a, T b) { return a ^ b; }, T, T>
+#define NOT(T) unary<[](T a) { return ~a; }, T, T>
+#define NEG(T) unary<[](T a) { return T(0) - a; }, T, T>
+#define ABS(T) unary<[](T a) { return a < 0 ? T(0 - u64(a)) : a; }, T, T>
+#define MOV(T) unary<[](T a) { return a; }, T, T>
+#define SELECT(T) select<T>
+#define SHL(T) binary<shifted_left<T>, T, T, u32>
+#define SHR(T) binary<shifted_right<T>, T, T, u32>
+#define DIV(T) binary<quotient<T>, T, T>
+#define REM(T) binary<rest<T>, T, T>
+#define MIN(T) binary<[](T a, T b) { return (a < b) ? a : b; }, T, T>
+#define MAX(T) binary<[](T a, T b) { return (a > b) ? a : b; }, T, T>
+#define COMPARE(name, T, op) {"setp." name, compare<[](T a, T b) { return (a op b); }, T>}
+#define COMPARE_INTEGERS(suffix, T) \
+  COMPARE("eq." suffix, T, ==), COMPARE("ne." suffix, T, !=), COMPARE("lt." suffix, T, <), \
+  COMPARE("le." suffix, T, <=), COMPARE("gt." suffix, T, >), COMPARE("ge." suffix, T, >=)
+// Ordered comparisons of a NaN are false; those that end in u are true.
+#define COMPARE_FLOATS(suffix, T) \
+  COMPARE("eq." suffix, T, ==), COMPARE("lt." suffix, T, <), COMPARE("le." suffix, T, <=), \
+  COMPARE("gt." suffix, T, >), COMPARE("ge." suffix, T, >=), COMPARE("neu." suffix, T, !=), \
+  {"setp.ne." suffix, compare<[](T a, T b) { return (a < b || a > b); }, T>}, \
+  {"setp.equ." suffix, compare<[](T a, T b) { return !(a < b || a > b); }, T>}, \
+  {"setp.ltu." suffix, compare<[](T a, T b) { return !(a >= b); }, T>}, \
+  {"setp.leu." suffix, compare<[](T a, T b) { return !(a > b); }, T>}, \
+  {"setp.gtu." suffix, compare<[](T a, T b) { return !(a <= b); }, T>}, \
+  {"setp.geu." suffix, compare<[](T a, T b) { return !(a < b); }, T>}, \
+  {"setp.num." suffix, compare<[](T a, T b) { return a == a && b == b; }, T>}, \
+  {"setp.nan." suffix, compare<[](T a, T b) { return a != a || b != b; }, T>}
+#define FLOAT(expression) [](float a, float b) { return canonical(expression); }
+#define DOUBLE(expression) [](double a, double b) { return expression; }
+#define ROUND(name, f) \
+  {"cvt." name ".f32.f32", unary<[](float a) { return canonical(f(a)); }, float, float>}, \
+  {"cvt." name ".ftz.f32.f32", unary<[](float a) { return canonical(f(flushed(a))); }, float, float>}
+#define TO_INTEGER(name, f, suffix, To) \
+  {"cvt." name "." suffix ".f32", unary<[](float a) { return saturated<To>(f(a)); }, To, float>}, \
+  {"cvt." name ".ftz." suffix ".f32", unary<[](float a) { return saturated<To>(f(flushed(a))); }, To, float>}, \
+  {"cvt." name "." suffix ".f64", unary<[](double a) { return saturated<To>(f(a)); }, To, double>}
+#define TO_INTEGERS(name, f) \
+  TO_INTEGER(name, f, "s32", i32), TO_INTEGER(name, f, "u32", u32), \
+  TO_INTEGER(name, f, "s64", i64), TO_INTEGER(name, f, "u64", u64)
+#define FROM_INTEGER(suffix, From, Row) \
+  {"cvt.rn.f32." suffix, unary<[](Row a) { return float(From(a)); }, float, Row>}, \
+  {"cvt.rn.f64." suffix, unary<[](Row a) { return double(From(a)); }, double, Row>}
+
+static const Entry LANEWISE[] = {
+    // moves
+    WIDTHS("mov", MOV), WIDTHS("selp", SELECT),
+    {"mov.pred", logical<[](u32 a, u32) { return a; }>},
+    {"pack.b32", pack<u32, u16>}, {"pack.b64", pack<u64, u32>},
+    {"unpack.b32", unpack<u32, u16>}, {"unpack.b64", unpack<u64, u32>},
+    // integers
+    WIDTHS("add", ADD), WIDTHS("sub", SUB), WIDTHS("mul.lo", MUL), WIDTHS("mad.lo", MAD),
+    {"add.u16x2", binary<[](u32 a, u32 b) { return ((a + (b & 0xffff0000)) & 0xffff0000) | u16(a + b); }, u32, u32>},
+    {"mul.hi.u32", binary<[](u32 a, u32 b) { return (u64(a) * b >> 32); }, u32, u32>},
+    {"mul.hi.s32", binary<[](i32 a, i32 b) { return (i64(a) * b >> 32); }, i32, i32>},
+    {"mul.hi.u64", binary<[](u64 a, u64 b) { return ((unsigned __int128)a * b >> 64); }, u64, u64>},
+    {"mul.hi.s64", binary<[](i64 a, i64 b) { return ((__int128)a * b >> 64); }, i64, i64>},
+    {"mad.hi.u32", ternary<[](u32 a, u32 b, u32 c) { return u32(u64(a) * b >> 32) + c; }, u32, u32>},
+    {"mad.hi.s32", ternary<[](i32 a, i32 b, u32 c) { return u32(i64(a) * b >> 32) + c; }, u32, i32>},
+    {"mul.wide.u16", binary<[](u16 a, u16 b) { return u32(a) * b; }, u32, u16>},
+    {"mul.wide.s16", binary<[](i16 a, i16 b) { return i32(a) * b; }, i32, i16>},
+    {"mul.wide.u32", binary<[](u32 a, u32 b) { return u64(a) * b; }, u64, u32>},
+    {"mul.wide.s32", binary<[](i32 a, i32 b) { return i64(a) * b; }, i64, i32>},
+    {"mad.wide.u16", ternary<[](u16 a, u16 b, u32 c) { return u32(a) * b + c; }, u32, u16>},
+    {"mad.wide.s16", ternary<[](i16 a, i16 b, u32 c) { return u32(i32(a) * b) + c; }, u32, i16>},
+    {"mad.wide.u32", ternary<[](u32 a, u32 b, u64 c) { return u64(a) * b + c; }, u64, u32>},
+    {"mad.wide.s32", ternary<[](i32 a, i32 b, u64 c) { return u64(i64(a) * b) + c; }, u64, i32>},
+    {"mad.lo.cc.b32", multiply_add_carry_out}, {"madc.hi.u32", multiply_high_add_carry_in},
+    SIGNED_AND_NOT("div", DIV), SIGNED_AND_NOT("rem", REM), SIGNED_AND_NOT("min", MIN), SIGNED_AND_NOT("max", MAX),
+    WIDTHS("and", AND), WIDTHS("or", OR), WIDTHS("xor", XOR), WIDTHS("not", NOT), WIDTHS("neg", NEG),
+    {"abs.s16", ABS(i16)}, {"abs.s32", ABS(i32)}, {"abs.s64", ABS(i64)},
+    {"and.pred", logical<[](u32 a, u32 b) { return a & b; }>}, {"or.pred", logical<[](u32 a, u32 b) { return a | b; }>},
+    {"xor.pred", logical<[](u32 a, u32 b) { return a ^ b; }>}, {"not.pred", logical<[](u32 a, u32) { return ~a; }>},
+    WIDTHS("shl", SHL), SIGNED_AND_NOT("shr", SHR),
+    {"shf.l.wrap.b32", ternary<[](u32 low, u32 high, u32 n) { return (u32((u64(high) << 32 | low) << (n & 31) >> 32)); }, u32, u32>},
+    {"shf.r.wrap.b32", ternary<[](u32 low, u32 high, u32 n) { return (u32((u64(high) << 32 | low) >> (n & 31))); }, u32, u32>},
+    {"popc.b32", unary<[](u32 a) { return __builtin_popcount(a); }, u32, u32>},
+    {"popc.b64", unary<[](u64 a) { return __builtin_popcountll(a); }, u32, u64>},
+    {"clz.b32", unary<[](u32 a) { return a ? __builtin_clz(a) : 32; }, u32, u32>},
+    {"clz.b64", unary<[](u64 a) { return a ? __builtin_clzll(a) : 64; }, u32, u64>},
+    {"brev.b32", unary<[](u32 a) { u32 r = 0; for (int k = 0; k < 32; k++) r |= (a >> k & 1) << (31 - k); return r; }, u32, u32>},
+    {"bfe.u32", ternary<field<u32>, u32, u32>}, {"bfe.s32", ternary<field<i32>, i32, i32, u32, u32>},
+    {"bfi.b32", insert_field}, {"prmt.b32", ternary<permuted, u32, u32>}, {"lop3.b32", table_of_three},
+    COMPARE_INTEGERS("u16", u16), COMPARE_INTEGERS("s16", i16), COMPARE_INTEGERS("u32", u32),
+    COMPARE_INTEGERS("s32", i32), COMPARE_INTEGERS("u64", u64), COMPARE_INTEGERS("s64", i64),
+    // floats
+    COMPARE_FLOATS("f32", float), COMPARE_FLOATS("f64", double),
+    {"add.f32", binary<FLOAT(a + b), float, float>}, {"sub.f32", binary<FLOAT(a - b), float, float>},
+    {"mul.f32", binary<FLOAT(a * b), float, float>}, {"div.f32", binary<FLOAT(a / b), float, float>},
+    {"add.ftz.f32", binary<FLOAT(flushed(flushed(a) + flushed(b))), float, float>},
+    {"sub.ftz.f32", binary<FLOAT(flushed(flushed(a) - flushed(b))), float, float>},
+    {"mul.ftz.f32", binary<FLOAT(flushed(flushed(a) * flushed(b))), float, float>},
+    {"fma.f32", ternary<[](float a, float b, float c) { return canonical(__builtin_fmaf(a, b, c)); }, float, float>},
+    {"fma.ftz.f32", ternary<[](float a, float b, float c) {
+       return canonical(flushed(__builtin_fmaf(flushed(a), flushed(b), flushed(c)))); }, float, float>},
+    {"min.f32", binary<FLOAT(lesser(a, b)), float, float>}, {"max.f32", binary<FLOAT(greater(a, b)), float, float>},
+    {"sqrt.f32", unary<[](float a) { return canonical(std::sqrt(a)); }, float, float>},
+    {"neg.f32", unary<[](u32 a) { return a ^ 0x80000000u; }, u32, u32>},
+    {"abs.f32", unary<[](u32 a) { return a & 0x7fffffffu; }, u32, u32>},
+    {"abs.ftz.f32", unary<[](u32 a) { return to_bits(flushed(to_float(a & 0x7fffffffu))); }, u32, u32>},
+    {"add.f64", binary<DOUBLE(a + b), double, double>}, {"sub.f64", binary<DOUBLE(a - b), double, double>},
+    {"mul.f64", binary<DOUBLE(a * b), double, double>}, {"div.f64", binary<DOUBLE(a / b), double, double>},
+    {"min.f64", binary<DOUBLE(lesser(a, b)), double, double>}, {"max.f64", binary<DOUBLE(greater(a, b)), double, double>},
+    {"fma.f64", ternary<[](double a, double b, double c) { return __builtin_fma(a, b, c); }, double, double>},
+    {"neg.f64", unary<[](u64 a) { return a ^ 1ull << 63; }, u64, u64>},
+    {"abs.f64", unary<[](u64 a) { return a & ~(1ull << 63); }, u64, u64>},
+    // conversions
+    {"cvt.integer", convert_integer},
+    {"cvt.b16.b32", unary<[](u32 a) { return u16(a); }, u16, u32>}, {"cvt.b16.b64", unary<[](u64 a) { return u16(a); }, u16, u64>},
+    {"cvt.b32.b64", unary<[](u64 a) { return u32(a); }, u32, u64>},
+    {"cvt.b32.u16", unary<[](u16 a) { return u32(a); }, u32, u16>}, {"cvt.b32.s16", unary<[](i16 a) { return i32(a); }, i32, i16>},
+    {"cvt.b64.u16", unary<[](u16 a) { return u64(a); }, u64, u16>}, {"cvt.b64.s16", unary<[](i16 a) { return i64(a); }, i64, i16>},
+    {"cvt.b64.u32", unary<[](u32 a) { return u64(a); }, u64, u32>}, {"cvt.b64.s32", unary<[](i32 a) { return i64(a); }, i64, i32>},
+    FROM_INTEGER("s8", i8, u16), FROM_INTEGER("u8", u8, u16), FROM_INTEGER("s16", i16, u16), FROM_INTEGER("u16", u16, u16),
+    FROM_INTEGER("s32", i32, u32), FROM_INTEGER("u32", u32, u32), FROM_INTEGER("s64", i64, u64), FROM_INTEGER("u64", u64, u64),
+    TO_INTEGERS("rzi", std::trunc), TO_INTEGERS("rni", std::nearbyint), TO_INTEGERS("rmi", std::floor), TO_INTEGERS("rpi", std::ceil),
+    ROUND("rzi", std::trunc), ROUND("rni", std::nearbyint), ROUND("rmi", std::floor), ROUND("rpi", std::ceil),
+    {"cvt.f64.f32", unary<[](float a) { return double(a); }, double, float>},
+    {"cvt.rn.f32.f64", unary<[](double a) { return canonical(float(a)); }, float, double>},
+    {"cvt.f32.f16", unary<[](u16 a) { return from_f16(a); }, float, u16>}, {"cvt.rn.f16.f32", unary<[](float a) { return to_f16(a); }, u16, float>},
+    {"cvt.f32.bf16", unary<[](u16 a) { return from_bf16(a); }, float, u16>}, {"cvt.rn.bf16.f32", unary<[](float a) { return to_bf16(a); }, u16, float>},
+    {"cvt.rn.f16x2.f32", pack_narrowed<to_f16, u32>}, {"cvt.rn.bf16x2.f32", pack_narrowed<to_bf16, u32>},
+    {"cvt.rna.tf32.f32", unary<[](float a) { return to_tf32(a); }, u32, float>},
+    {"cvt.rn.satfinite.e4m3x2.f32", pack_narrowed<to_e4m3, u16>}, {"cvt.rn.satfinite.e5m2x2.f32", pack_narrowed<to_e5m2, u16>},
+    {"cvt.rn.satfinite.e4m3x2.f16x2", narrow_halves<to_e4m3>}, {"cvt.rn.satfinite.e5m2x2.f16x2", narrow_halves<to_e5m2>},
+    {"cvt.rn.f16x2.e4m3x2", widen_halves<widened<4, 3, true>>}, {"cvt.rn.f16x2.e5m2x2", widen_halves<widened<5, 2, false>>},
+};

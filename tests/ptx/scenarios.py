@@ -1,0 +1,81 @@
+"""Whole chunks through the kernels, held to the CPU: what finds out whether compiled code is right."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import torch
+from tests import conftest
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.profile import Profile
+
+SCHEMES = ("layer", "classes", "generic", "lossless")
+TOKENS = 70  # neither a multiple nor a power of anything: partial tiles everywhere
+LAYOUT = "bfloat16"
+CLOSE = 2.0**-6  # of the largest value: products are taken in bfloat16
+
+
+@cache
+def codecs(scheme: str, layout: str = LAYOUT) -> tuple[Codec, Codec]:
+    """The CPU's and the kernels'."""
+    group = "layer" if scheme == "classes" else scheme
+    learned = group not in ("generic", "lossless")
+    profile = conftest.fitted_profile(layout, group) if learned else Profile.generic(conftest.LAYOUTS[layout])
+    if scheme == "lossless":
+        return Codec(profile, "lossless"), Codec(profile, "lossless", backend="triton")
+    return Codec(profile, step=0.25), Codec(profile, step=0.25, backend="triton")
+
+
+@cache
+def example(
+    scheme: str, layout: str = LAYOUT, tokens: int = TOKENS
+) -> tuple[KVChunk, torch.Tensor | None, bytes, KVChunk]:
+    """A chunk, the importance of its tokens, the CPU's blob of it, and what the CPU reads there."""
+    chunk = conftest.synthetic_chunk(conftest.LAYOUTS[layout], tokens, 3, 5)
+    draw = torch.Generator().manual_seed(1)
+    importance = 4.0 ** torch.randn(tokens, generator=draw) if scheme == "classes" else None
+    if scheme != "lossless":
+        chunk.values[0][tokens // 2, 0, :2] += 3000.0  # a value or two that escape
+    cpu, _ = codecs(scheme, layout)
+    blob = cpu.encode(chunk, importance=importance)
+    return chunk, importance, blob, cpu.decode(blob, 1000)
+
+
+def apart(got: KVChunk, want: KVChunk) -> float:
+    """The largest difference of a unit, relative to its largest value; infinite where one is no number."""
+    worst = 0.0
+    for a, b in zip([*got.keys, *got.values], [*want.keys, *want.values], strict=True):
+        error = float((a.float() - b.float()).abs().max() / b.float().abs().max())
+        worst = max(worst, float("inf") if math.isnan(error) else error)
+    return worst
+
+
+def decodes(scheme: str, layout: str = LAYOUT, tokens: int = TOKENS) -> None:
+    """Fail unless the kernels read the CPU's blob as the CPU does."""
+    _, _, blob, want = example(scheme, layout, tokens)
+    got = codecs(scheme, layout)[1].decode(blob, 1000)
+    if scheme == "lossless":
+        got, want = (codec.decode(blob) for codec in codecs(scheme, layout)[::-1])
+        assert apart(got, want) == 0
+    assert apart(got, want) <= CLOSE
+
+
+def encodes(scheme: str, layout: str = LAYOUT, tokens: int = TOKENS) -> None:
+    """Fail unless the CPU reads the kernels' blob, finds in it what it finds in its own, and it is no larger.
+
+    Lossless blobs are the same bytes; in others a level here and there is the neighbor, as sums are in another order.
+    """
+    chunk, importance, blob, want = example(scheme, layout, tokens)
+    cpu, gpu = codecs(scheme, layout)
+    mine = gpu.encode(chunk, importance=importance)
+    if scheme == "lossless":
+        assert mine == blob
+        return
+    assert abs(len(mine) - len(blob)) <= 0.002 * len(blob) + 8
+    got = cpu.decode(mine, 1000)
+    for a, b in zip([*got.keys, *got.values], [*want.keys, *want.values], strict=True):
+        assert float((a != b).double().mean()) < 0.05
+    assert apart(got, want) < 0.05

@@ -1,0 +1,45 @@
+"""Hostile blobs on compiled kernels: forged with right checksums, they read and write nothing that is not theirs.
+
+The emulator raises at the first access outside of what a launch was given. CUVEE_PTX_MUTANTS says how many blobs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+
+import pytest
+from tests.emulation import KERNELS_RUN_ON
+from tests.fuzz import blobs
+from tests.fuzz.blobs import BlobTarget
+from tests.fuzz.engine import case
+from tests.ptx.driver import state
+
+pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+COUNT = int(os.environ.get("CUVEE_PTX_MUTANTS", "96"))
+SEED = 11
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of damaged numbers on the CPU
+def test_forged_blobs_touch_nothing_else() -> None:
+    target = BlobTarget()
+    target.warm_up()
+    outcomes: Counter[str] = Counter()
+    reached = 0
+    for number in range(COUNT):
+        data = case(target, SEED, number)
+        if not data:
+            continue
+        subject, blob = blobs.subjects()[data[0] % len(blobs.subjects())], data[1:]
+        outcome, chunk = blobs._decoded(subject, blob, "numba")
+        before = state().launches
+        try:
+            blobs._compare(subject, blob, chunk, "triton")
+        except AssertionError as error:
+            raise AssertionError(f"seed {SEED}, number {number}, {subject.name}: {error}") from error
+        reached += state().launches > before
+        outcomes[outcome] += 1
+    print(f"{COUNT} blobs, {reached} of them reached kernels: {dict(outcomes)}")
+    # What the host refuses shows nothing of kernels.
+    assert reached >= COUNT // 4, outcomes
+    assert len(outcomes) >= 3, outcomes

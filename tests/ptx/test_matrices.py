@@ -1,0 +1,122 @@
+"""What Triton makes of `tl.dot` for either target, against sums in float64; ldmatrix as the manual has it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tests.emulation import KERNELS_RUN_ON
+from tests.ptx.assembly import bits, kernel, run
+from tests.ptx.driver import TARGETS, state
+
+pytestmark = pytest.mark.usefixtures("engine")
+compiled = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+
+
+@triton.jit
+def _dot(  # type: ignore[no-untyped-def]
+    a, b, c, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, STEP: tl.constexpr, LEFT: tl.constexpr,
+    RIGHT: tl.constexpr, PRECISION: tl.constexpr, FLIP: tl.constexpr,
+):  # fmt: skip
+    row, column, inner = tl.arange(0, M), tl.arange(0, N), tl.arange(0, STEP)
+    total = tl.zeros((M, N), tl.float32)
+    for first in range(0, K, STEP):
+        # Transposed in memory, or as they are.
+        at = (first + inner)[:, None] * M + row[None, :] if LEFT else row[:, None] * K + (first + inner)[None, :]
+        x = tl.load(a + at)
+        if LEFT:
+            x = tl.trans(x)
+        at = column[:, None] * K + (first + inner)[None, :] if RIGHT else (first + inner)[:, None] * N + column[None, :]
+        y = tl.load(b + at)
+        if RIGHT:
+            y = tl.trans(y)
+        if FLIP:  # takes the left factor to registers
+            word: tl.constexpr = tl.int32 if x.dtype.primitive_bitwidth == 32 else tl.int16
+            x = (x.to(word, bitcast=True) ^ FLIP).to(x.dtype, bitcast=True)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+    tl.store(c + row[:, None] * N + column[None, :], total)
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each target in turn, whatever the other tests run on."""
+    before = state().target
+    state().target = request.param
+    yield request.param
+    state().target = before
+
+
+@compiled
+@pytest.mark.parametrize(
+    ("left", "right", "flipped"), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1)]
+)
+@pytest.mark.parametrize(
+    ("dtype", "m", "n", "step"),
+    [
+        (torch.bfloat16, 64, 64, 64), (torch.bfloat16, 16, 16, 16), (torch.float16, 64, 128, 32),
+        (torch.float32, 64, 32, 32), (torch.float32, 128, 64, 16),
+    ],
+)  # fmt: skip
+def test_products(
+    target: str, dtype: torch.dtype, m: int, n: int, step: int, left: int, right: int, flipped: int
+) -> None:
+    k = 3 * step
+    draw = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(shape, generator=draw).to(dtype) for shape in ((m, k), (k, n)))
+    out = torch.full((m, n), float("nan"))
+    flip, word = (flipped << 13, torch.int32) if dtype == torch.float32 else (flipped, torch.int16)
+    done = _dot[(1,)](
+        a.T.contiguous() if left else a, b.T.contiguous() if right else b, out, M=m, N=n, K=k, STEP=step, LEFT=left,
+        RIGHT=right, PRECISION="tf32", FLIP=flip, num_warps=4, enable_fp_fusion=True,
+    )  # fmt: skip
+    # What tensor cores multiply: TF32 factors are cut off.
+    x, y = ((t.view(torch.int32) & -8192).view(torch.float32) if dtype == torch.float32 else t for t in (a, b))
+    want = (x.view(word) ^ flip).view(dtype).double() @ y.double()
+    assert float((out - want).abs().max()) < 2e-5 * k
+    if target == "sm_90" and m >= 64:
+        assert "wgmma.mma_async" in done.asm["ptx"]
+    else:
+        assert re.search(r"mma\.sync|fma\.rn", done.asm["ptx"])
+
+
+@compiled
+def test_products_take_the_instructions_that_kernels_take() -> None:
+    """Both orders of both factors in shared memory, and a left one in registers: none is left to `fma`."""
+    text = "".join(
+        code.statement.text for own in state().kernels.values() if own.name == "_dot" for code in own.encoded.codes
+    )
+    assert {"wgmma", "mma.sync", "ldmatrix"} <= {name for name in ("wgmma", "mma.sync", "ldmatrix") if name in text}
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_matrices_to_and_from_shared_memory(count: int, transposed: bool) -> None:
+    trans = ".trans" if transposed else ""
+    names = ", ".join(f"%r{k}" for k in range(count))
+    stores = "\n".join(f"st.global.b32 [%rd1+{128 * k}], %r{k};" for k in range(count))
+    body = f"""mad.wide.u32 %rd0, %t, 16, %rd_x; mov.u32 %r9, room; mad.lo.s32 %r10, %t, 16, %r9;
+ld.global.v4.b32 {{%r20, %r21, %r22, %r23}}, [%rd0]; st.shared.v4.b32 [%r10], {{%r20, %r21, %r22, %r23}};
+bar.warp.sync -1;
+ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{names}}}, [%r10];
+mad.wide.u32 %rd1, %t, 4, %rd_out; {stores}
+mad.lo.s32 %r11, %t, 16, %r9;
+stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r11+512], {{{names}}};
+mad.wide.u32 %rd2, %t, 16, %rd_back; setp.lt.u32 %p0, %t, {8 * count};
+@%p0 ld.shared.v4.b32 {{%r24, %r25, %r26, %r27}}, [%r11+512];
+@%p0 st.global.v4.b32 [%rd2], {{%r24, %r25, %r26, %r27}};"""
+    x = bits(2, 1, 256)
+    out, back = np.zeros((4, 32), np.uint32), np.zeros(256, np.uint16)
+    small = kernel(body, ["x", "out", "back"], before=".extern .shared .align 16 .b8 room[];")
+    outcome = run(small, {"x": x, "out": out, "back": back}, 1024)
+    assert not outcome.totals, outcome.faults
+    matrices = x.reshape(4, 8, 8)[:count]
+    # Lane l holds row l / 4, columns 2 (l % 4) and the next one.
+    shown = matrices.transpose(0, 2, 1) if transposed else matrices
+    want = np.ascontiguousarray(shown).view(np.uint32).reshape(count, 32)
+    np.testing.assert_array_equal(out[:count], want)
+    np.testing.assert_array_equal(back[: 64 * count], x[: 64 * count])

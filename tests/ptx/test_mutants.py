@@ -1,0 +1,144 @@
+"""Faults put into compiled kernels are found: by the emulator, or because a chunk comes out wrong.
+
+A kind of fault is put into up to eight places of a kernel, one at a time, until one is found. Not each can be: some
+barriers are there for a memory that is not used again, some masks cover what is masked once more.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+from tests.emulation import KERNELS_RUN_ON
+from tests.ptx import scenarios
+from tests.ptx.driver import Faulty, State, state
+
+from cuvee.codec.errors import CuveeError
+
+pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
+PLACES = 8
+LIMIT = 1 << 22  # instructions of a program: what loops for good is found soon
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A kind of fault: what `pattern` finds in the PTX of a kernel becomes `instead`; `by` says what must find it."""
+
+    kind: str
+    kernel: str
+    pattern: str
+    instead: str
+    by: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.kind}, {self.kernel.strip('_')}"
+
+
+ANY = r"([^,]+)"
+MUTANTS = (
+    Mutant("swapped operands", "_encode_kernel", rf"(sub\.s32 \t%r\d+), {ANY}, {ANY};", r"\1, \3, \2;"),
+    Mutant("dropped barrier", "_gather", r"bar\.sync \t0;", "", "race"),
+    Mutant("dropped barrier", "_synthesize", r"bar\.sync \t0;", "", "race"),
+    Mutant("dropped barrier", "_quantize", r"bar\.sync \t0;", "", "race"),
+    Mutant("dropped barrier", "_count_symbols", r"bar\.sync \t0;", "", "race"),
+    Mutant("predicate off by one", "_sum_bytes", r"setp\.gt\.s64", "setp.ge.s64", "out of bounds"),
+    Mutant("predicate off by one", "_synthesize", r"setp\.lt\.s32", "setp.le.s32", "out of bounds"),
+    Mutant("predicate off by one", "_write_kernel", r"setp\.lt\.s32", "setp.le.s32", "out of bounds"),
+    Mutant("rounded up", "_quantize", r"cvt\.rmi\.", "cvt.rpi."),
+    Mutant("rounded to nearest", "_quantize", r"cvt\.rmi\.", "cvt.rni."),
+    Mutant("removed mask of a load", "_gather", r"@%p\d+ (ld\.global)", r"\1", "out of bounds"),
+    Mutant("removed mask of a load", "_encode_kernel", r"@%p\d+ (ld\.global)", r"\1", "out of bounds"),
+    Mutant("removed mask of a store", "_synthesize", r"@%p\d+ (st\.global)", r"\1"),
+    Mutant("removed mask of a store", "_decode_kernel", r"@%p\d+ (st\.global)", r"\1", "out of bounds"),
+    Mutant("negated mask", "_dequantize", r"@(%p\d+) (ld\.global)", r"@!\1 \2", "out of bounds"),
+    Mutant("shift off by one", "_encode_kernel", r"(shr\.u32 \t%r\d+, %r\d+), 16;", r"\1, 15;"),
+    Mutant("sign forgotten", "_dequantize", r"bfe\.s32", "bfe.u32"),
+    Mutant("low half of a product", "_encode_kernel", r"mul\.hi\.u32", "mul.lo.u32"),
+    Mutant("wait for fewer copies", "_analyze", r"cp\.async\.wait_group \t?\d+;", "cp.async.wait_group 7;", "copy"),
+    Mutant("shuffle by another distance", "_decode_kernel", r"(shfl\.sync\.up\.b32 \t%r\d+\S*, %r\d+), \d+", r"\1, 7"),
+    Mutant("shuffle by none", "_sum_bytes", r"(shfl\.sync\.bfly\.b32 \t%r\d+\S*, %r\d+), \d+", r"\1, 0"),
+    Mutant("stored instead of added", "_count_symbols", r"(atom\.\S*shared)\.add\.u32", r"\1.exch.b32"),
+    Mutant("maximum instead of sum", "_count_symbols", r"(red\.global\S*)\.add\.u32", r"\1.max.u32"),
+    Mutant("sum forgotten", "_sum_bytes", r"@%p\d+ red\.global[^;]*;", ""),
+    Mutant("choice turned around", "_decode_kernel", rf"(selp\.b32 \t%r\d+), {ANY}, {ANY},", r"\1, \3, \2,"),
+    Mutant("address off by 8", "_analyze", r"(ld\.shared\.v2\.b32 \t\{[^}]*\}, \[%r\d+)(?:\+\d+)?\];", r"\1+8];"),
+    Mutant("least instead of most", "_decode_kernel", r"redux\.sync\.max", "redux.sync.min"),
+    Mutant("most instead of sum", "_write_kernel", r"redux\.sync\.add", "redux.sync.max"),
+    Mutant("branch turned around", "_place_escapes", r"@(%p\d+) bra", r"@!\1 bra"),
+    Mutant("sum forgotten", "_synthesize", rf"fma\.rn\.f32 (\t%r\d+), {ANY}, {ANY}, {ANY};", r"mul.rn.f32 \1, \2, \3;"),
+    Mutant("sign of a sum", "_gather", r"sub\.f32", "add.f32"),
+    Mutant("returns at once", "_place_escapes", r"(mov\.u32 \t%r\d+, %tid\.x;)", r"\1 ret;"),
+)  # fmt: skip
+OF_SM_90 = (
+    Mutant("fence forgotten", "_analyze", r"fence\.proxy\.async[^;]*;", "", "without a fence"),
+    Mutant("wgmma not waited for", "_analyze", r"wgmma\.wait_group\.sync\.aligned\s+\d+;", ""),
+)
+RUNS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
+    "_decode_kernel": (scenarios.decodes, ("layer",)),
+    "_dequantize": (scenarios.decodes, ("layer",)),
+    "_place_escapes": (scenarios.decodes, ("layer", "generic")),
+    "_synthesize": (scenarios.decodes, ("layer",)),
+    "_count_symbols": (scenarios.encodes, ("lossless",)),
+    "_split_planes": (scenarios.encodes, ("lossless",)),
+    "_sum_bytes": (scenarios.encodes, ("lossless",)),
+}
+ENCODED = (scenarios.encodes, ("layer", "generic"))
+
+
+@pytest.fixture
+def emulator() -> Iterator[State]:
+    current = state()
+    options = current.options
+    yield current
+    current.options, current.mutate = options, None
+
+
+@pytest.mark.parametrize("scheme", scenarios.SCHEMES)
+def test_without_a_fault_nothing_is_found(scheme: str) -> None:
+    scenarios.decodes(scheme)
+    scenarios.encodes(scheme)
+
+
+@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_SM_90], ids=str)
+def test_faults_are_found(mutant: Mutant, emulator: State) -> None:
+    if mutant in OF_SM_90 and emulator.target != "sm_90":
+        pytest.skip("an instruction of sm_90")
+    run, schemes = RUNS.get(mutant.kernel, ENCODED)
+    for scheme in schemes:
+        run(scheme)
+    emulator.options = replace(emulator.options, limit=LIMIT)
+    texts = [own.text for own in emulator.kernels.values() if own.name == mutant.kernel]
+    count = max(len(re.findall(mutant.pattern, text)) for text in texts)
+    assert count, f"nothing in {mutant.kernel} is like {mutant.pattern}"
+    outcomes = []
+    for place in sorted({k * (count - 1) // max(PLACES - 1, 1) for k in range(PLACES)}):
+        outcomes.append(outcome(emulator, mutant, place, lambda: [run(scheme) for scheme in schemes]))
+        if outcomes[-1] and mutant.by in outcomes[-1]:
+            return
+    pytest.fail(f"nothing has found it: {outcomes}")
+
+
+def outcome(emulator: State, mutant: Mutant, place: int, scenario: Callable[[], object]) -> str:
+    """What found the fault in one place; empty if nothing did."""
+
+    def mutate(name: str, text: str) -> str:
+        found = list(re.finditer(mutant.pattern, text)) if name == mutant.kernel else []
+        if place >= len(found):
+            return text
+        at = found[place]
+        return text[: at.start()] + at.expand(mutant.instead) + text[at.end() :]
+
+    emulator.mutate = mutate
+    try:
+        scenario()
+    except Faulty as error:
+        return str(error)
+    except AssertionError:
+        return "wrong"
+    except CuveeError as error:  # the kernels' own checks, or the CPU's of what they wrote
+        return type(error).__name__
+    finally:
+        emulator.mutate = None
+    return ""
