@@ -9,6 +9,9 @@ import typer
 
 from cuvee.cli.options import Json
 from cuvee.cli.output import make_console, make_table, print_json
+from cuvee.codec.errors import InputError
+
+SHOWN_PS = 0.05  # of the model: what takes less is not worth a line
 
 
 class Target(StrEnum):
@@ -25,23 +28,34 @@ def kernels(
         list[Target] | None,
         typer.Option("--target", help="Compile for this one. Repeatable. Default: all.", show_default=False),
     ] = None,
+    as_model: Annotated[
+        bool, typer.Option("--model", help="Show what the counted work allows at most on known GPUs instead.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Compile the Triton kernels without a GPU and say what they cost. Exit code 1 if one exceeds its budget.
 
-    Shows the innermost loop's instructions (for the entropy coder also per symbol), registers, spills, memory, code.
+    Shows the innermost loop's instructions (for the entropy coder also per symbol), registers, spills, memory, code;
+    with --model, the least time that each kernel needs on an H200, and how fast coding may be on that and other GPUs.
 
     Example: cuvee kernels --target sm_90
     """
+    from cuvee.kernels.model import MACHINES, model
     from cuvee.kernels.static import TARGETS, check, report
 
+    if as_model and targets:
+        raise InputError("target: --model compiles for the GPUs that it knows; leave --target out")
+    modeled = sorted({machine.target for machine in MACHINES.values()})
     with make_console(stderr=True).status("compiling"):
-        data = report([target.value for target in targets] if targets else TARGETS)
+        data = report(modeled if as_model else [target.value for target in targets] if targets else TARGETS)
     wrong = check(data)
+    rows = model(data) if as_model else None
     if as_json:
-        print_json({**data, "violations": wrong})
-    else:
+        print_json({**data, "violations": wrong, **({} if rows is None else {"model": rows})})
+    elif rows is None:
         _show(data)
+    else:
+        _show_model(rows)
     for line in wrong:
         typer.echo(f"error: {line}", err=True)
     if wrong:
@@ -73,3 +87,32 @@ def _show(data: dict[str, Any]) -> None:
     console.print(table)
     console.print("loop: instructions; each: per symbol; spill, shared and code: bytes", highlight=False)
     console.print(", ".join(f"{name} {version}" for name, version in data["versions"].items()), highlight=False)
+
+
+def _show_model(rows: list[dict[str, Any]]) -> None:
+    from cuvee.kernels.model import LIMITS, MACHINES
+
+    first, *_ = MACHINES
+    table = make_table("coding", "kernel", *LIMITS, "limit", "GB/s")
+    totals = make_table("coding", "bits", *MACHINES)
+    speeds: dict[tuple[str, str, float], dict[str, str]] = {}
+    for row in rows:
+        speeds.setdefault((row["scheme"], row["way"], row["bits"]), {})[row["machine"]] = f"{row['gb_per_s']:,.0f}"
+        if row["machine"] != first:
+            continue
+        for own in row["kernels"]:
+            least = own["bounds"]
+            if max(least.values()) >= SHOWN_PS:
+                cells = (f"{least[limit]:.2f}" for limit in LIMITS)
+                speed = f"{own['gb_per_s']:,.0f}"
+                table.add_row(f"{row['way']}, {row['scheme']}", own["kernel"], *cells, own["limit"], speed)
+    for (scheme, way, bits), speed_of in speeds.items():
+        totals.add_row(f"{way}, {scheme}", f"{bits:.1f}", *(speed_of[machine] for machine in MACHINES))
+    console = make_console()
+    console.print(table)
+    console.print(
+        f"picoseconds per value that each limit of the {first} asks at least; kernels below {SHOWN_PS} are left out",
+        highlight=False,
+    )
+    console.print(totals)
+    console.print("GB/s of bfloat16 at most, all kernels one after the other; bits: per value", highlight=False)

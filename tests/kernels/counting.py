@@ -1,0 +1,186 @@
+"""What the kernels do with a chunk of Llama-3.1-8B's shape, counted by the emulator: `kernels/counts.json`.
+
+    python -m tests.kernels.counting            # counts all schemes for both targets and writes the file
+
+The chunk has 256 tokens of two layers (one where a section is a layer), 8 heads of 128, bfloat16. Its spectrum falls by
+2.5 % per component, and a profile's step is one at which this takes about 1.4 bits per value.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.codec import Codec
+from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.profile import Profile
+from cuvee.codec.rope import rotate
+
+FILE = Path(__file__).parents[2] / "kernels" / "counts.json"
+TOKENS, HEADS, DIM = 256, 8, 128
+LAYERS = {"head": 2, "head, classes": 2, "layer": 1, "generic": 2, "lossless": 2}
+STEPS = {"generic": 0.5}
+# Kernels by the names of their specs; those that are compiled in several ways are told apart by the scheme.
+NAMES = {
+    "_decode_kernel": "rans_decode", "_encode_kernel": "rans_encode",
+    "_decode_classes_kernel": "rans_decode_classes", "_encode_classes_kernel": "rans_encode_classes",
+    "_count_kernel": "count_words", "_write_kernel": "write_coded",
+}  # fmt: skip
+PRODUCTS = {
+    ("_synthesize", "head"): "synthesize head", ("_synthesize", "head, classes"): "synthesize class heads",
+    ("_synthesize", "layer"): "synthesize layer", ("_analyze", "head, classes"): "analyze classes",
+}  # fmt: skip
+_THROUGH = ("st.global", "atom.global", "cp.async")  # what a first-level cache does not keep from the second
+
+
+def _layout(layers: int) -> KVLayout:
+    turns = (500000.0 ** (-torch.arange(0, DIM, 2) / DIM)).tolist()
+    return KVLayout(
+        "llama", (LayerLayout(HEADS, DIM, DIM, Rope(tuple(turns), 1.0, False)),) * layers, "bfloat16", 131072
+    )
+
+
+def _chunk(layout: KVLayout, tokens: int, seed: int) -> KVChunk:
+    noise = torch.Generator().manual_seed(seed)
+    parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+    falling = 0.975 ** torch.arange(DIM)
+    for index, layer in enumerate(layout.layers):
+        fixed = torch.Generator().manual_seed(1000 + index)
+        for rope, out in zip((layer.rope, None), parts, strict=True):
+            heads = []
+            for _ in range(HEADS):
+                turn, _ = torch.linalg.qr(torch.randn(DIM, DIM, generator=fixed))
+                mean = torch.randn(DIM, generator=fixed)
+                heads.append(torch.randn(tokens, DIM, generator=noise) @ (turn * falling[:, None]) + mean)
+            x = torch.stack(heads, 1)
+            out.append((x if rope is None else rotate(x, rope, torch.arange(tokens))).to(torch.bfloat16))
+    return KVChunk(*parts, layout, 0)
+
+
+def count(scheme: str) -> dict[str, Any]:
+    """Encode and decode one chunk on the emulator, which is installed.
+
+    Returns:
+        `values` of the chunk, `bits` per value, and `encode` and `decode`: what each kernel did per value, by the names
+        of `cuvee.kernels.model.Count`.
+    """
+    layers = LAYERS[scheme]
+    layout = _layout(layers)
+    kind, _, classed = scheme.partition(", ")
+    if kind in ("generic", "lossless"):
+        profile = Profile.generic(layout)
+    else:
+        seen = 2900 if kind == "layer" else 320
+        profile = Profile.fit(layout, [_chunk(layout, seen, seed) for seed in range(100, 104)], kind)
+    quality: dict[str, Any] = {"quality": "lossless"} if kind == "lossless" else {"step": STEPS.get(kind, 0.8)}
+    codec = Codec(profile, backend="triton", **quality)
+    one = _chunk(layout, TOKENS, 0)
+    weights = 4.0 ** torch.randn(TOKENS, generator=torch.Generator().manual_seed(1)) if classed else None
+    values = 2 * layers * HEADS * DIM * TOKENS
+    with counted() as encoded:
+        blob = codec.encode(one, importance=weights)
+    with counted() as decoded:
+        codec.decode(blob, 1000)
+    made: dict[str, Any] = {"values": values, "bits": round(8 * len(blob) / values, 3)}
+    for name, kernels in (("encode", encoded), ("decode", decoded)):
+        made[name] = {
+            PRODUCTS.get((own.name, scheme), NAMES.get(own.name, own.name.removeprefix("_"))): _summary(own, values)
+            for own in kernels
+        }
+    return made
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A kernel's name, its instructions, and what was counted of each, by name of the count."""
+
+    name: str
+    codes: Sequence[Any]
+    counts: Mapping[str, Any]
+
+
+@contextmanager
+def counted() -> Iterator[list[Ran]]:
+    """The kernels that run within, and what they do there, once it is left."""
+    from tests.ptx.driver import state
+
+    current = state()
+    before = {key: own.counts.copy() for key, own in current.kernels.items()}
+    options, current.options = current.options, replace(current.options, count=True)
+    ran: list[Ran] = []
+    try:
+        yield ran
+    finally:
+        current.options = options
+    for key, own in current.kernels.items():
+        names = own.counts.dtype.names or ()
+        counts = {name: own.counts[name] - (before[key][name] if key in before else 0) for name in names}
+        if counts["runs"].any():
+            ran.append(Ran(own.name, own.encoded.codes, counts))
+
+
+def _summary(kernel: Ran, values: int) -> dict[str, float]:
+    """A kernel's row, per value."""
+    out = dict.fromkeys(
+        ("instructions", "requests", "sectors", "least_sectors", "through", "transfers", "written", "passes",
+         "least_passes", "barriers", "flops"), 0.0
+    )  # fmt: skip
+    lanes = 0
+    for index, code in enumerate(kernel.codes):
+        counts = {name: int(of[index]) for name, of in kernel.counts.items()}
+        runs, units, op = counts["runs"], counts["units"], code.op
+        out["instructions"] += runs
+        lanes += counts["lanes"]
+        if op.endswith(".global") or op == "cp.async":
+            out["requests"] += counts["requests"]
+            out["sectors"] += units
+            out["least_sectors"] += counts["least"]
+            out["through"] += units if op in _THROUGH else 0
+            out["transfers"] += max(counts["requests"], units / 4)
+            if op == "st.global":
+                out["written"] += counts["lanes"] * int(code.fields["width"]) * int(code.fields["count"])
+        elif counts["requests"]:
+            out["passes"] += units
+            out["least_passes"] += counts["least"]
+        if op == "bar.sync":
+            out["barriers"] += runs
+        if op == "mma":
+            wide = int(code.fields["width"])
+            out["flops"] += runs * 2 * 16 * 8 * wide * (2 if code.fields["mode"] == 2 else 1)
+        elif op == "wgmma":
+            # A warp's quarter of 64 rows. A product of TF32 takes the time of two of bfloat16.
+            deep, times = (8, 2) if code.fields["mode"] == 2 else (16, 1)
+            out["flops"] += runs * 2 * 16 * 8 * int(code.fields["width"]) * deep * times
+    made = {name: float(f"{amount / values:.4g}") for name, amount in out.items()}
+    return {**made, "lanes": round(lanes / max(1.0, out["instructions"]), 2)}
+
+
+def _main() -> None:
+    """Count for the target of CUVEE_PTX_TARGET and print it; without one, for both, and write the file."""
+    from tests import emulation
+
+    target = os.environ.get("CUVEE_PTX_TARGET")
+    if target:
+        emulation.start()
+        print(json.dumps({scheme: count(scheme) for scheme in LAYERS}))
+        return
+    found: dict[str, Mapping[str, Any]] = {}
+    for target in ("sm_90", "sm_80"):
+        environment = {**os.environ, "CUVEE_PTX_TARGET": target}
+        command = [sys.executable, "-P", "-m", __spec__.name]
+        found[target] = json.loads(subprocess.run(command, env=environment, check=True, capture_output=True).stdout)
+    FILE.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,197 @@
+"""What the kernels do with a chunk, counted by the emulator, against what `counts.json` says; the model made of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.emulation import KERNELS_RUN_ON
+from tests.kernels import counting
+from typer.testing import CliRunner
+
+from cuvee.cli import app
+from cuvee.codec.errors import CuveeError
+from cuvee.kernels import model, static
+from cuvee.kernels.model import LIMITS, MACHINES, Count, bounds
+from cuvee.kernels.static import Instruction, expansion, innermost_loops, parse_ptx
+
+TARGETS = ("sm_80", "sm_90")
+# How far a count may lie from the one in the file. Sectors depend on where arrays begin, and on a CPU some begin within
+# a sector.
+ROOM = dict.fromkeys(("sectors", "transfers", "through"), 1.15)
+
+# What the design owes, per value of bfloat16 or, of the entropy coder, per symbol.
+MOST = {
+    ("head", "decode", "rans_decode", "instructions"): 46 / 32,
+    ("head", "decode", "rans_decode", "sectors"): 27 / 32,
+    ("head", "encode", "rans_encode", "instructions"): 38 / 32,
+    ("head", "encode", "quantize", "instructions"): 1.8,
+    ("head", "decode", "dequantize", "instructions"): 1.1,
+    ("head, classes", "encode", "quantize_classes", "instructions"): 3.6,
+    ("head, classes", "encode", "quantize_classes", "barriers"): 0.03,
+    ("head, classes", "decode", "dequantize_classes", "instructions"): 2.8,
+    ("head, classes", "decode", "dequantize_classes", "barriers"): 0.02,
+}  # fmt: skip
+
+
+def machine() -> model.Machine:
+    """Of round numbers: a clock of all multiprocessors is a picosecond."""
+    return model.Machine("sm_90", 1000, 1.0, 1.0, 1.0, 1.0)
+
+
+def report_of(target: str) -> dict[str, Any]:
+    """As `static.report` would say it of all kernels that were counted, each twice as long as its PTX."""
+    names = {k for found in model.counts(target).values() for way in ("encode", "decode") for k in found[way]}
+    return {"kernels": [{"kernel": k, "target": target, "expansion": 2.0, "integer_share": 0.5} for k in names]}
+
+
+@pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason="the emulator counts, which runs no kernels here")
+@pytest.mark.parametrize("scheme", ["head", "head, classes", "generic", "lossless"])
+def test_kernels_do_no_more_than_was_counted(scheme: str) -> None:
+    from tests.ptx.driver import state
+
+    now, told = counting.count(scheme), model.counts(state().target)[scheme]
+    assert now["values"] == told["values"] and now["bits"] == pytest.approx(told["bits"], rel=0.01)
+    for way in ("encode", "decode"):
+        assert now[way].keys() == told[way].keys()
+        for kernel, own in now[way].items():
+            for name in Count.__slots__:
+                had = getattr(told[way][kernel], name)
+                room = ROOM.get(name, 1.02)
+                # Where it has become less, `python -m tests.kernels.counting` writes the file anew.
+                assert had / room - 1e-4 <= own[name] <= had * room + 1e-4, (scheme, way, kernel, name, own[name], had)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_counts_keep_to_the_budgets(target: str) -> None:
+    found = model.counts(target)
+    assert found.keys() == counting.LAYERS.keys()
+    for (scheme, way, kernel, name), most in MOST.items():
+        # A decoded symbol is a byte written.
+        per = found[scheme]["decode"]["rans_decode"].written if kernel.startswith("rans") else 1.0
+        assert 0 < getattr(found[scheme][way][kernel], name) / per <= most, (kernel, name)
+    for scheme, own in found.items():
+        for way in ("encode", "decode"):
+            for kernel, count in own[way].items():
+                assert 27 <= count.lanes <= 32, (scheme, kernel)
+                # A histogram adds where symbols say.
+                if kernel not in ("count_symbols", "decoding_tables"):
+                    assert count.passes == count.least_passes, (scheme, kernel)
+
+
+def test_the_longest_time_is_the_bound() -> None:
+    nothing = Count(*[0.0] * len(Count.__slots__))
+    for changed, limit, ps in (
+        ({"instructions": 8.0}, "issue", 8 * 3 / 4),
+        ({"transfers": 3.0, "passes": 2.0}, "L1", 5.0),
+        ({"through": 2.0}, "L2", 64.0),
+        ({"written": 5.0}, "DRAM", 5.0),
+        ({"flops": 7.0}, "tensor", 7.0),
+    ):
+        found = bounds(replace(nothing, **changed), 0.0, 3.0, 0.1, machine())
+        assert tuple(found) == LIMITS and max(found, key=lambda name: found[name]) == limit
+        assert found[limit] == pytest.approx(ps)
+    assert bounds(replace(nothing, instructions=8.0), 0.0, 1.0, 0.75, machine())["integer"] == pytest.approx(3.0)
+    assert bounds(nothing, 4.0, 1.0, 0.5, machine())["DRAM"] == pytest.approx(4.0)
+
+
+def test_kernels_add_up() -> None:
+    rows = model.model(report_of("sm_90"), ("H200",))
+    assert {(row["scheme"], row["way"]) for row in rows} == {
+        (s, w) for s in counting.LAYERS for w in ("encode", "decode")
+    }
+    for row in rows:
+        assert row["ps"] == pytest.approx(sum(max(own["bounds"].values()) for own in row["kernels"]))
+        assert row["gb_per_s"] == pytest.approx(2000 / row["ps"])
+    (decode,) = (row for row in rows if (row["scheme"], row["way"]) == ("head", "decode"))
+    own = {kernel["kernel"]: kernel["bounds"] for kernel in decode["kernels"]}
+    found = model.counts("sm_90")["head"]
+    # Dequantizing reads what the entropy coder wrote, which read the blob.
+    read = found["decode"]["rans_decode"].written
+    wrote = found["decode"]["dequantize"].written
+    assert own["dequantize"]["DRAM"] == pytest.approx((read + wrote) / MACHINES["H200"].dram)
+    assert own["rans_decode"]["DRAM"] == pytest.approx((found["bits"] / 8 + read) / MACHINES["H200"].dram)
+
+
+def test_what_a_report_lacks_is_said() -> None:
+    report = report_of("sm_90")
+    report["kernels"] = [entry for entry in report["kernels"] if entry["kernel"] != "dequantize"]
+    with pytest.raises(CuveeError, match="the report says nothing of dequantize on sm_90"):
+        model.model(report, ("H200",))
+    with pytest.raises(CuveeError, match="no counts for gfx942"):
+        model.counts("gfx942")
+
+
+def test_counts_that_do_not_parse_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(model, "__file__", str(tmp_path / "model.py"))
+    for text in (None, "{", '{"sm_90": {"head": {"encode": {"a": {"lanes": 1}}, "decode": {}}}}'):
+        if text is not None:
+            (tmp_path / "counts.json").write_text(text)
+        with pytest.raises(CuveeError, match="no counts for sm_90"):
+            model.counts("sm_90")
+
+
+PTX = """
+.visible .entry count(.param .u64 .ptr .global .align 1 count_param_0)
+.reqntid 32
+{
+	.reg .pred 	%p<3>;
+	.loc	1 5 0
+	ld.param.b64 	%rd1, [count_param_0];
+	@%p1 bra 	$L__BB0_3;
+	bra.uni 	$L__BB0_1;
+$L__BB0_1:                              // =>This Inner Loop Header: Depth=1
+	add.s32 	%r1, %r1, 1;
+	// begin inline asm
+	@%p2 ld.global.L1::evict_first.v2.b32 { %r2, %r3 }, [ %rd1 + 0 ];
+	// end inline asm
+	@%p2 st.global.b8 	[%rd2], %r2;
+	setp.lt.s32 	%p1, %r1, 9;
+	@%p1 bra 	$L__BB0_1;
+$L__BB0_3:
+	ret;
+}
+"""
+
+
+def test_ptx_is_read_as_far_as_loops_go() -> None:
+    code = parse_ptx(PTX)
+    assert [i.access for i in code] == ["", "", "", "", "load64", "store8", "", "", ""]
+    (loop,) = innermost_loops(code)
+    assert [i.at for i in loop] == [3, 4, 5, 6, 7]
+
+
+def test_expansion_allows_for_unrolling() -> None:
+    def loop(length: int, accesses: int) -> list[Instruction]:
+        body = [
+            Instruction(at, "memory" if at < accesses else "integer", "load8" * (at < accesses)) for at in range(length)
+        ]
+        return [*body[:-1], replace(body[-1], target=0), Instruction(length, "control", falls=False)]
+
+    assert expansion(loop(10, 2), loop(5, 2)) == 2.0
+    assert expansion(loop(20, 4), loop(5, 2)) == 2.0  # unrolled twice
+    assert expansion(loop(10, 0), loop(5, 0)) == 2.0
+    straight = [Instruction(at, "integer") for at in range(6)]
+    assert expansion(straight, straight[:4]) == 1.5
+
+
+def test_command_shows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = {"kernels": [entry for target in TARGETS for entry in report_of(target)["kernels"]], "versions": {}}
+    asked: list[list[str]] = []
+
+    def report(targets: list[str]) -> dict[str, Any]:
+        asked.append(targets)
+        return both
+
+    monkeypatch.setattr(static, "report", report)
+    monkeypatch.setattr(static, "check", lambda data: [])
+    shown = CliRunner().invoke(app, ["kernels", "--model"])
+    assert shown.exit_code == 0 and asked == [["sm_80", "sm_90"]]
+    assert all(name in shown.output for name in (*MACHINES, "rans_decode", "synthesize", "lossless"))
+    read = json.loads(CliRunner().invoke(app, ["kernels", "--model", "--json"]).output)
+    assert len(read["model"]) == len(MACHINES) * len(counting.LAYERS) * 2
+    wrong = CliRunner().invoke(app, ["kernels", "--model", "--target", "sm_90"])
+    assert wrong.exit_code != 0 and "leave --target out" in wrong.output
