@@ -329,9 +329,10 @@ def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
     """Triton's `input_precision` for coefficients of `dtype` that become `element`.
 
     float16 has as many significant bits as a TF32 factor, 11. Tensor cores cut factors off there, so a value is wrong
-    by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32.
+    by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32, and where its compiler has no
+    such word it refuses it for bfloat16 coefficients too, whose products are the same under any.
     """
-    return "tf32" if dtype != torch.float32 or (element == torch.float16 and not torch.version.hip) else "ieee"
+    return "ieee" if torch.version.hip or (dtype == torch.float32 and element != torch.float16) else "tf32"
 
 
 def synthesis_config(
@@ -552,9 +553,7 @@ def _synthesis_spec(
         "ALIGNED": True, "PAIRS": 64, "PRECISION": product_precision(dtype, element),
         **({"CLASSED": True} if classed else _PLAIN),
     }  # fmt: skip
-    hip: dict[str, object] = {"num_stages": min(config.num_stages, HIP_STAGES)}
-    if dtype == torch.float32:
-        hip["constants"] = {"PRECISION": "ieee"}
+    hip = {"num_stages": min(config.num_stages, HIP_STAGES), "constants": {"PRECISION": "ieee"}}
     return _spec(
         name, _synthesize, constants, config.num_warps, config.num_stages, changes={"gfx942": hip}, y=y, basis=y
     )

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64)}
+TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx1100": ("hip", "gfx1100", 32)}
 
 
 def take_over(target: str) -> list[str]:

@@ -643,6 +643,13 @@ def test_float16_takes_products_of_its_own_precision() -> None:
     assert wide.block_t > exact.block_t
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_amd_is_never_asked_for_tf32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """gfx1100 has no such precision, and its compiler refuses the word even where it means nothing."""
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert {transform.product_precision(dtype, element) for element in (torch.float16, torch.bfloat16)} == {"ieee"}
+
+
 def test_choice_of_config() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         for rank in (0, 88, 128, 1400):
