@@ -329,8 +329,8 @@ def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
     """Triton's `input_precision` for coefficients of `dtype` that become `element`.
 
     float16 has as many significant bits as a TF32 factor, 11. Tensor cores cut factors off there, so a value is wrong
-    by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32, and where its compiler has no
-    such word it refuses it for bfloat16 coefficients too, whose products are the same under any.
+    by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32, and some of its
+    compilers refuse the word for bfloat16 coefficients too, whose products are the same under any.
     """
     return "ieee" if torch.version.hip or (dtype == torch.float32 and element != torch.float16) else "tf32"
 

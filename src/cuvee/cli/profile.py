@@ -133,6 +133,8 @@ def _process_of_torchrun(device: str) -> tuple[int, bool]:
     if device.startswith("cuda"):
         import torch
 
+        if device != "cuda":
+            raise InputError(f"--device: must be cuda under torchrun, which gives each process a GPU, got {device}")
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     distributed.init_process_group("nccl" if device.startswith("cuda") else "gloo")
     return distributed.get_rank(), True

@@ -37,6 +37,13 @@ def test_ratios_are_those_of_a_16_bit_cache(tmp_path: Path, books: Any) -> None:
         assert f"{16 / point.bits_per_value:.1f}x" in row
 
 
+def test_under_torchrun_no_gpu_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All processes would compute on one, while NCCL adds up what lies on their own."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    options = ("-o", tmp_path / "p", "--device", "cuda:1")
+    fails("profile", "learn", bundled_model_path(), *options, match="--device: must be cuda under torchrun")
+
+
 def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any) -> None:
     rows = [{"input_ids": row} for row in books.harbour[:10].tolist()]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n" + json.dumps(rows[0]["input_ids"]))
