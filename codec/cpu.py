@@ -140,7 +140,7 @@ class CpuBackend:
         return made
 
     def _workers(self, tokens: int, layout: KVLayout) -> int:
-        """Threads worth starting for so many tokens."""
+        """Return how many threads are worth starting for this many tokens."""
         return self._threads if tokens * layout.values_per_token >= PARALLEL_VALUES else 1
 
 

@@ -26,7 +26,7 @@ _BITS = {
     2: torch.int16,
     4: torch.int32,
     8: torch.int64,
-}  # stand in for values of so many bytes: copied, never computed
+}  # stand in for values of that size: copied, never computed
 
 
 class PageOrder:

@@ -39,7 +39,7 @@ class Pool:
         self._helpers: ThreadPoolExecutor | None = None
 
     def run(self, jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-        """Run all jobs on up to so many threads. The first error ends the rest, and is raised.
+        """Run all jobs on at most this many threads. The first error ends the others and is raised.
 
         Each thread takes the next job when it has done one, so a slow thread delays its own job alone. Where the system
         starts no more threads, those that run do all the work. No job runs any more when this returns or raises,

@@ -165,7 +165,7 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
         more: float32 array; the same of the levels above it.
         step: float32 array; the same of the steps.
         first: the first column.
-        active: coefficients beyond so many are zero.
+        active: number of leading coefficients that may differ from zero.
         out: float32 array, or uint16 for the bits of bfloat16, rounded to nearest, ties to even.
         to: 16 coefficients are written there.
 

@@ -1,4 +1,4 @@
-"""What to say to somebody who gave a name that is not known."""
+"""Suggest the nearest known names in an error about an unknown one."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32
 
 
 def too_large_error(steps: float) -> InputError:
-    """What is wrong with a chunk whose largest coefficient is so many steps large."""
+    """Return the error about a chunk whose largest coefficient is this many steps large."""
     return InputError(
         f"the KV cache holds values that are {steps:.3g} quantizer steps large: encode it with quality='lossless'"
     )

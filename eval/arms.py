@@ -134,7 +134,7 @@ def _run_arms(config: ArmsConfig, out: Path | None, console: Console, command: s
         profile = load_matching_profile(config.profile, layout, fingerprint, config.model)
     asked = {
         **asdict(config),
-        # Folders are nobody's business. Which arms and tasks there are is seen from the scores.
+        # Reports leave folders out. Which arms and tasks there are is seen from the scores.
         "model": Path(config.model).name,
         "profile": None if profile is None else profile.id.hex(),
         "data": None if config.data is None else "DIR",

@@ -224,5 +224,5 @@ def load_matching_profile(path: str, layout: KVLayout, fingerprint: str, model: 
 
 
 def text_entry(corpus: Corpus) -> dict[str, Any]:
-    """What a report says of a text. Its folder is nobody's business."""
+    """Describe a text for a report, without the folder it lies in."""
     return {"name": Path(corpus.name).name, "sha256": corpus.sha256, "tokens": corpus.tokens}

@@ -50,11 +50,11 @@ class DeviceScheme(Protocol):
         ...
 
     def decode_bytes(self, tokens: int) -> int:
-        """Scratch that decoding a chunk of so many tokens takes."""
+        """Return the scratch memory that decoding a chunk of this many tokens takes, in bytes."""
         ...
 
     def encode_bytes(self, tokens: int) -> int:
-        """Scratch that encoding a chunk of so many tokens takes."""
+        """Return the scratch memory that encoding a chunk of this many tokens takes, in bytes."""
         ...
 
     def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Any:
@@ -185,7 +185,7 @@ class TritonBackend:
 
 
 def _check_tokens(tokens: int) -> int:
-    """`tokens` of a chunk, if a launch takes so many; else raises InputError."""
+    """Return `tokens`, or raise InputError if one launch cannot take a chunk of that length."""
     if tokens > MAX_TOKENS:
         raise InputError(f"a chunk of {tokens} tokens is beyond the {MAX_TOKENS} that a GPU codes: use smaller ones")
     return tokens

@@ -63,7 +63,7 @@ class CacheMemory:
 
 
 def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> I64:
-    """`chunks` for runs of so many tokens that lie one after the other in `slots`."""
+    """Return `chunks` for runs of these lengths that lie one after the other in `slots`."""
     table = np.zeros((len(tokens), len(ChunkField)), np.int64)
     table[:, ChunkField.TOKENS] = tokens
     table[1:, ChunkField.FIRST] = np.cumsum(tokens[:-1])

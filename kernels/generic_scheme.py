@@ -94,7 +94,7 @@ class GenericDevice:
     # Decoding --------------------------------------------------------------------------------------------------
 
     def decode_bytes(self, tokens: int) -> int:
-        """Scratch that decoding a chunk of so many tokens takes, at most."""
+        """Return the most scratch memory that decoding a chunk of this many tokens takes, in bytes."""
         return 6 * tokens * int(self._first[-1])
 
     def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> GenericBatch:
@@ -151,7 +151,7 @@ class GenericDevice:
     # Encoding --------------------------------------------------------------------------------------------------
 
     def encode_bytes(self, tokens: int) -> int:
-        """Scratch that encoding a chunk of so many tokens takes, at most."""
+        """Return the most scratch memory that encoding a chunk of this many tokens takes, in bytes."""
         return tokens * (4 * self._geometry.tiles.columns + 7 * int(self._first[-1]))
 
     def encode(

@@ -55,7 +55,7 @@ class LosslessBatch:
 
 
 def _plans(planes: Sequence[int]) -> I64:
-    """Plans of jobs with so many coded planes of channels each, whose tables follow each other."""
+    """Build plans for jobs with this many coded planes of channels each; their tables follow one another."""
     plans = np.zeros((len(planes), len(PlanField)), np.int64)
     plans[:, PlanField.PLANES] = planes
     plans[:, PlanField.FIRST] = plans[:, PlanField.REST] = np.cumsum([0, *planes])[:-1]
@@ -80,7 +80,7 @@ class LosslessDevice:
         self._dtype = layout.torch_dtype
 
     def _empty_table(self, jobs: int, sections: range) -> I64:
-        """A table of `BytePlaneField` for so many jobs with HEAD_DIM filled in."""
+        """Return a table of `BytePlaneField` for this many jobs, with HEAD_DIM filled in."""
         heads = [
             size
             for layer in self._layout.layers[sections.start : sections.stop]
@@ -96,7 +96,7 @@ class LosslessDevice:
     # Decoding --------------------------------------------------------------------------------------------------
 
     def decode_bytes(self, tokens: int) -> int:
-        """Scratch that decoding a chunk of so many tokens takes, at most."""
+        """Return the most scratch memory that decoding a chunk of this many tokens takes, in bytes."""
         return tokens * self._layout.bytes_per_token
 
     def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> LosslessBatch:
@@ -186,7 +186,7 @@ class LosslessDevice:
     # Encoding --------------------------------------------------------------------------------------------------
 
     def encode_bytes(self, tokens: int) -> int:
-        """Scratch that encoding a chunk of so many tokens takes, at most."""
+        """Return the most scratch memory that encoding a chunk of this many tokens takes, in bytes."""
         return 3 * tokens * self._layout.bytes_per_token
 
     def encode(

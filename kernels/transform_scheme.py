@@ -102,7 +102,7 @@ class TransformDevice:
     # Decoding --------------------------------------------------------------------------------------------------
 
     def decode_bytes(self, tokens: int) -> int:
-        """Scratch that decoding a chunk of so many tokens takes, as a rule."""
+        """Return the scratch memory that decoding a chunk of this many tokens usually takes, in bytes."""
         plans, _ = self._usual_plans()
         width = self._plan.product.itemsize
         return int(tokens * (plans[:, PlanField.PLANES].sum() + width * plans[:, PlanField.EXTENT].sum()))
@@ -227,7 +227,7 @@ class TransformDevice:
     # Encoding --------------------------------------------------------------------------------------------------
 
     def encode_bytes(self, tokens: int) -> int:
-        """Scratch that encoding a chunk of so many tokens takes, as a rule."""
+        """Return the scratch memory that encoding a chunk of this many tokens usually takes, in bytes."""
         plans, leading = self._usual_plans()
         rows, planes = int(plans[:, PlanField.EXTENT].sum()), int(plans[:, PlanField.PLANES].sum())
         return tokens * (4 * (self._plan.geometry.tiles.columns + rows + ARRAYS * leading) + 3 * planes)

@@ -28,7 +28,7 @@ _pool = Pool(min(MAX_THREADS, os.cpu_count() or 1), "cuvee-upload")
 
 
 def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -> list[T]:
-    """Apply a function that reads or copies so many bytes in all; on several threads if they are many.
+    """Apply a function that reads or copies this many bytes in all, on several threads if that pays.
 
     Hashing and copying let go of the interpreter's lock. One core does both at about 11 GB/s of blobs, a third of
     what a device decodes.

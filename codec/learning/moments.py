@@ -191,7 +191,7 @@ def new_moments(layout: KVLayout, group: str, processes: int = 1, device: torch.
 
 
 def need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
-    """Raise ProfileError unless so many tokens can carry the bases of a group."""
+    """Raise ProfileError unless this many tokens suffice for the bases of a group."""
     largest = max(size for section in partition(layout, group) for size in section.blocks)
     need = TOKENS_PER_VALUE * largest
     if tokens < need:

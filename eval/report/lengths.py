@@ -43,7 +43,7 @@ def length_tokens(
         texts: to cut them from.
         lengths: cached tokens.
         scored: tokens after them.
-        count: at most so many sequences.
+        count: the most sequences to measure.
         positions: of the model; None if there is no limit.
         repeated: whether the scored tokens of every second row repeat a part of what all lengths have cached.
         seed: of these repeats.

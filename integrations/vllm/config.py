@@ -14,7 +14,7 @@ from cuvee.integrations.vllm.blending.options import BlendOptions
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 _DECISIONS = ("measured", "always")
-# A request that loads waits for a step of the engine at least, and so many tokens more hardly make a step longer.
+# A request that loads waits for at least one step of the engine, which this many more tokens hardly lengthen.
 _LEAST_TOKENS = 64
 
 

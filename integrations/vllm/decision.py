@@ -35,7 +35,7 @@ MIN_SAMPLES = 5
 # Weight halves every 8 samples, so that 8 after a change the new ones outweigh all the old; 4 half-lives are kept.
 HALF_LIFE = 8
 WINDOW = 32
-# One in so many loads that look too slow is tried all the same, or no sample would ever say that they no longer are.
+# One in this many loads that look too slow is tried all the same: only a sample shows that they no longer are.
 TRIAL_EVERY = 32
 # Seconds between reports of a changed break-even length: noise alone may move it by a quarter.
 REPORT_SECONDS = 60.0
@@ -75,7 +75,7 @@ class Estimate:
 
     @property
     def break_even(self) -> float:
-        """Loads of at least so many tokens pay: at least 1; `math.inf` if loading is slower per token."""
+        """Return the length from which loads pay: at least 1; `math.inf` if loading is slower per token."""
         saved = 1 / self.prefill_rate - 1 / self.load_rate
         return max(1, math.ceil(self.overhead / saved)) if saved > 0 else math.inf
 
@@ -154,7 +154,7 @@ class BreakEven:
 
     @property
     def tokens(self) -> float | None:
-        """Break-even length: loads of at least so many tokens pay; `math.inf`: none does; None: not measured yet."""
+        """Return the break-even length in tokens: `math.inf` if no load pays, None if not yet measured."""
         estimate = self.estimate
         return None if estimate is None else estimate.break_even
 

@@ -137,8 +137,8 @@ METRICS: dict[str, Metric] = {
         Metric("store_entries", "gauge", "Chunks a tier holds, where it knows.", "tier", ranks="first"),
         Metric("store_bytes", "gauge", "Bytes a tier holds, where it knows.", "tier", ranks="first"),
         Metric("ratio", "gauge", "raw_bytes over stored_bytes since the start.", ranks="first"),
-        Metric("break_even_tokens", "gauge", "Loads of at least so many tokens are quicker than computing them; +Inf: "
-               "none is. Absent until it was measured.", ranks="first"),
+        Metric("break_even_tokens", "gauge", "Length in tokens from which loading is quicker than computing; +Inf: "
+               "at no length. Absent until it was measured.", ranks="first"),
         Metric("prefill_tokens_per_second", "gauge", "Measured speed of computing tokens.", ranks="first"),
         Metric("load_tokens_per_second", "gauge", "Measured speed of loading tokens, the fixed cost of a load apart.",
                ranks="first"),

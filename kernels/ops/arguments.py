@@ -51,7 +51,7 @@ class TileTable:
     first_column: int = 0
 
     def grid(self, batch: ChunkBatch, tokens: int) -> tuple[int, int, int]:
-        """Programs of a launch in which each takes so many tokens of one tile: blocks of tokens, tiles, chunks."""
+        """Return the grid of programs that take this many tokens of one tile: blocks of tokens, tiles, chunks."""
         return -(-batch.max_tokens // tokens), len(self.tiles), len(batch.chunks)
 
 

@@ -416,7 +416,7 @@ def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, class
 
 
 def class_bytes(words: Count) -> Count:
-    """Size of what a coded part holds of the classes, whose stream has so many words."""
+    """Return the size of the classes in a coded part whose class stream has this many words."""
     size: Count = CLASS_HEADER_BYTES + 2 * words
     return size
 

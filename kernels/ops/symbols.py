@@ -76,7 +76,7 @@ RUN = tl.constexpr(_RUN)
 _TOKENS = _GROUPS * _RUN
 _BLOCK_ROWS = 4  # rows of `quantize`: its many numbers per row take registers
 ENTRIES = 128  # of an escape list at a time
-CELLS = 1 << 16  # a program for the escapes of so many values, one in 512; it repeats where there are more
+CELLS = 1 << 16  # values per program that lists escapes, one in 512; a program repeats where there are more
 MAX_GRID = 65535  # programs along the second and third axis
 
 

@@ -91,7 +91,7 @@ class FlatCache:
         return cache
 
     def parts(self, count: int) -> list[Part]:
-        """The cache as so many runs of layers, or as many as there are layers."""
+        """Return the cache as this many runs of layers, or as one run per layer if there are fewer."""
         layers, layout = self.chunk.layout.num_layers, self.chunk.layout
         count = min(count, layers)
         out, first = [], 0

@@ -131,7 +131,7 @@ def _length(
     question: Sequence[int],
     say: Any,
 ) -> dict[str, Any]:
-    """Prompts of so many tokens of documents."""
+    """Make prompts with this many tokens of documents."""
     rng = random.Random(length)
     full: list[float] = []
     blended: dict[float, list[float]] = {cost: [] for cost in scope.costs}

@@ -27,7 +27,7 @@ class BlendOptions:
         min_context: tokens that must stand before a segment to be stored, unless the request itself names it. What was
             computed at the beginning of a prompt knows too little of what usually stands before it.
         min_reused: tokens that a blend must reuse; below, a prompt is computed.
-        check_every: compute one in so many blends exactly, too, and export how far the next token's distribution moved
+        check_every: also compute every n-th blend exactly, and export how far the next token's distribution moved
             (`blend_kl`). That takes a whole prefill, in slices like the blend's own. 0: never.
         most_segments: of a prompt, that are looked up and stored. Of more, the longest are kept, of equal ones the
             first: clients choose how many there are, and the longest save the most per question to the store.

@@ -36,7 +36,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 logger = logging.getLogger(__name__)
 
 
-_LEAST_SHARE = 4  # of a step: one in so many of its tokens
+_LEAST_SHARE = 4  # a slice takes at least one in this many of a step's tokens
 
 
 def least_slice(step_tokens: int) -> int:

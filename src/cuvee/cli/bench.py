@@ -64,7 +64,7 @@ def bench_cpu(
     threads: Annotated[
         list[int] | None,
         typer.Option(
-            "--threads", min=1, show_default=False, help="Compare with so many threads. Repeatable. Default: 1 and 2."
+            "--threads", min=1, show_default=False, help="Number of threads to compare. Repeatable. Default: 1 and 2."
         ),
     ] = None,
     out: _Out = None,
@@ -122,7 +122,7 @@ def bench_engine(
     lengths: Annotated[
         list[int] | None,
         typer.Option(
-            "--length", metavar="TOKENS", show_default=False, help="Time prefixes of so many tokens. Repeatable."
+            "--length", metavar="TOKENS", show_default=False, help="Length of the prefix to time. Repeatable."
         ),
     ] = None,
     profile: Annotated[

@@ -65,7 +65,7 @@ def report(
         str | None,
         typer.Option(metavar="TOKENS,…", help="Measure size and KL with this many cached tokens, too: 256,1024,4096."),
     ] = None,
-    length_sequences: Annotated[int, typer.Option(min=1, help="At each of these lengths, at most so many.")] = 4,
+    length_sequences: Annotated[int, typer.Option(min=1, help="Sequences per length, at most.")] = 4,
     calibration: Annotated[
         list[str] | None,
         typer.Option(
