@@ -23,7 +23,7 @@ from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_header
-from cuvee.codec.errors import InputError, ProfileMismatch
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.rope import rotate, unrotate
@@ -138,8 +138,8 @@ class Blender:
         selector: what to recompute; default: `default_selector()`, 15 % of the cached tokens.
 
     Raises:
-        UnsupportedModel: sliding windows, MLA, M-RoPE, or a family that was not checked; each is refused by name.
-        ProfileMismatch: the codec's profile belongs to another model.
+        UnsupportedModelError: sliding windows, MLA, M-RoPE, or a family that was not checked; each is refused by name.
+        ProfileMismatchError: the codec's profile belongs to another model.
         InputError: as for `TransformersModel`.
     """
 
@@ -154,7 +154,7 @@ class Blender:
             codec.profile.check_layout(self._model.layout)
             known = codec.profile.model
             if known is not None and isinstance(model, torch.nn.Module) and known != model_fingerprint(model):
-                raise ProfileMismatch("codec: its profile was calibrated on other weights than the model's")
+                raise ProfileMismatchError("codec: its profile was calibrated on other weights than the model's")
 
     @torch.no_grad()
     def blend(
@@ -173,7 +173,7 @@ class Blender:
             InputError: there are no segments; tokens are outside the vocabulary, or more than the model has positions;
                 a chunk belongs to other tokens (a sample of each is compared in the first layer); logits of cached
                 tokens are asked for; there is a blob but no codec; the selector's cost cannot be kept.
-            ProfileMismatch: a chunk belongs to another model or profile.
+            ProfileMismatchError: a chunk belongs to another model or profile.
             FormatError, VersionError, CorruptError: a blob is damaged.
         """
         chosen = self.selector if selector is None else selector
@@ -289,7 +289,7 @@ class _Run:
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:
         layout = self.model.layout
         if replace(chunk.layout, dtype=layout.dtype).fingerprint != layout.fingerprint:
-            raise ProfileMismatch(f"segments[{index}]: its chunk is the cache of another model")
+            raise ProfileMismatchError(f"segments[{index}]: its chunk is the cache of another model")
         at = torch.arange(chunk.tokens, device=chunk.device)
         for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
             rope, moved = layout.layers[layer].rope, keys

@@ -32,7 +32,7 @@ from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_sections
-from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
+from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.forks import tell_after_fork
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
@@ -121,8 +121,8 @@ class ChunkCache:
     Raises:
         InputError: the contexts have another shape or dtype, or tokens outside the vocabulary, or leave no position for
             a chunk; the codec's backend does not serve the model's device; the model is in training mode.
-        ProfileMismatch: the codec's profile belongs to another model.
-        UnsupportedModel: the model cannot be blended.
+        ProfileMismatchError: the codec's profile belongs to another model.
+        UnsupportedModelError: the model cannot be blended.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class ChunkCache:
         codec.profile.check_layout(self._layout)
         fingerprint = model_fingerprint(model)
         if codec.profile.model not in (None, fingerprint):
-            raise ProfileMismatch(
+            raise ProfileMismatchError(
                 "codec: its profile was calibrated on other weights than the model's; calibrate one for this model"
             )
         self._model: Any = model

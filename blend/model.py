@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class TransformersModel:
     """A decoder of transformers, unmodified. It must be in eval mode, with "sdpa" or "eager" attention.
 
     Raises:
-        UnsupportedModel: another family, sliding windows, or whatever else `KVLayout.from_config` refuses.
+        UnsupportedModelError: another family, sliding windows, or whatever else `KVLayout.from_config` refuses.
         InputError: not a model of transformers, one in training mode, or another implementation of attention.
     """
 
@@ -97,12 +97,12 @@ class TransformersModel:
             raise InputError(f"model: must be a transformers causal language model, got {type(model).__name__}")
         self.layout = KVLayout.from_config(config, dtype=model.dtype)
         if any(layer.sliding_window is not None for layer in self.layout.layers):
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{config.model_type}: sliding windows cannot be blended, since a layer does not see what it dropped"
             )
         base: Any = model.base_model
         if config.model_type not in FAMILIES or not hasattr(base, "rotary_emb"):
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{config.model_type} ({type(model).__name__}): blending was checked with {', '.join(FAMILIES)} only"
             )
         if model.training:

@@ -21,7 +21,7 @@ import torch
 from cuvee.codec.backends import Backend, CodedChunk, Coding, check_backend, get_backend, has_backend
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.container import Header, Scheme, plain_bytes, read_header, verify_tag, write_blob
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatch, allocations
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.importance import importance_offsets
 from cuvee.codec.keys import make_keys
 from cuvee.codec.layout import KVLayout
@@ -178,7 +178,7 @@ class Codec:
                 does not hold it, and decodes only where the same bytes are given.
 
         Raises:
-            ProfileMismatch: the chunk's layout is not the profile's.
+            ProfileMismatchError: the chunk's layout is not the profile's.
             InputError: values that a lossy quality cannot code (NaN, infinite); importance of another length,
                 negative, or not finite, or with a profile that is not learned; `associated` without a key.
         """
@@ -211,11 +211,11 @@ class Codec:
         Raises:
             FormatError, VersionError, CorruptError: bytes that are not a whole, undamaged blob; with a key, bytes that
                 were changed or bound to something else than `associated`.
-            KeyMismatch: a tag of another key, a tag and no key, or a key and no tag.
-            ProfileMismatch: a blob of another profile or model.
+            KeyMismatchError: a tag of another key, a tag and no key, or a key and no tag.
+            ProfileMismatchError: a blob of another profile or model.
             InputError: a target position the model does not have, or a run outside the chunk; more than `max_tokens`;
                 `associated` without a key.
-            OutOfMemory: the tensors cannot be allocated.
+            OutOfMemoryError: the tensors cannot be allocated.
         """
         opened = self._opened(blob, associated)
         first, end = tokens or (0, opened.tokens)
@@ -271,7 +271,7 @@ class Codec:
             associated: what the blob was bound to when it was encoded.
 
         Raises:
-            FormatError, VersionError, CorruptError, KeyMismatch, ProfileMismatch: as `decode`.
+            FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`.
             InputError: `associated` without a key; `blob` is no bytes.
 
         Example:
@@ -307,7 +307,7 @@ class Codec:
 
         Raises:
             CorruptError: it holds other tokens, or was coded by another scheme or at another step.
-            FormatError, VersionError, KeyMismatch, ProfileMismatch: as `decode`.
+            FormatError, VersionError, KeyMismatchError, ProfileMismatchError: as `decode`.
         """
         self._check_associated(associated)
         blob = plain_bytes(blob)
@@ -510,9 +510,9 @@ class Codec:
     def _check_header(self, header: Header) -> KVLayout:
         layout = self._layout(header.dtype)
         if header.layout != layout.fingerprint:
-            raise ProfileMismatch("the blob holds the cache of another model than the profile's")
+            raise ProfileMismatchError("the blob holds the cache of another model than the profile's")
         if header.scheme is not Scheme.LOSSLESS and header.profile != self.profile.id:
-            raise ProfileMismatch(
+            raise ProfileMismatchError(
                 f"the blob was encoded with profile {header.profile.hex()}, this codec has {self.profile.id.hex()}"
             )
         sections = len(self.profile.sections) if header.scheme is Scheme.TRANSFORM else layout.num_layers

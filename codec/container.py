@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatch, VersionError
+from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.family import step_value
 from cuvee.codec.keys import KEY_ID_BYTES, Key
 from cuvee.codec.rans import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Streams, stream_count
@@ -256,20 +256,22 @@ def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], as
 
     Raises:
         CorruptError: the tag does not belong to these bytes bound to `associated`.
-        KeyMismatch: the blob has a tag and there are no keys, or it has no tag or another key's although there are.
+        KeyMismatchError: the blob has a tag and there are no keys, or there are keys and its tag is none of theirs.
     """
     if not keys and not header.tagged:
         return
     if not keys:
-        raise KeyMismatch("the blob carries an authentication tag: give Codec the key= it was encoded with")
+        raise KeyMismatchError("the blob carries an authentication tag: give Codec the key= it was encoded with")
     if not header.tagged:
-        raise KeyMismatch("the blob carries no authentication tag, but this Codec has a key=: it is not to be trusted")
+        raise KeyMismatchError(
+            "the blob carries no authentication tag, but this Codec has a key=: it is not to be trusted"
+        )
     body, tag = memoryview(blob)[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
     name = bytes(body[-KEY_ID_BYTES:])
     key = next((key for key in keys if key.id == name), None)
     if key is None:
         known = ", ".join(key.id.hex() for key in keys)
-        raise KeyMismatch(f"the blob was made with the key of id {name.hex()}, this Codec has {known}")
+        raise KeyMismatchError(f"the blob was made with the key of id {name.hex()}, this Codec has {known}")
     if not hmac.compare_digest(_tag(key, associated, body), tag):
         raise CorruptError("the authentication tag does not match: the bytes were changed, or belong somewhere else")
 

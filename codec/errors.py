@@ -37,7 +37,7 @@ class CorruptError(FormatError):
     blames_blob = True
 
 
-class ProfileMismatch(CuveeError):
+class ProfileMismatchError(CuveeError):
     """The blob belongs to another profile than the one at hand, or the profile to another model."""
 
     blames_blob = True  # a store's key names model and profile, so such a blob is not what its key says
@@ -55,19 +55,19 @@ class InputError(CuveeError, ValueError):
     blames_blob = False
 
 
-class KeyMismatch(InputError):
+class KeyMismatchError(CuveeError):
     """The blob's authentication tag and the codec's keys do not match: the keys differ, or one side has none."""
 
     blames_blob = True  # a store's key names the secret
 
 
-class UnsupportedModel(CuveeError):
+class UnsupportedModelError(CuveeError):
     """The model's attention or positions are of a kind that cuvee does not handle; the message names it."""
 
     blames_blob = False
 
 
-class OutOfMemory(CuveeError, MemoryError):
+class OutOfMemoryError(CuveeError, MemoryError):
     """There is not enough memory, on the CPU or the device, for what was asked; the message says for what."""
 
     blames_blob = False
@@ -84,15 +84,15 @@ _ALLOCATION = (
 
 @contextmanager
 def allocations(what: str) -> Iterator[None]:
-    """Turn failures to allocate into `OutOfMemory`, whose message begins with `what`. Other errors pass unchanged."""
+    """Turn failures to allocate into `OutOfMemoryError`, whose message begins with `what`; let other errors pass."""
     try:
         yield
     except CuveeError:
         raise
     except MemoryError as error:
-        raise OutOfMemory(f"{what}: not enough memory: {error}") from error
+        raise OutOfMemoryError(f"{what}: not enough memory: {error}") from error
     except RuntimeError as error:
         text = str(error)
         if type(error).__name__ != "OutOfMemoryError" and not any(part in text for part in _ALLOCATION):
             raise
-        raise OutOfMemory(f"{what}: not enough memory: {text.splitlines()[0]}") from error
+        raise OutOfMemoryError(f"{what}: not enough memory: {text.splitlines()[0]}") from error

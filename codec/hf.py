@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from cuvee.codec.dtypes import TORCH_DTYPES
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 
 
 class _Family(NamedTuple):
@@ -63,7 +63,7 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
     """What `KVLayout.from_dict` takes, read off a transformers configuration.
 
     Raises:
-        UnsupportedModel, InputError, ImportError: as `KVLayout.from_config`.
+        UnsupportedModelError, InputError, ImportError: as `KVLayout.from_config`.
     """
     try:
         from transformers import PreTrainedConfig
@@ -103,35 +103,35 @@ def _refuse_unsupported(config: Any) -> None:
     kind = config.model_type
     rope_dicts = _rope_dicts(config)
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
-        raise UnsupportedModel(f"{kind}: encoder-decoder and cross-attention caches are not supported")
+        raise UnsupportedModelError(f"{kind}: encoder-decoder and cross-attention caches are not supported")
     if getattr(config, "text_config", None) is not None:
         raise InputError(
             f"hf_config is a multimodal wrapper ({kind}): pass its text decoder, hf_config.get_text_config()"
         )
     if getattr(config, "kv_lora_rank", None) is not None:
-        raise UnsupportedModel(f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is not supported")
+        raise UnsupportedModelError(f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is not supported")
     if kind in _RECURRENT:
-        raise UnsupportedModel(f"{kind}: recurrent, state-space and hybrid models are not supported")
+        raise UnsupportedModelError(f"{kind}: recurrent, state-space and hybrid models are not supported")
     if kind in ("bloom", "mpt") or getattr(config, "alibi", False):
-        raise UnsupportedModel(f"{kind}: ALiBi positions are not supported")
+        raise UnsupportedModelError(f"{kind}: ALiBi positions are not supported")
     if any("mrope_section" in parameters for parameters in rope_dicts):
-        raise UnsupportedModel(f"{kind}: multimodal RoPE (M-RoPE, mrope_section) is not supported")
+        raise UnsupportedModelError(f"{kind}: multimodal RoPE (M-RoPE, mrope_section) is not supported")
     if kind not in _FAMILIES:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"{kind or type(config).__name__}: not among the model types checked against transformers "
             f"({', '.join(_FAMILIES)}); if you know its cache, build KVLayout by hand"
         )
     if getattr(config, "use_bidirectional_attention", False):
-        raise UnsupportedModel(f"{kind}: bidirectional attention has no KV cache to continue from")
+        raise UnsupportedModelError(f"{kind}: bidirectional attention has no KV cache to continue from")
     for parameters in rope_dicts:
         rope_type = parameters.get("rope_type", parameters.get("type", "default"))
         if rope_type in _SEQUENCE_DEPENDENT_ROPE:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{kind}: {_SEQUENCE_DEPENDENT_ROPE[rope_type]} (rope_type {rope_type!r}) is not supported: "
                 "its frequencies change with the sequence length, and a cached key does not tell which it got"
             )
         if rope_type not in _ROPE_TYPES:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{kind}: rope_type {rope_type!r} is not supported (supported: {', '.join(_ROPE_TYPES)})"
             )
 
@@ -172,7 +172,7 @@ def _layer_types(config: Any) -> list[str]:
         return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
     for index, layer_type in enumerate(layer_types):
         if layer_type not in _ATTENTION_LAYERS:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{config.model_type}: layer {index} is {layer_type!r} (supported: {', '.join(_ATTENTION_LAYERS)})"
             )
     return list(layer_types)

@@ -194,7 +194,7 @@ class KVLayout:
             dtype: dtype of the cache; None takes `hf_config.dtype`.
 
         Raises:
-            UnsupportedModel: the attention or the positions are of a kind cuvee does not handle.
+            UnsupportedModelError: the attention or the positions are of a kind cuvee does not handle.
             InputError: the config is a multimodal wrapper, or no dtype is known.
             ImportError: transformers is not installed.
 

@@ -15,7 +15,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.dtypes import TORCH_DTYPES
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -85,12 +85,12 @@ class PermutedPages:
 
     Raises:
         InputError: memory of another size.
-        UnsupportedModel: memory of a device; its kernels take strides.
+        UnsupportedModelError: memory of a device; its kernels take strides.
     """
 
     def __init__(self, memory: torch.Tensor, order: PageOrder) -> None:
         if memory.device.type != "cpu":
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"pages on {memory.device} whose values lie at no fixed strides: cuvee takes them on the CPU alone, so "
                 "this attention backend's cache is not supported"
             )
@@ -199,7 +199,7 @@ class PagedCache:
         """Per layer `[blocks, block_tokens, heads, head_dim]`: views of the engine's memory.
 
         Raises:
-            UnsupportedModel: the cache is `permuted`.
+            UnsupportedModelError: the cache is `permuted`.
         """
         return _strided(self._tensors[0])
 
@@ -389,7 +389,7 @@ def _tensors(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...] | None:
 
 def _strided(tensors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...]:
     if tensors is None:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             "the cache's values lie at no fixed strides: such pages are read and written by value, by the backends of "
             "the CPU; the backend 'triton' does not take them"
         )

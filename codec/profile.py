@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.container import MAX_SECTIONS, MAX_STEP
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.family import (
     OCTAVE,
     TABLES,
@@ -195,11 +195,11 @@ class Profile:
         return digest.digest()
 
     def check_layout(self, layout: KVLayout) -> None:
-        """Raise ProfileMismatch unless chunks of `layout` are this profile's (the dtype apart)."""
+        """Raise ProfileMismatchError unless chunks of `layout` are this profile's (the dtype apart)."""
         if layout.fingerprint in self._known_layouts:  # a layout knows its own; that of another dtype takes a while
             return
         if replace(layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
-            raise ProfileMismatch(
+            raise ProfileMismatchError(
                 f"the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
                 "heads, sizes, RoPE or position limit differ"
             )

@@ -114,7 +114,7 @@ def run_arms(config: ArmsConfig, out: Path | None, console: Console, command: st
         FormatError: `out` is not a file of this function.
         Interrupted: somebody wants it to end.
         ProfileError: the profile does not reach the quality that an arm asks for.
-        ProfileMismatch: it is of another model.
+        ProfileMismatchError: it is of another model.
     """
 
     def farewell() -> None:

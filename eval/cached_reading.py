@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.progress import tracked
 from cuvee.codec.model import empty_cache
@@ -167,7 +167,7 @@ class CachedReader:
         # There is no mask: padding is on the right, where no real token sees it. The head is skipped if not needed.
         predictions = self._forward(tokens, past_key_values=cache, logits_to_keep=0 if logits else 1)
         if any(layer.keys.shape[-2] != tokens.shape[1] for layer in cache.layers):
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"the cache does not hold one entry per token ({self._layout.model_type}): virtual tokens?"
             )
         decoded = {tokens: self._code(cache, row, len(tokens)) for row, tokens in enumerate(contexts)}

@@ -87,7 +87,7 @@ def model_path(name: str) -> str:
     """What to give `from_pretrained` for a model given by name. "smollm2" is downloaded unless it is in the cache.
 
     Raises:
-        CorruptError, ImportError, ModelUnavailable: "smollm2" is not available, see `smollm2_path`.
+        CorruptError, ImportError, ModelUnavailableError: "smollm2" is not available, see `smollm2_path`.
         FileNotFoundError: the name can only be that of a folder, and there is no such folder.
     """
     if name == BUNDLED_MODEL:
@@ -108,11 +108,11 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
         device: where to put the model.
 
     Raises:
-        CorruptError, ModelUnavailable: "smollm2" is not available, see `smollm2_path`.
+        CorruptError, ModelUnavailableError: "smollm2" is not available, see `smollm2_path`.
         ImportError: transformers is not installed.
         InputError: transformers cannot make sense of the files, or torch does not know the device.
         OSError: no such model.
-        UnsupportedModel: see `KVLayout.from_config`. This is found out before any weights are read.
+        UnsupportedModelError: see `KVLayout.from_config`. This is found out before any weights are read.
     """
     place = _device(device)
     transformers = _transformers("a model")

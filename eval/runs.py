@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from cuvee.codec.errors import InputError, ProfileMismatch
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.files import write_json
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.plain_json import parse_json
@@ -210,13 +210,13 @@ def load_matching_profile(path: str, layout: KVLayout, fingerprint: str, model: 
         model: what the user calls the model.
 
     Raises:
-        ProfileMismatch: it belongs to another layout or to other weights.
+        ProfileMismatchError: it belongs to another layout or to other weights.
         FormatError, OSError: see `Profile.load`.
     """
     profile = Profile.load(path)
     profile.check_layout(layout)
     if profile.model not in (None, fingerprint):
-        raise ProfileMismatch(
+        raise ProfileMismatchError(
             f"{path}: was calibrated on other weights ({profile.model[:12]}…) than those of {model} "
             f"({fingerprint[:12]}…): learn one for this model, or leave --profile out"
         )

@@ -31,7 +31,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec, check_tokens
 from cuvee.codec.container import read_header
 from cuvee.codec.dtypes import TORCH_DTYPES
-from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel, allocations
+from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
 
@@ -106,7 +106,7 @@ def encode_cache(
     Raises:
         InputError: the cache is empty or its shapes are not those of the profile's layout; the mask is not left
             padding; `associated` has another number of entries than the cache has rows, or the codec has no key.
-        UnsupportedModel: a sliding-window layer has dropped tokens, or a layer does not hold plain keys and values.
+        UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
     """
     tensors = _plain_tensors(cache)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
@@ -159,10 +159,10 @@ def decode_cache(
         InputError: there are no blobs, or some are missing, repeated or out of order (the message names the index);
             they hold more than `max_tokens`; `associated` has another number of entries than they hold rows, or the
             codec has no key.
-        OutOfMemory: the cache cannot be allocated.
-        ProfileMismatch: `config` is another model than the profile's, or a blob decodes to another layout.
+        OutOfMemoryError: the cache cannot be allocated.
+        ProfileMismatchError: `config` is another model than the profile's, or a blob decodes to another layout.
         FormatError, VersionError, CorruptError: a blob is damaged, or bound to something else.
-        KeyMismatch: a blob has the tag of another key, or a tag although the codec has no key, or none although it has.
+        KeyMismatchError: a blob has the tag of another key, or only one of blob and codec has a key.
     """
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs: must be a non-empty list of bytes, as encode_cache returns it")
@@ -192,7 +192,7 @@ def chunks_from_cache(
         padding: how many leading columns to skip. The column after them is position 0.
 
     Raises:
-        InputError, UnsupportedModel: as for `encode_cache`; also a row or padding that is out of range.
+        InputError, UnsupportedModelError: as for `encode_cache`; also a row or padding that is out of range.
     """
     return _row_chunks(_plain_tensors(cache), layout, chunk_tokens, row, padding)
 
@@ -342,7 +342,7 @@ class _Rows:
     def take(self, index: int, fingerprint: bytes, start: int, tokens: int) -> tuple[int, int]:
         """Row and first column of the next blob, number `index`. `fingerprint` is that of its layout."""
         if fingerprint != self._fingerprint:
-            raise ProfileMismatch(
+            raise ProfileMismatchError(
                 f"blobs[{index}] has another layout than the codec's profile, or another dtype than the last blob"
             )
         if start == 0 and not self._missing:
@@ -401,7 +401,7 @@ def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     if not isinstance(cache, Cache):
         raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
     if isinstance(cache, EncoderDecoderCache):
-        raise UnsupportedModel("cache: is an EncoderDecoderCache; encoder-decoder models are not supported")
+        raise UnsupportedModelError("cache: is an EncoderDecoderCache; encoder-decoder models are not supported")
     if getattr(cache, "offloading", False):
         raise InputError(
             f"cache: {type(cache).__name__} offloads its layers; prefill with a DynamicCache that does not"
@@ -410,7 +410,7 @@ def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     layer: Any
     for index, layer in enumerate(cache.layers):
         if type(layer) not in _PLAIN_LAYERS:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"cache: layer {index} is a {type(layer).__name__}, which does not hold plain keys and values; "
                 "prefill with a DynamicCache"
             )
@@ -419,7 +419,7 @@ def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
             raise InputError(f"cache: layer {index} is empty; run a forward pass first")
         held = layer.keys.shape[-2]
         if seen > held:
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"cache: layer {index} is a sliding window that holds {held} of {seen} tokens; prefill with "
                 "past_key_values=DynamicCache() (no config), which keeps all of them"
             )
@@ -496,16 +496,16 @@ def _with_dtype(layout: KVLayout, dtype: torch.dtype) -> KVLayout:
 def _check_config(config: Any, layout: KVLayout) -> None:
     decoder = config.get_text_config(decoder=True)
     if decoder.num_hidden_layers != layout.num_layers:
-        raise ProfileMismatch(
+        raise ProfileMismatchError(
             f"config: has {decoder.num_hidden_layers} layers, the codec's profile is for {layout.model_type} "
             f"with {layout.num_layers}"
         )
     try:
         expected = KVLayout.from_config(decoder, dtype=layout.dtype)
-    except UnsupportedModel:
+    except UnsupportedModelError:
         return  # the layout was built by hand, so there is nothing to compare it with
     if expected.fingerprint != layout.fingerprint:
-        raise ProfileMismatch(
+        raise ProfileMismatchError(
             f"config: describes other caches ({decoder.model_type}) than the codec's profile ({layout.model_type}); "
             "heads, head sizes, RoPE, sliding windows or position limit differ"
         )

@@ -320,11 +320,11 @@ def load_real_model() -> tuple[Any, Any]:
     download that is not the pinned file always fails.
     """
     from cuvee.eval import data
-    from cuvee.eval.real_model import ModelUnavailable
+    from cuvee.eval.real_model import ModelUnavailableError
 
     try:
         return data.load_smollm2()
-    except (ImportError, ModelUnavailable) as error:
+    except (ImportError, ModelUnavailableError) as error:
         if os.environ.get("CUVEE_REQUIRE_MODEL") == "1":
             pytest.fail(f"CUVEE_REQUIRE_MODEL=1, but {error}")
         pytest.skip(str(error))

@@ -11,7 +11,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileMismatch
+from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.family import step_value
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
@@ -80,7 +80,7 @@ def calibrate(
             processes that were given other models or arguments.
         ProfileError: too few tokens for the group; the message says how many it needs. With `distributed`, another
             process failed; the message names its rank.
-        UnsupportedModel: see `KVLayout.from_config`.
+        UnsupportedModelError: see `KVLayout.from_config`.
 
     Example:
         >>> import torch
@@ -207,7 +207,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
 
     Raises:
         ProfileError: too few tokens for the group; the message says how many it needs.
-        ProfileMismatch: a chunk of another layout.
+        ProfileMismatchError: a chunk of another layout.
 
     Example:
         >>> import torch
@@ -221,7 +221,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
     held_out: list[KVChunk] = []
     for number, chunk in enumerate(chunks):
         if replace(chunk.layout, dtype=layout.dtype).fingerprint != layout.fingerprint:
-            raise ProfileMismatch(f"chunk {number} has another layout than the one given")
+            raise ProfileMismatchError(f"chunk {number} has another layout than the one given")
         if number % 8 == 7 and len(held_out) < 16:
             held_out.append(chunk)
             continue

@@ -122,8 +122,8 @@ def run_blend_report(
     Raises:
         InputError: `out` holds something else or cannot be written, or texts, files or sizes do not fit the model.
         Interrupted: Ctrl-C or SIGTERM.
-        UnsupportedModel: cuvee does not support the model.
-        ProfileMismatch, ProfileError: the profile is of another model, or cannot be learned.
+        UnsupportedModelError: cuvee does not support the model.
+        ProfileMismatchError, ProfileError: the profile is of another model, or cannot be learned.
         CuveeError: a blend that recomputes everything differs from the full prefill, so nothing is timed.
     """
     check_folder(out, force, resumed=BLEND_REPORT_FILE)

@@ -96,8 +96,8 @@ def run_report(
         InputError: `out` holds something else or cannot be written, a method is not known, or texts, tasks, lengths or
             sizes do not fit the model.
         Interrupted: somebody wants it to end.
-        UnsupportedModel: cuvee does not support the model.
-        ProfileMismatch, ProfileError: a profile is of another model, or cannot be learned.
+        UnsupportedModelError: cuvee does not support the model.
+        ProfileMismatchError, ProfileError: a profile is of another model, or cannot be learned.
 
     Example:
         >>> from pathlib import Path

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.integrations.stores.envelope import Expired
+from cuvee.integrations.stores.envelope import ExpiredError
 
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
@@ -78,7 +78,7 @@ class TierCounters:
         else:
             self.hits += 1
             self.hit_bytes += len(blob)
-        if isinstance(problem, Expired):
+        if isinstance(problem, ExpiredError):
             self.expired += 1
         elif problem is not None:
             self.corrupt += 1

@@ -58,7 +58,7 @@ from cuvee.integrations.stores.base import (
     check_tenant,
     check_ttl,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, Expired, make_header, parse_header
+from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
 from cuvee.integrations.stores.folder_budget import FolderBudget
 from cuvee.integrations.stores.forks import tell_after_fork
 from cuvee.integrations.stores.safe_files import (
@@ -291,7 +291,7 @@ class DiskStore(Store):
                         )
                     blob = read_exactly(file, header.length)
                     header.verify_payload(blob)
-                except (CorruptError, Expired) as error:
+                except (CorruptError, ExpiredError) as error:
                     self._discard(root, shard, key, info, error)
                     return None
                 self._touch(file, info)
@@ -310,7 +310,7 @@ class DiskStore(Store):
     def _discard(self, root: int, shard: int, key: str, info: os.stat_result, error: Exception) -> None:
         """Delete a bad entry: the inode in `info`. The caller holds it open, so no other file can have that inode."""
         with self._lock:
-            if isinstance(error, Expired):
+            if isinstance(error, ExpiredError):
                 self._counters.expired += 1
             else:
                 self._counters.corrupt += 1

@@ -33,7 +33,7 @@ _CHECK_BYTES = 8
 HEADER_BYTES = _FIELDS.size + _CHECK_BYTES
 
 
-class Expired(CuveeError):
+class ExpiredError(CuveeError):
     """The entry is older than its time to live."""
 
     blames_blob = True
@@ -60,12 +60,12 @@ class EntryHeader:
 
         Raises:
             CorruptError: it was written under another key.
-            Expired: it was written more than `ttl` before `now` (default: the clock).
+            ExpiredError: it was written more than `ttl` before `now` (default: the clock).
         """
         if self.key_digest != xxh3_128_digest(key.encode()):
             raise CorruptError("entry: it belongs to another key")
         if self.expired(ttl, now):
-            raise Expired(f"entry: older than its time to live of {ttl} s")
+            raise ExpiredError(f"entry: older than its time to live of {ttl} s")
 
     def expired(self, ttl: float | None, now: float | None = None) -> bool:
         """Whether the entry was written more than `ttl` seconds before `now` (default: the clock)."""
@@ -124,7 +124,7 @@ def unseal(key: str, data: bytes, ttl: float | None = None, now: float | None = 
 
     Raises:
         CorruptError: a wrong magic, length or checksum, or the entry of another key.
-        Expired: it is older than `ttl`.
+        ExpiredError: it is older than `ttl`.
     """
     header = parse_header(data)
     header.verify(key, ttl, now)

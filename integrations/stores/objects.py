@@ -37,7 +37,7 @@ from cuvee.integrations.stores.base import (
     check_tenant,
     check_ttl,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, Expired, seal, unseal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
 from cuvee.integrations.stores.forks import tell_after_fork
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import Crew
@@ -126,7 +126,7 @@ class ObjectStore(Store):
         elif data is not None:
             try:
                 blob = unseal(key, data, self._ttl)
-            except (CorruptError, Expired) as error:
+            except (CorruptError, ExpiredError) as error:
                 problem = error
         with self._lock:
             self._counters.answer(blob, problem)
@@ -258,7 +258,7 @@ class ObjectStore(Store):
 
     def _discard(self, path: str, problem: Exception) -> None:
         """Delete a bad or expired entry. If that fails it is counted, and the miss remains a miss."""
-        if not isinstance(problem, Expired):
+        if not isinstance(problem, ExpiredError):
             self._warn("corrupt", "deletes bad entries and counts them as misses; the first: %s", problem)
         try:
             self._call(_remove, path)

@@ -49,7 +49,7 @@ from cuvee.integrations.stores.base import (
     check_tenant,
     check_ttl,
 )
-from cuvee.integrations.stores.envelope import HEADER_BYTES, Expired, seal, unseal
+from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
 from cuvee.integrations.stores.forks import tell_after_fork
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.redis_scripts import ACCOUNT, DISCARD
@@ -282,12 +282,12 @@ class RedisStore(Store):
         elif reply is not None and (reply or self._max_data >= _MAX_VALUE_BYTES):  # GETRANGE of no entry is empty
             try:
                 blob = unseal(key, reply, self._ttl)
-            except (CorruptError, Expired) as error:
+            except (CorruptError, ExpiredError) as error:
                 problem = error
         with self._lock:
             self._counters.answer(blob, problem)
         if reply is not None and problem is not None:
-            if not isinstance(problem, Expired):
+            if not isinstance(problem, ExpiredError):
                 self._warn("corrupt", "deletes bad entries and counts them as misses; the first", problem)
             self._discard(key, reply)
         return blob

@@ -31,7 +31,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.stores import Store, open_store
 from cuvee.integrations.vllm.guard import Guard
@@ -307,7 +307,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
         names = sorted(kv_caches, key=extract_layer_index)
         if len(names) != layout.num_layers or not set(names) <= set(layers):
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"the engine caches {len(names)} layers ({', '.join(names[:3])} …), the model has {layout.num_layers} "
                 "attention layers"
             )
@@ -315,12 +315,12 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         for index, name in enumerate(names):
             tensor, attention = kv_caches[name], layers[name]
             if not hasattr(attention.impl, "do_kv_cache_update"):
-                raise UnsupportedModel(
+                raise UnsupportedModelError(
                     f"{name}: {type(attention.impl).__name__} has no writer of its own (do_kv_cache_update), so its "
                     "pages cannot be found out: this attention backend is not supported"
                 )
             if tensor.dtype != layout.torch_dtype:
-                raise UnsupportedModel(
+                raise UnsupportedModelError(
                     f"{name}: the engine caches {tensor.dtype}, its configuration says {layout.dtype}"
                 )
 

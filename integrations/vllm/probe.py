@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cuvee.codec.errors import UnsupportedModel
+from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.paged import PageOrder, Pages, PermutedPages
 
 _BASE = 128  # numbers are written in digits of this base: exact in every floating-point dtype of a cache
@@ -55,7 +55,7 @@ class PageLayout:
         """K and V `[blocks, block_tokens, heads, dim]` of a layer's tensor, without a copy.
 
         Raises:
-            UnsupportedModel: no strides describe them, and the tensor is on a device.
+            UnsupportedModelError: no strides describe them, and the tensor is on a device.
         """
         return self._view(tensor, self.keys), self._view(tensor, self.values)
 
@@ -63,7 +63,7 @@ class PageLayout:
         if isinstance(places, Strides):
             return places.pages(tensor, (self.block_tokens, self.heads, self.dim))
         if (tensor.shape[0], tensor.stride(0)) != (places.blocks, places.block_stride):
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"{tensor.shape[0]} blocks {tensor.stride(0)} apart, where {places} was found: this attention "
                 "backend's cache is not supported"
             )
@@ -80,12 +80,12 @@ def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) 
         dim: size of a head, of keys and of values.
 
     Raises:
-        UnsupportedModel: the pages are no permutation of K and V, or not the same in every block, or in the memory of a
-            device and no strided views.
+        UnsupportedModelError: the pages are no permutation of K and V, or not the same in every block, or in the
+            memory of a device and no strided views.
     """
     block_tokens, rest = divmod(tensor[0].numel(), heads * 2 * dim)
     if rest or not block_tokens:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"a block of the engine's cache has {tensor[0].numel()} values, not a multiple of K and V of "
             f"{heads} heads of {dim}: this attention backend is not supported"
         )
@@ -99,7 +99,7 @@ def verify_page_layout(tensor: torch.Tensor, write: Writer, layout: PageLayout) 
     """Whether a layer's pages are laid out as those of another. Some blocks are written, and restored.
 
     Raises:
-        UnsupportedModel: they are not.
+        UnsupportedModelError: they are not.
     """
     with _restored(tensor):
         _verify(tensor, write, layout)
@@ -146,7 +146,7 @@ def _verify(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
                 held[at] = new
         for pages, held, name in zip(views, wrote, ("keys", "values"), strict=True):
             if not torch.equal(_tokens(pages, blocks, first), held):
-                raise UnsupportedModel(
+                raise UnsupportedModelError(
                     f"the engine's {name} are not where its first block says, written {how}: this attention backend's "
                     "cache is not supported"
                 )
@@ -173,12 +173,14 @@ def _find(tensor: torch.Tensor, write: Writer, block_tokens: int, heads: int, di
         write(digits[:count].view(shape), digits[count:].view(shape), slots)
         page = tensor[0].double().cpu()
         if not torch.equal(page.flatten().sort().values, digits.double().cpu().sort().values):
-            raise UnsupportedModel("the engine's writer changes values or leaves holes: its cache is not supported")
+            raise UnsupportedModelError(
+                "the engine's writer changes values or leaves holes: its cache is not supported"
+            )
         found += page.long() * scale
         scale *= _BASE
     order = found.flatten()
     if not torch.equal(order.sort().values, numbers):
-        raise UnsupportedModel("the engine's pages are no permutation of their tokens: its cache is not supported")
+        raise UnsupportedModelError("the engine's pages are no permutation of their tokens: its cache is not supported")
     places = torch.zeros(1, dtype=torch.int64)
     for size, stride in zip(tensor.shape[1:], tensor.stride()[1:], strict=True):
         places = places[..., None] + torch.arange(size) * stride

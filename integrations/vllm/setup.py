@@ -13,7 +13,7 @@ from typing import Any
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.dtypes import TORCH_DTYPES
-from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.identity import Identity
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
@@ -66,8 +66,8 @@ class Setup:
 
         Raises:
             InputError: an option that makes no sense.
-            UnsupportedModel: a model or a feature of the engine that cuvee does not handle, by name.
-            ProfileMismatch: a profile of another model.
+            UnsupportedModelError: a model or a feature of the engine that cuvee does not handle, by name.
+            ProfileMismatchError: a profile of another model.
         """
         transfer = vllm_config.kv_transfer_config
         options = Options.from_dict(transfer.kv_connector_extra_config)
@@ -114,7 +114,7 @@ class Setup:
         """Refuse a profile that was calibrated on other weights than those in `model_path` (or of a hub's model).
 
         Raises:
-            ProfileMismatch: it was.
+            ProfileMismatchError: it was.
         """
         if self.options.profile is None:
             logger.info(
@@ -127,7 +127,7 @@ class Setup:
             return
         verdict = check_profile(self.profile, model_path, revision=revision)
         if verdict == "mismatch":
-            raise ProfileMismatch(
+            raise ProfileMismatchError(
                 f"profile: {self.options.profile} was calibrated on other weights than {model_path}; calibrate one for "
                 "this model, or set check_model to false where they are the same model quantized or converted"
             )
@@ -162,14 +162,14 @@ def _only_group(kv_cache_config: Any) -> Any:
     specs = [group.kv_cache_spec for group in groups]
     names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
     if any("MLA" in type(spec).__name__ for spec in specs):
-        raise UnsupportedModel(f"multi-head latent attention (MLA) is not supported ({names})")
+        raise UnsupportedModelError(f"multi-head latent attention (MLA) is not supported ({names})")
     if len(groups) != 1 or type(specs[0]).__name__ != "FullAttentionSpec":
-        raise UnsupportedModel(f"hybrid, sliding-window and recurrent models are not supported ({names})")
+        raise UnsupportedModelError(f"hybrid, sliding-window and recurrent models are not supported ({names})")
     spec = specs[0]
     if getattr(spec, "sliding_window", None) is not None or getattr(spec, "attention_chunk_size", None) is not None:
-        raise UnsupportedModel("sliding-window and chunked attention are not supported")
+        raise UnsupportedModelError("sliding-window and chunked attention are not supported")
     if getattr(spec, "non_causal", False):
-        raise UnsupportedModel("non-causal attention is not supported: a prefix cannot be reused")
+        raise UnsupportedModelError("non-causal attention is not supported: a prefix cannot be reused")
     return spec
 
 
@@ -192,13 +192,15 @@ def _refuse_features(vllm_config: Any) -> None:
     }
     for name, there in refused.items():
         if there:
-            raise UnsupportedModel(f"CuveeConnector does not support {name}")
+            raise UnsupportedModelError(f"CuveeConnector does not support {name}")
 
 
 def _dtype(spec: Any) -> str:
     name = str(spec.dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES:
-        raise UnsupportedModel(f"CuveeConnector does not support a KV cache of {name} (use {', '.join(TORCH_DTYPES)})")
+        raise UnsupportedModelError(
+            f"CuveeConnector does not support a KV cache of {name} (use {', '.join(TORCH_DTYPES)})"
+        )
     return name
 
 
@@ -206,14 +208,14 @@ def _check_heads(layout: KVLayout, spec: Any, kv_cache_config: Any, shards: int)
     """The engine's pages must be what the model's configuration says."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     if len(names) != layout.num_layers:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"the engine caches {len(names)} layers, the model has {layout.num_layers}: layers that share a cache, or "
             "draft layers, are not supported"
         )
     for index, layer in enumerate(layout.shard(0, shards).layers):
         value_dim = getattr(spec, "head_size_v", None) or spec.head_size
         if (layer.kv_heads, layer.head_dim, layer.value_dim) != (spec.num_kv_heads, spec.head_size, value_dim):
-            raise UnsupportedModel(
+            raise UnsupportedModelError(
                 f"layer {index}: the engine caches {spec.num_kv_heads} heads of {spec.head_size}, the model's "
                 f"configuration says {layer.kv_heads} of {layer.head_dim}"
             )

@@ -26,7 +26,7 @@ import torch
 
 from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.devices import Mark, refuse_capture, send
-from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemory, allocations
+from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
@@ -568,7 +568,7 @@ class WorkerSide:
             with self._guard("save", partial(self._release, batch)):
                 try:
                     copy = self._copy(batch)
-                except OutOfMemory as error:
+                except OutOfMemoryError as error:
                     self._fail(batch, "encode", error)
                 else:
                     self._encoders.submit(self._save, batch, copy, Mark(copy.device))
@@ -601,7 +601,7 @@ class WorkerSide:
         to the engine's stream: whoever reads it on another must have waited for that before the copy is freed.
 
         Raises:
-            OutOfMemory: there is no room for them.
+            OutOfMemoryError: there is no room for them.
             InputError: the engine's stream is being captured into a CUDA graph.
         """
         pages = self._pages

@@ -37,7 +37,7 @@ from cuvee.blend.model import FAMILIES
 from cuvee.blend.recompute import Recompute
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
@@ -647,9 +647,9 @@ def test_chunks_of_another_model(llama: Any, build: Build) -> None:
     for other in (build("qwen3", head_dim=8), build("llama", num_hidden_layers=3), build("llama-llama3")):
         chunk = alone(other, PROMPT[:16])
         message = r"^segments\[1\]: its chunk is the cache of another model"
-        refused(llama, [Segment([1]), Segment(PROMPT[:16], chunk), Segment([2])], ProfileMismatch, message)
+        refused(llama, [Segment([1]), Segment(PROMPT[:16], chunk), Segment([2])], ProfileMismatchError, message)
         blob = lossless(other).encode(chunk)
-        with pytest.raises(ProfileMismatch, match="another"):
+        with pytest.raises(ProfileMismatchError, match="another"):
             Blender(llama, lossless(llama)).blend([Segment(PROMPT[:16], blob), Segment([2])])
 
 
@@ -665,7 +665,7 @@ def test_chunks_of_other_weights(llama: Any, build: Build) -> None:
 
 
 def test_profiles_of_another_model(llama: Any, build: Build) -> None:
-    with pytest.raises(ProfileMismatch, match=r"^the profile is for .*RoPE or position limit differ"):
+    with pytest.raises(ProfileMismatchError, match=r"^the profile is for .*RoPE or position limit differ"):
         Blender(llama, lossless(build("llama-llama3")))
     other = build()
     texts = torch.stack([ids(64, seed) for seed in range(8)])
@@ -673,7 +673,9 @@ def test_profiles_of_another_model(llama: Any, build: Build) -> None:
     Blender(llama, Codec(profile, step=0.1))  # built alike: the same weights
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    with pytest.raises(ProfileMismatch, match=r"^codec: its profile was calibrated on other weights than the model's"):
+    with pytest.raises(
+        ProfileMismatchError, match=r"^codec: its profile was calibrated on other weights than the model's"
+    ):
         Blender(other, Codec(profile, step=0.1))
 
 
@@ -684,7 +686,7 @@ def test_blobs_of_another_profile(llama: Any) -> None:
         return Codec(Profile.fit(layout_of(llama), samples), step=0.1)
 
     blob = fitted(0).encode(alone(llama, PROMPT[:16]))
-    refused(llama, [Segment(PROMPT[:16], blob), Segment([2])], ProfileMismatch, "profile", fitted(10))
+    refused(llama, [Segment(PROMPT[:16], blob), Segment([2])], ProfileMismatchError, "profile", fitted(10))
 
 
 def test_damaged_blobs(llama: Any) -> None:
@@ -808,7 +810,7 @@ def test_selectors_that_are_none(llama: Any) -> None:
 def test_models_that_cannot_be_blended(
     tiny_model: Callable[..., Any], name: str, changes: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises(UnsupportedModelError, match=message):
         Blender(tiny_model(name, **changes))
 
 
@@ -825,10 +827,10 @@ def test_latent_attention_and_multimodal_positions(llama: Any) -> None:
         moe_intermediate_size=8, first_k_dense_replace=1, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(latent)
-    with pytest.raises(UnsupportedModel, match=r"^deepseek_v3: multi-head latent attention \(MLA"):
+    with pytest.raises(UnsupportedModelError, match=r"^deepseek_v3: multi-head latent attention \(MLA"):
         Blender(model)
     llama.config.rope_parameters["mrope_section"] = [2, 3, 3]
-    with pytest.raises(UnsupportedModel, match=r"^llama: multimodal RoPE \(M-RoPE"):
+    with pytest.raises(UnsupportedModelError, match=r"^llama: multimodal RoPE \(M-RoPE"):
         Blender(llama)
 
 

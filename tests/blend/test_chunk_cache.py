@@ -29,7 +29,7 @@ from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Nothing, Random
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
@@ -754,11 +754,11 @@ def test_bad_contexts_are_refused(model: Any, contexts: Any, message: str) -> No
 
 
 def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..., Any]) -> None:
-    with pytest.raises(ProfileMismatch, match="heads, sizes, RoPE"):
+    with pytest.raises(ProfileMismatchError, match="heads, sizes, RoPE"):
         make(model, codec=exact(tiny_model("qwen2")))
     codec = fitted_codec(model)
     codec.profile.model = "00"
-    with pytest.raises(ProfileMismatch, match="calibrated on other weights"):
+    with pytest.raises(ProfileMismatchError, match="calibrated on other weights"):
         make(model, codec=codec)
     codec.profile.model = model_fingerprint(model)
     assert make(model, codec=codec).segment(TOKENS).chunk
@@ -767,7 +767,7 @@ def test_a_codec_of_another_model_is_refused(model: Any, tiny_model: Callable[..
 def test_models_that_cannot_be_blended_are_refused(tiny_model: Callable[..., Any]) -> None:
     for family in ("gpt2", "mistral"):  # no RoPE, sliding windows
         model = tiny_model(family)
-        with pytest.raises(UnsupportedModel):
+        with pytest.raises(UnsupportedModelError):
             make(model)
     with pytest.raises(InputError, match="training mode"):
         make(tiny_model("llama").train(), codec=exact(tiny_model("llama")))

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
-from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatch
+from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
@@ -280,7 +280,7 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
 
 def test_chunks_of_another_layout(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
     good = make_chunk(layouts["gqa"], 300)
-    with pytest.raises(ProfileMismatch, match="chunk 1 has another layout"):
+    with pytest.raises(ProfileMismatchError, match="chunk 1 has another layout"):
         Profile.fit(layouts["gqa"], [good, make_chunk(layouts["mha"], 300)])
     half = make_chunk(replace(layouts["gqa"], dtype="bfloat16"), 300)
     assert Profile.fit(layouts["gqa"], [good, half]).layout.dtype == "float32"

@@ -22,9 +22,9 @@ from cuvee.codec.errors import (
     CuveeError,
     FormatError,
     InputError,
-    KeyMismatch,
+    KeyMismatchError,
     ProfileError,
-    ProfileMismatch,
+    ProfileMismatchError,
 )
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
@@ -358,12 +358,12 @@ def test_a_start_that_the_format_cannot_hold(
 def test_other_layouts_are_refused(scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
     codec = make_codec("gqa", scheme, **quality(scheme))
     for name in ("mha", "no-rope", "partial", "interleaved", "yarn"):
-        with pytest.raises(ProfileMismatch, match="the profile is for synthetic"):
+        with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
             codec.encode(make_chunk(layouts[name], 10))
         blob = make_codec(name, scheme, **quality(scheme)).encode(make_chunk(layouts[name], 10))
-        with pytest.raises(ProfileMismatch, match="another model"):
+        with pytest.raises(ProfileMismatchError, match="another model"):
             codec.decode(blob)
-        with pytest.raises(ProfileMismatch, match="another model"):
+        with pytest.raises(ProfileMismatchError, match="another model"):
             codec.decode_layers(blob, 0, 1)
 
 
@@ -373,7 +373,7 @@ def test_blobs_of_another_profile_are_refused(layouts: Layouts, make_chunk: Make
     for scheme, codec in codecs.items():
         for other, stranger in codecs.items():
             if other != scheme:
-                with pytest.raises(ProfileMismatch, match=stranger.profile.id.hex()):
+                with pytest.raises(ProfileMismatchError, match=stranger.profile.id.hex()):
                     stranger.decode(codec.encode(chunk))
 
 
@@ -537,7 +537,7 @@ def test_keys_authenticate(layouts: Layouts, make_chunk: MakeChunk, make_codec: 
     codec, plain = make_codec("gqa", "layer", key=bytes(16)), make_codec("gqa", "layer")
     blob = codec.encode(chunk)
     assert same(codec.decode(blob), plain.decode(plain.encode(chunk)))
-    with pytest.raises(KeyMismatch):
+    with pytest.raises(KeyMismatchError):
         make_codec("gqa", "layer", key=bytes([1] * 16)).decode(blob)
     with pytest.raises(InputError):
         plain.decode(blob)

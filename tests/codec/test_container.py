@@ -30,7 +30,7 @@ from cuvee.codec.container import (
     write_blob,
     write_streams,
 )
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatch, VersionError
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
@@ -260,7 +260,7 @@ def test_a_tag_of_any_accepted_key_verifies() -> None:
     old, new = KEY, KEY[::-1]
     for key in (old, new):
         verified(written(key), new, old)
-    with pytest.raises(KeyMismatch, match=f"of id {make_keys(KEY * 2)[0].id.hex()}, this Codec has "):
+    with pytest.raises(KeyMismatchError, match=f"of id {make_keys(KEY * 2)[0].id.hex()}, this Codec has "):
         verified(written(KEY * 2), new, old)
 
 
@@ -282,7 +282,7 @@ def test_no_byte_moves_between_the_blob_and_what_it_is_bound_to() -> None:
 
 @pytest.mark.parametrize("key", [KEY[:-1] + b"!", KEY + b"\0", KEY * 2])
 def test_another_key_does_not(key: bytes) -> None:
-    with pytest.raises(KeyMismatch, match="key of id"):
+    with pytest.raises(KeyMismatchError, match="key of id"):
         verified(written(KEY), key)
 
 
@@ -295,16 +295,16 @@ def test_a_key_id_that_was_changed_does_not_verify() -> None:
 
 
 def test_a_missing_key_or_tag_is_refused() -> None:
-    with pytest.raises(KeyMismatch, match="key="):
+    with pytest.raises(KeyMismatchError, match="key="):
         verified(written(KEY))
-    with pytest.raises(KeyMismatch, match="no authentication tag"):
+    with pytest.raises(KeyMismatchError, match="no authentication tag"):
         verified(written(), KEY)
 
 
 def test_a_stripped_tag_does_not_make_a_blob_trusted() -> None:
     stripped = GOOD.seal()
     assert read_header(stripped).total_bytes == len(written(KEY)) - 24
-    with pytest.raises(KeyMismatch):
+    with pytest.raises(KeyMismatchError):
         verified(stripped, KEY)
 
 
@@ -346,11 +346,11 @@ def test_a_codec_with_a_key_takes_its_own_blobs_only() -> None:
     blob = keyed.encode(chunk())
     assert torch.equal(keyed.decode(blob).keys[1], chunk().keys[1])
     for codec in (plain, other):
-        with pytest.raises(KeyMismatch):
+        with pytest.raises(KeyMismatchError):
             codec.decode(blob)
-        with pytest.raises(KeyMismatch):
+        with pytest.raises(KeyMismatchError):
             codec.decode_layers(blob, 0, 1)
-    with pytest.raises(KeyMismatch):
+    with pytest.raises(KeyMismatchError):
         keyed.decode(plain.encode(chunk()))
 
 
@@ -373,7 +373,7 @@ def test_a_codec_with_several_keys_writes_with_the_first_and_reads_all() -> None
     assert both.encode(chunk()) == new.encode(chunk())
     for codec in (old, new):
         assert torch.equal(both.decode(codec.encode(chunk())).keys[1], chunk().keys[1])
-    with pytest.raises(KeyMismatch):
+    with pytest.raises(KeyMismatchError):
         old.decode(both.encode(chunk()))
 
 

@@ -14,16 +14,16 @@ BLAMED = {
     "FormatError": True,
     "VersionError": True,
     "CorruptError": True,
-    "KeyMismatch": True,
-    "ProfileMismatch": True,
-    "Expired": True,
+    "KeyMismatchError": True,
+    "ProfileMismatchError": True,
+    "ExpiredError": True,
     "ProfileError": False,
     "InputError": False,
-    "UnsupportedModel": False,
-    "OutOfMemory": False,
+    "UnsupportedModelError": False,
+    "OutOfMemoryError": False,
     "StoreError": False,
-    "ModelUnavailable": False,
-    "RankFailed": False,
+    "ModelUnavailableError": False,
+    "RankFailedError": False,
 }
 
 
@@ -61,7 +61,17 @@ def test_every_error_says_whether_it_blames_the_blob() -> None:
     assert said.keys() == raised_on_purpose().keys()
 
 
+def test_every_error_is_called_one() -> None:
+    assert [name for name in raised_on_purpose() if not name.endswith("Error")] == []
+
+
 def test_what_the_classes_say_is_what_they_have() -> None:
     for name in BLAMED.keys() & vars(errors).keys():
         kind = getattr(errors, name)
         assert issubclass(kind, CuveeError) and kind.blames_blob is BLAMED[name]
+
+
+def test_mismatches_are_no_bad_arguments() -> None:
+    """They say that two things do not belong together, be it a key or a profile; no value of an argument is wrong."""
+    for kind in (errors.KeyMismatchError, errors.ProfileMismatchError):
+        assert issubclass(kind, CuveeError) and not issubclass(kind, ValueError)

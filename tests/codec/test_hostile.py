@@ -38,9 +38,9 @@ from cuvee.codec.errors import (
     CuveeError,
     FormatError,
     InputError,
-    OutOfMemory,
+    OutOfMemoryError,
     ProfileError,
-    ProfileMismatch,
+    ProfileMismatchError,
     allocations,
 )
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -538,10 +538,10 @@ def test_lossless_tables_that_break_a_rule_are_refused(
 
 def test_blobs_of_another_profile_are_refused() -> None:
     other = Profile.fit(LAYOUT, [correlated_chunk(seed, 64, 0) for seed in range(30, 37)], "layer")
-    with pytest.raises(ProfileMismatch, match="profile"):
+    with pytest.raises(ProfileMismatchError, match="profile"):
         Codec(other, step=0.02).decode(blob_of("transform"))
     for scheme in LOSSY:
-        with pytest.raises(ProfileMismatch):
+        with pytest.raises(ProfileMismatchError):
             codec_of("transform" if scheme == "generic" else "generic").decode(blob_of(scheme))
 
 
@@ -551,7 +551,7 @@ def test_blobs_of_another_model_are_refused(scheme: str) -> None:
         replace(LAYOUT, model_type="other"),
         replace(LAYOUT, layers=(LAYOUT.layers[0], LayerLayout(2, 8, 8, Rope((1.0, 0.2, 0.01, 0.001))))),
     ):
-        with pytest.raises(ProfileMismatch, match="model"):
+        with pytest.raises(ProfileMismatchError, match="model"):
             Codec(Profile.generic(layout), "lossless").decode(blob_of(scheme))
 
 
@@ -560,13 +560,13 @@ def test_blobs_of_another_model_are_refused(scheme: str) -> None:
     [("lossless", 1), ("lossless", 2), ("transform", 0), ("transform", 2), ("generic", 0), ("generic", 1)],
 )
 def test_another_scheme_in_the_header_is_refused(scheme: str, other: int) -> None:
-    with pytest.raises((FormatError, ProfileMismatch)):
+    with pytest.raises((FormatError, ProfileMismatchError)):
         codec_of(scheme).decode(reseal(blob_of(scheme), scheme=other))
 
 
 @pytest.mark.parametrize("dtype", [1, 2])
 def test_another_dtype_in_the_header_is_another_model(scheme: str, dtype: int) -> None:
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         codec_of(scheme).decode(reseal(blob_of(scheme), dtype=dtype))
 
 
@@ -738,9 +738,9 @@ def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], m
         lambda: codec.decode_paged([blob], pages, [torch.arange(TOKENS)]),
         lambda: codec.decode_paged([blob], other, [torch.arange(TOKENS)]),
     ):
-        with pytest.raises(OutOfMemory, match=f"decoding {TOKENS} tokens: not enough memory: "):
+        with pytest.raises(OutOfMemoryError, match=f"decoding {TOKENS} tokens: not enough memory: "):
             call()
-    assert issubclass(OutOfMemory, CuveeError) and issubclass(OutOfMemory, MemoryError)
+    assert issubclass(OutOfMemoryError, CuveeError) and issubclass(OutOfMemoryError, MemoryError)
 
 
 def test_other_errors_are_not_taken_for_a_lack_of_memory() -> None:

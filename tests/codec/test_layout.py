@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 
 ROPE = Rope((1.0, 0.1), attention_scaling=1.25)
@@ -317,7 +317,7 @@ LONG = [1.0, 2.0, 3.0, 4.0]
     ],
 )
 def test_from_config_refuses_by_name(make: Callable[[], Any], message: str) -> None:
-    with pytest.raises(UnsupportedModel, match=message):
+    with pytest.raises(UnsupportedModelError, match=message):
         KVLayout.from_config(make(), dtype="bfloat16")
 
 

@@ -14,7 +14,7 @@ from cuvee.codec import codec as module
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.container import inspect, read_header
-from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatch, ProfileMismatch
+from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
@@ -95,7 +95,7 @@ def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Call
             other.decode(forged)
         with pytest.raises(InputError, match="opened by another codec"):
             other.decode_layers(forged, 0, 1)
-    with pytest.raises(KeyMismatch):
+    with pytest.raises(KeyMismatchError):
         keyed.open(trusting.encode(chunk))
 
 
@@ -111,7 +111,7 @@ def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk, make_code
 def test_another_profiles_blob_is_not_opened(
     chunk: KVChunk, layouts: Layouts, make_codec: Callable[..., Codec]
 ) -> None:
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         make_codec("gqa", "layer", step=0.1).open(Codec(Profile.generic(layouts["gqa"]), step=0.1).encode(chunk))
 
 

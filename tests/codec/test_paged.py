@@ -11,7 +11,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import CorruptError, InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import CorruptError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import NOWHERE, PagedCache, PageOrder, Pages, PermutedPages
 
@@ -237,7 +237,7 @@ def test_a_permuted_cache_has_no_tensors_to_show(layouts: dict[str, KVLayout]) -
     assert mixed.permuted and not strided.permuted
     mixed = PagedCache(layout, strided.keys, [permuted(layer, strided.dtype)[1] for layer in layout.layers])
     assert mixed.permuted and mixed.rows(0) is None and len(mixed.keys) == 3
-    with pytest.raises(UnsupportedModel, match=r"at no fixed strides: .* 'triton' does not take them"):
+    with pytest.raises(UnsupportedModelError, match=r"at no fixed strides: .* 'triton' does not take them"):
         mixed.values  # noqa: B018
 
 
@@ -247,7 +247,9 @@ def test_an_order_is_checked() -> None:
     assert order.span == 5 * 24
     with pytest.raises(InputError, match=r"memory must be contiguous \[120\], got \[121\]"):
         PermutedPages(torch.zeros(121), order)
-    with pytest.raises(UnsupportedModel, match=r"on meta whose values lie at no fixed strides: .* on the CPU alone"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"on meta whose values lie at no fixed strides: .* on the CPU alone"
+    ):
         PermutedPages(torch.zeros(120, device="meta"), order)
     # A block that reaches into the next: what comes between belongs to it, or does not.
     interleaved = (torch.arange(24) // 4 * 20 + torch.arange(24) % 4).view(2, 3, 4)
@@ -328,7 +330,7 @@ def test_arguments_are_checked(layouts: dict[str, KVLayout], make_chunk: Any, ma
         codec.decode_paged([blob], cache, [slots], layers=range(0))
     with pytest.raises(CorruptError):
         codec.decode_paged([blob[:-1] + bytes([blob[-1] ^ 1])], cache, [slots])
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         codec.encode_paged(poisoned(replace(layout, layers=layout.layers[:2])), [slots], [0])
     assert codec.encode_paged(cache, [], []) == []
     codec.decode_paged([], cache, []).check()

@@ -26,7 +26,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.classes import class_frequencies
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_header, read_section
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch, VersionError
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.importance import Predictor
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
@@ -599,7 +599,7 @@ def test_check_layout(fitted: Fitted, layouts: dict[str, KVLayout]) -> None:
     profile = fitted("gqa", "layer")
     profile.check_layout(replace(profile.layout, dtype="float16"))
     for other in (layouts["mha"], replace(profile.layout, max_positions=5), layouts["yarn"]):
-        with pytest.raises(ProfileMismatch, match="RoPE or position limit differ"):
+        with pytest.raises(ProfileMismatchError, match="RoPE or position limit differ"):
             profile.check_layout(other)
 
 

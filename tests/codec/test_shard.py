@@ -13,7 +13,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileError, ProfileMismatch
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.family import OCTAVE, scale_codes
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
@@ -314,13 +314,13 @@ def test_a_shard_reads_and_writes_its_own_blobs_alone(fitted: Fitted, make_chunk
     chunk = make_chunk(profile.layout, 20)
     whole, first, second = (Codec(p, step=0.2) for p in (profile, profile.shard(0, 2), profile.shard(1, 2)))
     blob = first.encode(of_rank(chunk, 0, 2))
-    with pytest.raises(ProfileMismatch, match="encoded with profile"):
+    with pytest.raises(ProfileMismatchError, match="encoded with profile"):
         second.decode(blob)
-    with pytest.raises(ProfileMismatch, match="another model"):
+    with pytest.raises(ProfileMismatchError, match="another model"):
         whole.decode(blob)
-    with pytest.raises(ProfileMismatch, match="another model"):
+    with pytest.raises(ProfileMismatchError, match="another model"):
         first.decode(whole.encode(chunk))
-    with pytest.raises(ProfileMismatch, match="3 layers of 1 x 16"):
+    with pytest.raises(ProfileMismatchError, match="3 layers of 1 x 16"):
         first.encode(chunk)
     # Copies of a head serve one another.
     copies = [Codec(profile.shard(rank, 4), step=0.2) for rank in range(2)]
@@ -397,7 +397,7 @@ def test_ranks_fill_one_paged_cache(fitted: Fitted, make_chunk: MakeChunk, size:
         blobs = codec.encode_paged(mine, slots, starts)
         dense = of_rank(everything.read(slots[1], starts[1]), rank, size)
         assert blobs[1] == codec.encode(dense)
-        with pytest.raises(ProfileMismatch):
+        with pytest.raises(ProfileMismatchError):
             codec.encode_paged(everything, slots, starts)
         codec.decode_paged(blobs, rank_pages(layout, got, rank, size), slots, [40, 0]).check()
     for mine_layer, whole_layer in zip(got, wanted, strict=True):

@@ -18,7 +18,7 @@ from rich.console import Console
 from tests.conftest import Books
 from tests.package.cli.running import fails, misused, run
 
-from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatch
+from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.profile import Profile
 from cuvee.eval.arms import ArmsConfig, arms_tables, run_arms, shows_something
 from cuvee.eval.report import scoring
@@ -205,7 +205,7 @@ def test_what_a_profile_does_not_reach_is_found_out_before_anything_is_scored(tm
 
 def test_a_profile_of_another_model(fitted: Callable[[str, str], Profile], tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p.safetensors")
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         run_arms(config(profile=str(tmp_path / "p.safetensors")), None, QUIET)
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.conftest import BOS
 
-from cuvee.codec.errors import InputError, UnsupportedModel
+from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.learning.calibrate import held_out_count
 from cuvee.eval.corpus import (
     BUNDLED_MODEL,
@@ -170,7 +170,7 @@ def test_a_missing_text_or_model(tmp_path: Path) -> None:
 
 def test_an_unsupported_model_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(UnsupportedModel, match="mamba"):
+    with pytest.raises(UnsupportedModelError, match="mamba"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "never-heard-of"}))
     with pytest.raises(InputError, match="never-heard-of"):

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.errors import InputError, ProfileError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
@@ -514,10 +514,10 @@ def test_what_cannot_work_fails_before_weights_are_read(
 ) -> None:
     other = Profile.generic(KVLayout.from_config(tiny_model("qwen2").config, dtype="float32"))
     tiny_config("llama").save_pretrained(tmp_path / "llama")
-    with pytest.raises(ProfileMismatch, match="heads, sizes"):
+    with pytest.raises(ProfileMismatchError, match="heads, sizes"):
         CuveeLM(tmp_path / "llama", profile=other)
     transformers.OPTConfig().save_pretrained(tmp_path / "opt")
-    with pytest.raises(UnsupportedModel, match="opt"):
+    with pytest.raises(UnsupportedModelError, match="opt"):
         CuveeLM(tmp_path / "opt", method=Uncompressed())
     with pytest.raises(FileNotFoundError):
         CuveeLM(tmp_path / "llama", profile=tmp_path / "none.safetensors")
@@ -525,7 +525,7 @@ def test_what_cannot_work_fails_before_weights_are_read(
 
 def test_a_codec_of_another_model_is_refused(llama: Callable[..., CuveeLM], layouts: dict[str, KVLayout]) -> None:
     codec = Codec(Profile.generic(layouts["gqa"]), "high")
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         llama(method=CodecMethod(codec))
 
 
@@ -537,7 +537,7 @@ def test_virtual_tokens_are_refused(llama: Callable[..., CuveeLM], monkeypatch: 
         return forward(input_ids=torch.cat([input_ids[:, :1], input_ids], 1), **arguments)
 
     monkeypatch.setattr(lm.model, "forward", longer)
-    with pytest.raises(UnsupportedModel, match="one entry per token"):
+    with pytest.raises(UnsupportedModelError, match="one entry per token"):
         quiet(lm, "loglikelihood", choices([9], [2]))
 
 

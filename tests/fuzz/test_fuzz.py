@@ -48,7 +48,7 @@ CASES = {
 COMMON = {
     "blob": {"decoded", "FormatError", "CorruptError", "InputError"},
     "profile": {"loaded", "FormatError"},
-    "envelope": {"read", "CorruptError", "Expired"},
+    "envelope": {"read", "CorruptError", "ExpiredError"},
     "url": {"opened", "InputError"},
     "connector": {
         "load arrived",

@@ -14,7 +14,14 @@ from cuvee.codec import profile as codec_profile
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, PendingDecode
 from cuvee.codec.container import Scheme, read_header, write_blob
-from cuvee.codec.errors import CorruptError, FormatError, InputError, OutOfMemory, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import (
+    CorruptError,
+    FormatError,
+    InputError,
+    OutOfMemoryError,
+    ProfileMismatchError,
+    UnsupportedModelError,
+)
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import ID_BYTES
 from cuvee.integrations.transformers import CacheCodec, chunks_from_cache, decode_cache, encode_cache
@@ -210,7 +217,7 @@ def test_sliding_layers_that_dropped_tokens_are_refused(static: bool, tiny_model
             return StaticCache(config=model.config, max_cache_len=64)
         return DynamicCache(config=model.config)
 
-    with pytest.raises(UnsupportedModel, match=r"layer 1 .*holds [78] of 21 tokens; prefill .*DynamicCache\(\)"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*holds [78] of 21 tokens; prefill .*DynamicCache\(\)"):
         encode_cache(codec, prefill(model, prompt(1), empty()))
     short = prefill(model, prompt(1)[:, :6], empty())
     same(decode_cache(codec, encode_cache(codec, short), model.config), prefill(model, prompt(1)[:, :6]))
@@ -229,7 +236,7 @@ def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
     full = prefill(model, prompt(1))
     with pytest.raises(InputError, match=r"^cache: must be a transformers Cache, got tuple; build a DynamicCache"):
         encode_cache(codec, ((1, 2),))  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedModel, match="EncoderDecoderCache"):
+    with pytest.raises(UnsupportedModelError, match="EncoderDecoderCache"):
         encode_cache(codec, EncoderDecoderCache(full, DynamicCache()))
     with pytest.raises(InputError, match=r"^cache: is empty"):
         encode_cache(codec, DynamicCache())
@@ -239,7 +246,7 @@ def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
     class QuantizedLayer(type(full.layers[0])):  # type: ignore[misc]
         pass
 
-    with pytest.raises(UnsupportedModel, match=r"^cache: layer 0 is a QuantizedLayer"):
+    with pytest.raises(UnsupportedModelError, match=r"^cache: layer 0 is a QuantizedLayer"):
         encode_cache(codec, FakeQuantized([QuantizedLayer()]))
     full.offloading = True
     with pytest.raises(InputError, match="DynamicCache offloads"):
@@ -361,11 +368,11 @@ def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
 def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
     codec = memory_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
-    with pytest.raises(ProfileMismatch, match=r"^config: has 3 layers, .* with 2"):
+    with pytest.raises(ProfileMismatchError, match=r"^config: has 3 layers, .* with 2"):
         decode_cache(codec, blobs, tiny_config("llama", num_hidden_layers=3))
-    with pytest.raises(ProfileMismatch, match=r"\(qwen3\) than the codec's profile \(llama\)"):
+    with pytest.raises(ProfileMismatchError, match=r"\(qwen3\) than the codec's profile \(llama\)"):
         decode_cache(codec, blobs, tiny_config("qwen3"))
-    with pytest.raises(ProfileMismatch, match="RoPE"):
+    with pytest.raises(ProfileMismatchError, match="RoPE"):
         decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
 
 
@@ -374,13 +381,13 @@ def test_blob_of_another_layout(model: Any, layout: KVLayout) -> None:
     blobs = encode_cache(codec, prefill(model, prompt(1)))
     other = replace(layout, max_positions=99)
     codec.chunks[0] = KVChunk(codec.chunks[0].keys, codec.chunks[0].values, other)
-    with pytest.raises(ProfileMismatch, match=r"blobs\[0\] has another layout"):
+    with pytest.raises(ProfileMismatchError, match=r"blobs\[0\] has another layout"):
         decode_cache(codec, blobs, model.config)
 
 
 def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[..., Any], model: Any) -> None:
     config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(UnsupportedModel):
+    with pytest.raises(UnsupportedModelError):
         KVLayout.from_config(config, "float32")
     codec = memory_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
     cache = prefill(model, prompt(1))
@@ -561,7 +568,7 @@ def test_lists_that_are_not_whole_rows_never_reach_a_device(
         with pytest.raises(InputError, match=message):
             decode(range(count), torch.ones(rows, 5, dtype=torch.int64))
     other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), 2)
-    with pytest.raises(ProfileMismatch, match=r"blobs\[0\] has another layout .* or another dtype"):
+    with pytest.raises(ProfileMismatchError, match=r"blobs\[0\] has another layout .* or another dtype"):
         decode_cache(codecs.device, [*other, *blobs[1:3]], model.config, device)
     assert whole_batches == []
 
@@ -598,7 +605,7 @@ def test_a_cache_that_does_not_fit_is_our_error(
     codec = both("lossless").cpu
     blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 5)
     monkeypatch.setattr("cuvee.integrations.transformers._Row", lambda *_: torch.empty(1 << 52, dtype=torch.uint8))
-    with pytest.raises(OutOfMemory, match="rebuilding a cache: not enough memory: "):
+    with pytest.raises(OutOfMemoryError, match="rebuilding a cache: not enough memory: "):
         decode_cache(codec, blobs, model.config)
 
 

@@ -16,7 +16,7 @@ from tests.forked import SECONDS, works_in_child, works_in_child_while_held
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.devices import Mark
-from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModel
+from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.pool import Pool
@@ -172,11 +172,11 @@ def test_pages_that_no_strides_describe_are_refused(layouts: dict[str, KVLayout]
     from cuvee.kernels.chunks import CacheMemory
 
     cache = poisoned(layouts["gqa"], PERMUTED)
-    with pytest.raises(UnsupportedModel, match="the backend 'triton' does not take them"):
+    with pytest.raises(UnsupportedModelError, match="the backend 'triton' does not take them"):
         CacheMemory.of(cache)
     if not torch.cuda.is_available():
         codec = make_codec("gqa", "lossless", backend="triton")
-        with pytest.raises(UnsupportedModel, match="the backend 'triton' does not take them"):
+        with pytest.raises(UnsupportedModelError, match="the backend 'triton' does not take them"):
             codec.encode_paged(cache, [torch.arange(4)], [0])
 
 

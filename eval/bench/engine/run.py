@@ -80,7 +80,7 @@ def run_engine_bench(
         ImportError: vLLM is not installed.
         InputError: a length is not a multiple of the chunk, or exceeds the model's positions; or a profile of random
             weights.
-        ProfileMismatch: the profile is of another model.
+        ProfileMismatchError: the profile is of another model.
         CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
     """
     if find_spec("vllm") is None:

@@ -34,7 +34,7 @@ class ServedModel(RecomputeModel, Protocol):
         ...
 
 
-class RankFailed(CuveeError):
+class RankFailedError(CuveeError):
     """Another rank cannot go on with a blend, so this one does not either."""
 
     blames_blob = False
@@ -112,7 +112,7 @@ class PageBlend:
             tokens computed, the same number on all ranks.
 
         Raises:
-            RankFailed: another rank cannot go on.
+            RankFailedError: another rank cannot go on.
             Exception: whatever this rank fails with; the others are told.
         """
         spent = 0.0
@@ -140,7 +140,7 @@ class PageBlend:
         elif problem is not None:
             raise problem
         elif not well:
-            raise RankFailed("another rank could not go on with this blend")
+            raise RankFailedError("another rank could not go on with this blend")
         else:
             self.done = finished
 

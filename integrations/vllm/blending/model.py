@@ -24,7 +24,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cuvee.blend.model import Exchange
-from cuvee.codec.errors import UnsupportedModel
+from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.integrations.vllm.blending.executing import PagesExchange
 
@@ -63,13 +63,15 @@ class LoadedModel:
         spec: of its only KV cache group.
 
     Raises:
-        UnsupportedModel: its layers are not of a kind that was checked, or cannot be found.
+        UnsupportedModelError: its layers are not of a kind that was checked, or cannot be found.
     """
 
     def __init__(self, vllm_config: Any, layout: KVLayout, attention: dict[str, Any], spec: Any) -> None:
         family = vllm_config.model_config.hf_text_config.model_type
         if family not in FAMILIES:
-            raise UnsupportedModel(f"blend: {family} was not checked for blending in vLLM, only {', '.join(FAMILIES)}")
+            raise UnsupportedModelError(
+                f"blend: {family} was not checked for blending in vLLM, only {', '.join(FAMILIES)}"
+            )
         self.config = vllm_config
         self.layout = layout
         self.names = list(attention)
@@ -80,7 +82,7 @@ class LoadedModel:
         for index, (layer, module) in enumerate(zip(self.layers, self.attention, strict=True)):
             arguments = list(inspect.signature(layer.forward).parameters)
             if arguments[:3] != _LAYER_ARGUMENTS or not any(module is part for part in layer.modules()):
-                raise UnsupportedModel(
+                raise UnsupportedModelError(
                     f"blend: layer {index} of {type(self.decoder).__name__} takes {', '.join(arguments)} instead of "
                     f"{', '.join(_LAYER_ARGUMENTS)}: this version of vLLM cannot be blended with"
                 )
@@ -216,7 +218,7 @@ def _owner_of(attention: Any) -> Any:
         and any(attention is part for part in each.modules())
     ]
     if len({id(owner.model) for owner in owners}) != 1:
-        raise UnsupportedModel(
+        raise UnsupportedModelError(
             f"blend: {len(owners)} models own the engine's attention layers; this version of vLLM cannot be blended "
             "with"
         )

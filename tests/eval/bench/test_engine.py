@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 from tests.integrations.vllm.engines import need_vllm
 
-from cuvee.codec.errors import CuveeError, InputError, ProfileMismatch
+from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.eval.bench.engine import run, served
 from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
@@ -303,7 +303,7 @@ def test_a_profile_needs_its_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     with pytest.raises(InputError, match=r"^profile: random weights have none"):
         run_engine_bench(SMALL, profile=tmp_path / "books.cuvee")
     RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024).save(tmp_path / "model")
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         run_engine_bench(replace(SMALL, presets=()), model=tmp_path / "model", profile=tmp_path / "books.cuvee")
 
 

@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 from cuvee.blend import Blender, Boundary, Nothing, Segment
 from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatch
+from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
@@ -672,7 +672,7 @@ def test_inputs_that_do_not_fit(
         assert not (tmp_path / "out").exists()
 
     fitted("bfloat16", "layer").save(tmp_path / "other")
-    fails(ProfileMismatch, None, profile=str(tmp_path / "other"))
+    fails(ProfileMismatchError, None, profile=str(tmp_path / "other"))
     fails(InputError, "2048 positions", context_tokens=2040)
     fails(InputError, "holds no sequence", chunk_tokens=4000)
     fails(InputError, "a name of its own", multidoc=tiny.multidoc * 2)

@@ -22,7 +22,7 @@ from rich.console import Console
 from tests.conftest import Books
 from tests.package.cli.running import run
 
-from cuvee.codec.errors import InputError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import PRESET_ERROR, PRESET_KL
@@ -300,7 +300,7 @@ def test_a_profile_of_another_model_is_refused(
 ) -> None:
     config = replace(CONFIG, groups=(), profiles=(str(tmp_path / "other"),))
     fitted("gqa", "layer").save(tmp_path / "other")
-    with pytest.raises(ProfileMismatch, match="the profile is for synthetic"):
+    with pytest.raises(ProfileMismatchError, match="the profile is for synthetic"):
         run_report(config, tmp_path / "run", console)
     profile = books.profile
     assert profile.model == model_fingerprint(books.model)
@@ -308,7 +308,7 @@ def test_a_profile_of_another_model_is_refused(
         profile.layout, profile.group, profile.source, profile.family, profile.learned,
         min_step=profile.min_step, model="0" * 32, curve=profile.curve,
     ).save(tmp_path / "other")  # fmt: skip
-    with pytest.raises(ProfileMismatch, match="was calibrated on other weights"):
+    with pytest.raises(ProfileMismatchError, match="was calibrated on other weights"):
         run_report(config, tmp_path / "run", console)
     assert not (tmp_path / "run").exists()
 
@@ -325,7 +325,7 @@ def test_profiles_need_names_of_their_own(tmp_path: Path, console: Console, book
 
 def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Console) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
-    with pytest.raises(UnsupportedModel, match="mamba"):
+    with pytest.raises(UnsupportedModelError, match="mamba"):
         run_report(replace(CONFIG, model=str(tmp_path)), tmp_path / "run", console)
     assert not (tmp_path / "run").exists()
 

@@ -26,7 +26,7 @@ from cuvee.integrations.stores.base import StoreError, TierCounters
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import (
     HEADER_BYTES,
-    Expired,
+    ExpiredError,
     make_header,
     parse_header,
     seal,
@@ -120,9 +120,9 @@ def test_envelope_expires_by_the_time_of_writing() -> None:
     data = seal(KEY, b"payload", 1000.0)
     assert unseal(KEY, data, ttl=60, now=1060.0) == b"payload"
     assert unseal(KEY, data, ttl=60, now=900.0) == b"payload", "written by a clock that is ahead"
-    with pytest.raises(Expired, match="60"):
+    with pytest.raises(ExpiredError, match="60"):
         unseal(KEY, data, ttl=60, now=1060.1)
-    with pytest.raises(Expired):
+    with pytest.raises(ExpiredError):
         unseal(KEY, data, ttl=60)
 
 

@@ -731,7 +731,7 @@ def test_out_of_memory(
         client.config_set("maxmemory", 1)
     try:
         for _ in range(2):
-            with pytest.raises(StoreError, match=r"OutOfMemory.*command not allowed.*max_gb") as caught:
+            with pytest.raises(StoreError, match=r"OutOfMemoryError.*command not allowed.*max_gb") as caught:
                 store.put(key(2), b"SECRET" * 100)
             assert "SECRET" not in str(caught.value)
         errors = counted(store).errors

@@ -21,7 +21,7 @@ from cuvee.blend import Nothing, Random, Selector, default_selector
 from cuvee.blend.model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
-from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, RankFailed, place, selector_for
+from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, RankFailedError, place, selector_for
 from cuvee.integrations.vllm.messages import Blend, Piece
 
 LAYERS = LAYOUT.num_layers
@@ -589,7 +589,7 @@ def test_no_rank_waits_for_one_that_failed(fails: Fails, checked: bool) -> None:
             assert blending.figures["blends"] == blending.figures["blend_checks_failed"] == 1
             assert "blend_kl" not in blending.figures
     else:
-        assert isinstance(problem, RankFailed) and isinstance(cause, MemoryError)
+        assert isinstance(problem, RankFailedError) and isinstance(cause, MemoryError)
         assert not first.figures and not second.figures
 
 
@@ -602,5 +602,5 @@ def test_what_fails_at_the_end_of_a_blend_is_no_failure_of_its_check() -> None:
     while not blending.done:
         blending.advance(10)
     (first, problem), (second, cause) = blend_on_two(Fails("written", whole.seen))
-    assert isinstance(problem, RankFailed) and isinstance(cause, MemoryError)
+    assert isinstance(problem, RankFailedError) and isinstance(cause, MemoryError)
     assert "blend_checks_failed" not in {**first.figures, **second.figures}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cuvee.codec.errors import UnsupportedModel
+from cuvee.codec.errors import UnsupportedModelError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache, PageOrder, Pages, PermutedPages
 from cuvee.integrations.vllm.probe import Strides, Writer, find_page_layout, verify_page_layout
@@ -173,14 +173,14 @@ def test_restored_pages_are_the_engines_to_the_last_bit(kind: str, dtype: torch.
 def test_an_order_is_of_tensors_of_one_shape() -> None:
     tensor = _cache()
     layout = find_page_layout(tensor, _tiled(tensor), HEADS, DIM)
-    with pytest.raises(UnsupportedModel, match="4 blocks 144 apart, where PageOrder"):
+    with pytest.raises(UnsupportedModelError, match="4 blocks 144 apart, where PageOrder"):
         layout.views(tensor[1:])
 
 
 def test_pages_that_no_strides_describe_are_refused_on_a_device() -> None:
     tensor = _cache()
     layout = find_page_layout(tensor, _tiled(tensor), HEADS, DIM)
-    with pytest.raises(UnsupportedModel, match="pages on meta whose values lie at no fixed strides"):
+    with pytest.raises(UnsupportedModelError, match="pages on meta whose values lie at no fixed strides"):
         layout.views(torch.empty_like(tensor, device="meta"))
 
 
@@ -192,7 +192,7 @@ def test_an_order_that_is_another_in_each_block_is_refused() -> None:
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         plain(keys, values, slots - slots % TOKENS + (slots + slots // TOKENS) % TOKENS)
 
-    with pytest.raises(UnsupportedModel, match="not where its first block says, written all at once"):
+    with pytest.raises(UnsupportedModelError, match="not where its first block says, written all at once"):
         find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before), "a refusal must leave the cache as it was"
 
@@ -205,7 +205,7 @@ def test_a_writer_that_puts_a_token_alone_elsewhere_is_refused(writer: Callable[
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         plain(keys, values, slots if len(slots) > 1 else slots - slots % TOKENS + (slots + 1) % TOKENS)
 
-    with pytest.raises(UnsupportedModel, match="not where its first block says, written one by one"):
+    with pytest.raises(UnsupportedModelError, match="not where its first block says, written one by one"):
         find_page_layout(tensor, write, HEADS, DIM)
 
 
@@ -220,7 +220,7 @@ def test_a_writer_that_disturbs_other_tokens_is_refused(writer: Callable[[torch.
         nothing = torch.zeros(len(missing), HEADS, DIM, dtype=keys.dtype)
         plain(torch.cat([keys, nothing]), torch.cat([values, nothing]), torch.cat([slots, missing]))
 
-    with pytest.raises(UnsupportedModel, match="not where its first block says, written"):
+    with pytest.raises(UnsupportedModelError, match="not where its first block says, written"):
         find_page_layout(tensor, write, HEADS, DIM)
 
 
@@ -233,7 +233,7 @@ def test_a_writer_of_two_values_to_one_place_is_refused() -> None:
         plain(keys, values, slots)
         tensor[slots // TOKENS, 0, 0, 0] = tensor[slots // TOKENS, 0, 0, 1]
 
-    with pytest.raises(UnsupportedModel, match="changes values or leaves holes"):
+    with pytest.raises(UnsupportedModelError, match="changes values or leaves holes"):
         find_page_layout(tensor, write, HEADS, DIM)
     assert torch.equal(tensor, before)
 
@@ -241,14 +241,14 @@ def test_a_writer_of_two_values_to_one_place_is_refused() -> None:
 def test_a_writer_that_changes_values_is_refused() -> None:
     tensor = _cache()
     plain = _beside(tensor)
-    with pytest.raises(UnsupportedModel, match="changes values"):
+    with pytest.raises(UnsupportedModelError, match="changes values"):
         find_page_layout(tensor, lambda k, v, s: plain(k / 2, v, s), HEADS, DIM)
 
 
 def test_a_writer_that_drops_a_token_is_refused() -> None:
     tensor = _cache()
     plain = _beside(tensor)
-    with pytest.raises(UnsupportedModel, match="leaves holes"):
+    with pytest.raises(UnsupportedModelError, match="leaves holes"):
         find_page_layout(tensor, lambda k, v, s: plain(k[1:], v[1:], s[1:]), HEADS, DIM)
 
 
@@ -262,7 +262,7 @@ def test_a_writer_that_mixes_tokens_between_calls_is_refused() -> None:
         calls += 1
         plain(keys, values, slots.flip(0) if calls == 2 else slots)
 
-    with pytest.raises(UnsupportedModel, match="no permutation"):
+    with pytest.raises(UnsupportedModelError, match="no permutation"):
         find_page_layout(tensor, write, HEADS, DIM)
 
 
@@ -273,7 +273,7 @@ def test_blocks_of_another_layout_are_refused() -> None:
     def write(keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
         plain(keys, values, torch.where(slots >= TOKENS, slots - TOKENS, slots))
 
-    with pytest.raises(UnsupportedModel, match="not where its first block says"):
+    with pytest.raises(UnsupportedModelError, match="not where its first block says"):
         find_page_layout(tensor, write, HEADS, DIM)
 
 
@@ -281,12 +281,12 @@ def test_check_notices_a_layer_that_differs() -> None:
     tensor = _cache()
     layout = find_page_layout(tensor, _beside(tensor), HEADS, DIM)
     before = tensor.clone()
-    with pytest.raises(UnsupportedModel, match="keys are not where"):
+    with pytest.raises(UnsupportedModelError, match="keys are not where"):
         verify_page_layout(tensor, _transposed(tensor), layout)
     assert torch.equal(tensor, before)
 
 
 def test_a_page_that_holds_more_than_keys_and_values_is_refused() -> None:
     tensor = torch.zeros(BLOCKS, HEADS, TOKENS, 2 * DIM + 1)
-    with pytest.raises(UnsupportedModel, match="not a multiple"):
+    with pytest.raises(UnsupportedModelError, match="not a multiple"):
         find_page_layout(tensor, _beside(tensor), HEADS, DIM)

@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig, LlamaConfig
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import _warn_of_no_promise
-from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatch, UnsupportedModel
+from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import CurvePoint
@@ -144,27 +144,27 @@ def test_positions_are_those_that_the_engine_serves(rope: dict[str, Any] | None)
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"specs": [_spec(MLAAttentionSpec)]}, UnsupportedModel, r"multi-head latent attention \(MLA\)"),
-        ({"specs": [_spec(SlidingWindowSpec)]}, UnsupportedModel, "hybrid, sliding-window"),
-        ({"specs": [_spec(), _spec(SlidingWindowSpec)]}, UnsupportedModel, "hybrid, sliding-window"),
-        ({"specs": [_spec(), _spec()]}, UnsupportedModel, "hybrid, sliding-window"),
-        ({"specs": [_spec(sliding_window=8)]}, UnsupportedModel, "sliding-window and chunked attention"),
-        ({"specs": [_spec(attention_chunk_size=8)]}, UnsupportedModel, "sliding-window and chunked attention"),
-        ({"specs": [_spec(non_causal=True)]}, UnsupportedModel, "non-causal attention"),
-        ({"specs": [_spec(dtype=torch.uint8)]}, UnsupportedModel, "a KV cache of uint8"),
-        ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModel, "caches 1 heads of 8.*says 2 of 8"),
-        ({"specs": [_spec(head_size=16)]}, UnsupportedModel, "caches 2 heads of 16"),
-        ({"specs": [_spec(head_size_v=4)]}, UnsupportedModel, "caches 2 heads of 8"),
-        ({"layers": 3}, UnsupportedModel, "caches 3 layers, the model has 2"),
-        ({"cache__cache_dtype": "fp8"}, UnsupportedModel, "a quantized KV cache"),
-        ({"cache__cache_dtype": "fp8_e5m2"}, UnsupportedModel, "fp8_e5m2"),
-        ({"parallel__pipeline_parallel_size": 2}, UnsupportedModel, "pipeline parallelism"),
-        ({"parallel__decode_context_parallel_size": 2}, UnsupportedModel, "context parallelism"),
-        ({"parallel__prefill_context_parallel_size": 2}, UnsupportedModel, "context parallelism"),
+        ({"specs": [_spec(MLAAttentionSpec)]}, UnsupportedModelError, r"multi-head latent attention \(MLA\)"),
+        ({"specs": [_spec(SlidingWindowSpec)]}, UnsupportedModelError, "hybrid, sliding-window"),
+        ({"specs": [_spec(), _spec(SlidingWindowSpec)]}, UnsupportedModelError, "hybrid, sliding-window"),
+        ({"specs": [_spec(), _spec()]}, UnsupportedModelError, "hybrid, sliding-window"),
+        ({"specs": [_spec(sliding_window=8)]}, UnsupportedModelError, "sliding-window and chunked attention"),
+        ({"specs": [_spec(attention_chunk_size=8)]}, UnsupportedModelError, "sliding-window and chunked attention"),
+        ({"specs": [_spec(non_causal=True)]}, UnsupportedModelError, "non-causal attention"),
+        ({"specs": [_spec(dtype=torch.uint8)]}, UnsupportedModelError, "a KV cache of uint8"),
+        ({"specs": [_spec(num_kv_heads=1)]}, UnsupportedModelError, "caches 1 heads of 8.*says 2 of 8"),
+        ({"specs": [_spec(head_size=16)]}, UnsupportedModelError, "caches 2 heads of 16"),
+        ({"specs": [_spec(head_size_v=4)]}, UnsupportedModelError, "caches 2 heads of 8"),
+        ({"layers": 3}, UnsupportedModelError, "caches 3 layers, the model has 2"),
+        ({"cache__cache_dtype": "fp8"}, UnsupportedModelError, "a quantized KV cache"),
+        ({"cache__cache_dtype": "fp8_e5m2"}, UnsupportedModelError, "fp8_e5m2"),
+        ({"parallel__pipeline_parallel_size": 2}, UnsupportedModelError, "pipeline parallelism"),
+        ({"parallel__decode_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
+        ({"parallel__prefill_context_parallel_size": 2}, UnsupportedModelError, "context parallelism"),
         ({"parallel__tensor_parallel_size": 3}, InputError, "KV heads of layer 0"),
-        ({"speculative": SimpleNamespace()}, UnsupportedModel, "speculative decoding"),
-        ({"model__is_encoder_decoder": True}, UnsupportedModel, "encoder-decoder"),
-        ({"model__runner_type": "pooling"}, UnsupportedModel, "'pooling' model"),
+        ({"speculative": SimpleNamespace()}, UnsupportedModelError, "speculative decoding"),
+        ({"model__is_encoder_decoder": True}, UnsupportedModelError, "encoder-decoder"),
+        ({"model__runner_type": "pooling"}, UnsupportedModelError, "'pooling' model"),
         ({"extra": {"chunk_tokens": 48}}, InputError, "chunk_tokens: must be a multiple of .* 32, got 48"),
         (
             {"extra": {"chunk_tokens": 512}},
@@ -184,7 +184,7 @@ def test_what_is_refused(changes: dict[str, Any], error: type[CuveeError], messa
 
 def test_a_profile_of_another_layout_is_refused(tmp_path: Path) -> None:
     _profile("head", replace(LAYOUT, max_positions=512)).save(tmp_path / "p")
-    with pytest.raises(ProfileMismatch):
+    with pytest.raises(ProfileMismatchError):
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
 
 
@@ -218,7 +218,7 @@ def test_a_profile_of_other_weights_is_refused(tmp_path: Path, checkpoint: Calla
     made = Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")}))
     made.check_profile("folder")
     checkpoint("mismatch")
-    with pytest.raises(ProfileMismatch, match=r"calibrated on other weights than folder.*check_model to false"):
+    with pytest.raises(ProfileMismatchError, match=r"calibrated on other weights than folder.*check_model to false"):
         made.check_profile("folder")
     Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p"), "check_model": False})).check_profile("folder")
 
