@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("fsspec", reason="needs fsspec")
 pytest.importorskip("aiohttp", reason="needs aiohttp")
 
-from tests.integrations.stores.fake_http import Answer, FakeHTTP, answer, fake_http, head
+from tests.integrations.stores.fake_http import FakeHTTP, answer, fake_http, head
+from tests.integrations.stores.loopback import Said
 
 from cuvee.integrations.stores import objects_http
 from cuvee.integrations.stores.base import StoreError
@@ -77,7 +78,7 @@ def endless(first: bytes, part: bytes) -> Callable[[str, str], Iterator[bytes]]:
     return lambda method, path: itertools.chain([first], itertools.repeat(part * (MIB // len(part))))
 
 
-BODIES: dict[str, tuple[Callable[[str, str], Answer | None], str]] = {
+BODIES: dict[str, tuple[Callable[[str, str], Said | None], str]] = {
     "ignores the range": (endless(b"HTTP/1.1 200 OK\r\n" + head(Content_Length="1500000000"), b"x"), "large"),
     "a long part": (endless(b"HTTP/1.1 206 Partial Content\r\n" + head(Content_Length="99999999999"), b"x"), "large"),
     "without an end": (endless(b"HTTP/1.1 200 OK\r\n" + head(Connection="close"), b"x"), "large"),
@@ -111,7 +112,7 @@ BODIES: dict[str, tuple[Callable[[str, str], Answer | None], str]] = {
 @pytest.mark.parametrize("what", BODIES)
 def test_answers_are_bounded(what: str, server: FakeHTTP, store: ObjectStore) -> None:
     """Counted is what the server could send: it waits once nobody reads it, until its connection is closed."""
-    server.say, outcome = BODIES[what]
+    server.tell, outcome = BODIES[what]
     if outcome == "large":
         assert store.get(KEY) is None
         assert store.counters()["object"].corrupt == 0
@@ -124,7 +125,7 @@ def test_answers_are_bounded(what: str, server: FakeHTTP, store: ObjectStore) ->
     assert store.contains([KEY]) in ([False], [True])  # of its HEAD nothing is read but fields
     assert server.sent < 2 * BUFFERS and len(server.requests) < 60
     Recorder().record_store(store.counters())
-    server.say = lambda method, path: None
+    server.tell = lambda method, path: None
     assert store.put(KEY, b"x") and store.get(KEY) == b"x", "it goes on"
 
 
@@ -140,7 +141,7 @@ def test_bytes_that_drip_take_no_longer_than_a_request_may(
             time.sleep(0.02)
             yield b"x"
 
-    server.say = drip
+    server.tell = drip
     with pytest.raises(StoreError, match="TimeoutError"):
         store.get(KEY)
     assert server.sent < 900
@@ -150,13 +151,13 @@ def test_a_server_that_never_comes_to_the_point(
     server: FakeHTTP, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(objects_http, "SECONDS", 0.3)
-    server.say = lambda method, path: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n")
+    server.tell = lambda method, path: itertools.repeat(b"HTTP/1.1 100 Continue\r\n\r\n")
     with pytest.raises(StoreError, match="TimeoutError"):
         store.get(KEY)
 
 
 def test_cookies_are_not_kept(server: FakeHTTP, store: ObjectStore) -> None:
-    server.say = lambda method, path: answer(body=b"x" * 100, Set_Cookie=f"n{len(server.requests)}=v; Max-Age=9999999")
+    server.tell = lambda method, path: answer(body=b"x" * 100, Set_Cookie=f"n{len(server.requests)}=v; Max-Age=9999999")
     for _ in range(5):
         assert store.get(KEY) is None
     fs: Any = store._connected()[0]
@@ -165,9 +166,9 @@ def test_cookies_are_not_kept(server: FakeHTTP, store: ObjectStore) -> None:
 
 def test_unpacked_bytes_only(server: FakeHTTP, store: ObjectStore) -> None:
     entry = seal(KEY, b"blob", time.time())
-    server.say = lambda method, path: answer(body=entry, Content_Encoding="identity")
+    server.tell = lambda method, path: answer(body=entry, Content_Encoding="identity")
     assert store.get(KEY) == b"blob" and len(entry) == HEADER_BYTES + 4
-    server.say = lambda method, path: answer(body=gzip.compress(entry), Content_Encoding="gzip")
+    server.tell = lambda method, path: answer(body=gzip.compress(entry), Content_Encoding="gzip")
     with pytest.raises(StoreError, match="Content-Encoding"):
         store.get(KEY)
 
