@@ -164,10 +164,14 @@ def test_nobody_is_asked_for_what_is_not_wanted_any_more(made: Callable[..., tup
     cancelled, settled = (looking.begin("a", asking(1, 6400), []) for _ in range(2))
     wait_until(lambda: len(store.begun) == 2, "both first calls")
     calls = 2
+
+    def next_began() -> bool:
+        return len(store.begun) == calls
+
     while [] in (cancelled._known, settled._known):  # a call may overtake the other lookup's
         store.release(1)
         calls += 1
-        wait_until(lambda: len(store.begun) == calls, "the call behind the one that ended")  # noqa: B023
+        wait_until(next_began, "the call behind the one that ended")
     assert cancelled.answer.cancel() and settled.settle() == [1], "of the first question"
     with pytest.raises(CancelledError):
         cancelled.settle()
