@@ -10,8 +10,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -54,29 +52,23 @@ def take_over(target: str) -> list[str]:
 
 def add_references() -> int:
     """Let every launcher call its reference after it; returns how many there are."""
-    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, plans, predictor, transform_scheme
-    from cuvee.kernels.static import MODULES
-
-    def both(launcher: Any, reference: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> None:
-            launcher(*args, **kwargs)
-            reference(*args, **kwargs)
-
-        return call
+    from tests.late_device import launchers
 
     wrapped: set[str] = set()
-    users: list[ModuleType] = [plans, predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
-    for name in MODULES:
-        home, naive = import_module(name), import_module(name.replace(".ops.", ".ops.naive."))
-        for key, reference in list(vars(naive).items()):
-            own = key.removesuffix("_reference")
-            launcher = getattr(home, own, None)
-            if key.endswith("_reference") and launcher is not None:
-                for user in users:
-                    if getattr(user, own, None) is launcher:
-                        setattr(user, own, both(launcher, reference))
-                        wrapped.add(own)
+    for user, name, reference in launchers(lambda name, reference: reference):
+        setattr(user, name, both(getattr(user, name), reference))
+        wrapped.add(name)
     return len(wrapped)
+
+
+def both(launcher: Any, reference: Any) -> Any:
+    """A launcher and its reference, one after the other."""
+
+    def call(*args: Any, **kwargs: Any) -> None:
+        launcher(*args, **kwargs)
+        reference(*args, **kwargs)
+
+    return call
 
 
 def main(target: str) -> None:
