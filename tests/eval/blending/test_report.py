@@ -815,14 +815,14 @@ def test_a_profile_is_learned_once_and_stays_the_same(
 
 def test_sixteen_bits_are_enough(tiny: BlendConfig, tmp_path: Path, console: Console, no_documents: None) -> None:
     """A model that does not fit in memory in float32 is measured in its own dtype."""
-    config = replace(less_of(tiny), constructions=("reread", "passages"), documents=2, behind=2, dtype="bfloat16")
+    config = replace(less_of(tiny), constructions=("reread", "passages"), documents=4, behind=2, dtype="bfloat16")
     exact, rounded = (
         run_blend_report(one, tmp_path / one.dtype, console) for one in (replace(config, dtype="float32"), config)
     )
     assert rounded["model"]["dtype"] == "bfloat16"
     for made, same in zip(rounded["constructions"], exact["constructions"], strict=True):
-        # Of two documents: on a CPU without AMX the sums in bfloat16 move it by a quarter.
-        assert floor_of(made) == pytest.approx(floor_of(same), rel=0.5)
+        # Their mean: one prompt of a few tokens moves by a fifth, up or down, with how a CPU adds up in bfloat16.
+        assert np.mean(floor_of(made)) == pytest.approx(np.mean(floor_of(same)), rel=0.15)
         for found, other in zip(made["entries"], same["entries"], strict=True):
             assert found["reason"] == other["reason"]
 
