@@ -22,6 +22,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 RESULTS = (ROOT / "docs" / "results.md").read_text(encoding="utf-8")
 REAL = ROOT / "eval" / "results" / "2026-11-23-smollm2-report"
 CLIENTS = ROOT / "eval" / "results" / "2026-11-23-clients"
+PERMUTED = ROOT / "eval" / "results" / "2026-11-23-smollm2-vllm-blend"
 TASKS = ROOT / "eval" / "results" / "2026-11-23-smollm2-tasks"
 RATES = ROOT / "eval" / "results" / "2026-11-22-smollm2" / "plain.json"
 LENGTHS = ROOT / "eval" / "results" / "2026-11-23-smollm2-lengths"
@@ -167,6 +168,14 @@ def test_other_peoples_benchmarks_took_what_the_committed_run_took() -> None:
     assert f"| workload | {' | '.join(told)} |" in README
     ((_, *shown),) = rows("workload", README)
     assert shown == [f"{lossless[name]['after a restart']['p50_ratio']:.2f}" for name in told]
+    arms = json.loads((PERMUTED / "clients.json").read_text(encoding="utf-8"))["arms"]
+    blended, own = (
+        arms[arm]["workloads"]["long-doc-permutator"] for arm in ("cuvee lossless, blend", "vLLM's prefix cache")
+    )
+    told_of = (
+        f"take {blended['after a restart']['p50_ratio']:.2f}, and {own['warm']['p50_ratio']:.2f} with vLLM's own cache"
+    )
+    assert told_of in README.replace("\n", " ")
 
 
 def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> None:
@@ -190,7 +199,8 @@ def test_the_first_tokens_of_the_real_model_are_those_of_the_committed_run() -> 
     assert [cell.partition(",")[0] for cell in times] == medians
     arms = json.loads((CLIENTS / "clients.json").read_text(encoding="utf-8"))["arms"]
     raw = 30 * 2 * 3 * 64 * 2  # bytes per token: layers, keys and values, heads, width, bfloat16
-    for text, arm in zip(sizes, ("cuvee lossless", "cuvee balanced"), strict=False):
+    assert sizes[2:] == ["1x", ""]
+    for text, arm in zip(sizes[:2], ("cuvee lossless", "cuvee balanced"), strict=True):
         assert text == f"{1000 * raw / arms[arm]['disk']['bytes_per_1000_tokens']:.1f}x"
 
 
