@@ -8,6 +8,8 @@ damaged bytes, with those of other keys, with lies about what it has and with no
 compared with that of an engine without a connector: the same tokens, and logprobs that differ by no more than batches
 of other sizes make them differ. At the end nothing may be left over, and the cache works as on its first day.
 
+A run goes on for longer than asked, up to MOST_LONGER times, until enough of all this has happened.
+
 Whether a call fails depends on the seed, on the call, and on how often it was made. Threads make those numbers differ
 between two runs of a seed, but not by much.
 """
