@@ -125,9 +125,9 @@ soak: setup redis  ## three processes against each kind of store, with kills and
 chaos: $(ENGINE_STAMP)  ## a real engine while everything in its connector fails at random, for SECONDS (600)
 	$(THREADS) $(BIN)/python tests/fuzz/chaos.py --seconds $(SECONDS) --seed $(SEED)
 
-# Nothing else runs sm_80, or takes warps in turns.
-ptx: setup compiler  ## the kernels' tests on PTX of both targets, programs and warps in an order drawn from SEED (0)
-	for target in sm_80 sm_90; do \
+# Nothing else runs sm_80 and sm_100, or takes warps in turns.
+ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and warps in an order drawn from SEED (0)
+	for target in sm_80 sm_90 sm_100; do \
 		$(THREADS) CUVEE_KERNELS=ptx CUVEE_PTX_TARGET=$$target CUVEE_PTX_SEED=$(SEED) \
 			$(BIN)/python -m pytest -n $(JOBS) --dist loadfile tests/kernels tests/ptx $(PYTEST_ARGS); \
 	done

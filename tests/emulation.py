@@ -1,8 +1,8 @@
 """Where kernels run in the tests when there is no GPU: as compiled PTX in the emulator, or in Triton's interpreter.
 
-CUVEE_KERNELS chooses: `ptx` (the default where there is g++) or `interpreter`. Of PTX, CUVEE_PTX_TARGET is `sm_90` or
-`sm_80`, and CUVEE_PTX_SEED a number that draws the order of programs and how warps take turns; without one they run in
-order. CUVEE_REQUIRE_PTX=1 makes it an error that there is no g++.
+CUVEE_KERNELS chooses: `ptx` (the default where there is g++) or `interpreter`. Of PTX, CUVEE_PTX_TARGET is `sm_80`,
+`sm_90` (the default) or `sm_100`, and CUVEE_PTX_SEED a number that draws the order of programs and how warps take
+turns; without one they run in order. CUVEE_REQUIRE_PTX=1 makes it an error that there is no g++.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ def _choose() -> str:
 
 # "gpu", "ptx" or "interpreter": decided before any kernel is defined.
 KERNELS_RUN_ON = _choose()
+TARGET = os.environ.get("CUVEE_PTX_TARGET", "sm_90")
 
 
 @cache
@@ -68,7 +69,7 @@ def start() -> None:
     from tests.ptx.engine import Options
 
     seed = os.environ.get("CUVEE_PTX_SEED")
-    install(os.environ.get("CUVEE_PTX_TARGET", "sm_90"), Options(seed=int(seed) if seed else None))
+    install(TARGET, Options(seed=int(seed) if seed else None))
 
 
 def compiled_kernels() -> Path:

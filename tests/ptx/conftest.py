@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 from tests.ptx.build import NoCompiler, library
+from tests.ptx.driver import TARGETS, state
 
 
 @pytest.fixture(scope="session")
@@ -17,3 +19,12 @@ def engine() -> None:
         if os.environ.get("CUVEE_REQUIRE_PTX") == "1":
             pytest.fail(f"CUVEE_REQUIRE_PTX=1, but {error}")
         pytest.skip(str(error))
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each target in turn, whatever the other tests run on."""
+    before = state().target
+    state().target = request.param
+    yield request.param
+    state().target = before

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from tests.ptx.engine import Fault, Kernel, Memory, Options
 
-TARGETS = ("sm_80", "sm_90")
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10}  # that a program may have
+TARGETS = ("sm_80", "sm_90", "sm_100")
+SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # that a program may have
 MOST_THREADS = 1024
 POINTER_TABLES = ("places",)  # arguments of addresses: the first column of int64 rows
 

@@ -6,12 +6,13 @@ handler is found by a name made of its opcode; a modifier that no handler knows 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from tests.ptx.operands import ALIGNMENT, LANE, SPECIAL, Operands, number
+from tests.ptx.code import Code
+from tests.ptx.operands import ALIGNMENT, LANE, SPECIAL, number
 from tests.ptx.syntax import BYTES, Entry, PtxError, Statement
+from tests.ptx.tensor_cores import TensorCores
 
 _SIGNLESS = ("add", "sub", "and", "or", "xor", "not", "neg", "shl", "popc", "clz", "brev", "bfi", "prmt", "lop3", "shf")
 # Operands whose origin a result has, by operation.
@@ -20,18 +21,6 @@ _KEEP = {
     "mov.b64": "a", "mov.b32": "a", "mad.wide.s32": "c", "mad.wide.u32": "c", "mad.lo.b64": "c", "pack.b64": "ab",
     "shfl": "a",
 }  # fmt: skip
-
-
-@dataclass(slots=True)
-class Code:
-    """An instruction: `op` names its handler, `fields` are those of the engine's `Ins`, with names of rows in some."""
-
-    statement: Statement
-    op: str
-    fields: dict[str, int | str] = field(default_factory=dict)
-    rows: list[str] | None = None
-    label: str | None = None
-    base: str | None = None  # register of an address in global memory
 
 
 @dataclass(slots=True)
@@ -71,11 +60,7 @@ def encode(entry: Entry, address_of: Callable[[str, bytes, int], int]) -> Encode
     return _Encoder(entry, address_of).run()
 
 
-class _Encoder(Operands):
-    def __init__(self, entry: Entry, address_of: Callable[[str, bytes, int], int]) -> None:
-        super().__init__(entry, address_of)
-        self.codes: list[Code] = []
-
+class _Encoder(TensorCores):
     def run(self) -> Encoded:
         for statement in self.entry.statements:
             try:
@@ -84,11 +69,6 @@ class _Encoder(Operands):
                 where = f" ({', '.join(statement.source)})" if statement.source else ""
                 raise PtxError(f"line {statement.line}: cannot run `{statement.text}`{where}: {error}") from error
         return self.finish()
-
-    def add(self, statement: Statement, op: str, **fields: int | str) -> Code:
-        code = Code(statement, op, fields)
-        self.codes.append(code)
-        return code
 
     def instruction(self, s: Statement) -> None:
         base = s.opcode[0]
@@ -202,15 +182,6 @@ class _Encoder(Operands):
             raise PtxError("no space or no type")
         return space, kind, count
 
-    def access(self, s: Statement, op: str, space: str, token: str, **fields: int | str) -> Code:
-        base, add, row = self.address(token)
-        code = self.add(s, f"{op}.{space}", a=base, imm=add, mode=row, **fields)
-        if space == "global":
-            if row != 8:
-                raise PtxError("an address in global memory has 64 bits")
-            code.base = base
-        return code
-
     def do_ld(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
         space, kind, count = self.memory(parts)
         signed, width = int(kind[0] == "s"), BYTES[kind]
@@ -272,67 +243,6 @@ class _Encoder(Operands):
         else:
             raise PtxError("no copy of the engine's")
 
-    def matrices(self, s: Statement, parts: tuple[str, ...], rows: str, at: str) -> None:
-        count = {"x1": 1, "x2": 2, "x4": 4}[next(part for part in parts if part.startswith("x"))]
-        known = {"sync", "aligned", "m8n8", f"x{count}", "trans", "shared", "shared_cta", "b16"}
-        if not set(parts) <= known:
-            raise PtxError("no modifier of ldmatrix or stmatrix")
-        base, add, row = self.address(at)
-        names = self.vector(rows, 4)
-        if len(names) != count:
-            raise PtxError("as many registers as matrices")
-        self.add(s, s.opcode[0], a=base, imm=add, mode=row, count=count, sign=int("trans" in parts)).rows = names
-
-    def do_ldmatrix(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        self.matrices(s, parts, args[0], args[1])
-
-    def do_stmatrix(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        self.matrices(s, parts, args[1], args[0])
-
-    def do_mma(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        *known, shape, a_order, b_order, to, left, right, add = parts
-        if known != ["sync", "aligned"] or (a_order, b_order, to, add) != ("row", "col", "f32", "f32") or left != right:
-            raise PtxError("no product of the engine's")
-        kind = {"bf16": 0, "f16": 1, "tf32": 2}[left]
-        depth = {"m16n8k4": 4, "m16n8k8": 8, "m16n8k16": 16}[shape]
-        counts = [4, depth // (2 if kind == 2 else 4), depth // (4 if kind == 2 else 8), 4]
-        groups = [self.vector(arg, 4) for arg in args]
-        if [len(group) for group in groups] != counts:
-            raise PtxError("not as many registers as the shape has")
-        self.add(s, "mma", mode=kind, width=depth).rows = [name for group in groups for name in group]
-
-    def do_wgmma(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        if parts == ("fence", "sync", "aligned"):
-            self.add(s, "wgmma.fence")
-        elif parts == ("commit_group", "sync", "aligned"):
-            self.add(s, "wgmma.commit_group")
-        elif parts == ("wait_group", "sync", "aligned"):
-            self.add(s, "wgmma.wait_group", imm=int(args[0], 0))
-        else:
-            self.product(s, parts, args)
-
-    def product(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
-        *known, shape, to, left, right = parts
-        size = re.fullmatch(r"m64n(\d+)k(\d+)", shape)
-        kind = {"bf16": 0, "f16": 1, "tf32": 2}[left]
-        if size is None or known != ["mma_async", "sync", "aligned"] or to != "f32" or left != right:
-            raise PtxError("no product of the engine's")
-        if int(size[2]) != (8 if kind == 2 else 16):
-            raise PtxError("no depth of such factors")
-        columns, in_registers = int(size[1]), args[1].startswith("{")
-        rows = self.vector(args[0], 4)
-        left_rows = self.vector(args[1], 4) if in_registers else [self.exact(args[1], 8)]
-        if len(rows) != columns // 2 or len(left_rows) != (4 if in_registers else 1):
-            raise PtxError("not as many registers as the shape has")
-        scale, negative, turned = args[3], [int(x) < 0 for x in args[4:6]], [int(x) for x in args[6:]]
-        if in_registers and turned:
-            turned = [0, *turned]
-        flags = sum(bit << k for k, bit in enumerate((*(turned or (0, 0)), *negative)))
-        fixed = number(scale)
-        code = self.add(s, "wgmma", mode=kind, width=columns // 8, count=int(in_registers), b=self.exact(args[2], 8),
-                        c="_" if fixed is not None else self.predicate(scale), imm=fixed or 0, sign=flags)  # fmt: skip
-        code.rows = rows + left_rows
-
     def do_fence(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
         if parts[0] == "proxy":
             if parts[1] != "async":
@@ -369,6 +279,12 @@ class _Encoder(Operands):
 
     def do_activemask(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
         self.add(s, "activemask", d=self.written(args[0], 4))
+
+    def do_elect(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
+        if parts != ("sync",):
+            raise PtxError("no election of the engine's")
+        to, _, chosen = args[0].partition("|")
+        self.add(s, "elect", d=self.written(to, 4), target=self.predicate(chosen), a=self.exact(args[1], 4))
 
     def do_bar(self, s: Statement, parts: tuple[str, ...], args: tuple[str, ...]) -> None:
         if parts == ("warp", "sync"):

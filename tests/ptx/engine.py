@@ -20,8 +20,10 @@ from tests.ptx.syntax import PtxError, parse
 KINDS = (
     "out of bounds", "misaligned", "shared memory out of bounds", "shared-memory race",
     "shared memory read before written", "asynchronous copy read before waited for",
-    "shared memory read by wgmma without a fence", "local memory out of bounds", "lanes missing", "endless loop",
-    "trap",
+    "shared memory read by tensor cores without a fence", "local memory out of bounds", "lanes missing", "endless loop",
+    "trap", "tensor memory out of bounds", "tensor memory read before written",
+    "tensor memory touched before waited for", "tensor-memory race",
+    "tensor memory allocated, given back or addressed wrongly", "mbarrier used wrongly",
 )  # fmt: skip
 UNWRITTEN = KINDS[4]
 CHECK, COUNT, SHUFFLE = 1, 2, 4
@@ -54,7 +56,7 @@ class _Launch(ctypes.Structure):
         ("flags", ctypes.c_uint32), ("parameters", ctypes.c_void_p), ("regions", ctypes.c_void_p),
         ("region_count", ctypes.c_int32), ("quantum", ctypes.c_uint32), ("seed", ctypes.c_uint64),
         ("limit", ctypes.c_uint64), ("counts", ctypes.c_void_p), ("faults", ctypes.c_void_p),
-        ("fault_room", ctypes.c_int32), ("fault_count", ctypes.c_int32), ("fault_totals", ctypes.c_uint64 * 16),
+        ("fault_room", ctypes.c_int32), ("fault_count", ctypes.c_int32), ("fault_totals", ctypes.c_uint64 * 24),
         ("instructions", ctypes.c_uint64), ("barriers", ctypes.c_uint64),
     ]  # fmt: skip
 
@@ -233,6 +235,8 @@ class Kernel:
             where = f"; {size} bytes at {address - near.low} of {near.name}, which has {near.high - near.low}"
         elif kind in KINDS[2:8]:
             where = f"; {size} bytes at {address}"
+        elif kind in KINDS[11:]:
+            where = f"; row {address >> 16}, column {address & 0xFFFF}" if size else f"; at {address}"
         return Fault(kind, statement.text, statement.line, statement.source, int(fault["program"]), int(fault["warp"]),
                      int(fault["lane"]), where)  # fmt: skip
 

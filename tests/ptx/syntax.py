@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 BYTES = {
     "pred": 4, "b8": 1, "u8": 1, "s8": 1, "b16": 2, "u16": 2, "s16": 2, "f16": 2, "bf16": 2, "e4m3x2": 2, "e5m2x2": 2,
     "b32": 4, "u32": 4, "s32": 4, "f32": 4, "f16x2": 4, "bf16x2": 4, "u16x2": 4, "s16x2": 4, "tf32": 4,
-    "b64": 8, "u64": 8, "s64": 8, "f64": 8,
+    "b64": 8, "u64": 8, "s64": 8, "f64": 8, "f32x2": 8,
 }  # fmt: skip
 
 
@@ -75,7 +75,7 @@ _ENTRY = re.compile(r"\.visible\s+\.entry\s+([\w$]+)\s*\(([^)]*)\)([^{]*)\{")
 _LOCATION = re.compile(
     r"\.loc\s+(\d+)\s+(\d+)\s+\d+(?:\s*,\s*function_name\s+\S+\s*,\s*inlined_at\s+(\d+)\s+(\d+)\s+\d+)?"
 )
-_INSTRUCTION = re.compile(r"(?:@(!?)(%[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
+_INSTRUCTION = re.compile(r"(?:@(!?)(%?[\w$]+)\s+)?([a-z][\w.:]*)\s*(.*)$", re.S)
 _VARIABLE = re.compile(
     r"\.(shared|local|global|const)\s+(?:\.align\s+\d+\s+)?\.[bus](\d+)\s+([\w$]+)\s*(?:\[(\d*)\])?(?:\s*=\s*\{?([^}]*)\}?)?$"
 )
@@ -117,15 +117,20 @@ def parse(text: str) -> Entry:
         if declared:
             _declare(entry, declared[0].rstrip(" ;"))
     source: tuple[str, ...] = ()
+    scopes = _Scopes(entry)
     for number, statement in _statements(code, found.end()):
-        if location := _LOCATION.match(statement):
+        if statement == "{":
+            scopes.enter()
+        elif statement == "}":
+            scopes.leave()
+        elif location := _LOCATION.match(statement):
             # Line 0: code of no line in particular.
             ends = [(location[1], location[2]), (location[3], location[4])]
             source = tuple(f"{files.get(file, file)}:{line}" for file, line in ends if file and line != "0")
         elif statement.endswith(":"):
-            entry.labels[statement[:-1]] = len(entry.statements)
+            entry.labels[scopes.own(statement[:-1])] = len(entry.statements)
         elif statement.startswith("."):
-            _declare(entry, statement)
+            _declare(entry, statement, scopes)
         else:
             entry.statements.append(_instruction(number, statement, source))
     return entry
@@ -137,7 +142,7 @@ def _parameter(text: str) -> Parameter:
 
 
 def _statements(code: str, start: int) -> Iterator[tuple[int, str]]:
-    """Statements of the body with their lines, without semicolons and the braces of scopes."""
+    """Statements of the body with their lines, without semicolons; braces of scopes stand alone."""
     number, pending, first = code.count("\n", 0, start) + 1, "", 0
     depth = 1
     for line in code[start:].split("\n"):
@@ -150,6 +155,7 @@ def _statements(code: str, start: int) -> Iterator[tuple[int, str]]:
                 depth += 1 if words[0] == "{" else -1
                 if not depth:
                     return
+                yield number, words[0]
                 words = words[1:].strip()
                 continue
             if not pending:
@@ -172,11 +178,43 @@ def _instruction(line: int, text: str, source: tuple[str, ...]) -> Statement:
     return Statement(line, text, found[2], bool(found[1]), opcode, split(found[4]), source)
 
 
-def _declare(entry: Entry, text: str) -> None:
+class _Scopes:
+    """What braces within the body declare gets a name of its own there: inline assembly repeats the same ones."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.entry = entry
+        self._open: list[tuple[int, int, dict[str, str]]] = []  # number, first statement, new names by old ones
+        self._count = 0
+
+    def enter(self) -> None:
+        self._count += 1
+        self._open.append((self._count, len(self.entry.statements), {}))
+
+    def own(self, name: str) -> str:
+        if not self._open:
+            return name
+        number, _, names = self._open[-1]
+        return names.setdefault(name, f"{name}_of_scope_{number}")
+
+    def leave(self) -> None:
+        _, first, names = self._open.pop()
+        if not names:
+            return
+        pattern = re.compile(rf"(?<![\w$%])(?:{'|'.join(map(re.escape, names))})(?![\w$])")
+        for k, statement in enumerate(self.entry.statements[first:], first):
+            guard, *operands = (
+                pattern.sub(lambda found: names[found[0]], text)
+                for text in (statement.guard or "", *statement.operands)
+            )
+            self.entry.statements[k] = replace(statement, guard=guard or None, operands=tuple(operands))
+
+
+def _declare(entry: Entry, text: str, scopes: _Scopes | None = None) -> None:
     if text.startswith(_IGNORED):
         return
     if registers := re.match(r"\.reg\s+\.(\w+)\s+(.+)$", text, re.S):
-        for name in split(registers[2]):
+        for given in split(registers[2]):
+            name = scopes.own(given) if scopes is not None and "<" not in given else given
             if many := re.fullmatch(r"(%?[\w$]+)<(\d+)>", name):
                 entry.registers.update({f"{many[1]}{k}": registers[1] for k in range(int(many[2]))})
             else:

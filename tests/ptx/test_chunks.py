@@ -16,6 +16,7 @@ import pytest
 import torch
 from tests import conftest
 from tests.emulation import KERNELS_RUN_ON
+from tests.ptx import scenarios
 from tests.ptx.scenarios import CLOSE, apart
 
 from cuvee.codec.chunk import KVChunk
@@ -55,6 +56,12 @@ def pages(layout: KVLayout, slots: int, order: str, element: torch.dtype, seed: 
 def some_slots(lengths: list[int], total: int, seed: int) -> list[torch.Tensor]:
     mixed = torch.randperm(total, generator=torch.Generator().manual_seed(seed))
     return list(mixed[: sum(lengths)].split(lengths))
+
+
+@pytest.mark.parametrize("scheme", scenarios.SCHEMES)
+def test_every_target(target: str, scheme: str) -> None:
+    scenarios.decodes(scheme)
+    scenarios.encodes(scheme)
 
 
 def calls(lengths: list[int]) -> list[list[int]]:

@@ -47,6 +47,20 @@ def test_floats(kind: str) -> None:
     np.testing.assert_array_equal(lanewise(f"abs.{kind} %d, %a;", kind, a=(kind, a)), raw & ~sign)
 
 
+def test_pairs_of_floats() -> None:
+    """Each half of 64 bits as if alone."""
+    a, b, c = (floats("f32", seed).reshape(-1, 2) for seed in (1, 2, 3))
+    operands: dict[str, Any] = {
+        name: ("b64", x.view(np.uint64)[:, 0]) for name, x in zip("abc", (a, b, c), strict=True)
+    }
+    two = {name: operands[name] for name in "ab"}
+    for name, want in (("add", a + b), ("sub", a - b), ("mul.rn", a * b)):
+        same_floats(lanewise(f"{name}.f32x2 %d, %a, %b;", "b64", **two).view(np.uint32), want.ravel())
+    got = lanewise("fma.rn.f32x2 %d, %a, %b, %c;", "b64", **operands).view(np.uint32)
+    alone = {name: ("f32", x.ravel()) for name, x in zip("abc", (a, b, c), strict=True)}
+    np.testing.assert_array_equal(got, lanewise("fma.rn.f32 %d, %a, %b, %c;", "f32", **alone))
+
+
 def test_subnormal_numbers_are_kept_or_flushed() -> None:
     tiny = np.float32(2.0**-130)
     a, b = np.array([tiny, 1.0, 2.0**-100], np.float32), np.array([tiny, tiny, 2.0**-40], np.float32)

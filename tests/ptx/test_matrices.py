@@ -1,9 +1,8 @@
-"""What Triton makes of `tl.dot` for either target, against sums in float64; ldmatrix as the manual has it."""
+"""What Triton makes of `tl.dot` for each target, against sums in float64; ldmatrix as the manual has it."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import triton
 import triton.language as tl
 from tests.emulation import KERNELS_RUN_ON
 from tests.ptx.assembly import bits, kernel, run
-from tests.ptx.driver import TARGETS, state
+from tests.ptx.driver import state
 
 pytestmark = pytest.mark.usefixtures("engine")
 compiled = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
@@ -42,15 +41,6 @@ def _dot(  # type: ignore[no-untyped-def]
     tl.store(c + row[:, None] * N + column[None, :], total)
 
 
-@pytest.fixture(params=TARGETS)
-def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each target in turn, whatever the other tests run on."""
-    before = state().target
-    state().target = request.param
-    yield request.param
-    state().target = before
-
-
 @compiled
 @pytest.mark.parametrize(
     ("left", "right", "flipped"), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0), (0, 0, 1), (0, 1, 1)]
@@ -78,10 +68,8 @@ def test_products(
     x, y = ((t.view(torch.int32) & -8192).view(torch.float32) if dtype == torch.float32 else t for t in (a, b))
     want = (x.view(word) ^ flip).view(dtype).double() @ y.double()
     assert float((out - want).abs().max()) < 2e-5 * k
-    if target == "sm_90" and m >= 64:
-        assert "wgmma.mma_async" in done.asm["ptx"]
-    else:
-        assert re.search(r"mma\.sync|fma\.rn", done.asm["ptx"])
+    large = {"sm_90": "wgmma.mma_async", "sm_100": "tcgen05.mma"} if m >= 64 else {}
+    assert re.search(large.get(target, r"mma\.sync|fma\.rn"), done.asm["ptx"])
 
 
 @compiled
@@ -90,7 +78,10 @@ def test_products_take_the_instructions_that_kernels_take() -> None:
     text = "".join(
         code.statement.text for own in state().kernels.values() if own.name == "_dot" for code in own.encoded.codes
     )
-    assert {"wgmma", "mma.sync", "ldmatrix"} <= {name for name in ("wgmma", "mma.sync", "ldmatrix") if name in text}
+    wanted = ("wgmma", "mma.sync", "ldmatrix", "tcgen05.mma", "32x32b", "16x32bx2")
+    assert [name for name in wanted if name not in text] == []
+    # With the left factor in either memory.
+    assert re.search(r"tcgen05\.mma\S+ \[[^]]*\], \[", text) and re.search(r"tcgen05\.mma\S+ \[[^]]*\], %rd", text)
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import pytest
-from tests.emulation import KERNELS_RUN_ON
+from tests.emulation import KERNELS_RUN_ON, TARGET
 from tests.ptx import scenarios
 from tests.ptx.driver import Faulty, State, state
 
@@ -63,18 +63,36 @@ MUTANTS = (
     Mutant("maximum instead of sum", "_count_symbols", r"(red\.global\S*)\.add\.u32", r"\1.max.u32"),
     Mutant("sum forgotten", "_sum_bytes", r"@%p\d+ red\.global[^;]*;", ""),
     Mutant("choice turned around", "_decode_kernel", rf"(selp\.b32 \t%r\d+), {ANY}, {ANY},", r"\1, \3, \2,"),
-    Mutant("address off by 8", "_analyze", r"(ld\.shared\.v2\.b32 \t\{[^}]*\}, \[%r\d+)(?:\+\d+)?\];", r"\1+8];"),
     Mutant("least instead of most", "_decode_kernel", r"redux\.sync\.max", "redux.sync.min"),
     Mutant("most instead of sum", "_write_kernel", r"redux\.sync\.add", "redux.sync.max"),
     Mutant("branch turned around", "_place_escapes", r"@(%p\d+) bra", r"@!\1 bra"),
-    Mutant("sum forgotten", "_synthesize", rf"fma\.rn\.f32 (\t%r\d+), {ANY}, {ANY}, {ANY};", r"mul.rn.f32 \1, \2, \3;"),
     Mutant("sign of a sum", "_gather", r"sub\.f32", "add.f32"),
     Mutant("returns at once", "_place_escapes", r"(mov\.u32 \t%r\d+, %tid\.x;)", r"\1 ret;"),
 )  # fmt: skip
-OF_SM_90 = (
-    Mutant("fence forgotten", "_analyze", r"fence\.proxy\.async[^;]*;", "", "without a fence"),
-    Mutant("wgmma not waited for", "_analyze", r"wgmma\.wait_group\.sync\.aligned\s+\d+;", ""),
+# In instructions that not all targets have.
+_OLDER = (
+    Mutant("address off by 8", "_analyze", r"(ld\.shared\.v2\.b32 \t\{[^}]*\}, \[%r\d+)(?:\+\d+)?\];", r"\1+8];"),
+    Mutant("sum forgotten", "_synthesize", rf"fma\.rn\.f32 (\t%r\d+), {ANY}, {ANY}, {ANY};", r"mul.rn.f32 \1, \2, \3;"),
 )
+ALONE = {
+    "sm_80": _OLDER,
+    "sm_90": (
+        *_OLDER,
+        Mutant("fence forgotten", "_analyze", r"fence\.proxy\.async[^;]*;", "", "without a fence"),
+        Mutant("wgmma not waited for", "_analyze", r"wgmma\.wait_group\.sync\.aligned\s+\d+;", ""),
+    ),
+    "sm_100": (
+        Mutant("fence of a product forgotten", "_analyze", r"fence\.proxy\.async[^;]*;", "", "without a fence"),
+        Mutant("product not waited for", "_analyze", r"@!complete bra\.uni waitLoop;", "", "waited for"),
+        Mutant("product not waited for", "_synthesize", r"@!complete bra\.uni waitLoop;", "", "waited for"),
+        Mutant("store not waited for", "_synthesize", r"tcgen05\.wait::st\.sync\.aligned;", "", "waited for"),
+        Mutant("product forgotten", "_synthesize", r"@%p\d+ tcgen05\.mma[^;]*;", ""),
+        Mutant("other factors", "_analyze", r"(tcgen05\.mma\S+ \[[^]]*\], \[ %r\d+ \+ )16", r"\g<1>0"),
+        Mutant("sum begun anew", "_analyze", r"mov\.pred (\t%p\d+), -1;", r"mov.pred \1, 0;"),
+        Mutant("other columns", "_analyze", r"(tcgen05\.ld\S+ \{[^}]*\}, \[%r\d+ \+ )0", r"\g<1>1"),
+        Mutant("tensor memory kept", "_analyze", r"@%p\d+ tcgen05\.dealloc[^;]*;", "", "given back"),
+    ),
+}
 RUNS: dict[str, tuple[Callable[[str], None], tuple[str, ...]]] = {
     "_decode_kernel": (scenarios.decodes, ("layer",)),
     "_dequantize": (scenarios.decodes, ("layer",)),
@@ -101,10 +119,8 @@ def test_without_a_fault_nothing_is_found(scheme: str) -> None:
     scenarios.encodes(scheme)
 
 
-@pytest.mark.parametrize("mutant", [*MUTANTS, *OF_SM_90], ids=str)
+@pytest.mark.parametrize("mutant", [*MUTANTS, *ALONE.get(TARGET, ())], ids=str)
 def test_faults_are_found(mutant: Mutant, emulator: State) -> None:
-    if mutant in OF_SM_90 and emulator.target != "sm_90":
-        pytest.skip("an instruction of sm_90")
     run, schemes = RUNS.get(mutant.kernel, ENCODED)
     # Of the kernels that these chunks launch; tests before this one may have loaded others of the same name.
     texts: set[str] = set()

@@ -113,7 +113,16 @@ inline void vote(Warp& w, const Ins& i, Mask m) {  // b: members; sign: the pred
 }
 inline void active_mask(Warp& w, const Ins& i, Mask m) { put_all<u32>(w, i.d, m, m); }
 
+// One lane of the members: the lowest, as hardware does.
+inline void elect(Warp& w, const Ins& i, Mask m) {  // d, and the predicate at `target`; a: members
+  Mask members = members_of(w, i, i.a, m) & m;
+  if (!members) return;
+  u32 leader = u32(__builtin_ctz(members));
+  put_all<u32>(w, i.d, leader, m);
+  put_predicate(w, i.target, 1u << leader, m);
+}
+
 static const Entry CONTROL[] = {
     {"bra", branch}, {"ret", leave}, {"trap", trap}, {"bar.sync", barrier}, {"bar.warp.sync", warp_barrier},
-    {"shfl", shuffle}, {"redux", reduce}, {"vote", vote}, {"activemask", active_mask},
+    {"shfl", shuffle}, {"redux", reduce}, {"vote", vote}, {"activemask", active_mask}, {"elect", elect},
 };

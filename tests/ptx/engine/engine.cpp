@@ -3,6 +3,7 @@
 #include "lanewise.h"
 #include "memory.h"
 #include "tensor.h"
+#include "tensor_memory.h"
 
 static const std::vector<Entry>& handlers() {
   static const std::vector<Entry> all = [] {
@@ -10,17 +11,19 @@ static const std::vector<Entry>& handlers() {
     table.insert(table.end(), std::begin(LANEWISE), std::end(LANEWISE));
     table.insert(table.end(), std::begin(MEMORY), std::end(MEMORY));
     table.insert(table.end(), std::begin(TENSOR), std::end(TENSOR));
+    table.insert(table.end(), std::begin(TENSOR_MEMORY), std::end(TENSOR_MEMORY));
     table.insert(table.end(), std::begin(CONTROL), std::end(CONTROL));
     return table;
   }();
   return all;
 }
 
-// Up to a barrier, the end, or so many instructions; `left`: what the program may still run.
+// Up to a barrier, a wait in vain, the end, or so many instructions; `left`: what the program may still run.
 static void advance(Warp& w, const Entry* table, u64 quantum, u64& left) {
   const Program& program = *w.block->program;
   Counts* counts = w.block->launch->counts;
-  for (u64 k = 0; k < quantum && !w.done && !w.at_barrier; k++) {
+  w.yields = false;
+  for (u64 k = 0; k < quantum && !w.done && !w.at_barrier && !w.yields; k++) {
     if (w.pc >= w.meeting) park(w, w.pc, w.mask), resume(w);
     const Ins& i = program.code[w.pc];
     if (!left--) {
@@ -70,6 +73,7 @@ static void run_block(Block& block, const Entry* table, Random& random) {
     for (auto& w : block.warps) w.at_barrier = false;
     block.shadow->epoch++, launch.barriers++;
   }
+  report_what_is_left(block);
   launch.instructions += launch.limit - left;
 }
 
@@ -90,9 +94,10 @@ int ptx_size(int k) {
 void ptx_launch(const Program* program, Launch* launch) {
   static thread_local std::vector<u8> files, shared, local;
   static thread_local Shadow shadow;
+  static thread_local TensorMemory tensors;
   const Entry* table = handlers().data();
   Block block;
-  block.program = program, block.launch = launch, block.shadow = &shadow;
+  block.program = program, block.launch = launch, block.shadow = &shadow, block.tensors = &tensors;
   size_t file_bytes = (size_t(program->file_bytes) + 4095) & ~size_t(4095), local_bytes = size_t(program->local_bytes) * LANES;
   u8* file = aligned<u8>(files, file_bytes * launch->warps);
   u8* own = aligned<u8>(local, local_bytes * launch->warps);
@@ -122,11 +127,12 @@ void ptx_launch(const Program* program, Launch* launch) {
     u64 at[3] = {index % launch->grid[0], index / launch->grid[0] % launch->grid[1], index / launch->grid[0] / launch->grid[1]};
     memset(block.shared, 0xff, launch->shared_bytes);
     if (launch->flags & CHECK) shadow.clear(launch->shared_bytes);
+    tensors.clear(), block.barriers.clear();
     for (auto& w : block.warps) {
       for (int axis = 0; axis < 3; axis++) fill(w, program->special[4 + axis], u32(at[axis]));
-      w.pc = 0, w.mask = w.live = ALL, w.carry = 0, w.group_count = 0, w.at_barrier = w.done = false;
+      w.pc = 0, w.mask = w.live = ALL, w.carry = 0, w.group_count = 0, w.at_barrier = w.done = w.tried = false;
       w.meeting = std::numeric_limits<i32>::max();
-      w.copies.clear(), w.products.clear();
+      w.copies.clear(), w.products.clear(), w.tensor_stores.clear(), w.tensor_products.clear(), w.commits.clear();
     }
     run_block(block, table, random);
     if (launch->fault_totals[ENDLESS]) return;

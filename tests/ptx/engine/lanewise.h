@@ -77,6 +77,12 @@ inline void multiply_high_add_carry_in(Warp& w, const Ins& i, Mask m) {
   put(w, i.d, out, m);
 }
 
+// f of the lower halves and of the upper ones, which are floats.
+template <class F, class... T>
+inline u64 halves(F f, T... x) {
+  return u64(to_bits(f(to_float(u32(x >> 32))...))) << 32 | to_bits(f(to_float(u32(x))...));
+}
+
 // Division by zero gives all ones, and leaves the whole as the rest, as the machine does; PTX leaves both open.
 template <class T>
 inline T quotient(T a, T b) {
@@ -232,6 +238,12 @@ void widen_halves(Warp& w, const Ins& i, Mask m) {  // two bytes -> f16x2
   {"setp.num." suffix, compare<[](T a, T b) { return a == a && b == b; }, T>}, \
   {"setp.nan." suffix, compare<[](T a, T b) { return a != a || b != b; }, T>}
 #define FLOAT(expression) [](float a, float b) { return canonical(expression); }
+// Two floats in 64 bits, each as if alone.
+#define FLOATS_OF_TWO(expression) \
+  binary<[](u64 a, u64 b) { return halves([](float a, float b) { return canonical(expression); }, a, b); }, u64, u64>
+#define FLOATS_OF_THREE(expression) \
+  ternary<[](u64 a, u64 b, u64 c) { \
+    return halves([](float a, float b, float c) { return canonical(expression); }, a, b, c); }, u64, u64>
 #define DOUBLE(expression) [](double a, double b) { return expression; }
 #define ROUND(name, f) \
   {"cvt." name ".f32.f32", unary<[](float a) { return canonical(f(a)); }, float, float>}, \
@@ -303,6 +315,8 @@ static const Entry LANEWISE[] = {
     {"neg.f32", unary<[](u32 a) { return a ^ 0x80000000u; }, u32, u32>},
     {"abs.f32", unary<[](u32 a) { return a & 0x7fffffffu; }, u32, u32>},
     {"abs.ftz.f32", unary<[](u32 a) { return to_bits(flushed(to_float(a & 0x7fffffffu))); }, u32, u32>},
+    {"add.f32x2", FLOATS_OF_TWO(a + b)}, {"sub.f32x2", FLOATS_OF_TWO(a - b)}, {"mul.f32x2", FLOATS_OF_TWO(a * b)},
+    {"fma.f32x2", FLOATS_OF_THREE(__builtin_fmaf(a, b, c))},
     {"add.f64", binary<DOUBLE(a + b), double, double>}, {"sub.f64", binary<DOUBLE(a - b), double, double>},
     {"mul.f64", binary<DOUBLE(a * b), double, double>}, {"div.f64", binary<DOUBLE(a / b), double, double>},
     {"min.f64", binary<DOUBLE(lesser(a, b)), double, double>}, {"max.f64", binary<DOUBLE(greater(a, b)), double, double>},

@@ -43,6 +43,12 @@ enum Kind : i32 {
   MISSING_LANES,
   ENDLESS,
   TRAPPED,
+  TENSOR_OUT_OF_BOUNDS,
+  TENSOR_UNWRITTEN,
+  TENSOR_IN_FLIGHT,
+  TENSOR_RACE,
+  TENSOR_MISUSED,
+  MBARRIER_MISUSED,
   KINDS
 };
 
@@ -69,7 +75,8 @@ struct Counts {
   u64 runs, lanes;     // how often a warp ran it, and with how many lanes
   u64 splits;          // branches at which lanes parted
   u64 requests;        // accesses to memory by a warp
-  u64 units, least;    // sectors of 32 bytes, or passes over shared memory: taken, and the least for as many bytes
+  u64 units, least;    // sectors of 32 bytes, or passes over shared memory: taken, and the least for as many bytes;
+                       // of tcgen05.mma: additions and multiplications
 };
 
 struct FaultRecord {
@@ -103,7 +110,7 @@ struct Launch {
   Counts* counts;
   FaultRecord* faults;
   i32 fault_room, fault_count;
-  u64 fault_totals[16];
+  u64 fault_totals[24];
   u64 instructions, barriers;
 };
 
@@ -126,6 +133,25 @@ struct Product {  // wgmma, likewise
   u64 a, b;
   bool accumulate;
   u32 rows[4][LANES];
+};
+
+struct TensorStore {  // tcgen05.st, until tcgen05.wait::st
+  const Ins* ins;
+  u32 address;
+  std::vector<u32> values;  // of each register, of each lane
+};
+
+struct TensorProduct {  // tcgen05.mma, until an mbarrier that it was committed to is waited for
+  const Ins* ins;
+  u64 a, b;  // descriptors of factors in shared memory, or where in tensor memory A lies
+  u32 d, shape;
+  bool accumulate;
+  u32 epoch;  // in which it was issued
+};
+
+struct MBarrier {
+  u64 address;
+  u32 expected, pending, phase;
 };
 
 // What was issued, in groups that are waited for from the oldest on.
@@ -157,8 +183,12 @@ struct Warp {
   Group groups[LANES];
   int group_count;
   bool at_barrier, done;
+  bool yields, tried;      // it waits for what another warp has yet to issue; it has asked an mbarrier in vain
   Pending<Copy> copies;
   Pending<Product> products;
+  std::vector<TensorStore> tensor_stores;
+  Pending<TensorProduct> tensor_products;
+  std::vector<u64> commits;  // the mbarrier of each group of tensor_products
 
   template <class T>
   T* row(i32 offset) {
@@ -168,14 +198,17 @@ struct Warp {
 };
 
 struct Shadow;
+struct TensorMemory;
 
 struct Block {
   const Program* program;
   Launch* launch;
   Shadow* shadow;
+  TensorMemory* tensors;
   u8* shared;
   i64 index;
   std::vector<Warp> warps;
+  std::vector<MBarrier> barriers;  // those in shared memory
 };
 
 inline void report(Warp& w, const Ins& i, Kind kind, int lane, u64 address, int size) {

@@ -18,14 +18,14 @@ struct Shadow {
   u32 tag(const Warp& w) const { return epoch << 8 | u32(w.id + 1); }
   bool other(u32 tag, const Warp& w) const { return tag >> 8 == epoch && (tag & MANY) != u32(w.id + 1); }
 
-  // What is wrong with reading these bytes, or KINDS.
-  Kind read(const Warp& w, u32 at, int size) {
+  // What is wrong with reading these bytes, or KINDS. `mark`: whoever writes there before the next barrier races.
+  Kind read(const Warp& w, u32 at, int size, bool mark = true) {
     Kind wrong = KINDS;
     for (int k = 0; k < size; k++) {
       if (state[at + k] & IN_FLIGHT) wrong = SHARED_IN_FLIGHT;
       else if (!(state[at + k] & WRITTEN)) wrong = SHARED_UNWRITTEN;
       else if (other(writer[at + k], w)) wrong = SHARED_RACE;
-      reader[at + k] = other(reader[at + k], w) ? epoch << 8 | MANY : tag(w);
+      if (mark) reader[at + k] = other(reader[at + k], w) ? epoch << 8 | MANY : tag(w);
     }
     return wrong;
   }
@@ -42,7 +42,7 @@ struct Shadow {
     }
     return wrong;
   }
-  // fence.proxy.async: what this warp wrote, or others before a barrier, wgmma may read.
+  // fence.proxy.async: what this warp wrote, or others before a barrier, tensor cores may read.
   void fence(const Warp& w) {
     for (size_t k = 0; k < state.size(); k++)
       if (!other(writer[k], w)) state[k] &= u8(~UNFENCED);
@@ -134,9 +134,9 @@ inline Mask shared_lanes(Warp& w, const Ins& i, Mask m, const u64* at, int size)
 inline bool checked(const Warp& w) { return w.block->launch->flags & CHECK; }
 inline u8* shared_at(Warp& w, u64 address) { return w.block->shared + (address - SHARED_BASE); }
 
-inline void note_read(Warp& w, const Ins& i, int lane, u64 address, int size) {
+inline void note_read(Warp& w, const Ins& i, int lane, u64 address, int size, bool mark = true) {
   if (!checked(w)) return;
-  Kind wrong = w.block->shadow->read(w, u32(address - SHARED_BASE), size);
+  Kind wrong = w.block->shadow->read(w, u32(address - SHARED_BASE), size, mark);
   if (wrong != KINDS) report(w, i, wrong, lane, address - SHARED_BASE, size);
 }
 inline void note_write(Warp& w, const Ins& i, int lane, u64 address, int size, const void* then, bool atomic = false) {

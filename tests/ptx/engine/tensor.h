@@ -93,14 +93,14 @@ inline void multiply(Warp& w, const Ins& i, Mask m) {
   for (int r = 0; r < 4; r++) put(w, d[r], out[r], m);
 }
 
-// A matrix in shared memory as wgmma's descriptor says: where 16 bytes of it lie.
+// A matrix in shared memory as a descriptor says: where 16 bytes of it lie.
 struct Descriptor {
   u64 start, leading, stride;
   int swizzle;  // 0: none; 1, 2, 3: within 128, 64, 32 bytes
 
-  explicit Descriptor(u64 bits)
+  Descriptor(u64 bits, int swizzle_)
       : start((bits & 0x3fff) << 4), leading((bits >> 16 & 0x3fff) << 4), stride((bits >> 32 & 0x3fff) << 4),
-        swizzle(int(bits >> 62)) {}
+        swizzle(swizzle_) {}
   // `line`: along the dimension whose neighbors are not contiguous; `piece`: 16 bytes along the one whose are.
   u64 piece(int line, int piece) const {
     int pieces = swizzle ? 16 >> swizzle : 1;
@@ -109,13 +109,13 @@ struct Descriptor {
   }
 };
 
-inline const u8* product_piece(Warp& w, const Ins& i, u64 at) {
+inline const u8* product_piece(Warp& w, const Ins& i, u64 at, bool mark = true) {
   static const u8 zeros[16] = {};
   if (at < SHARED_BASE || at + 16 > SHARED_BASE + w.block->launch->shared_bytes) {
     report(w, i, SHARED_OUT_OF_BOUNDS, 0, at - SHARED_BASE, 16);
     return zeros;
   }
-  note_read(w, i, 0, at, 16);
+  note_read(w, i, 0, at, 16, mark);
   if (checked(w))
     for (int k = 0; k < 16; k++)
       if (w.block->shadow->state[at - SHARED_BASE + k] & Shadow::UNFENCED) {
@@ -124,18 +124,17 @@ inline const u8* product_piece(Warp& w, const Ins& i, u64 at) {
       }
   return shared_at(w, at);
 }
-// `lines` x `depth` factors; `contiguous` if neighbors along the depth are.
-template <int STRIDE>
-void read_factors(Warp& w, const Ins& i, u64 descriptor, int first, int lines, int depth, bool contiguous, float* out) {
-  Descriptor d(descriptor);
-  int size = i.mode == TF32 ? 4 : 2, per_piece = 16 / size;
+// `lines` x `depth` factors; `contiguous` if neighbors along the depth are. `piece_at`: address -> 16 bytes there.
+template <int STRIDE, class F>
+void read_factors(const Descriptor& d, int type, int first, int lines, int depth, bool contiguous, float* out, F piece_at) {
+  int size = type == TF32 ? 4 : 2, per_piece = 16 / size;
   int outer = contiguous ? lines : depth, inner = contiguous ? depth : lines;
   for (int line = 0; line < outer; line++)
     for (int at = 0; at < inner; at += per_piece) {
-      const u8* piece = product_piece(
-          w, i, contiguous ? d.piece(first + line, at / per_piece) : d.piece(line, (first + at) / per_piece));
+      const u8* piece =
+          piece_at(contiguous ? d.piece(first + line, at / per_piece) : d.piece(line, (first + at) / per_piece));
       for (int k = 0; k < per_piece; k++) {
-        float value = size == 4 ? from_tf32(bits_of<u32>(piece + 4 * k)) : factor(bits_of<u16>(piece + 2 * k), 0, i.mode);
+        float value = size == 4 ? from_tf32(bits_of<u32>(piece + 4 * k)) : factor(bits_of<u16>(piece + 2 * k), 0, type);
         out[contiguous ? line * STRIDE + at + k : (at + k) * STRIDE + line] = value;
       }
     }
@@ -160,6 +159,7 @@ inline void finish_product(Warp& w, const Product& product) {
   const Ins& i = *product.ins;
   int columns = 8 * i.width, depth = i.mode == TF32 ? 8 : 16, each = i.mode == TF32 ? 1 : 2, first = w.id % 4 * 16;
   float left[16 * 16], right[256 * 16];
+  auto piece_at = [&](u64 at) { return product_piece(w, i, at); };
   if (i.count) {
     for (int r = 0; r < 4; r++)
       for (int lane = 0; lane < LANES; lane++)
@@ -167,9 +167,9 @@ inline void finish_product(Warp& w, const Product& product) {
           left[(lane / 4 + 8 * (r % 2)) * 16 + each * (lane % 4) + half + 4 * each * (r / 2)] =
               factor(product.rows[r][lane], half, i.mode);
   } else {
-    read_factors<16>(w, i, product.a, first, 16, depth, !(i.sign & 1), left);
+    read_factors<16>(Descriptor(product.a, int(product.a >> 62)), i.mode, first, 16, depth, !(i.sign & 1), left, piece_at);
   }
-  read_factors<16>(w, i, product.b, 0, columns, depth, !(i.sign & 2), right);
+  read_factors<16>(Descriptor(product.b, int(product.b >> 62)), i.mode, 0, columns, depth, !(i.sign & 2), right, piece_at);
   double sign = (i.sign & 4 ? -1 : 1) * (i.sign & 8 ? -1 : 1);
   const i32* d = w.block->program->lists + i.list;
   for (int r = 0; r < columns / 2; r++) {
