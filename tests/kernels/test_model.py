@@ -18,7 +18,7 @@ from cuvee.kernels import model, static
 from cuvee.kernels.model import LIMITS, MACHINES, Count, bounds
 from cuvee.kernels.static import Instruction, expansion, innermost_loops, parse_ptx
 
-TARGETS = ("sm_80", "sm_90")
+TARGETS = ("sm_80", "sm_90", "sm_100")
 # How far a count may lie from the one in the file. Sectors depend on where arrays begin, and on a CPU some begin within
 # a sector.
 ROOM = dict.fromkeys(("sectors", "transfers", "through"), 1.15)
@@ -77,9 +77,11 @@ def test_counts_keep_to_the_budgets(target: str) -> None:
         for way in ("encode", "decode"):
             for kernel, count in own[way].items():
                 assert 27 <= count.lanes <= 32, (scheme, kernel)
-                # A histogram adds where symbols say.
-                if kernel not in ("count_symbols", "decoding_tables"):
-                    assert count.passes == count.least_passes, (scheme, kernel)
+                # A histogram adds where symbols say. Rows that go on to tensor memory are loaded with conflicts.
+                free = kernel not in ("count_symbols", "decoding_tables") and (
+                    target != "sm_100" or not kernel.startswith("analyze")
+                )
+                assert count.passes <= count.least_passes * (1 if free else 2), (scheme, kernel)
 
 
 def test_the_longest_time_is_the_bound() -> None:
@@ -189,7 +191,7 @@ def test_command_shows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(static, "report", report)
     monkeypatch.setattr(static, "check", lambda data: [])
     shown = CliRunner().invoke(app, ["kernels", "--model"])
-    assert shown.exit_code == 0 and asked == [["sm_80", "sm_90"]]
+    assert shown.exit_code == 0 and asked == [sorted(TARGETS)]
     assert all(name in shown.output for name in (*MACHINES, "rans_decode", "synthesize", "lossless"))
     read = json.loads(CliRunner().invoke(app, ["kernels", "--model", "--json"]).output)
     assert len(read["model"]) == len(MACHINES) * len(counting.LAYERS) * 2
