@@ -154,7 +154,7 @@ class ChunkCache:
             tokenizer=tokenizer,
             layout=self._layout.fingerprint,
             profile=b"" if codec.lossless else codec.profile.id,
-            quality=LOSSLESS if codec.lossless else f"step:{codec.step}",
+            quality=LOSSLESS if codec.lossless else f"step:{codec.step_index}",
         )
         self._scope = Scope(tenant=tenant)
         self._context_name = b"" if self._contexts is None else _name(self._contexts)

@@ -29,13 +29,13 @@ class Coding:
     Attributes:
         profile: whose bases and tables; for lossless its layout alone matters.
         scheme: lossless, transform or generic.
-        step: step index, 0 for lossless.
+        step_index: 0 for lossless.
         dtype: of the values: the blob's.
     """
 
     profile: Profile
     scheme: Scheme
-    step: int
+    step_index: int
     dtype: str
 
 

@@ -37,9 +37,9 @@ CLASS_BITS = 12  # probability bits of a class table
 _DEFAULT_WEIGHT = 2.0 ** -np.abs(np.arange(CLASSES) - NEUTRAL)
 
 
-def class_step(step: int, token_class: int) -> int:
+def class_step_index(step_index: int, token_class: int) -> int:
     """The step index of a class in a blob of step index `step`."""
-    return step + CLASS_UNITS * (token_class - NEUTRAL)
+    return step_index + CLASS_UNITS * (token_class - NEUTRAL)
 
 
 def class_frequencies(counts: npt.NDArray[np.generic]) -> U16:
@@ -85,7 +85,7 @@ class ClassedPlan:
     Args:
         plans: the plan of each class, without prediction. None stands for a class whose step is too fine for the
             profile; those come first. Coarser classes have no more components and no more planes than finer ones.
-        step: step index of the blob.
+        step_index: of the blob.
 
     Attributes:
         plans: as given.
@@ -102,17 +102,17 @@ class ClassedPlan:
         ProfileError: the step is too fine for all classes.
     """
 
-    def __init__(self, plans: Sequence[CodingPlan | None], step: int) -> None:
+    def __init__(self, plans: Sequence[CodingPlan | None], step_index: int) -> None:
         served = [k for k, plan in enumerate(plans) if plan is not None]
         if not served:
             raise ProfileError(
                 "the quantizer step is too small for this profile: use a larger step or quality='lossless'"
             )
         self.plans = tuple(plans)
-        self.step = step
+        self.step_index = step_index
         self._entropy: tuple[EntropyTables, npt.NDArray[np.float64]] | None = None
         self.finest = served[0]
-        self.steps: F32 = np.array([step_value(class_step(step, k)) for k in range(CLASSES)], np.float32)
+        self.steps: F32 = np.array([step_value(class_step_index(step_index, k)) for k in range(CLASSES)], np.float32)
         self.rows: I32 = np.array([0 if plan is None else len(plan.shift) for plan in plans], np.int32)
         self.planes: I32 = np.array([0 if plan is None else plan.planes for plan in plans], np.int32)
         rows, planes = max(int(self.rows.max()), 1), max(int(self.planes.max()), 1)

@@ -27,7 +27,7 @@ from cuvee.codec.keys import make_keys
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import ID_BYTES, Profile
-from cuvee.codec.quality import LOSSLESS, PRESET_KL
+from cuvee.codec.quality import LOSSLESS, PRESET_KL, one_request
 from cuvee.codec.rans import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.stages import stage_names
 
@@ -78,12 +78,14 @@ class Codec:
         quality: `"lossless"`, `"high"`, `"balanced"` or `"small"`. Default: `"balanced"`, but `"lossless"` with a
             generic profile, of which no curve was measured. A preset stands for a KL, and promises none with a profile
             that knows none, which a warning says. Or instead exactly one of
-        kl: nats per token that the model's predictions may move, read off the profile's curve: what it promises for
-            the worst kind of text it was measured on. Below the least that the curve reaches, the codec is lossless;
-            above the most, it takes the coarsest step. The same goes for what a preset promises;
-        bits: bits per value, all bytes counted;
-        ratio: uncompressed over compressed size, of caches of `dtype`;
+        kl: the most nats per token that the model's predictions may move, for the worst kind of text that the profile
+            was measured on;
+        bits: the most bits per value, all bytes counted;
+        ratio: the least uncompressed over compressed size, of caches of `dtype`;
         step: the quantizer step itself, in the profile's units.
+            All but `step` are limits, and the best that keeps one is taken. Where all of the profile's curve keeps
+            it, that is an end of the curve. Where no step keeps a KL, the codec is lossless. Where no step keeps a
+            size, an error names the range.
         kind: with kl= or a preset: the kind of text (`profile.curves`) whose curve decides, instead of the worst.
         dtype: with ratio=: of the caches, `"float32"` for example; by default their values count as 16 bits, whatever
             the profile was learned in. Chunks of every dtype may be coded either way.
@@ -94,8 +96,8 @@ class Codec:
             blob to where it belongs. Such a codec refuses to be pickled: the bytes would hold the secret.
 
     Raises:
-        InputError: an argument out of range, or several qualities at once.
-        ProfileError: the profile's curve does not reach the quality asked for.
+        InputError: an argument out of range, or several qualities at once; `profile` is no `Profile`.
+        ProfileError: no step of the profile's curve is as small as asked, or the curve was not measured.
 
     Example:
         >>> import torch
@@ -123,26 +125,23 @@ class Codec:
         threads: int | None = None,
         key: bytes | Sequence[bytes] | None = None,
     ) -> None:
+        _check_profile(profile)
         if threads is not None and threads < 1:
             raise InputError(f"threads={threads} must be at least 1")
         if (quality, kl, bits, ratio, step) == (None,) * 5:
             quality = profile.default_quality
-        others = [kl, bits, ratio, step]
+        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step)
         self.profile = profile
-        self.lossless = quality == LOSSLESS and others == [None] * 4
-        most = PRESET_KL.get(quality) if quality else kl
-        least = profile.least_kl(kind) if most and [quality, *others].count(None) == 4 else None
-        if most and least and 0 < most < least:
-            # Who asks by number for next to nothing expects it; a preset has a size that people count on.
-            level = logging.WARNING if quality else logging.INFO
-            _log.log(level, "kl=%.3g is below %.3g, the least the profile reaches: lossless instead", most, least)
+        self.lossless = value == LOSSLESS
+        if finer := profile.least_promise(name, value, kind):
+            _log.info("%s=%.3g is below %.3g, the least that the profile's curve reaches: lossless instead", *finer)
             self.lossless = True
-        if quality in PRESET_KL and others == [None] * 4 and not profile.promises_kl:
+        if quality in PRESET_KL and not profile.promises_kl:
             _warn_of_no_promise(quality, profile.source)
         if self.lossless:
-            self.step = 0
+            self.step_index = 0
         else:
-            self.step = profile.resolve(quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, dtype=dtype)
+            self.step_index = profile.resolve(quality, kl=kl, bits=bits, ratio=ratio, step=step, kind=kind, dtype=dtype)
         self.threads = threads or os.cpu_count() or 1
         self._backend_name = check_backend(backend)
         self._identity = object()  # of which `OpenBlob`s tell who verified them
@@ -156,6 +155,37 @@ class Codec:
         host.prepare(self._own_coding(profile.layout.dtype))  # a step out of the plan's reach fails here, not later
         if backend in ("auto", host.name):
             self._backends["cpu"] = host
+
+    @classmethod
+    def without_profile(
+        cls,
+        model: object,
+        quality: str = LOSSLESS,
+        *,
+        backend: str = "auto",
+        threads: int | None = None,
+        key: bytes | Sequence[bytes] | None = None,
+    ) -> Codec:
+        """A codec that needs no profile: lossless unless another `quality` is asked for.
+
+        Args:
+            model: whose caches: a transformers model or its configuration, or a `KVLayout`.
+            quality: `"lossless"`, or a preset, which promises no KL here.
+            backend: see `Codec`.
+            threads: see `Codec`.
+            key: see `Codec`.
+
+        Raises:
+            InputError: `model` is none of these; an argument out of range.
+            UnsupportedModelError: a model whose cache cuvee does not know.
+
+        Example:
+            >>> from cuvee import Codec
+            >>> from transformers import LlamaConfig
+            >>> Codec.without_profile(LlamaConfig(num_hidden_layers=2, dtype="bfloat16")).lossless
+            True
+        """
+        return cls(Profile.generic(KVLayout.of(model)), quality, backend=backend, threads=threads, key=key)
 
     def __getstate__(self) -> dict[str, object]:
         """Without the backends, which are made again where the codec arrives."""
@@ -192,7 +222,7 @@ class Codec:
         blob: bytes | memoryview | OpenBlob,
         start: int | None = None,
         *,
-        tokens: tuple[int, int] | None = None,
+        tokens: range | None = None,
         device: torch.device | str = "cpu",
         associated: bytes = b"",
         max_tokens: int | None = MAX_DECODED_TOKENS,
@@ -202,7 +232,7 @@ class Codec:
         Args:
             blob: what `encode` made, or what `open` made of it.
             start: position of the first restored token; None leaves it where it was.
-            tokens: restore only the tokens `first <= t < end` of the chunk.
+            tokens: restore only these tokens of the chunk, without gaps. Default: all.
             device: where the chunk is restored.
             associated: what the blob was bound to when it was encoded; with an `OpenBlob`, `open` was given it.
             max_tokens: refuse to restore more: a small blob may claim a huge cache. Give what you expect where blobs
@@ -218,25 +248,30 @@ class Codec:
             OutOfMemoryError: the tensors cannot be allocated.
         """
         opened = self._opened(blob, associated)
-        first, end = tokens or (0, opened.tokens)
-        if not 0 <= first < end <= opened.tokens:
-            raise InputError(f"tokens=({first}, {end}) must lie within the {opened.tokens} tokens of the blob")
+        wanted = _within("tokens", range(opened.tokens) if tokens is None else tokens, opened.tokens, "of the blob")
         layers = range(self.profile.layout.num_layers)
-        keys, values, start = self._restore(opened, layers, slice(first, end), start, torch.device(device), max_tokens)
+        keys, values, start = self._restore(opened, layers, wanted, start, torch.device(device), max_tokens)
         return KVChunk(keys, values, opened.layout, start)
 
     def decode_layers(
         self,
         blob: bytes | memoryview | OpenBlob,
-        first_layer: int,
-        end_layer: int,
+        layers: range,
         start: int | None = None,
         *,
         device: torch.device | str = "cpu",
         associated: bytes = b"",
         max_tokens: int | None = MAX_DECODED_TOKENS,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Restore only the layers `first_layer <= l < end_layer`, reading only their sections: layer-wise restoring.
+        """Restore only some layers, reading only their sections: layer-wise restoring.
+
+        Args:
+            blob: see `decode`.
+            layers: without gaps.
+            start: see `decode`.
+            device: see `decode`.
+            associated: see `decode`.
+            max_tokens: see `decode`.
 
         Returns:
             keys and values, one `[T, H, D]` tensor per layer.
@@ -245,10 +280,9 @@ class Codec:
             as `decode`; InputError for layers the model does not have.
         """
         opened = self._opened(blob, associated)
-        layers = self._check_layers(range(first_layer, end_layer))
-        whole = slice(0, opened.tokens)
-        keys, values, _ = self._restore(opened, layers, whole, start, torch.device(device), max_tokens)
-        return keys[first_layer:end_layer], values[first_layer:end_layer]
+        layers = self._check_layers(layers)
+        keys, values, _ = self._restore(opened, layers, range(opened.tokens), start, torch.device(device), max_tokens)
+        return keys[layers.start : layers.stop], values[layers.start : layers.stop]
 
     def on_device(self, device: torch.device | str) -> bool:
         """Whether caches on `device` are coded there, many chunks in one go: `encode_paged` and `decode_paged`.
@@ -281,7 +315,7 @@ class Codec:
             >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
             >>> codec = Codec(Profile.generic(layout), "lossless", key=bytes(range(16)))
             >>> opened = codec.open(codec.encode(chunk, associated=b"chunk 7"), associated=b"chunk 7")
-            >>> opened.tokens, codec.decode(opened, tokens=(10, 20)).tokens
+            >>> opened.tokens, codec.decode(opened, tokens=range(10, 20)).tokens
             (64, 10)
         """
         self._check_associated(associated)
@@ -313,8 +347,8 @@ class Codec:
         blob = plain_bytes(blob)
         header = read_header(blob)
         layout = self._check_header(header)
-        found = (header.tokens, header.start, header.dtype, header.scheme, header.step)
-        wanted = (tokens, header.start if start is None else start, dtype, self._own, self.step)
+        found = (header.tokens, header.start, header.dtype, header.scheme, header.step_index)
+        wanted = (tokens, header.start if start is None else start, dtype, self._own, self.step_index)
         if found != wanted:
             raise CorruptError(f"the entry holds {_told(*found)}; expected {_told(*wanted)}")
         verify_tag(blob, header, self._keys, associated)
@@ -413,13 +447,13 @@ class Codec:
         self,
         opened: OpenBlob,
         layers: range,
-        wanted: slice,
+        wanted: range,
         start: int | None,
         device: torch.device,
         max_tokens: int | None,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor], int]:
         """Keys, values (per layer; empty outside `layers`) and the position of the first of them."""
-        count, kept = wanted.stop - wanted.start, opened.start + wanted.start
+        count, kept = len(wanted), opened.start + wanted.start
         check_tokens(count, max_tokens)
         start = kept if start is None else start
         self._check_move(opened.layout, kept, start, count)
@@ -427,7 +461,7 @@ class Codec:
         with allocations(f"decoding {count} tokens"):
             keys, values = _outputs(opened.layout, layers, count, device)
             slots = torch.full((opened.tokens,), NOWHERE, dtype=torch.int64, device=device)
-            slots[wanted] = torch.arange(count, device=device)
+            slots[wanted.start : wanted.stop] = torch.arange(count, device=device)
             # The whole chunk moves with its wanted tokens: its first one may come to lie before position 0.
             chunk = CodedChunk(opened.blob, opened.header, slots, start - wanted.start)
             backend.decode(coding, [chunk], PagedCache.dense(opened.layout, keys, values), layers)()
@@ -439,7 +473,7 @@ class Codec:
         return self._backends[device_type]
 
     def _own_coding(self, dtype: str) -> Coding:
-        return Coding(self.profile, self._own, self.step, dtype)
+        return Coding(self.profile, self._own, self.step_index, dtype)
 
     def _opened(self, blob: bytes | memoryview | OpenBlob, associated: bytes) -> OpenBlob:
         if not isinstance(blob, OpenBlob):
@@ -463,8 +497,8 @@ class Codec:
     def _blob(self, layout: KVLayout, tokens: int, start: int, sections: Sequence[bytes], associated: bytes) -> bytes:
         profile = bytes(ID_BYTES) if self.lossless else self.profile.id
         return write_blob(
-            self._own, layout.dtype, tokens, start, self.step, layout.values_per_token, layout.fingerprint, profile,
-            sections, self._keys[0] if self._keys else None, associated,
+            self._own, layout.dtype, tokens, start, self.step_index, layout.values_per_token, layout.fingerprint,
+            profile, sections, self._keys[0] if self._keys else None, associated,
         )  # fmt: skip
 
     def _coding(self, header: Header) -> Coding:
@@ -472,13 +506,10 @@ class Codec:
             return Coding(self.profile, header.scheme, 0, header.dtype)
         if (header.scheme is Scheme.TRANSFORM) != bool(self.profile.learned):
             raise FormatError(f"a {header.scheme.name.lower()} blob does not belong to a {self.profile.source} profile")
-        return Coding(self.profile, header.scheme, self.profile.check_step(header.step), header.dtype)
+        return Coding(self.profile, header.scheme, self.profile.check_step_index(header.step_index), header.dtype)
 
     def _check_layers(self, layers: range) -> range:
-        count = self.profile.layout.num_layers
-        if layers.step != 1 or not 0 <= layers.start < layers.stop <= count:
-            raise InputError(f"layers {layers.start} … {layers.stop - 1} must lie within the model's {count}")
-        return layers
+        return _within("layers", layers, self.profile.layout.num_layers, "of the model")
 
     def _check_start(self, start: object, tokens: int) -> int:
         if type(start) is not int or not 0 <= start <= LAST_POSITION - tokens:
@@ -556,6 +587,25 @@ class PendingDecode:
             raise problem
 
 
+def _within(name: str, wanted: object, count: int, of: str) -> range:
+    """What is wanted of so many: a range without gaps that is not empty."""
+    if not isinstance(wanted, range):
+        raise InputError(f"{name} must be a range, such as range(0, {count}), got {wanted!r}")
+    if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= count:
+        raise InputError(f"{name} must lie within the {count} {name} {of} and not be empty, got {wanted!r}")
+    return wanted
+
+
+def _check_profile(profile: object) -> None:
+    if isinstance(profile, Profile):
+        return
+    if isinstance(profile, str | os.PathLike):
+        hint = f"cuvee.Profile.load({str(profile)!r}) reads one from a file"
+    else:
+        hint = "cuvee.calibrate(model, token_ids) learns one, and Codec.without_profile(model) needs none"
+    raise InputError(f"profile must be a Profile, got {type(profile).__name__}: {hint}")
+
+
 @cache
 def _warn_of_no_promise(quality: str, source: str) -> None:
     """Once per process: an engine makes several codecs of one quality."""
@@ -583,8 +633,8 @@ def check_tokens(tokens: int, max_tokens: int | None) -> None:
         )
 
 
-def _told(tokens: int, start: int, dtype: str, scheme: Scheme, step: int) -> str:
-    return f"{tokens} tokens from {start} on in {dtype}, {scheme.name.lower()}, step index {step}"
+def _told(tokens: int, start: int, dtype: str, scheme: Scheme, step_index: int) -> str:
+    return f"{tokens} tokens from {start} on in {dtype}, {scheme.name.lower()}, step index {step_index}"
 
 
 def _outputs(

@@ -93,7 +93,7 @@ class CoefficientCoder:
 
     stages: Stages
     family: Family
-    step: int
+    step_index: int
 
     def encode(self, pieces: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
         """Encode `[R, T]` coefficients.
@@ -113,7 +113,7 @@ class CoefficientCoder:
         entropy = self.family.tables.entropy
         per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)
         planes = np.empty((plan.planes, tokens), np.uint8)
-        step = step_value(self.step)
+        step = step_value(self.step_index)
         escaped: list[Escapes] = []
         for at, y in pieces:
             peak = _peak(y)
@@ -202,5 +202,5 @@ class CoefficientCoder:
             differences = self.stages.unpack(planes, escapes, plan)
             levels = self.stages.unpredict(differences, plan, per_stream)
             for piece in tiles(at.stop - at.start, tile):
-                y = self.stages.dequantize(levels[:, piece], step_value(self.step), plan, self.family.quantizer)
+                y = self.stages.dequantize(levels[:, piece], step_value(self.step_index), plan, self.family.quantizer)
                 yield slice(at.start + piece.start, at.start + piece.stop), y

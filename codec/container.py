@@ -30,7 +30,7 @@ TAG_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES
 MAX_TOKENS = 1 << 24
 MAX_SECTIONS = 1 << 16
-MAX_STEP = 1 << 10  # 16 octaves either way
+MAX_STEP_INDEX = 1 << 10  # 16 octaves either way
 DTYPES = ("bfloat16", "float16", "float32")
 _ITEM_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -58,7 +58,7 @@ class Header:
         dtype: name of the cache's dtype.
         tokens: number of tokens in the chunk.
         start: position of the first one.
-        step: step index in units of 1/64 octave; 0 if the scheme has none.
+        step_index: in units of 1/64 octave; 0 if the scheme has none.
         values_per_token: number of values of all layers, keys and values together.
         layout: fingerprint of the `KVLayout`, 16 bytes.
         profile: id of the profile, 16 bytes; zero for lossless, which needs none.
@@ -71,7 +71,7 @@ class Header:
     dtype: str
     tokens: int
     start: int
-    step: int
+    step_index: int
     values_per_token: int
     layout: bytes
     profile: bytes
@@ -150,7 +150,7 @@ def write_blob(
     dtype: str,
     tokens: int,
     start: int,
-    step: int,
+    step_index: int,
     values_per_token: int,
     layout: bytes,
     profile: bytes,
@@ -168,8 +168,8 @@ def write_blob(
     header_bytes = _FIXED.size + _ENTRY.size * len(sections) + _CHECKSUM.size
     total = header_bytes + sum(map(len, sections)) + (TRAILER_BYTES if key else 0)
     head = _FIXED.pack(
-        MAGIC, VERSION, scheme, DTYPES.index(dtype), FLAG_TAG if key else 0, tokens, start, values_per_token, step,
-        len(sections), 0, layout, profile, total,
+        MAGIC, VERSION, scheme, DTYPES.index(dtype), FLAG_TAG if key else 0, tokens, start, values_per_token,
+        step_index, len(sections), 0, layout, profile, total,
     ) + b"".join(_ENTRY.pack(len(s), xxhash.xxh3_64_intdigest(s)) for s in sections)  # fmt: skip
     head += _CHECKSUM.pack(xxhash.xxh3_64_intdigest(head))
     body = [head, *sections]
@@ -207,7 +207,9 @@ def read_header(blob: bytes | memoryview) -> Header:
     if len(blob) < _FIXED.size + _CHECKSUM.size:
         raise FormatError(f"{len(blob)} bytes are too few for a cuvee blob: it is truncated or something else")
     fixed = _FIXED.unpack_from(blob)
-    magic, version, scheme, dtype, flags, tokens, start, values, step, count, reserved, layout, profile, total = fixed
+    magic, version, scheme, dtype, flags, tokens, start, values, step_index, count, reserved, layout, profile, total = (
+        fixed
+    )
     if magic != MAGIC:
         raise FormatError(f"not a cuvee blob: it begins with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
@@ -227,15 +229,15 @@ def read_header(blob: bytes | memoryview) -> Header:
         raise FormatError("reserved bits of the header are not zero")
     if not 0 < tokens <= MAX_TOKENS:
         raise FormatError(f"a blob of {tokens} tokens; the limit is 1 … {MAX_TOKENS}")
-    if abs(step) > MAX_STEP:
-        raise FormatError(f"step index {step}; the limit is {MAX_STEP} either way")
-    if scheme == Scheme.LOSSLESS and (step or any(profile)):
+    if abs(step_index) > MAX_STEP_INDEX:
+        raise FormatError(f"step index {step_index}; the limit is {MAX_STEP_INDEX} either way")
+    if scheme == Scheme.LOSSLESS and (step_index or any(profile)):
         raise FormatError("a lossless blob names a step or a profile")
     if not count or not values:
         raise FormatError("a blob without sections or values")
     entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count)]
     header = Header(
-        Scheme(scheme), DTYPES[dtype], tokens, start, step, values, layout, profile,
+        Scheme(scheme), DTYPES[dtype], tokens, start, step_index, values, layout, profile,
         tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),
     )  # fmt: skip
     if header.total_bytes != total:
@@ -326,7 +328,7 @@ def inspect(blob: bytes | memoryview) -> BlobInfo:
         tokens=header.tokens,
         start=header.start,
         values_per_token=header.values_per_token,
-        step=None if lossless else step_value(header.step),
+        step=None if lossless else step_value(header.step_index),
         layout_fingerprint=header.layout.hex(),
         profile_id=None if lossless else header.profile.hex(),
         section_bytes=header.section_bytes,

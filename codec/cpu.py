@@ -121,7 +121,7 @@ class CpuBackend:
         self._pool.run(jobs, workers)
 
     def _scheme(self, coding: Coding) -> SectionScheme:
-        key = (coding.profile.id, coding.scheme, coding.step)
+        key = (coding.profile.id, coding.scheme, coding.step_index)
         # Looked up once: between a test and an access another thread may have evicted it.
         known = self._schemes.get(key)
         if known is not None:
@@ -130,9 +130,9 @@ class CpuBackend:
         if coding.scheme is Scheme.LOSSLESS:
             made: SectionScheme = LosslessScheme(profile.layout, self._stages)
         elif coding.scheme is Scheme.TRANSFORM:
-            made = TransformScheme(profile, coding.step, self._stages)
+            made = TransformScheme(profile, coding.step_index, self._stages)
         else:
-            made = GenericScheme(profile.layout, profile.family, coding.step, self._stages)
+            made = GenericScheme(profile.layout, profile.family, coding.step_index, self._stages)
         # A scheme holds copies of the bases: blobs of many different steps must not pile them up. The dict is never
         # changed but replaced: of two threads one may lose what it adds, and makes it again when it is next needed.
         own, *others = [*self._schemes.items(), (key, made)]

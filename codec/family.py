@@ -55,21 +55,21 @@ def deviation_of(scale: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
     return deviation
 
 
-def step_value(step: int) -> float:
-    """The quantizer step that has the index `step`."""
-    return float(2.0 ** (step / OCTAVE))
+def step_value(step_index: int) -> float:
+    """The quantizer step of an index."""
+    return float(2.0 ** (step_index / OCTAVE))
 
 
-def scale_codes(scale: I16, step: int) -> npt.NDArray[np.int32]:
+def scale_codes(scale: I16, step_index: int) -> npt.NDArray[np.int32]:
     """The scale code (quarter octaves) of each component at a step: its table; wide past the last; none below 0."""
-    codes: npt.NDArray[np.int32] = (scale.astype(np.int32) - step - LOWEST + _TABLE // 2) // _TABLE
+    codes: npt.NDArray[np.int32] = (scale.astype(np.int32) - step_index - LOWEST + _TABLE // 2) // _TABLE
     return codes
 
 
-def finest_step(scale: I16) -> int:
+def finest_step_index(scale: I16) -> int:
     """The smallest step index at which components of these scales can be coded."""
     widest = TABLES - 1 + TABLES_PER_OCTAVE * MAX_SHIFT
-    # scale_codes(scale, step) <= widest
+    # scale_codes(scale, step_index) <= widest
     return int(scale.max(initial=-(1 << 14))) - LOWEST + _TABLE // 2 - _TABLE * (widest + 1) + 1
 
 
@@ -176,12 +176,12 @@ def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
     return np.clip(dead, 1 - rounding, 0.95).astype(np.float32), rounding.astype(np.float32)
 
 
-def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds: int = 4) -> Family:
+def fit_family(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], rounds: int = 4) -> Family:
     """Learn the tables and the quantizer from coefficients.
 
     Args:
         samples: pairs of coefficients `[R, T]` float32 and the scales `[R]` of their components.
-        steps: the step indices whose symbols are pooled. A table serves every component and step of its ratio.
+        step_indices: of the steps whose symbols are pooled. A table serves every component and step of its ratio.
         rounds: how often to quantize and refit, since tables and thresholds depend on each other.
     """
     pool = [(y, scale) for y, scale in samples]
@@ -192,11 +192,11 @@ def fit_family(samples: Iterable[tuple[F32, I16]], steps: Iterable[int], rounds:
         counts = np.zeros((TABLES, 128))
         shortfall = np.zeros((TABLES, 2))  # excess of level 1, and of all above it, over their magnitudes
         number = np.zeros((TABLES, 2))
-        for step in steps:
+        for step_index in step_indices:
             for y, scale in pool:
-                codes = scale_codes(scale, step)
+                codes = scale_codes(scale, step_index)
                 rows = np.flatnonzero((codes >= 0) & (codes < TABLES))
-                table, magnitude = codes[rows], np.abs(y[rows]) / np.float32(step_value(step))
+                table, magnitude = codes[rows], np.abs(y[rows]) / np.float32(step_value(step_index))
                 level = np.floor(magnitude + family.quantizer.rounding[table, None])
                 level[magnitude < family.quantizer.dead_zone[table, None]] = 0
                 flat = table[:, None] * 128 + np.minimum(level, 127).astype(np.int64)

@@ -205,6 +205,30 @@ class KVLayout:
         """
         return cls.from_dict(describe_cache(hf_config, dtype))
 
+    @classmethod
+    def of(cls, model: object) -> KVLayout:
+        """The layout of a transformers model's cache, of its configuration's, or the layout itself.
+
+        Raises:
+            InputError: `model` is none of these.
+            UnsupportedModelError, ImportError: as for `from_config`.
+
+        Example:
+            >>> from transformers import LlamaConfig
+            >>> KVLayout.of(LlamaConfig(num_hidden_layers=2, dtype="bfloat16")).num_layers
+            2
+        """
+        if isinstance(model, KVLayout):
+            return model
+        config = getattr(model, "config", model)
+        if not hasattr(config, "get_text_config"):
+            raise InputError(
+                f"model must be a transformers model or configuration, or a KVLayout, got {type(model).__name__}"
+            )
+        text = config.get_text_config(decoder=True)
+        # A model may have been loaded in another dtype than its configuration says; one that says none gets torch's.
+        return cls.from_config(text, getattr(model, "dtype", None) or text.dtype or torch.get_default_dtype())
+
     @property
     def num_layers(self) -> int:
         """Number of layers."""

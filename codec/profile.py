@@ -11,19 +11,16 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-import cuvee
-from cuvee.codec.chunk import KVChunk
-from cuvee.codec.container import MAX_SECTIONS, MAX_STEP
+from cuvee.codec.container import MAX_SECTIONS, MAX_STEP_INDEX
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.family import (
     OCTAVE,
@@ -37,13 +34,10 @@ from cuvee.codec.files import replacing
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.lazy import lazy
 from cuvee.codec.plain_json import parse_json
-from cuvee.codec.quality import LOSSLESS, Curve, CurvePoint
+from cuvee.codec.quality import LOSSLESS, Curve, CurvePoint, one_request
 from cuvee.codec.section_profile import SectionProfile, read_section_profile
 from cuvee.codec.symbols import Prediction, Quantizer
 from cuvee.codec.transform import Section, partition
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FORMAT = "cuvee-profile"
 VERSION = 2
@@ -53,7 +47,7 @@ MAX_VALUES = 1 << 24
 
 
 class Profile:
-    """Bases, tables and measurements for one model. Make one with `calibrate`, `fit` or `generic`, or `load` it.
+    """Bases, tables and measurements for one model. Make one with `cuvee.calibrate`, `cuvee.fit` or `Profile.generic`.
 
     Example:
         >>> from cuvee.eval.data import load_bundled_model
@@ -71,7 +65,7 @@ class Profile:
         curves: by kind of text, the points measured on that kind alone; empty where there was one kind.
         family: entropy tables and quantizer.
         learned: one `SectionProfile` a section; empty for a generic profile.
-        min_step: the smallest step index the stored components serve.
+        min_step_index: the smallest step index the stored components serve.
     """
 
     def __init__(
@@ -82,7 +76,7 @@ class Profile:
         family: Family,
         learned: tuple[SectionProfile, ...] = (),
         *,
-        min_step: int = -8 * OCTAVE,
+        min_step_index: int = -8 * OCTAVE,
         model: str | None = None,
         curve: Iterable[CurvePoint] = (),
     ) -> None:
@@ -91,7 +85,7 @@ class Profile:
         self.source = source
         self.family = family
         self.learned = learned
-        self.min_step = min_step
+        self.min_step_index = min_step_index
         self.model = model
         self._curve = Curve(curve)
         self.curve = self._curve.overall
@@ -101,40 +95,24 @@ class Profile:
         if learned and len(learned) != len(self.sections):
             raise FormatError(f"the profile has {len(learned)} sections, group {group!r} needs {len(self.sections)}")
 
+    def __repr__(self) -> str:
+        layout = self.layout
+        model = f"{layout.model_type}, {layout.num_layers} layers, {layout.values_per_token} values per token"
+        kinds = f", of {len(self.curves)} kinds of text" if self.curves else ""
+        return f"Profile({model}; {self.source}, group {self.group!r}; {len(self.curve)} points{kinds})"
+
     # Making one ------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def calibrate(
-        cls,
-        model: PreTrainedModel,
-        token_ids: torch.Tensor | Mapping[str, torch.Tensor],
-        group: str = "auto",
-        **options: Any,
-    ) -> Profile:
-        """`cuvee.calibrate`: learn a profile in the loss metric; arguments and errors are described there."""
-        return cuvee.calibrate(model, token_ids, group, **options)
-
-    @classmethod
-    def fit(cls, layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
-        """`cuvee.fit`: learn a profile from samples of a cache alone."""
-        return cuvee.fit(layout, chunks, group)
 
     @classmethod
     def generic(cls, layout: KVLayout) -> Profile:
         """A profile that knows nothing: per-chunk means and scales, three bytes per channel. Works on any model."""
         return cls(layout, "unit", "generic", default_family())
 
-    def measure(
-        self, model: PreTrainedModel, token_ids: torch.Tensor | Mapping[str, torch.Tensor], **options: Any
-    ) -> Profile:
-        """`cuvee.measure`: this profile with a curve measured on other text."""
-        return cuvee.measure(self, model, token_ids, **options)
-
     def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
         """A copy with another curve."""
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
-            min_step=self.min_step, model=self.model, curve=curve,
+            min_step_index=self.min_step_index, model=self.model, curve=curve,
         )  # fmt: skip
 
     @property
@@ -170,14 +148,14 @@ class Profile:
         if self.learned and self.group != "head":
             raise ProfileError(
                 f"group {self.group!r} crosses tensor-parallel shards: its bases mix heads of several of the {size} "
-                "ranks. Learn a profile with group='head', or one for each rank with Profile.fit on its own heads"
+                "ranks. Learn a profile with group='head', or one for each rank with cuvee.fit on its own heads"
             )
         heads = self.layout.shard_heads(rank, size)
         parts = zip(self.learned, self.layout.layers, heads, strict=True) if self.learned else ()
         learned = tuple(known.take([*own, *(layer.kv_heads + head for head in own)]) for known, layer, own in parts)
         return Profile(
             layout, self.group, self.source, self.family, learned,
-            min_step=self.min_step, model=self.model, curve=self.points,
+            min_step_index=self.min_step_index, model=self.model, curve=self.points,
         )  # fmt: skip
 
     # Identity --------------------------------------------------------------------------------------------------
@@ -223,31 +201,30 @@ class Profile:
         A ratio counts against caches of `dtype`; by default against 16 bits per value, whatever the profile was
         learned in.
 
-        A KL, and the KL that a preset stands for, holds for every kind of text on the curve: the worst kind decides,
-        or the one called `kind`. Where all of the curve lies below it, the coarsest step is taken.
+        Each request but `step` is a limit, and the step that comes closest to it is taken: the coarsest that keeps a
+        KL, the finest that keeps a size. Where all of the curve keeps it, that is an end of the curve; where none does,
+        an error. A KL, and the KL that a preset stands for, holds for every kind of text on the curve: the worst kind
+        decides, or the one called `kind`.
 
         Raises:
             InputError: no request, several, one that is not a positive number, a kind that was not measured, or a dtype
                 that no cache has.
-            ProfileError: the curve does not reach what was asked, or does not know it; the message says the range.
+            ProfileError: no step of the curve keeps what was asked, or the curve does not know it; the message says the
+                range.
         """
-        asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
-        given = [name for name, value in asked.items() if value is not None]
-        if len(given) != 1:
-            raise InputError(f"give exactly one of quality=, kl=, bits=, ratio=, step=; got {given or 'none'}")
+        name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step)
         self._curve.check_kind(kind)
-        if quality is not None:
-            return self.check_step(self._curve.preset(quality, kind))
-        value = next(float(v) for v in (kl, bits, ratio, step) if v is not None)
-        if not (math.isfinite(value) and value > 0):
-            raise InputError(f"{given[0]}={value} must be a positive number")
-        if step is not None:
-            return self.check_step(round(math.log2(value) * OCTAVE))
-        if kl is not None:
-            return self.check_step(self._curve.step_of_kl(value, kind))
-        if ratio is not None:
-            return self.check_step(self._curve.step_of_ratio(value, dtype))
-        return self.check_step(self._curve.step_at("bits", value, [(p.step, p.bits_per_value) for p in self.curve]))
+        if isinstance(value, str):
+            index = self._curve.preset(value, kind)
+        elif name == "step":
+            index = round(math.log2(value) * OCTAVE)
+        elif name == "kl":
+            index = self._curve.index_of_kl(value, kind)
+        elif name == "ratio":
+            index = self._curve.index_of_ratio(value, dtype)
+        else:
+            index = self._curve.index_of_bits(value)
+        return self.check_step_index(index)
 
     def least_kl(self, kind: str | None = None) -> float | None:
         """The smallest KL that the curve can promise, nats per token; None where it does not know any.
@@ -256,6 +233,14 @@ class Profile:
             InputError: a kind that was not measured.
         """
         return self._curve.least_kl(kind)
+
+    def least_promise(self, name: str, value: str | float, kind: str | None) -> tuple[str, float, float] | None:
+        """What no step of the curve keeps and lossless coding does: see `Curve.least_promise`."""
+        return self._curve.least_promise(name, value, kind)
+
+    def bits_at(self, step_index: int) -> float | None:
+        """Bits per value at a step, read off the curve; None where it was not measured."""
+        return self._curve.bits_at(step_index)
 
     @property
     def promises_kl(self) -> bool:
@@ -267,14 +252,14 @@ class Profile:
         """The quality of a codec that none is asked of: `"balanced"`; `"lossless"` if nothing is known of the model."""
         return "balanced" if self.learned or self.curve else LOSSLESS
 
-    def check_step(self, step: int) -> int:
-        """`step`, if it is an index this profile serves; else raises ProfileError."""
-        if not self.min_step <= step <= 8 * OCTAVE:
+    def check_step_index(self, step_index: int) -> int:
+        """`step_index`, if it is an index this profile serves; else raises ProfileError."""
+        if not self.min_step_index <= step_index <= 8 * OCTAVE:
             raise ProfileError(
-                f"step={step_value(step):.4g} is outside what this profile serves, "
-                f"{step_value(self.min_step):.4g} … {step_value(8 * OCTAVE):.4g}"
+                f"step={step_value(step_index):.4g} is outside what this profile serves, "
+                f"{step_value(self.min_step_index):.4g} … {step_value(8 * OCTAVE):.4g}"
             )
-        return step
+        return step_index
 
     # Files -----------------------------------------------------------------------------------------------------
 
@@ -285,10 +270,10 @@ class Profile:
             "layout": self.layout.to_dict(),
             "group": self.group,
             "source": self.source,
-            "min_step": self.min_step,
+            "min_step": self.min_step_index,
             "model": self.model,
             "prediction": [int(s.prediction) for s in self.learned],
-            "curve": [asdict(point) for point in self.points],
+            "curve": [point.to_dict() for point in self.points],
         }
 
     def _arrays(self) -> dict[str, npt.NDArray[Any]]:
@@ -364,15 +349,15 @@ class Profile:
             learned.append(read_section_profile(f"section.{i}", section, Prediction(prediction), arrays))
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
         min_step = data["min_step"]
-        if type(min_step) is not int or not -MAX_STEP <= min_step <= 8 * OCTAVE:
-            raise FormatError(f"min_step must be a step index, {-MAX_STEP} … {8 * OCTAVE}")
+        if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
+            raise FormatError(f"min_step must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
         if not isinstance(data["source"], str) or not isinstance(data["model"], str | None):
             raise FormatError("source and model of a profile must be names")
         if not learned and data["group"] != "unit":
             raise FormatError("a profile that learned nothing must have the group 'unit'")
         profile = cls(
             layout, data["group"], data["source"], family, tuple(learned),
-            min_step=min_step, model=data["model"], curve=curve,
+            min_step_index=min_step, model=data["model"], curve=curve,
         )  # fmt: skip
         return profile, data["id"]
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from typing import Any
 
-from cuvee.codec.container import MAX_STEP
+from cuvee.codec.container import MAX_STEP_INDEX
 from cuvee.codec.dtypes import value_bits
 from cuvee.codec.errors import FormatError, InputError, ProfileError
 
@@ -28,8 +28,9 @@ KL_MARGIN = 1.3
 # Without any curve: steps in units of a unit's deviation, for the generic profile. On SmolLM2-135M they keep PRESET_KL
 # on the worst of the mixture's kinds, at 6.8, 5.5 and 4.4 bits per value. The bundled model loses up to five times as
 # much on text foreign to it: what another model loses nobody knows, and a codec warns of that.
-PRESET_STEP = {"high": -296, "balanced": -216, "small": -152}
+PRESET_STEP_INDEX = {"high": -296, "balanced": -216, "small": -152}
 PRESETS = (LOSSLESS, *PRESET_KL)
+_IN_FILES = {"step_index": "step"}  # names of a point's fields that differ in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class CurvePoint:
     """One measured point of a profile.
 
     Attributes:
-        step: step index, 1/64 octave.
+        step_index: in units of 1/64 octave: the step is 2**(step_index / 64).
         bits_per_value: all bytes of the blobs, chunks of 256 tokens.
         error: squared error over variance, in the profile's metric.
         kl: nats per token against the uncompressed cache, or None where it was not measured (as all below).
@@ -48,7 +49,7 @@ class CurvePoint:
         kind: of the text it was measured on; None: all kinds together.
     """
 
-    step: int
+    step_index: int
     bits_per_value: float
     error: float
     kl: float | None = None
@@ -64,25 +65,55 @@ class CurvePoint:
         """How many times smaller than a cache of 16 bits per value, whatever dtype the profile was learned in."""
         return value_bits() / self.bits_per_value
 
+    def to_dict(self) -> dict[str, Any]:
+        """The point as a profile's file holds it."""
+        return {_IN_FILES.get(name, name): value for name, value in asdict(self).items()}
+
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
-        """Inverse of `dataclasses.asdict`. Raises FormatError for unknown, missing or ill-typed entries."""
-        known = {field.name for field in fields(cls)}
-        if data.keys() - known:
-            raise FormatError(f"unknown fields in the curve: {sorted(data.keys() - known)}")
-        point = cls(**data)
-        required = (point.step, point.bits_per_value, point.error)
+        """Inverse of `to_dict`. Raises FormatError for unknown, missing or ill-typed entries."""
+        known = {_IN_FILES.get(field.name, field.name): field.name for field in fields(cls)}
+        if data.keys() - known.keys():
+            raise FormatError(f"unknown fields in the curve: {sorted(data.keys() - known.keys())}")
+        point = cls(**{known[name]: value for name, value in data.items()})
+        required = (point.step_index, point.bits_per_value, point.error)
         optional = (
             point.kl, point.kl_stderr, point.delta_nll, point.delta_nll_stderr, point.top1, point.kl_worst
         )  # fmt: skip
         numbers = [*required, *(value for value in optional if value is not None)]
-        if type(point.step) is not int or abs(point.step) > MAX_STEP or not all(map(_is_measured, numbers)):
+        if (
+            type(point.step_index) is not int
+            or abs(point.step_index) > MAX_STEP_INDEX
+            or not all(map(_is_measured, numbers))
+        ):
             raise FormatError("a point of the curve is not made of finite numbers")
         if point.bits_per_value <= 0:
             raise FormatError("a point of the curve takes no bits per value")
         if point.kind is not None and type(point.kind) is not str:
             raise FormatError("the kind of a point of the curve is not a name")
         return point
+
+
+def one_request(*, quality: object, kl: object, bits: object, ratio: object, step: object) -> tuple[str, str | float]:
+    """The one quality that is asked for: its name and its value.
+
+    Raises:
+        InputError: none, several, or a value of the wrong kind.
+    """
+    asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
+    given = {name: value for name, value in asked.items() if value is not None}
+    if len(given) != 1:
+        raise InputError(f"give exactly one of quality=, kl=, bits=, ratio=, step=; got {', '.join(given) or 'none'}")
+    ((name, value),) = given.items()
+    if name == "quality":
+        if value not in PRESETS:
+            raise InputError(f"quality must be one of {', '.join(PRESETS)}, got {value!r}")
+        return name, str(value)
+    number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+    if not (math.isfinite(number) and number > 0):
+        meant = f"; did you mean quality={value!r}?" if value in PRESETS else ""
+        raise InputError(f"{name} must be a positive number, got {value!r}{meant}")
+    return name, number
 
 
 def _is_measured(value: object) -> bool:
@@ -95,7 +126,7 @@ def _is_measured(value: object) -> bool:
 
 def _positive(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
     """The points of a curve that have a logarithm."""
-    return [(step, value) for step, value in points if value is not None and value > 0]
+    return [(step_index, value) for step_index, value in points if value is not None and value > 0]
 
 
 class Curve:
@@ -110,7 +141,7 @@ class Curve:
     """
 
     def __init__(self, points: Iterable[CurvePoint]) -> None:
-        ordered = sorted(points, key=lambda point: point.step)
+        ordered = sorted(points, key=lambda point: point.step_index)
         kinds = dict.fromkeys(point.kind for point in ordered if point.kind is not None)
         self.overall = tuple(point for point in ordered if point.kind is None)
         self.kinds = {kind: tuple(point for point in ordered if point.kind == kind) for kind in kinds}
@@ -129,6 +160,26 @@ class Curve:
         self.check_kind(kind)
         return min((kl for _, kl in self.expected_kl(kind) if kl is not None), default=None)
 
+    def least_promise(self, name: str, value: str | float, kind: str | None) -> tuple[str, float, float] | None:
+        """What a request comes to that no step of the curve keeps and lossless coding does.
+
+        Returns:
+            `("kl" or "error", what is asked for, the least that a step reaches)`; None for every other request.
+
+        Raises:
+            InputError: a kind that was not measured.
+        """
+        self.check_kind(kind)
+        if name == "quality" and value != LOSSLESS:
+            what, most = ("kl", PRESET_KL[str(value)]) if self.knows_kl else ("error", PRESET_ERROR[str(value)])
+        elif name == "kl":
+            what, most = "kl", float(value)
+        else:
+            return None
+        errors = (point.error for point in self.overall if point.error > 0)
+        least = self.least_kl(kind) if what == "kl" else min(errors, default=None)
+        return (what, most, least) if least and most < least else None
+
     def check_kind(self, kind: str | None) -> None:
         """Raise InputError unless text of this kind was measured; None stands for all kinds."""
         if kind is not None and kind not in self.kinds:
@@ -145,22 +196,22 @@ class Curve:
         if quality not in PRESET_KL:
             raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
         if self.knows_kl:
-            return self.step_of_kl(PRESET_KL[quality], kind)
+            return self.index_of_kl(PRESET_KL[quality], kind)
         if self.overall:
-            return self.step_at("error", PRESET_ERROR[quality], [(p.step, p.error) for p in self.overall])
-        return PRESET_STEP[quality]
+            return self.index_within("error", PRESET_ERROR[quality], [(p.step_index, p.error) for p in self.overall])
+        return PRESET_STEP_INDEX[quality]
 
     def expected_kl(self, kind: str | None = None) -> list[tuple[int, float | None]]:
         """Steps, and the KL that each may be expected to cost on other text: of the worst kind, or of one kind."""
         curves = [self.kinds[kind]] if kind is not None else list(self.kinds.values()) or [self.overall]
         worst: dict[int, float | None] = {}
         for point in (point for curve in curves for point in curve):
-            known = worst.get(point.step)
+            known = worst.get(point.step_index)
             own = None if point.kl is None else KL_MARGIN * point.kl
-            worst[point.step] = own if known is None else known if own is None else max(known, own)
+            worst[point.step_index] = own if known is None else known if own is None else max(known, own)
         return sorted(worst.items())
 
-    def step_of_kl(self, most: float, kind: str | None = None) -> int:
+    def index_of_kl(self, most: float, kind: str | None = None) -> int:
         """The coarsest step that may be expected to cost at most a KL, in nats per token.
 
         Raises:
@@ -168,15 +219,18 @@ class Curve:
             ProfileError: every step costs more, or the KL was not measured.
         """
         self.check_kind(kind)
-        points = self.expected_kl(kind)
-        known = _positive(points)
-        if len(known) > 1 and most > (reached := max(kl for _, kl in known)):
-            _log.info("kl=%.3g is above %.3g, the most the profile reaches: its coarsest step instead", most, reached)
-            return known[-1][0]
-        return self.step_at("kl", most, points)
+        return self.index_within("kl", most, self.expected_kl(kind))
 
-    def step_of_ratio(self, ratio: float, dtype: str | None = None) -> int:
-        """The step at which blobs are so many times smaller than a cache of `dtype`, or of 16 bits per value.
+    def index_of_bits(self, bits: float) -> int:
+        """The finest step at which blobs take at most so many bits per value.
+
+        Raises:
+            ProfileError: every step takes more, or the size was not measured.
+        """
+        return self.index_within("bits", bits, [(p.step_index, p.bits_per_value) for p in self.overall])
+
+    def index_of_ratio(self, ratio: float, dtype: str | None = None) -> int:
+        """The finest step at which blobs are at least so many times smaller than a cache of `dtype`.
 
         Raises:
             InputError: no dtype that a cache may have.
@@ -184,7 +238,7 @@ class Curve:
         """
         width = value_bits(dtype)
         try:
-            return self.step_at("bits", width / ratio, [(p.step, p.bits_per_value) for p in self.overall])
+            return self.index_of_bits(width / ratio)
         except ProfileError as error:
             cache = f"{dtype} cache" if dtype else "cache in bfloat16 or float16"
             sizes = [p.bits_per_value for p in self.overall if p.bits_per_value > 0]
@@ -194,7 +248,28 @@ class Curve:
                 f"{error}{reached}"
             ) from error
 
-    def step_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
+    def index_within(self, what: str, most: float, points: Sequence[tuple[int, float | None]]) -> int:
+        """The step that keeps a limit and comes closest to it: an end of the curve where all of the curve keeps it.
+
+        Raises:
+            ProfileError: no step keeps it, or the curve was not measured.
+        """
+        known = _positive(points)
+        if len(known) < 2 or most <= (reached := max(value for _, value in known)):
+            return self.index_at(what, most, points)
+        end, (index, _) = ("finest", known[0]) if what == "bits" else ("coarsest", known[-1])
+        _log.info("%s=%.3g is above %.3g, the most that the curve reaches: its %s step", what, most, reached, end)
+        return index
+
+    def bits_at(self, step_index: int) -> float | None:
+        """Bits per value at a step, linear between measured points; None outside of the curve."""
+        for low, high in pairwise(self.overall):
+            if low.step_index <= step_index <= high.step_index:
+                share = (step_index - low.step_index) / (high.step_index - low.step_index)
+                return (1 - share) * low.bits_per_value + share * high.bits_per_value
+        return None
+
+    def index_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
         """The step at which the curve takes the value `target`: linear in the logarithm between measured points.
 
         Raises:
@@ -203,8 +278,8 @@ class Curve:
         known = _positive(points)
         if len(known) < 2:
             raise ProfileError(
-                f"{what}={target:.4g}: this profile has no curve for {what}. `cuvee profile learn`, Profile.calibrate "
-                "or profile.measure(model, token_ids) measures one; quality='lossless' needs none"
+                f"{what}={target:.4g}: this profile has no curve for {what}. `cuvee profile learn`, cuvee.calibrate "
+                "or cuvee.measure(profile, model, token_ids) measures one; quality='lossless' needs none"
             )
         low, high = min(v for _, v in known), max(v for _, v in known)
         if not low <= target <= high:

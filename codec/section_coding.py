@@ -22,29 +22,29 @@ class SectionCoding:
 
     Args:
         learned: of the section.
-        step: step index of the blob.
+        step_index: of the blob.
 
     Attributes:
         learned: as given.
         ranks, plan: of tokens without classes.
     """
 
-    def __init__(self, learned: SectionProfile, step: int) -> None:
+    def __init__(self, learned: SectionProfile, step_index: int) -> None:
         self.learned = learned
-        self.ranks, self.plan = learned.plan(step)
-        self._step = step
+        self.ranks, self.plan = learned.plan(step_index)
+        self._step_index = step_index
 
     @lazy
     def classed(self) -> ClassedPlan:
         """How tokens of each class are coded: without prediction, which takes them in their own order."""
-        return self.learned.classed_plan(self._step)
+        return self.learned.classed_plan(self._step_index)
 
     @lazy
     def class_ranks(self) -> tuple[tuple[int, ...], ...]:
         """`[16]`, of each class the components of each block; those of classes that are not served are none."""
         none = (0,) * len(self.ranks)
         return tuple(
-            none if plan is None else self.learned.class_ranks(self._step, k)
+            none if plan is None else self.learned.class_ranks(self._step_index, k)
             for k, plan in enumerate(self.classed.plans)
         )
 
@@ -97,19 +97,19 @@ class StepCoding:
     Args:
         learned: the sections.
         family: of the profile.
-        step: step index of the blob.
+        step_index: of the blob.
 
     Attributes:
         sections: how each section is coded.
-        family, step: as given.
+        family, step_index: as given.
     """
 
-    def __init__(self, learned: tuple[SectionProfile, ...], family: Family, step: int) -> None:
-        self.sections = tuple(SectionCoding(section, step) for section in learned)
+    def __init__(self, learned: tuple[SectionProfile, ...], family: Family, step_index: int) -> None:
+        self.sections = tuple(SectionCoding(section, step_index) for section in learned)
         self.family = family
-        self.step = step
+        self.step_index = step_index
 
     @lazy
     def plans(self) -> CodingPlans:
         """The plans of all sections, for compiled loops."""
-        return pack_plans(self.sections, step_value(self.step), self.family.tables)
+        return pack_plans(self.sections, step_value(self.step_index), self.family.tables)

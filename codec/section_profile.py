@@ -14,7 +14,7 @@ from cuvee.codec.classes import (
     CLASS_UNITS,
     CLASSES,
     ClassedPlan,
-    class_step,
+    class_step_index,
     class_table,
     default_class_frequencies,
 )
@@ -48,9 +48,9 @@ class SectionProfile:
     class_freq: U16 = field(default_factory=default_class_frequencies)
     class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
 
-    def select(self, step: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
+    def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
         """The components coded at a step: how many of each block, and their indices."""
-        codes = scale_codes(self.scale, step)
+        codes = scale_codes(self.scale, step_index)
         ranks, chosen, at = [], [], 0
         for size in self.basis.block_ranks:
             rank = int((codes[at : at + size] >= 0).sum())  # scales fall, so these come first
@@ -59,41 +59,41 @@ class SectionProfile:
             at += size
         return tuple(ranks), np.concatenate(chosen)
 
-    def plan(self, step: int) -> tuple[tuple[int, ...], CodingPlan]:
+    def plan(self, step_index: int) -> tuple[tuple[int, ...], CodingPlan]:
         """Ranks of the blocks and the coding plan at a step."""
-        ranks, chosen = self.select(step)
-        codes = scale_codes(self.scale[chosen], step)
+        ranks, chosen = self.select(step_index)
+        codes = scale_codes(self.scale[chosen], step_index)
         if self.prediction is Prediction.NONE:
             return ranks, coding_plan(codes)
-        rest = scale_codes(self.rest_scale[chosen], step)
+        rest = scale_codes(self.rest_scale[chosen], step_index)
         return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
 
-    def class_ranks(self, step: int, token_class: int) -> tuple[int, ...]:
-        """The components of each block that tokens of a class code in a blob of step index `step`."""
-        codes = self._class_codes(step, token_class)
+    def class_ranks(self, step_index: int, token_class: int) -> tuple[int, ...]:
+        """The components of each block that tokens of a class code in a blob of step index `step_index`."""
+        codes = self._class_codes(step_index, token_class)
         ranks, at = [], 0
         for size in self.basis.block_ranks:
             ranks.append(int((codes[at : at + size] >= 0).sum()))
             at += size
         return tuple(ranks)
 
-    def classed_plan(self, step: int) -> ClassedPlan:
-        """How tokens of each class are coded in a blob of step index `step`.
+    def classed_plan(self, step_index: int) -> ClassedPlan:
+        """How tokens of each class are coded in a blob of step index `step_index`.
 
         Raises:
             ProfileError: the step is too fine for all classes.
         """
         plans: list[CodingPlan | None] = []
         for k in range(CLASSES):
-            codes = self._class_codes(step, k)
+            codes = self._class_codes(step_index, k)
             try:
                 plans.append(coding_plan(codes[codes >= 0]))
             except ProfileError:
                 plans.append(None)
-        return ClassedPlan(plans, step)
+        return ClassedPlan(plans, step_index)
 
-    def _class_codes(self, step: int, token_class: int) -> npt.NDArray[np.int32]:
-        return scale_codes(self.scale, class_step(step, token_class) - int(self.class_scale[token_class]))
+    def _class_codes(self, step_index: int, token_class: int) -> npt.NDArray[np.int32]:
+        return scale_codes(self.scale, class_step_index(step_index, token_class) - int(self.class_scale[token_class]))
 
     def take(self, blocks: Sequence[int]) -> SectionProfile:
         """What is known of some blocks of the section, in this order: each is coded as it is among the others."""

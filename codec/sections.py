@@ -152,7 +152,7 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
             planes = rans_decode(streams, plan.first, plan.rest, tables, n, width)
             levels = unpredict(unpack(planes, escapes, plan), plan, n)
             order, classes = dealt_order(width, n), None
-            in_order = dequantize(levels, step_value(coding.step), plan, quantizer)
+            in_order = dequantize(levels, step_value(coding.step_index), plan, quantizer)
             y = torch.from_numpy(np.where(order < 0, np.float32(0), in_order[:, order]))
             runs = [(slice(0, len(order)), 0)]
             ranks: tuple[tuple[int, ...], ...] = (section.ranks,)

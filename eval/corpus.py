@@ -353,7 +353,7 @@ def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
 def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> torch.Tensor:
     """Cut about `count` sequences `[N, length]` to learn a profile from. If the texts are short, they overlap.
 
-    Overlapping windows show the same words at other positions and with another past. `Profile.calibrate` measures its
+    Overlapping windows show the same words at other positions and with another past. `cuvee.calibrate` measures its
     curve on the last windows, so no other window shares a token with those: the curve would promise too much.
 
     Raises:

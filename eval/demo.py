@@ -25,13 +25,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import inspect
 from cuvee.codec.family import step_value
 from cuvee.codec.model import empty_cache, frozen, score
 from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, PRESET_STEP
+from cuvee.codec.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.corpus import (
     BUNDLED_MODEL,
@@ -148,7 +149,7 @@ def run_demo(
         profiles = {}
         for group in scope.groups:
             step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}")
-            profiles[group] = Profile.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
+            profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
         step(f"exact predictions on “{EVALUATION}”")
         bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
         step("continuing a text from a decoded cache")
@@ -168,7 +169,7 @@ def run_demo(
         # By its step, because what a preset costs without a profile is what is measured here.
         unlearned = {
             "lossless": Codec(nothing, "lossless"),
-            "balanced": Codec(nothing, step=step_value(PRESET_STEP["balanced"])),
+            "balanced": Codec(nothing, step=step_value(PRESET_STEP_INDEX["balanced"])),
         }
         presets = {"none": [measure(name, codec, "none") for name, codec in unlearned.items()]}
         for group, profile in profiles.items():

@@ -95,7 +95,7 @@ def method_identity(method: Method) -> dict[str, Any]:
             "method": "cuvee",
             "profile": codec.profile.id.hex(),
             "source": codec.profile.source,
-            "step": codec.step,
+            "step": codec.step_index,
             "lossless": codec.lossless,
         }
     text = repr(method)

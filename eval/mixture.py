@@ -86,7 +86,7 @@ def mixture(
     samples: bool = True,
     progress: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Token sequences of every kind, for `Profile.calibrate`.
+    """Token sequences of every kind, for `cuvee.calibrate`.
 
     Args:
         model: draws the samples; in evaluation mode.
@@ -99,7 +99,7 @@ def mixture(
 
     Returns:
         int64 `[N, T]` on the CPU for each kind. Every sequence begins as the tokenizer begins a text (with BOS). A text
-        too short for its share gives what it has. `Profile.calibrate` needs three sequences of each kind, so a text
+        too short for its share gives what it has. `cuvee.calibrate` needs three sequences of each kind, so a text
         with fewer is left out.
 
     Raises:

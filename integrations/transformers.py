@@ -11,12 +11,14 @@ starts at position 0, which is how `decode_cache` tells the rows apart. The blob
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -27,6 +29,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
+from cuvee.codec.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec, check_tokens
 from cuvee.codec.container import read_header
@@ -39,34 +42,8 @@ from cuvee.codec.paged import PagedCache
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
-class HasLayout(Protocol):
-    """What these functions need of a profile."""
-
-    @property
-    def layout(self) -> KVLayout:
-        """Layout of the model that the profile was made for."""
-        ...
-
-
-class CacheCodec(Protocol):
-    """What these functions need of a codec. Only `cuvee.Codec` also codes caches on a device, and binds blobs."""
-
-    @property
-    def profile(self) -> HasLayout:
-        """The codec's profile."""
-        ...
-
-    def encode(self, chunk: KVChunk) -> bytes:
-        """Compress a chunk into a blob."""
-        ...
-
-    def decode(self, blob: bytes, start: int | None = None) -> KVChunk:
-        """Restore a chunk at its own positions, or from position `start` on."""
-        ...
-
-
 def encode_cache(
-    codec: CacheCodec,
+    codec: Codec,
     cache: Cache,
     chunk_tokens: int = 256,
     *,
@@ -78,8 +55,7 @@ def encode_cache(
         >>> import cuvee
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
-        >>> layout = cuvee.KVLayout.from_config(config, "bfloat16")
-        >>> codec = cuvee.Codec(cuvee.Profile.generic(layout), quality="lossless")
+        >>> codec = cuvee.Codec.without_profile(config)
         >>> cache = DynamicCache()  # what a forward pass of the model fills
         >>> for layer in range(2):
         ...     _ = cache.update(*torch.randn(2, 1, 2, 300, 16).bfloat16(), layer)
@@ -91,7 +67,7 @@ def encode_cache(
         True
 
     Args:
-        codec: a codec whose profile belongs to the model. The cache may have another dtype than the profile.
+        codec: whose profile belongs to the model. The cache may have another dtype than the profile.
         cache: `DynamicCache` or `StaticCache`, keys and values [B, H, T, D] per layer, from position 0 on.
         chunk_tokens: tokens per blob. The last blob of a row may hold fewer.
         attention_mask: [B, T], needed for a left-padded batch. Padding is not stored. Positions must count from the
@@ -112,30 +88,33 @@ def encode_cache(
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     paddings = _paddings(attention_mask, rows, width)
-    bound = _bound_rows(codec, associated, rows)
+    bound = _bound_rows(associated, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
-    if isinstance(codec, Codec) and len(devices) == 1 and codec.on_device(*devices):
-        return _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound)
-    tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
-    blobs = []
-    for row, padding in enumerate(paddings):
-        for chunk in _row_chunks(tensors, layout, chunk_tokens, row, padding):
-            one = codec.encode(chunk, associated=bound[row]) if isinstance(codec, Codec) else codec.encode(chunk)
-            blobs.append(one)
-    return blobs
+    if len(devices) > 1 or not codec.on_device(*devices):
+        tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
+    return _encode_batch(codec, tensors, layout, chunk_tokens, paddings, bound)
 
 
 def decode_cache(
-    codec: CacheCodec,
+    codec: Codec,
     blobs: Sequence[bytes],
-    config: Any,
+    model: Any,
     device: torch.device | str | None = None,
     *,
     attention_mask: torch.Tensor | None = None,
     max_tokens: int | None = MAX_DECODED_TOKENS,
     associated: Sequence[bytes] | None = None,
 ) -> DynamicCache:
-    """Rebuild a cache from the blobs of `encode_cache`, which has an example.
+    """Rebuild a cache from the blobs of `encode_cache`.
+
+        >>> from cuvee import Codec
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+        >>> codec, cache = Codec.without_profile(config), DynamicCache()
+        >>> for layer in range(2):
+        ...     _ = cache.update(*torch.randn(2, 1, 2, 300, 16), layer)
+        >>> decode_cache(codec, encode_cache(codec, cache), config).get_seq_length()
+        300
 
     A new row begins with each chunk that starts at position 0. All rows must hold the same number of tokens, or, with
     a mask, exactly the unmasked ones. If whole rows are missing, or the last blobs of a single row, the result is a
@@ -144,9 +123,10 @@ def decode_cache(
     Args:
         codec: a codec with the profile that the blobs were made with.
         blobs: the list, in the order in which `encode_cache` returned it.
-        config: transformers config of the model. Sliding-window layers keep what the model itself would keep.
-        device: where the cache goes. None leaves it where the codec decodes, which for `cuvee.Codec` is the CPU. On a
-            device that the codec serves, all blobs are decoded there in one go.
+        model: the transformers model, or its configuration. Sliding-window layers keep what the model itself would
+            keep.
+        device: where the cache goes; None: the CPU. On a device that the codec serves, all blobs are decoded there in
+            one go. For another, they are decoded on the CPU and copied.
         attention_mask: [B, T] of a left-padded batch. Padded columns are filled with zeros.
         max_tokens: refuse to rebuild more than B * T tokens, padding included, since small blobs may claim a huge
             cache. If blobs come from others, give what you expect. None means no limit.
@@ -160,22 +140,102 @@ def decode_cache(
             they hold more than `max_tokens`; `associated` has another number of entries than they hold rows, or the
             codec has no key.
         OutOfMemoryError: the cache cannot be allocated.
-        ProfileMismatchError: `config` is another model than the profile's, or a blob decodes to another layout.
+        ProfileMismatchError: `model` is another one than the profile's, or a blob decodes to another layout.
         FormatError, VersionError, CorruptError: a blob is damaged, or bound to something else.
         KeyMismatchError: a blob has the tag of another key, or only one of blob and codec has a key.
     """
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs: must be a non-empty list of bytes, as encode_cache returns it")
-    bound = _bound_blobs(codec, associated, blobs)
+    config = _config_of(model)
+    bound = _bound_blobs(associated, blobs)
     _check_config(config, codec.profile.layout)
+    target = torch.device("cpu" if device is None else device)
+    where = target if codec.on_device(target) else torch.device("cpu")
     with allocations("rebuilding a cache"):
-        if isinstance(codec, Codec) and codec.on_device("cpu" if device is None else device):
-            layers = _decode_batch(codec, blobs, bound, "cpu" if device is None else device, attention_mask, max_tokens)
-        else:
-            layers = _decode_each(codec, blobs, bound, device, attention_mask, max_tokens)
+        layers = _decode_batch(codec, blobs, bound, where, attention_mask, max_tokens)
         cache = DynamicCache(config=config)
         for layer in range(codec.profile.layout.num_layers):
-            cache.update(*next(layers), layer)
+            keys, values = next(layers)
+            cache.update(keys.to(target), values.to(target), layer)
+    return cache
+
+
+def save_cache(
+    cache: Cache,
+    path: str | os.PathLike[str],
+    *,
+    row: int | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> None:
+    """Save one sequence of a cache in a file, uncompressed, as `cuvee encode` reads it.
+
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+        >>> cache = DynamicCache()
+        >>> for layer in range(2):
+        ...     _ = cache.update(*torch.randn(2, 1, 2, 300, 16).bfloat16(), layer)
+        >>> save_cache(cache, "cache.safetensors")
+        >>> torch.equal(load_cache("cache.safetensors", config).layers[1].keys, cache.layers[1].keys)
+        True
+
+    Args:
+        cache: as for `encode_cache`.
+        path: of the file, which is replaced as a whole.
+        row: which sequence of a batch. A cache of one sequence needs none.
+        attention_mask: `[B, T]` of a left-padded batch. Padding is not saved.
+
+    Raises:
+        InputError: a batch without `row`, a row that there is not, an empty cache, or a mask that is not left padding.
+        UnsupportedModelError: as for `encode_cache`.
+        OSError: the file cannot be written; nothing is left of it then.
+    """
+    tensors = _plain_tensors(cache)
+    rows, _, width, _ = tensors[0][0].shape
+    if row is None and rows != 1:
+        raise InputError(f"row: the cache holds {rows} sequences and a file one: save each with row=")
+    at = 0 if row is None else row
+    if type(at) is not int or not 0 <= at < rows:
+        raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
+    padding = _paddings(attention_mask, rows, width)[at]
+    write_cache_file(
+        path,
+        [keys[at, :, padding:].transpose(0, 1) for keys, _ in tensors],
+        [values[at, :, padding:].transpose(0, 1) for _, values in tensors],
+    )
+
+
+def load_cache(path: str | os.PathLike[str], model: Any, device: torch.device | str | None = None) -> DynamicCache:
+    """Load a cache that `save_cache` or `cuvee decode` wrote.
+
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(num_hidden_layers=1, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
+        >>> cache = DynamicCache()
+        >>> _ = cache.update(*torch.randn(2, 1, 2, 300, 16), 0)
+        >>> save_cache(cache, "cache.safetensors")
+        >>> load_cache("cache.safetensors", config).get_seq_length()
+        300
+
+    Args:
+        path: of the file.
+        model: whose cache it is, or its configuration.
+        device: where the cache goes. None: the CPU.
+
+    Returns:
+        a cache of one sequence, in the file's dtype.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FormatError: it is not a safetensors file.
+        InputError: it holds no cache of this model, or one that begins behind position 0.
+    """
+    config = _config_of(model)
+    layout = KVLayout.from_config(config.get_text_config(decoder=True), dtype=cache_file_dtype(path))
+    chunk = read_cache_file(path, layout)
+    if chunk.start:
+        raise InputError(f"{path}: begins at position {chunk.start}; a cache of transformers begins at 0")
+    cache, place = DynamicCache(config=config), "cpu" if device is None else device
+    for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
+        cache.update(keys.transpose(0, 1)[None].to(place), values.transpose(0, 1)[None].to(place), layer)
     return cache
 
 
@@ -223,7 +283,7 @@ def _decode_batch(
     codec: Codec,
     blobs: Sequence[bytes],
     bound: Sequence[bytes],
-    device: torch.device | str,
+    device: torch.device,
     attention_mask: torch.Tensor | None,
     max_tokens: int | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -252,43 +312,10 @@ def _decode_batch(
     return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
 
 
-def _decode_each(
-    codec: CacheCodec,
-    blobs: Sequence[bytes],
-    bound: Sequence[bytes],
-    device: torch.device | str | None,
-    attention_mask: torch.Tensor | None,
-    max_tokens: int | None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values `[B, H, T, D]` of each layer in turn, decoded blob by blob and moved to `device`."""
-
-    def decode(index: int) -> KVChunk:
-        if isinstance(codec, Codec):
-            return codec.decode(blobs[index], max_tokens=max_tokens, associated=bound[index])
-        return codec.decode(blobs[index])
-
-    # The last blob tells how long a row is, so that every row is allocated once at its full size.
-    last = decode(len(blobs) - 1)
-    layout = replace(codec.profile.layout, dtype=last.layout.dtype)
-    rows = _Rows(layout, last.end, attention_mask, max_tokens)
-    filled: list[_Row] = []
-    for index in range(len(blobs)):
-        chunk = last if index == len(blobs) - 1 else decode(index)
-        row, column = rows.take(index, chunk.layout.fingerprint, chunk.start, chunk.tokens)
-        if row == len(filled):
-            filled.append(_Row(layout, column, rows.width, last.device if device is None else device))
-        filled[row].write(chunk, column)
-    rows.finish()
-    keys, values = [row.keys for row in filled], [row.values for row in filled]
-    return ((_take_layer(keys), _take_layer(values)) for _ in layout.layers)
-
-
-def _bound_rows(codec: CacheCodec, associated: Sequence[bytes] | None, rows: int) -> list[bytes]:
+def _bound_rows(associated: Sequence[bytes] | None, rows: int) -> list[bytes]:
     """What the blobs of each row are bound to."""
     if associated is None:
         return [b""] * rows
-    if not isinstance(codec, Codec):
-        raise InputError(f"associated: only a cuvee.Codec binds blobs, not {type(codec).__name__}")
     given: object = associated
     if isinstance(given, bytes) or len(associated) != rows:
         got = "bytes" if isinstance(given, bytes) else f"{len(associated)} entries"
@@ -296,13 +323,13 @@ def _bound_rows(codec: CacheCodec, associated: Sequence[bytes] | None, rows: int
     return list(associated)
 
 
-def _bound_blobs(codec: CacheCodec, associated: Sequence[bytes] | None, blobs: Sequence[bytes]) -> list[bytes]:
+def _bound_blobs(associated: Sequence[bytes] | None, blobs: Sequence[bytes]) -> list[bytes]:
     """What each blob is bound to: the entry of its row."""
     if associated is None:
         return [b""] * len(blobs)
     # Starts may be forged. Then the tag, which covers them, does not verify.
     begun = list(accumulate(int(read_header(blob).start == 0) for blob in blobs))
-    rows = _bound_rows(codec, associated, begun[-1])
+    rows = _bound_rows(associated, begun[-1])
     return [rows[max(count, 1) - 1] if rows else b"" for count in begun]
 
 
@@ -371,31 +398,6 @@ class _Rows:
             raise InputError(f"blobs hold {self.count} rows, attention_mask has {len(self._masked)}")
 
 
-class _Row:
-    """One sequence being put together: [H, width, D] per layer, with zeros as leading padding."""
-
-    def __init__(self, layout: KVLayout, padding: int, width: int, device: torch.device | str) -> None:
-        def empty(heads: int, size: int) -> torch.Tensor:
-            tensor = torch.empty(heads, width, size, dtype=layout.torch_dtype, device=device)
-            tensor[:, :padding].zero_()
-            return tensor
-
-        self.keys = [empty(layer.kv_heads, layer.head_dim) for layer in layout.layers]
-        self.values = [empty(layer.kv_heads, layer.value_dim) for layer in layout.layers]
-
-    def write(self, chunk: KVChunk, column: int) -> None:
-        """Put a chunk in its place, its first token in `column`."""
-        columns = slice(column, column + chunk.tokens)
-        for target, source in zip(self.keys + self.values, chunk.keys + chunk.values, strict=True):
-            target[:, columns].copy_(source.transpose(0, 1))
-
-
-def _take_layer(rows: list[list[torch.Tensor]]) -> torch.Tensor:
-    """The next layer of every row as [B, H, T, D]. It is popped, so that a decoded batch is not held twice."""
-    layers = [row.pop(0) for row in rows]
-    return layers[0][None] if len(layers) == 1 else torch.stack(layers)
-
-
 def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values [B, H, T, D] of every layer, from the first token on."""
     if not isinstance(cache, Cache):
@@ -433,6 +435,8 @@ def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
                     f"cache: {name} of layer {index} have shape {list(tensor.shape)}, keys of layer 0 "
                     f"{list(tensors[0][0].shape)}; batch and tokens must agree"
                 )
+            if tensor.is_meta:
+                raise InputError("cache: is on the meta device, which holds no values; load the model on a real one")
     return tensors
 
 
@@ -493,11 +497,18 @@ def _with_dtype(layout: KVLayout, dtype: torch.dtype) -> KVLayout:
     return replace(layout, dtype=names.get(dtype, layout.dtype))
 
 
+def _config_of(model: Any) -> Any:
+    config = getattr(model, "config", model)
+    if not isinstance(config, PreTrainedConfig):
+        raise InputError(f"model: must be a transformers model or its configuration, got {type(model).__name__}")
+    return config
+
+
 def _check_config(config: Any, layout: KVLayout) -> None:
     decoder = config.get_text_config(decoder=True)
     if decoder.num_hidden_layers != layout.num_layers:
         raise ProfileMismatchError(
-            f"config: has {decoder.num_hidden_layers} layers, the codec's profile is for {layout.model_type} "
+            f"model: has {decoder.num_hidden_layers} layers, the codec's profile is for {layout.model_type} "
             f"with {layout.num_layers}"
         )
     try:
@@ -506,6 +517,6 @@ def _check_config(config: Any, layout: KVLayout) -> None:
         return  # the layout was built by hand, so there is nothing to compare it with
     if expected.fingerprint != layout.fingerprint:
         raise ProfileMismatchError(
-            f"config: describes other caches ({decoder.model_type}) than the codec's profile ({layout.model_type}); "
+            f"model: has other caches ({decoder.model_type}) than the codec's profile ({layout.model_type}); "
             "heads, head sizes, RoPE, sliding windows or position limit differ"
         )

@@ -156,7 +156,7 @@ class TritonBackend:
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
         # A cache of 16 bits or fewer is no finer than a bfloat16 product, but for float16's mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
-        key = (coding.profile.id, coding.scheme, coding.step, coding.dtype, cache.device, product)
+        key = (coding.profile.id, coding.scheme, coding.step_index, coding.dtype, cache.device, product)
         with self._making:
             if key not in self._schemes:
                 self._schemes[key] = self._make(coding, cache, product)
@@ -172,7 +172,7 @@ class TritonBackend:
             return LosslessDevice(layout, Geometry(layout, partition(layout, "unit"), device), device)
         tables = self._family_tables(coding.profile.family, device)
         if coding.scheme is Scheme.TRANSFORM:
-            return TransformDevice(coding, TransformPlan(coding.profile, coding.step, device, product), tables)
+            return TransformDevice(coding, TransformPlan(coding.profile, coding.step_index, device, product), tables)
         return GenericDevice(coding, Geometry(layout, coding.profile.sections, device), tables, device)
 
     def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:

@@ -57,7 +57,7 @@ class GenericDevice:
     def __init__(self, coding: Coding, geometry: Geometry, tables: FamilyTables, device: torch.device) -> None:
         self.sections = coding.profile.sections
         self._family: Family = coding.profile.family
-        self._step = coding.step
+        self._step = coding.step_index
         self._geometry = geometry
         self._tables = tables
         self._device = device

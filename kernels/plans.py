@@ -70,9 +70,9 @@ class PlanArrays:
     limits: npt.NDArray[np.float32]
 
     @classmethod
-    def of(cls, plans: Sequence[CodingPlan], family: Family, step: int) -> PlanArrays:
+    def of(cls, plans: Sequence[CodingPlan], family: Family, step_index: int) -> PlanArrays:
         """The arrays of plans that share a family and a step index."""
-        return cls.at_steps(plans, family, [step_value(step)] * len(plans))
+        return cls.at_steps(plans, family, [step_value(step_index)] * len(plans))
 
     @classmethod
     def at_steps(
@@ -221,7 +221,7 @@ class TransformPlan:
 
     Args:
         profile: a learned profile.
-        step: step index.
+        step_index: of the blobs.
         device: where the arrays go.
         product: dtype of the inverse transform's matrix product, bfloat16 or float32.
 
@@ -232,12 +232,12 @@ class TransformPlan:
         maps: the bases, as deep as such tokens need them.
     """
 
-    def __init__(self, profile: Profile, step: int, device: torch.device, product: torch.dtype) -> None:
-        self.profile, self.step = profile, step
+    def __init__(self, profile: Profile, step_index: int, device: torch.device, product: torch.dtype) -> None:
+        self.profile, self.step_index = profile, step_index
         self.device, self.product = device, product
         self.geometry = Geometry(profile.layout, profile.sections, device)
-        self.coding = [SectionCoding(section, step) for section in profile.learned]
-        self.arrays = PlanArrays.of([own.plan for own in self.coding], profile.family, step)
+        self.coding = [SectionCoding(section, step_index) for section in profile.learned]
+        self.arrays = PlanArrays.of([own.plan for own in self.coding], profile.family, step_index)
         self.device_plans = self.arrays.to(device)
         self.maps = LinearMaps(self.geometry, profile.learned, [own.ranks for own in self.coding], device, product)
 
@@ -282,7 +282,7 @@ class ClassTables:
     def __init__(self, plan: TransformPlan) -> None:
         family = plan.profile.family
         classed = [own.classed for own in plan.coding]
-        plans, steps = [own.plan for own in plan.coding], [step_value(plan.step)] * len(plan.coding)
+        plans, steps = [own.plan for own in plan.coding], [step_value(plan.step_index)] * len(plan.coding)
         rows_of = [np.arange(len(own.shift)) for own in plans]
         row_maps: list[npt.NDArray[np.int32]] = []
         nothing = coding_plan(np.empty(0, np.int32))

@@ -18,6 +18,7 @@ from tests.learned import learned_once, shared_folder
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate
@@ -232,7 +233,7 @@ def dense_pages(layout: KVLayout, chunks: Sequence[KVChunk]) -> PagedCache:
 def fitted_profile(name: str, group: str) -> Profile:
     """A profile of LAYOUTS[name], without a curve."""
     layout = LAYOUTS[name]
-    return Profile.fit(layout, [synthetic_chunk(layout, 200, seed, 10 * seed) for seed in range(100, 107)], group)
+    return fit(layout, [synthetic_chunk(layout, 200, seed, 10 * seed) for seed in range(100, 107)], group)
 
 
 @pytest.fixture(scope="session")
@@ -295,7 +296,7 @@ def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
         return reread(split_sequences(ids, len(ids) // 256, 256), 192)
 
     harbour = sequences("harbour")
-    learn = learned_once(Profile.calibrate, shared_folder(tmp_path_factory, "learned"))
+    learn = learned_once(calibrate, shared_folder(tmp_path_factory, "learned"))
     profile = learn(model, harbour, "layer", prefix=192, progress=False)
     return Books(model, harbour, sequences("orchard"), profile)
 

@@ -15,7 +15,7 @@ from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.family import step_value
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_steps, measure_curve, round_trip
+from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure_curve, round_trip
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.moments import SINKS, Moments, add_sample, need_tokens, new_moments
 from cuvee.codec.learning.progress import tracked
@@ -136,7 +136,7 @@ def calibrate(
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
     return profile.with_curve(
         measure_curve(
-            profile, model, measured, prefix=prefix, steps=None, batch_size=MEASURE_BATCH, progress=progress,
+            profile, model, measured, prefix=prefix, step_indices=None, batch_size=MEASURE_BATCH, progress=progress,
             together=together,
         )
     )  # fmt: skip
@@ -235,7 +235,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
     if not held_out:
         return profile
     points = []
-    for step in default_steps(profile):
+    for step in default_step_indices(profile):
         coded = round_trip(Codec(profile, step=step_value(step)), held_out)
         points.append(CurvePoint(step, coded.bits_per_value, coded.error))
     return profile.with_curve(points)

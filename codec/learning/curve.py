@@ -13,10 +13,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.divergence import compare, stderr
 from cuvee.codec.errors import InputError
-from cuvee.codec.family import OCTAVE, finest_step, step_value
+from cuvee.codec.family import OCTAVE, finest_step_index, step_value
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.learning.sections import MIN_STEP
+from cuvee.codec.learning.sections import MIN_STEP_INDEX
 from cuvee.codec.learning.together import Alone, Together, agreeing
 from cuvee.codec.model import check_tokens, frozen, prefill, score
 from cuvee.codec.profile import Profile
@@ -25,7 +25,7 @@ from cuvee.codec.quality import CurvePoint
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CURVE_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
+CURVE_STEP_INDICES = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE // 2))
 CURVE_CHUNK = 256  # tokens per blob on the curve
 MEASURE_BATCH = 8  # sequences per forward pass
 
@@ -47,7 +47,7 @@ def measure_curve(
     token_ids: torch.Tensor | Mapping[str, torch.Tensor],
     *,
     prefix: int | None,
-    steps: Iterable[int] | None,
+    step_indices: Iterable[int] | None,
     batch_size: int,
     progress: bool,
     together: Together,
@@ -57,33 +57,36 @@ def measure_curve(
         kinds = by_kind(model, token_ids, prefix)
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
         profile.check_layout(layout)
-        codecs = {step: Codec(profile, step=step_value(step)) for step in steps or default_steps(profile)}
-        tallies: dict[str | None, dict[int, _Tally]] = {None: {step: _Tally() for step in codecs}}
-        tallies |= {kind: {step: _Tally() for step in codecs} for kind in kinds}
+        codecs = {
+            step_index: Codec(profile, step=step_value(step_index))
+            for step_index in step_indices or default_step_indices(profile)
+        }
+        tallies: dict[str | None, dict[int, _Tally]] = {None: {step_index: _Tally() for step_index in codecs}}
+        tallies |= {kind: {step_index: _Tally() for step_index in codecs} for kind in kinds}
         work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
         with frozen(model), torch.no_grad():
             for kind, batch, cached in tracked(work[together.rank :: together.size], "measuring", progress):
                 tokens = batch.to(model.device)
                 chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
                 exact = score(model, chunks, rest)
-                for step, codec in codecs.items():
+                for step_index, codec in codecs.items():
                     coded = round_trip(codec, chunks)
                     other = score(model, coded.chunks, rest)
                     for name in dict.fromkeys((None, kind)):
-                        tallies[name][step].add(coded, exact, other, rest[:, 1:])
+                        tallies[name][step_index].add(coded, exact, other, rest[:, 1:])
     return [
-        _Tally.joined(together.gather(tally)).point(step, kind)
+        _Tally.joined(together.gather(tally)).point(step_index, kind)
         for kind, own in tallies.items()
-        for step, tally in own.items()
+        for step_index, tally in own.items()
     ]
 
 
-def default_steps(profile: Profile) -> Sequence[int]:
+def default_step_indices(profile: Profile) -> Sequence[int]:
     """The steps of a curve, those left out that the widest components are too many steps large for."""
     if not profile.learned:
-        return tuple(s for s in CURVE_STEPS if s >= -5 * OCTAVE)
-    finest = max((finest_step(section.scale) for section in profile.learned), default=MIN_STEP)
-    return tuple(s for s in CURVE_STEPS if s >= finest)
+        return tuple(s for s in CURVE_STEP_INDICES if s >= -5 * OCTAVE)
+    finest = max((finest_step_index(section.scale) for section in profile.learned), default=MIN_STEP_INDEX)
+    return tuple(s for s in CURVE_STEP_INDICES if s >= finest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +152,9 @@ class _Tally:
                 getattr(whole, name).extend(getattr(tally, name))
         return whole
 
-    def point(self, step: int, kind: str | None) -> CurvePoint:
+    def point(self, step_index: int, kind: str | None) -> CurvePoint:
         return CurvePoint(
-            step,
+            step_index,
             bits_per_value=float(np.average(self.bits, weights=self.tokens)),
             error=float(np.average(self.error, weights=self.tokens)),
             kl=float(np.mean(self.kl)),
@@ -170,7 +173,7 @@ def measure(
     token_ids: torch.Tensor | Mapping[str, torch.Tensor],
     *,
     prefix: int | None = None,
-    steps: Iterable[int] | None = None,
+    step_indices: Iterable[int] | None = None,
     batch_size: int = 8,
     progress: bool = True,
 ) -> Profile:
@@ -186,12 +189,12 @@ def measure(
         >>> model = LlamaForCausalLM(config).eval()
         >>> from cuvee import KVLayout, Profile
         >>> generic = Profile.generic(KVLayout.from_config(config, model.dtype))
-        >>> measured = measure(generic, model, torch.randint(64, (4, 64)), steps=(-128, -64), progress=False)
-        >>> [point.step for point in measured.curve]
+        >>> measured = measure(generic, model, torch.randint(64, (4, 64)), step_indices=(-128, -64), progress=False)
+        >>> [point.step_index for point in measured.curve]
         [-128, -64]
     """
     points = measure_curve(
-        profile, model, token_ids, prefix=prefix, steps=steps, batch_size=batch_size, progress=progress,
+        profile, model, token_ids, prefix=prefix, step_indices=step_indices, batch_size=batch_size, progress=progress,
         together=Alone(),
     )  # fmt: skip
     return profile.with_curve(points)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from cuvee.codec.classes import class_step
+from cuvee.codec.classes import class_step_index
 from cuvee.codec.coefficients import PREDICTED_TOKENS
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.family import OCTAVE, Family, deviation_of, fit_family, scale_codes, scale_index, step_value
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
 FAMILY_VALUES = 2_000_000  # coefficients a step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
-MIN_STEP = -8 * OCTAVE
-PREDICTION_STEPS = (-2 * OCTAVE, 0)
+MIN_STEP_INDEX = -8 * OCTAVE
+PREDICTION_STEP_INDICES = (-2 * OCTAVE, 0)
 PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does without
 
 
@@ -66,7 +66,7 @@ def build_profile(
     else:
         family = fit_family(_family_samples(moments, built), FAMILY_STEPS)
         learned = tuple(_with_prediction(m, section, family) for m, section in zip(moments, built, strict=True))
-    return Profile(layout, group, source, family, learned, min_step=MIN_STEP, model=model)
+    return Profile(layout, group, source, family, learned, min_step_index=MIN_STEP_INDEX, model=model)
 
 
 def _section(
@@ -75,7 +75,7 @@ def _section(
     forward, inverse, scales = [], [], []
     for analysis, synthesis, deviation in maps:
         scale = scale_index(deviation.numpy() / unit)
-        rank = int((scale_codes(scale, MIN_STEP) >= 0).sum())
+        rank = int((scale_codes(scale, MIN_STEP_INDEX) >= 0).sum())
         forward.append((analysis[:rank] / unit).float().contiguous())
         inverse.append((synthesis[:, :rank] * unit).float().contiguous())
         scales.append(scale[:rank])
@@ -114,7 +114,7 @@ def _with_classes(
         y, classes = sample.y[:, ::stride], classes[::stride]
         for k in np.unique(classes):
             # The family sees what the quantizer does: coefficients over their class's step.
-            units = class_step(0, int(k))
+            units = class_step_index(0, int(k))
             scale = (section.scale.astype(np.int32) + int(class_scale[k]) - units).astype(np.int16)
             pairs.append((y[:, classes == k] / np.float32(step_value(units)), scale))
     return out, pairs
@@ -195,7 +195,7 @@ def _with_prediction(moments: Moments, section: SectionProfile, family: Family) 
 def _coded_bits(section: SectionProfile, y: F32, family: Family) -> float:
     """Ideal size of `y` at the steps that decide about prediction."""
     total = 0.0
-    for step in PREDICTION_STEPS:
+    for step in PREDICTION_STEP_INDICES:
         _, chosen = section.select(step)
         _, plan = section.plan(step)
         levels = quantize(y[chosen], step_value(step), plan, family.quantizer)

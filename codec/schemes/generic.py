@@ -63,7 +63,7 @@ class Channels:
 
 
 def write_channels(
-    blocks: Sequence[int], mean: npt.NDArray[np.float32], deviation: npt.NDArray[np.float64], step: int
+    blocks: Sequence[int], mean: npt.NDArray[np.float32], deviation: npt.NDArray[np.float64], step_index: int
 ) -> tuple[bytes, Channels]:
     """Choose scales and codes, and write the side information of a section.
 
@@ -71,7 +71,7 @@ def write_channels(
         blocks: values of each unit.
         mean: `[N]` of each channel, exact in bfloat16.
         deviation: `[N]` from that mean.
-        step: relative step index.
+        step_index: of the relative step.
     """
     side = bytearray()
     scales, codes = np.empty(len(mean), np.float32), np.empty(len(mean), np.int32)
@@ -80,7 +80,7 @@ def write_channels(
         own = slice(column, column + size)
         unit = np.array([np.linalg.norm(deviation[own]) / size**0.5])
         scale = int(np.clip(scale_index(unit)[0], -_MAX_SCALE, _MAX_SCALE))
-        code = np.minimum(scale_codes(scale_index(deviation[own] / step_value(scale)), step), _MAX_CODE)
+        code = np.minimum(scale_codes(scale_index(deviation[own] / step_value(scale)), step_index), _MAX_CODE)
         bits = mean[own].view(np.uint32) >> np.uint32(16)
         side += _SCALE.pack(scale) + bits.astype("<u2").tobytes()
         side += np.where(code < 0, _DEAD, code).astype(np.uint8).tobytes()
@@ -119,10 +119,10 @@ def read_channels(reader: Reader, blocks: Sequence[int], index: int) -> Channels
 class GenericScheme:
     """Codes sections of any model at one relative step."""
 
-    def __init__(self, layout: KVLayout, family: Family, step: int, stages: Stages) -> None:
+    def __init__(self, layout: KVLayout, family: Family, step_index: int, stages: Stages) -> None:
         self._sections = partition(layout, "unit")
-        self._step = step
-        self._coder = CoefficientCoder(stages, family, step)
+        self._step_index = step_index
+        self._coder = CoefficientCoder(stages, family, step_index)
         self._stages = stages
 
     @property
@@ -145,7 +145,7 @@ class GenericScheme:
         x -= mean
         # Sums of squares in float64: those of large values overflow float32.
         deviation = torch.linalg.vector_norm(x, dim=0, dtype=torch.float64) / len(x) ** 0.5
-        side, channels = write_channels(section.blocks, mean.numpy(), deviation.numpy(), self._step)
+        side, channels = write_channels(section.blocks, mean.numpy(), deviation.numpy(), self._step_index)
         x /= torch.from_numpy(channels.scale)
         live = channels.live
 

@@ -42,10 +42,10 @@ _arena = Arena()
 class TransformScheme:
     """Codes sections with a learned profile at one step."""
 
-    def __init__(self, profile: Profile, step: int, stages: Stages) -> None:
+    def __init__(self, profile: Profile, step_index: int, stages: Stages) -> None:
         self._sections = profile.sections
-        self._coding = StepCoding(profile.learned, profile.family, step)
-        self._coder = CoefficientCoder(stages, profile.family, step)
+        self._coding = StepCoding(profile.learned, profile.family, step_index)
+        self._coder = CoefficientCoder(stages, profile.family, step_index)
         self._stages = stages
         self._inverses: dict[tuple[int, torch.dtype], tuple[torch.Tensor, ...]] = {}
         self._tiles = [tile_tokens(section, profile.layout) for section in profile.sections]

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+import cuvee
 from cuvee.blend import Blender, ChunkCache, Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
@@ -347,7 +348,7 @@ class _BlendRun:
             began = time.perf_counter()
             tokens = calibration_windows(self.calibration, LENGTH, config.calibration_sequences)
             with torch.enable_grad():
-                profile = Profile.calibrate(
+                profile = cuvee.calibrate(
                     self.model, reread(tokens, PREFIX, config.seed), "layer", prefix=PREFIX, seed=config.seed,
                     progress=False,
                 )  # fmt: skip

@@ -25,7 +25,7 @@ from cuvee.codec.family import step_value
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import empty_cache, prefill
 from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_STEP
+from cuvee.codec.quality import PRESET_STEP_INDEX
 from cuvee.eval.blending.selectors import COMPARED, DEFAULT, NOTHING, SELECTORS
 from cuvee.eval.timing import Timing
 
@@ -72,7 +72,7 @@ def measure_wall_time(lengths: Sequence[int], seed: int, step: Callable[[str], N
         model = LlamaForCausalLM(LlamaConfig(**RANDOM_LLAMA)).eval()
         text = torch.randint(RANDOM_LLAMA["vocab_size"], (max(lengths),))
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
-    codec = Codec(Profile.generic(layout), step=step_value(PRESET_STEP["balanced"]))
+    codec = Codec(Profile.generic(layout), step=step_value(PRESET_STEP_INDEX["balanced"]))
     # All lengths have the same chunks, except that the last one may be shorter.
     pieces = text[: max(lengths) - SUFFIX].split(CHUNK)
     chunks = list(chain.from_iterable(prefill(model, piece[None], layout) for piece in pieces))

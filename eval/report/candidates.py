@@ -14,7 +14,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.family import step_value
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, PRESET_STEP
+from cuvee.codec.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.eval.baselines.basis import PrincipalBasis
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
 from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform
@@ -162,7 +162,7 @@ def codec_candidates(
 
     found = [
         _coded("cuvee/lossless", "point", nothing, quality="lossless"),
-        _coded("cuvee/generic@balanced", "preset", nothing, step=step_value(PRESET_STEP["balanced"])),
+        _coded("cuvee/generic@balanced", "preset", nothing, step=step_value(PRESET_STEP_INDEX["balanced"])),
     ]
     if not quick:
         found += _steps("cuvee/generic", nothing, GENERIC_OCTAVES)

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.fingerprint import model_fingerprint
@@ -442,7 +443,7 @@ class _ReportRun:
 
     def _learn_group(self, group: str, path: Path, known: dict[str, Any] | None) -> Profile:
         began = time.perf_counter()
-        profile = Profile.calibrate(
+        profile = cuvee.calibrate(
             self.model,
             self._learning,
             group,

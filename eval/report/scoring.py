@@ -80,12 +80,14 @@ class TaskScorer:
         self._seed = seed
         paths = [str(TASKS_PATH), *([include_path] if include_path else [])]
         self._manager: Any = TaskManager(include_path=paths, metadata=dict(metadata or {}), include_defaults=False)
+        own = list(self._manager.all_tasks)
         if not all(self._manager.match_tasks([name]) for name in tasks):
             # Reading the index of lm-eval's own tasks takes seconds, so this is done only if they are asked for.
             self._manager = TaskManager(include_path=paths, metadata=dict(metadata or {}))
+        known = dict.fromkeys([*own, *self._manager.all_tasks])
         for name in tasks:
             if not self._manager.match_tasks([name]):
-                raise InputError(f"tasks: {name!r} is not known; {suggestion(name, self._manager.all_tasks, most=3)}")
+                raise InputError(f"tasks: {name!r} is not known; {suggestion(name, known, most=3)}")
         with _quiet():
             self.names: list[str] = list(self._load(tasks)["tasks"])
 

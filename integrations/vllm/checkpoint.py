@@ -147,7 +147,7 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
         tokenizer=tokenizer_identity(path) if tokenizer else "",
         layout=layout.fingerprint,
         profile=b"" if codec.lossless else codec.profile.id,
-        quality=LOSSLESS if codec.lossless else f"step:{codec.step}",
+        quality=LOSSLESS if codec.lossless else f"step:{codec.step_index}",
     )
 
 

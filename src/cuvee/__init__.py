@@ -8,6 +8,8 @@ Everything public is imported on first use (PEP 562), so that `import cuvee` doe
     calibrate, fit, measure       learn a profile of a model, measure it on other text
     Profile                       what was learned
     Codec, OpenBlob               encode a chunk to bytes, decode bytes to a chunk; bytes that were verified
+    encode_cache, decode_cache    a cache of transformers to a list of blobs, and back (with `cuvee[transformers]`)
+    save_cache, load_cache        the same cache, uncompressed, to the file that `cuvee encode` reads, and back
     inspect, BlobInfo             what a blob says about itself, without its profile
     CuveeError …                  the errors raised on purpose
 """
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from cuvee.codec.learning.curve import measure
     from cuvee.codec.paged import PagedCache
     from cuvee.codec.profile import Profile
+    from cuvee.integrations.transformers import decode_cache, encode_cache, load_cache, save_cache
 
     __version__: str
 
@@ -61,9 +64,13 @@ __all__ = [
     "VersionError",
     "__version__",
     "calibrate",
+    "decode_cache",
+    "encode_cache",
     "fit",
     "inspect",
+    "load_cache",
     "measure",
+    "save_cache",
 ]
 
 _HOME = {
@@ -90,6 +97,10 @@ _HOME = {
     "UnsupportedModelError": "cuvee.codec.errors",
     "VersionError": "cuvee.codec.errors",
     "inspect": "cuvee.codec.container",
+    "decode_cache": "cuvee.integrations.transformers",
+    "encode_cache": "cuvee.integrations.transformers",
+    "load_cache": "cuvee.integrations.transformers",
+    "save_cache": "cuvee.integrations.transformers",
 }
 
 
@@ -110,7 +121,13 @@ if not TYPE_CHECKING:
             except PackageNotFoundError:  # a source tree on the path, not an installation
                 value = "0+uninstalled"
         elif name in _HOME:
-            value = getattr(import_module(_HOME[name]), name)
+            try:
+                module = import_module(_HOME[name])
+            except ModuleNotFoundError as error:
+                if error.name != "transformers":
+                    raise
+                raise ImportError(f"cuvee.{name} needs transformers: pip install 'cuvee[transformers]'") from error
+            value = getattr(module, name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = value

@@ -39,6 +39,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
 
@@ -669,7 +670,7 @@ def test_profiles_of_another_model(llama: Any, build: Build) -> None:
         Blender(llama, lossless(build("llama-llama3")))
     other = build()
     texts = torch.stack([ids(64, seed) for seed in range(8)])
-    profile = Profile.calibrate(other, texts, progress=False)
+    profile = calibrate(other, texts, progress=False)
     Blender(llama, Codec(profile, step=0.1))  # built alike: the same weights
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
@@ -683,7 +684,7 @@ def test_blobs_of_another_profile(llama: Any) -> None:
     def fitted(seed: int) -> Codec:
         with torch.no_grad():
             samples = list(prefill(llama, torch.stack([ids(64, seed + n) for n in range(4)]), layout_of(llama)))
-        return Codec(Profile.fit(layout_of(llama), samples), step=0.1)
+        return Codec(fit(layout_of(llama), samples), step=0.1)
 
     blob = fitted(0).encode(alone(llama, PROMPT[:16]))
     refused(llama, [Segment(PROMPT[:16], blob), Segment([2])], ProfileMismatchError, "profile", fitted(10))

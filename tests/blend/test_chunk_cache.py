@@ -33,6 +33,7 @@ from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMism
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.model import prefill
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate, unrotate
@@ -99,7 +100,7 @@ def fitted_codec(model: Any, seed: int = 0) -> Codec:
     noise = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         chunks = prefill(model, torch.randint(61, (4, 64), generator=noise), layout)
-    return Codec(Profile.fit(layout, chunks), step=0.1)
+    return Codec(fit(layout, chunks), step=0.1)
 
 
 def make(model: Any, store: BlobStore | None = None, **arguments: Any) -> ChunkCache:
@@ -318,7 +319,7 @@ def test_the_key_is_the_content_digest(model: Any) -> None:
     store, codec = Shelf(), fitted_codec(model)
     library = make(model, store, codec=codec, contexts=CONTEXTS, tenant="acme", tokenizer="spm")
     identity = Identity(
-        model_fingerprint(model), "spm", layout_of(model).fingerprint, codec.profile.id, f"step:{codec.step}"
+        model_fingerprint(model), "spm", layout_of(model).fingerprint, codec.profile.id, f"step:{codec.step_index}"
     )
     scope = Scope(tenant="acme")
     alone = store_key("acme", content_digest(identity, scope, TOKENS))

@@ -14,6 +14,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.codec.symbols import Prediction
 
@@ -94,7 +95,7 @@ def correlated_chunk(seed: int, tokens: int, start: int, layout: KVLayout = LAYO
 def learned() -> Profile:
     """Fitted to correlated chunks, with prediction."""
     chunks = [correlated_chunk(seed, 64, 7 * seed) for seed in range(7)]
-    return predicting(Profile.fit(LAYOUT, chunks, "layer"))
+    return predicting(fit(LAYOUT, chunks, "layer"))
 
 
 @cache

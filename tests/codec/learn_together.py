@@ -26,7 +26,6 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning import calibrate, curve
 from cuvee.codec.learning.moments import Moments
 from cuvee.codec.learning.together import Processes
-from cuvee.codec.profile import Profile
 from cuvee.codec.transform import partition
 
 
@@ -60,7 +59,7 @@ def some_moments(layout: KVLayout, runs: slice) -> Moments:
 def refusal(**arguments: object) -> str:
     """What `calibrate` says to arguments that are not the same in all processes."""
     try:
-        Profile.calibrate(small_model(), tokens(), progress=False, distributed=True, **arguments)  # type: ignore[arg-type]
+        calibrate.calibrate(small_model(), tokens(), progress=False, distributed=True, **arguments)  # type: ignore[arg-type]
     except CuveeError as error:
         return str(error)
     return ""
@@ -73,7 +72,7 @@ def auto(rank: int) -> str:
         layout = KVLayout.from_config(small_model().config, dtype=torch.float32)
         alone, _ = calibrate.choose_group(layout, 10**6, budget)
         assert alone == ("all" if rank else "layer"), alone
-        return Profile.calibrate(small_model(), tokens(), progress=False, distributed=True).group
+        return calibrate.calibrate(small_model(), tokens(), progress=False, distributed=True).group
 
 
 FAILURES: dict[str, tuple[Any, str, int]] = {
@@ -83,7 +82,7 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
     "calibrating": (calibrate, "sample_gradients", 0),
     "adding up": (Moments, "move_origin", 1),
     "building the profile": (calibrate, "build_profile", 0),
-    "measuring": (curve, "default_steps", 2),
+    "measuring": (curve, "default_step_indices", 2),
 }
 
 
@@ -93,7 +92,7 @@ def failure(rank: int, where: str) -> list[str]:
     broken = mock.patch.object(owner, name, side_effect=RuntimeError(f"out of memory in {name}"))
     try:
         with broken if rank == failing else nullcontext():
-            Profile.calibrate(small_model(), tokens(), "layer", progress=False, distributed=True)
+            calibrate.calibrate(small_model(), tokens(), "layer", progress=False, distributed=True)
     except Exception as error:  # whatever it is, the test looks at it
         return [type(error).__name__, str(error), *getattr(error, "__notes__", ())]
     return []
@@ -121,7 +120,7 @@ def learn(folder: Path, rank: int, processes: int) -> None:
     )  # fmt: skip
     # Only the first process' sequences count.
     own = tokens() if together.rank == 0 else tokens()[:4]
-    profile = Profile.calibrate(model, own, "layer", progress=False, distributed=True)
+    profile = calibrate.calibrate(model, own, "layer", progress=False, distributed=True)
     profile.save(folder / f"profile-{together.rank}.safetensors")
     refused = refusal(group="layer" if together.rank else "head")
     (folder / f"refused-{together.rank}.json").write_text(json.dumps(refused))

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from cuvee.codec.classes import CLASSES, ClassedPlan, class_step, class_table, default_class_frequencies
+from cuvee.codec.classes import CLASSES, ClassedPlan, class_step_index, class_table, default_class_frequencies
 from cuvee.codec.coefficients import CoefficientCoder
 from cuvee.codec.container import write_streams
 from cuvee.codec.errors import ProfileError
@@ -46,34 +46,34 @@ class PlannedStep:
     """What the decoders read of `StepCoding`."""
 
     sections: tuple[Planned, ...]
-    step: int = 0
+    step_index: int = 0
     family: Family = field(default_factory=default_family)
 
     @cached_property
     def plans(self) -> CodingPlans:
-        return pack_plans(self.sections, step_value(self.step), self.family.tables)
+        return pack_plans(self.sections, step_value(self.step_index), self.family.tables)
 
 
 # `cached_property` needs a place for what it keeps, which frozen dataclasses have as long as they have no slots.
-def coding_of(sections: Sequence[Planned], step: int = 0, family: Family | None = None) -> StepCoding:
-    return cast(StepCoding, PlannedStep(tuple(sections), step, family or default_family()))
+def coding_of(sections: Sequence[Planned], step_index: int = 0, family: Family | None = None) -> StepCoding:
+    return cast(StepCoding, PlannedStep(tuple(sections), step_index, family or default_family()))
 
 
 def planned(
-    scales: Sequence[Sequence[int]], step: int = 0, prediction: Prediction = Prediction.NONE, seed: int = 0
+    scales: Sequence[Sequence[int]], step_index: int = 0, prediction: Prediction = Prediction.NONE, seed: int = 0
 ) -> Planned:
     """A section of blocks whose components have these scales, falling in each; gains are random."""
     rng = np.random.default_rng(seed)
 
-    def of(at_step: int) -> tuple[CodingPlan, tuple[int, ...]]:
-        codes = [scale_codes(np.array(block, np.int16), at_step) for block in scales]
+    def of(at: int) -> tuple[CodingPlan, tuple[int, ...]]:
+        codes = [scale_codes(np.array(block, np.int16), at) for block in scales]
         ranks = tuple(int((own >= 0).sum()) for own in codes)
         joined = np.concatenate([own[own >= 0] for own in codes])
         return coding_plan(joined), ranks
 
-    plan, ranks = of(step)
+    plan, ranks = of(step_index)
     if prediction is not Prediction.NONE:
-        codes = np.concatenate([scale_codes(np.array(block, np.int16), step) for block in scales])
+        codes = np.concatenate([scale_codes(np.array(block, np.int16), step_index) for block in scales])
         codes = codes[codes >= 0]
         rho = rng.integers(-256, 257, len(codes)).astype(np.int16)
         plan = coding_plan(codes, np.maximum(codes - 4, 0), prediction, rho)
@@ -81,13 +81,13 @@ def planned(
     class_ranks: list[tuple[int, ...]] = []
     for k in range(CLASSES):
         try:
-            own, of_class = of(class_step(step, k))
+            own, of_class = of(class_step_index(step_index, k))
             plans.append(own)
         except ProfileError:
             of_class = (0,) * len(scales)
             plans.append(None)
         class_ranks.append(of_class)
-    return Planned(plan, ranks, ClassedPlan(plans, step), tuple(class_ranks))
+    return Planned(plan, ranks, ClassedPlan(plans, step_index), tuple(class_ranks))
 
 
 def one_block(classed: ClassedPlan, table: EntropyTables = TABLE) -> Planned:
@@ -108,9 +108,9 @@ def coded_part(
     return write_streams(streams, escapes, int(plan.planes.max()), tokens_per_stream, listed)
 
 
-def encode_plain(planned: Planned, y: np.ndarray[tuple[int, int], np.dtype[np.float32]], step: int = 0) -> bytes:
+def encode_plain(planned: Planned, y: np.ndarray[tuple[int, int], np.dtype[np.float32]], step_index: int = 0) -> bytes:
     """Code `[R, T]` coefficients of tokens without classes."""
-    coder = CoefficientCoder(get_stages("numba"), default_family(), step)
+    coder = CoefficientCoder(get_stages("numba"), default_family(), step_index)
     return coder.encode([(slice(0, y.shape[1]), y)], planned.plan, y.shape[1])
 
 

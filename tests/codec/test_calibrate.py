@@ -22,8 +22,8 @@ from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
 from cuvee.codec.learning import moments as moments_module
-from cuvee.codec.learning.calibrate import choose_group, held_out_count
-from cuvee.codec.learning.curve import CURVE_STEPS
+from cuvee.codec.learning.calibrate import choose_group, fit, held_out_count
+from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, normalized
 from cuvee.codec.learning.sections import build_profile
@@ -97,7 +97,7 @@ def test_the_calibrated_curve(books: Books) -> None:
     assert profile.source == "calibrated" and profile.model == model_fingerprint(books.model)
     assert len(profile.curve) >= 10
     for fine, coarse in pairwise(profile.curve):
-        assert fine.step < coarse.step
+        assert fine.step_index < coarse.step_index
         assert fine.bits_per_value > coarse.bits_per_value
         assert fine.error < coarse.error
         assert fine.kl is not None and coarse.kl is not None and fine.kl < 1.3 * coarse.kl
@@ -118,7 +118,14 @@ def halves(books: Books) -> list[tuple[Profile, torch.Tensor]]:
     parts = (books.orchard[~late], books.orchard[late])
     return [
         (
-            books.profile.measure(books.model, measured, prefix=books.prefix, steps=range(-384, 1, 48), progress=False),
+            measure(
+                books.profile,
+                books.model,
+                measured,
+                prefix=books.prefix,
+                step_indices=range(-384, 1, 48),
+                progress=False,
+            ),
             unseen,
         )
         for measured, unseen in (parts, parts[::-1])
@@ -144,13 +151,19 @@ def test_bits_are_what_was_asked_for(bits: float, books: Books) -> None:
 
 def test_measuring_agrees_with_a_measurement_from_scratch(books: Books) -> None:
     rows = books.orchard[:5]
-    measured = books.profile.measure(
-        books.model, rows.int(), prefix=books.prefix, steps=[-200, -64], batch_size=2, progress=False
+    measured = measure(
+        books.profile,
+        books.model,
+        rows.int(),
+        prefix=books.prefix,
+        step_indices=[-200, -64],
+        batch_size=2,
+        progress=False,
     )
     assert measured.id == books.profile.id
-    assert [p.step for p in measured.curve] == [-200, -64]
+    assert [p.step_index for p in measured.curve] == [-200, -64]
     for point in measured.curve:
-        bits, kl = cost(books, Codec(books.profile, step=2 ** (point.step / 64)), rows)
+        bits, kl = cost(books, Codec(books.profile, step=2 ** (point.step_index / 64)), rows)
         assert point.kl == pytest.approx(kl, rel=1e-3)
         assert point.bits_per_value == pytest.approx(bits, rel=1e-6)
 
@@ -158,7 +171,7 @@ def test_measuring_agrees_with_a_measurement_from_scratch(books: Books) -> None:
 def test_a_ratio_is_that_of_the_cache_whatever_the_profile_was_learned_in(books: Books) -> None:
     """In float32 as `cuvee profile learn` does on a CPU; served to caches of both widths."""
     assert books.profile.layout.dtype == "float32"
-    measured = books.profile.measure(books.model, books.orchard[:8], prefix=books.prefix, progress=False)
+    measured = measure(books.profile, books.model, books.orchard[:8], prefix=books.prefix, progress=False)
     for dtype, width in (("bfloat16", 16), ("float32", 32)):
         layout = replace(books.layout, dtype=dtype)
         chunks = [
@@ -170,20 +183,22 @@ def test_a_ratio_is_that_of_the_cache_whatever_the_profile_was_learned_in(books:
         ratio = sum(info.raw_bytes for info in infos) / sum(info.total_bytes for info in infos)
         assert ratio == pytest.approx(8, rel=0.03)
         assert width / float(np.mean([info.bits_per_value for info in infos])) == pytest.approx(8, rel=0.03)
-    assert Codec(measured, ratio=8).step == Codec(measured, ratio=8, dtype="bfloat16").step
+    assert Codec(measured, ratio=8).step_index == Codec(measured, ratio=8, dtype="bfloat16").step_index
 
 
 def test_generic_profiles_can_be_measured(books: Books) -> None:
     profile = Profile.generic(books.layout)
-    measured = profile.measure(books.model, books.orchard[:2], prefix=books.prefix, steps=[-320, -160], progress=False)
+    measured = measure(
+        profile, books.model, books.orchard[:2], prefix=books.prefix, step_indices=[-320, -160], progress=False
+    )
     assert measured.id == profile.id
     assert measured.curve[0].kl is not None and measured.curve[1].kl is not None
     assert measured.curve[0].kl < measured.curve[1].kl
-    assert Codec(measured, bits=measured.curve[0].bits_per_value).step == -320
+    assert Codec(measured, bits=measured.curve[0].bits_per_value).step_index == -320
 
 
 def test_the_loss_metric_beats_the_variance_metric(books: Books) -> None:
-    fitted = Profile.fit(books.layout, caches(books, books.harbour), "layer")
+    fitted = fit(books.layout, caches(books, books.harbour), "layer")
     points = []
     for profile in (fitted, books.profile):
         costs = [cost(books, Codec(profile, step=2.0**p), books.orchard[:10]) for p in (-4, -2, 0)]
@@ -197,7 +212,7 @@ def test_the_loss_metric_beats_the_variance_metric(books: Books) -> None:
 
 
 def calibrated(tiny: Any, rows: Any, group: str = "unit", **arguments: Any) -> Profile:
-    return Profile.calibrate(tiny, rows, group, progress=False, **arguments)
+    return calibrate.calibrate(tiny, rows, group, progress=False, **arguments)
 
 
 def test_calibrates_every_family(family: str, tiny_model: Callable[..., Any]) -> None:
@@ -247,10 +262,10 @@ def test_too_few_tokens(tiny_model: Callable[..., Any], layouts: dict[str, KVLay
             calibrated(tiny, tokens_of(count, 40))
     layout = layouts["gqa"]
     with pytest.raises(ProfileError, match=r"spans 64 values here and needs at least 256 cached tokens .*, got 255"):
-        Profile.fit(layout, [make_chunk(layout, 255, start=4)])
-    assert Profile.fit(layout, [make_chunk(layout, 256, start=4)]).source == "fitted"
+        fit(layout, [make_chunk(layout, 255, start=4)])
+    assert fit(layout, [make_chunk(layout, 256, start=4)]).source == "fitted"
     with pytest.raises(ProfileError, match="got 0"):
-        Profile.fit(layout, [])
+        fit(layout, [])
 
 
 def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
@@ -272,7 +287,7 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
         with pytest.raises(InputError, match=message):
             calibrated(tiny, bad)
         with pytest.raises(InputError, match=message):
-            Profile.generic(KVLayout.from_config(tiny.config, tiny.dtype)).measure(tiny, bad, progress=False)
+            measure(Profile.generic(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, bad, progress=False)
     for prefix in (0, -1, 39, 40):
         with pytest.raises(InputError, match=f"prefix={prefix} must leave at least two of the 40 tokens"):
             calibrated(tiny, good, prefix=prefix)
@@ -281,16 +296,16 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
 def test_chunks_of_another_layout(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
     good = make_chunk(layouts["gqa"], 300)
     with pytest.raises(ProfileMismatchError, match="chunk 1 has another layout"):
-        Profile.fit(layouts["gqa"], [good, make_chunk(layouts["mha"], 300)])
+        fit(layouts["gqa"], [good, make_chunk(layouts["mha"], 300)])
     half = make_chunk(replace(layouts["gqa"], dtype="bfloat16"), 300)
-    assert Profile.fit(layouts["gqa"], [good, half]).layout.dtype == "float32"
+    assert fit(layouts["gqa"], [good, half]).layout.dtype == "float32"
 
 
 def test_samples_that_are_not_finite(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
     chunk = make_chunk(layouts["gqa"], 300)
     chunk.values[1][5, 1, 3] = float("nan")
     with pytest.raises(CuveeError, match=r"NaN|finite"):
-        Profile.fit(layouts["gqa"], [chunk])
+        fit(layouts["gqa"], [chunk])
 
 
 def modes(tiny: Any) -> list[tuple[str, bool]]:
@@ -323,9 +338,9 @@ def test_fit_reads_a_generator_once(layouts: dict[str, KVLayout], make_chunk: An
         for seed in range(9):
             yield make_chunk(layouts["gqa"], 100, seed)
 
-    profile = Profile.fit(layouts["gqa"], chunks())
+    profile = fit(layouts["gqa"], chunks())
     assert len(profile.curve) > 5 and all(p.kl is None for p in profile.curve)
-    assert Codec(profile, "high").step < Codec(profile).step
+    assert Codec(profile, "high").step_index < Codec(profile).step_index
 
 
 # Kinds of text -------------------------------------------------------------------------------------------------------
@@ -335,18 +350,18 @@ def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
     kinds = {"sea": books.harbour[:4], "trees": books.orchard[:2], "few": books.orchard[2:4, :200]}
 
     def measured(texts: Any) -> Profile:
-        return books.profile.measure(books.model, texts, prefix=books.prefix, steps=[-200, -64], progress=False)
+        return measure(books.profile, books.model, texts, prefix=books.prefix, step_indices=[-200, -64], progress=False)
 
     profile = measured(kinds)
     assert profile.id == books.profile.id
     assert list(profile.curves) == list(kinds)
-    assert {point.kind for point in profile.curve} == {None} and [p.step for p in profile.curve] == [-200, -64]
+    assert {point.kind for point in profile.curve} == {None} and [p.step_index for p in profile.curve] == [-200, -64]
     for kind, rows in kinds.items():
         alone = measured(rows)
         assert alone.curves == {} and alone.points == alone.curve
         for mine, same in zip(profile.curves[kind], alone.curve, strict=True):
             assert mine.kind == kind and same.kind is None
-            assert mine.step == same.step and mine.kl == pytest.approx(same.kl, rel=1e-4)
+            assert mine.step_index == same.step_index and mine.kl == pytest.approx(same.kl, rel=1e-4)
             assert mine.bits_per_value == pytest.approx(same.bits_per_value, rel=1e-6)
             assert mine.kl_worst == pytest.approx(same.kl_worst, rel=1e-4)
             assert mine.kl_worst is not None and mine.kl is not None and mine.kl_worst >= mine.kl
@@ -361,9 +376,9 @@ def test_kinds_are_measured_one_by_one_and_together(books: Books) -> None:
 def test_a_kl_holds_for_the_worst_kind(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
     profile = calibrated(tiny_model("llama"), {"short": tokens_of(9, 32), "long": tokens_of(8, 64, 1)})
     assert list(profile.curves) == ["short", "long"]
-    steps = [point.step for point in profile.curve]
-    assert steps == list(CURVE_STEPS)
-    assert all([point.step for point in points] == steps for points in profile.curves.values())
+    steps = [point.step_index for point in profile.curve]
+    assert steps == list(CURVE_STEP_INDICES)
+    assert all([point.step_index for point in points] == steps for points in profile.curves.values())
     # With a curve by hand, as a model of random weights hardly reads its cache: `code` costs four times as much.
     easy = [CurvePoint(64 * k, 4.0 - k, 1e-2, 1e-3 * 4.0**k, kind="prose") for k in (-3, -2, -1, 0, 1)]
     hard = [replace(point, kl=4 * (point.kl or 0), kind="code") for point in easy]
@@ -377,7 +392,11 @@ def test_a_kl_holds_for_the_worst_kind(tiny_model: Callable[..., Any], tmp_path:
     assert profile.resolve(bits=4.0) == profile.resolve(bits=4.0, kind="prose") == 0
     assert profile.least_kl() == pytest.approx(4 * KL_MARGIN * 1e-3 / 64) == profile.least_kl("code")
     assert profile.least_kl("prose") == pytest.approx(KL_MARGIN * 1e-3 / 64)
-    assert Codec(profile, kl=KL_MARGIN * 4e-3).step == 0 == Codec(profile, kl=KL_MARGIN * 1e-3, kind="prose").step
+    assert (
+        Codec(profile, kl=KL_MARGIN * 4e-3).step_index
+        == 0
+        == Codec(profile, kl=KL_MARGIN * 1e-3, kind="prose").step_index
+    )
     asks: tuple[Callable[[], object], ...] = (
         lambda: profile.resolve(kl=1e-3, kind="poems"),
         lambda: Codec(profile, kl=1e-3, kind="poems"),
@@ -403,7 +422,7 @@ def test_kinds_that_cannot_be_learned_from(tiny_model: Callable[..., Any]) -> No
     with pytest.raises(InputError, match="names no kind"):
         calibrated(tiny, {})
     with pytest.raises(InputError, match="names no kind"):
-        Profile.generic(KVLayout.from_config(tiny.config, tiny.dtype)).measure(tiny, {}, progress=False)
+        measure(Profile.generic(KVLayout.from_config(tiny.config, tiny.dtype)), tiny, {}, progress=False)
     with pytest.raises(InputError, match="token_ids of kind 'few' must hold at least three sequences"):
         calibrated(tiny, {"many": tokens_of(12, 40), "few": tokens_of(2, 40)})
     with pytest.raises(InputError, match="at least 8 tokens"):
@@ -470,7 +489,7 @@ def test_calibration_chooses_a_group(
 ) -> None:
     # 96 values in all: 96 operations and 768 tokens; up to three rows are held out, the others have 32 that count.
     with caplog.at_level("INFO", logger="cuvee"):
-        profile = Profile.calibrate(tiny_model("llama"), tokens_of(rows, 48), progress=False, **arguments)
+        profile = calibrate.calibrate(tiny_model("llama"), tokens_of(rows, 48), progress=False, **arguments)
     assert profile.group == group
     assert f"group='{group}'" in caplog.text
 
@@ -483,13 +502,13 @@ def test_the_curve_leaves_out_steps_that_are_too_fine(tiny_model: Callable[..., 
     usual = calibrated(tiny, rows)
     wide = [replace(usual.learned[0], scale=usual.learned[0].scale + np.int16(500)), *usual.learned[1:]]
     profile = Profile(usual.layout, usual.group, usual.source, usual.family, tuple(wide))
-    curve = profile.measure(tiny, rows[:2], progress=False).curve
+    curve = measure(profile, tiny, rows[:2], progress=False).curve
     finest = int(wide[0].scale.max()) - 14 * 64 + 128  # 12 octaves below the widest component, about
-    assert abs(curve[0].step - finest) <= 64
-    assert [point.step for point in curve] == [step for step in CURVE_STEPS if step >= curve[0].step]
-    assert curve[0].step > CURVE_STEPS[0]
+    assert abs(curve[0].step_index - finest) <= 64
+    assert [point.step_index for point in curve] == [step for step in CURVE_STEP_INDICES if step >= curve[0].step_index]
+    assert curve[0].step_index > CURVE_STEP_INDICES[0]
     with pytest.raises(ProfileError, match="too small"):
-        Codec(profile, step=2.0 ** ((curve[0].step - 32) / 64))
+        Codec(profile, step=2.0 ** ((curve[0].step_index - 32) / 64))
 
 
 # Beyond the curve ----------------------------------------------------------------------------------------------------
@@ -534,16 +553,13 @@ def test_presets_keep_their_promise_beyond_the_curve(books: Books, caplog: pytes
     def costing(factor: float) -> Profile:
         return profile.with_curve([replace(p, kl=p.kl * factor) for p in profile.curve if p.kl is not None])
 
-    coarsest = max(point.step for point in profile.curve)
+    coarsest = max(point.step_index for point in profile.curve)
     with caplog.at_level("INFO", logger="cuvee"):
-        assert Codec(costing(1e-3), "small").step == Codec(costing(1e-3), kl=0.02).step == coarsest
+        assert Codec(costing(1e-3), "small").step_index == Codec(costing(1e-3), kl=0.02).step_index == coarsest
         assert "coarsest step" in caplog.text and "WARNING" not in caplog.text
         caplog.clear()
         assert Codec(costing(1e3), "high").lossless and Codec(costing(1e3), kl=0.001).lossless
-    assert [(r.levelname, "lossless instead" in r.message) for r in caplog.records] == [
-        ("WARNING", True),
-        ("INFO", True),
-    ]
+    assert [(r.levelname, "lossless instead" in r.message) for r in caplog.records] == [("INFO", True)] * 2
     # Without a curve in KL presets mean something else, and nothing is beyond it.
     assert not Codec(profile.with_curve([]), "high").lossless
 
@@ -690,7 +706,7 @@ def test_a_unit_that_does_not_vary_leaves_the_others_alone(constant: float) -> N
         values[1] = constant
         return KVChunk(keys, values, layout, SINKS)
 
-    profile = Profile.fit(layout, [chunk() for _ in range(8)], "layer")
+    profile = fit(layout, [chunk() for _ in range(8)], "layer")
     codec, exact = Codec(profile, step=0.05), chunk()
     back = codec.decode(codec.encode(exact))
     torch.testing.assert_close(back.values[1], exact.values[1], rtol=1e-4, atol=1e-6)
@@ -702,7 +718,7 @@ def test_samples_that_do_not_vary_are_refused() -> None:
     layout = no_rope(4)
     same = KVChunk(torch.ones(1, 256, 1, 4), torch.ones(1, 256, 1, 4), layout)
     with pytest.raises(ProfileError, match="do not vary"):
-        Profile.fit(layout, [same] * 8, "layer")
+        fit(layout, [same] * 8, "layer")
 
 
 def test_moments_are_what_numpy_says() -> None:
@@ -784,7 +800,7 @@ def test_the_sample_limit_reaches_calibration(
         return build(*args)
 
     monkeypatch.setattr(calibrate, "build_profile", spy)
-    Profile.fit(layouts["gqa"], (make_chunk(layouts["gqa"], 100, seed, 50) for seed in range(20)))
+    fit(layouts["gqa"], (make_chunk(layouts["gqa"], 100, seed, 50) for seed in range(20)))
     for moments in seen[0]:
         assert 100 <= sum(len(x) for _, x, _ in moments.sample) <= 300
         assert moments.count == 1800  # two of the twenty are held out
@@ -806,8 +822,8 @@ def with_sink(chunk: KVChunk, offset: float) -> KVChunk:
 def test_sinks_have_means_of_their_own(layouts: dict[str, KVLayout], make_chunk: Any) -> None:
     layout = layouts["yarn"]
     chunks = [make_chunk(layout, 150, seed, start) for seed in range(12) for start in (0, 400)]
-    profile = Profile.fit(layout, [with_sink(c, 1000) for c in chunks])
-    plain = Profile.fit(layout, chunks)
+    profile = fit(layout, [with_sink(c, 1000) for c in chunks])
+    plain = fit(layout, chunks)
     assert [len(s.basis.sinks) for s in profile.learned] == [1, 1, 1]
     assert [len(s.basis.sinks) for s in plain.learned] == [0, 0, 0]
     codec, step = Codec(profile, step=0.125), 0.125
@@ -828,7 +844,7 @@ def test_sinks_have_means_of_their_own(layouts: dict[str, KVLayout], make_chunk:
         want = rotate(free, layer.rope, torch.arange(1000, 1150))
         torch.testing.assert_close(there.keys[index], want, rtol=0, atol=1e-5 * float(want.abs().max()))
     for run in ((0, 1), (0, 3), (1, 5)):
-        part = codec.decode(blob, tokens=run)
+        part = codec.decode(blob, tokens=range(*run))
         for a, b in zip(part.values, back.values, strict=True):
             torch.testing.assert_close(a, b[slice(*run)], rtol=1e-5, atol=1e-4)
     # Chunks that begin later have no sink, and are coded as by the profile without.
@@ -858,7 +874,7 @@ def sequence(layout: KVLayout, correlation: float, seed: int, kind: str = "lag",
 @pytest.mark.parametrize(("kind", "correlation"), [("lag", 0.97), ("lag", 0.8), ("anchor", 0.97)])
 def test_prediction_is_chosen_where_it_pays(kind: str, correlation: float) -> None:
     layout = no_rope(24, layers=2)
-    profile = Profile.fit(layout, (sequence(layout, correlation, seed, kind) for seed in range(12)))
+    profile = fit(layout, (sequence(layout, correlation, seed, kind) for seed in range(12)))
     chosen = {section.prediction for section in profile.learned}
     if kind == "lag":
         assert chosen == {Prediction.LAG1}
@@ -882,13 +898,13 @@ def test_prediction_is_chosen_where_it_pays(kind: str, correlation: float) -> No
             assert all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
         assert Codec(profile, step=step, backend="reference").encode(chunk) == blob
         # Streams restart: a run in the middle needs no token before it.
-        part = ours.decode(blob, tokens=(37, 75))
+        part = ours.decode(blob, tokens=range(37, 75))
         torch.testing.assert_close(part.values[1], ours.decode(blob).values[1][37:75], rtol=1e-5, atol=1e-5)
 
 
 def test_white_data_are_not_predicted() -> None:
     layout = no_rope(24, layers=2)
-    profile = Profile.fit(layout, (sequence(layout, 0.0, seed) for seed in range(12)))
+    profile = fit(layout, (sequence(layout, 0.0, seed) for seed in range(12)))
     assert [section.prediction for section in profile.learned] == [Prediction.NONE] * 2
 
 

@@ -18,7 +18,7 @@ from cuvee.codec.classes import (
     WINDOW,
     ClassedPlan,
     class_frequencies,
-    class_step,
+    class_step_index,
     class_table,
     coding_order,
     default_class_frequencies,
@@ -51,7 +51,7 @@ def plan_of(rows: int, step: int = 0, widest: int = 300) -> ClassedPlan:
     scale = np.linspace(widest, -300, rows).astype(np.int16)
     plans: list[CodingPlan | None] = []
     for k in range(CLASSES):
-        codes = scale_codes(scale, class_step(step, k))
+        codes = scale_codes(scale, class_step_index(step, k))
         try:
             plans.append(coding_plan(codes[codes >= 0]))
         except ProfileError:
@@ -369,7 +369,7 @@ def section(backend: Stages, plan: ClassedPlan, tokens: int, seed: int = 0, rows
     classes = rng.integers(plan.finest, CLASSES, tokens).astype(np.uint8)
     columns = classes[coding_order(classes)]
     y = coefficients(rows, columns, plan, seed)
-    coder = CoefficientCoder(backend, FAMILY, plan.step)
+    coder = CoefficientCoder(backend, FAMILY, plan.step_index)
     return coder.encode_classes([ClassedSection(pieces_of(classes, columns, y), plan, TABLE)], tokens)[0], classes, y
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -281,8 +282,10 @@ def test_runs_of_tokens_equal_the_whole(
     blob = codec.encode(make_chunk(layouts[name], 300, start=40))
     whole, elsewhere = codec.decode(blob), codec.decode(blob, start=1000)
     runs = [(0, 300), (0, 1), (1, 2), (15, 17), (63, 65), (127, 128), (127, 129), (128, 256), (1, 299), (299, 300)]
-    wrong = [run for run in runs if not same(codec.decode(blob, tokens=run), whole.slice(*run))]
-    wrong += [run for run in runs if not same(codec.decode(blob, 1000 + run[0], tokens=run), elsewhere.slice(*run))]
+    wrong = [run for run in runs if not same(codec.decode(blob, tokens=range(*run)), whole.slice(*run))]
+    wrong += [
+        run for run in runs if not same(codec.decode(blob, 1000 + run[0], tokens=range(*run)), elsewhere.slice(*run))
+    ]
     assert not wrong
 
 
@@ -293,21 +296,21 @@ def test_layers_equal_the_whole(scheme: str, layouts: Layouts, make_chunk: MakeC
     for start in (None, 900):
         whole = codec.decode(blob, start)
         for first, end in ((0, 1), (1, 2), (2, 3), (0, 2), (1, 3), (0, 3)):
-            keys, values = codec.decode_layers(blob, first, end, start)
+            keys, values = codec.decode_layers(blob, range(first, end), start)
             assert len(keys) == len(values) == end - first
             assert all(torch.equal(a, b) for a, b in zip(keys, whole.keys[first:end], strict=True))
             assert all(torch.equal(a, b) for a, b in zip(values, whole.values[first:end], strict=True))
     for first, end in ((-1, 1), (0, 4), (1, 1), (2, 1)):
-        with pytest.raises(InputError, match="model's 3"):
-            codec.decode_layers(blob, first, end)
+        with pytest.raises(InputError, match="the 3 layers of the model"):
+            codec.decode_layers(blob, range(first, end))
 
 
 def test_layers_are_decoded_without_the_others(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
     codec = make_codec("gqa", "layer", step=STEP)
     blob = bytearray(codec.encode(make_chunk(layouts["gqa"], 30)))
-    keys, _ = codec.decode_layers(bytes(blob), 0, 2)
+    keys, _ = codec.decode_layers(bytes(blob), range(2))
     blob[-1] ^= 1
-    assert torch.equal(codec.decode_layers(bytes(blob), 0, 2)[0][1], keys[1])
+    assert torch.equal(codec.decode_layers(bytes(blob), range(2))[0][1], keys[1])
     with pytest.raises(CorruptError, match="section 2"):
         codec.decode(bytes(blob))
 
@@ -323,11 +326,14 @@ def test_positions_that_do_not_exist(
         with pytest.raises(InputError, match=message):
             codec.decode(blob, start)  # type: ignore[arg-type]
         with pytest.raises(InputError, match=message):
-            codec.decode_layers(blob, 0, 1, start)  # type: ignore[arg-type]
-    assert codec.decode(blob, 4095, tokens=(4, 5)).end == 4096
+            codec.decode_layers(blob, range(1), start)  # type: ignore[arg-type]
+    assert codec.decode(blob, 4095, tokens=range(4, 5)).end == 4096
     for run in ((0, 0), (3, 2), (-1, 3), (0, 11)):
         with pytest.raises(InputError, match="10 tokens"):
-            codec.decode(blob, tokens=run)
+            codec.decode(blob, tokens=range(*run))
+    for odd in (range(0, 8, 2), range(3, 0, -1), slice(0, 3), (0, 3), 3):
+        with pytest.raises(InputError, match=r"^tokens must "):
+            codec.decode(blob, tokens=odd)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("scheme", ["layer", "generic", "lossless"])
@@ -337,8 +343,8 @@ def test_a_cache_without_rope_stays_where_it_is(
     codec = make_codec("no-rope", scheme, **quality(scheme))
     blob = codec.encode(make_chunk(layouts["no-rope"], 10, start=5))
     assert codec.decode(blob, 5).start == 5
-    assert codec.decode(blob, 7, tokens=(2, 4)).start == 7
-    for start, run in ((4, None), (5, (2, 4))):
+    assert codec.decode(blob, 7, tokens=range(2, 4)).start == 7
+    for start, run in ((4, None), (5, range(2, 4))):
         with pytest.raises(InputError, match="has no RoPE"):
             codec.decode(blob, start, tokens=run)
 
@@ -364,7 +370,7 @@ def test_other_layouts_are_refused(scheme: str, layouts: Layouts, make_chunk: Ma
         with pytest.raises(ProfileMismatchError, match="another model"):
             codec.decode(blob)
         with pytest.raises(ProfileMismatchError, match="another model"):
-            codec.decode_layers(blob, 0, 1)
+            codec.decode_layers(blob, range(1))
 
 
 def test_blobs_of_another_profile_are_refused(layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec) -> None:
@@ -425,7 +431,7 @@ def test_rare_large_values_survive(scheme: str, layouts: Layouts, make_chunk: Ma
     blob = codec.encode(chunk)
     back = codec.decode(blob)
     for run in ((150, 151), (149, 200), (128, 152)):
-        part = codec.decode(blob, tokens=run).values[1]
+        part = codec.decode(blob, tokens=range(*run)).values[1]
         torch.testing.assert_close(part, back.values[1][slice(*run)], rtol=1e-5, atol=1e-3)
     error = (back.values[1] - exact).square()
     # Escapes are as precise as other values: only what is not coded at all is lost, in proportion.
@@ -443,8 +449,8 @@ def test_an_empty_chunk_is_refused(layouts: Layouts) -> None:
 def test_quality_arguments(layouts: Layouts, fitted: Callable[[str, str], Profile]) -> None:
     for profile in (fitted("gqa", "layer"), Profile.generic(layouts["gqa"])):
         high, balanced, small = (Codec(profile, quality) for quality in PRESET_KL)
-        assert high.step < balanced.step < small.step and not balanced.lossless
-        assert Codec(profile, step=0.5).step == -64
+        assert high.step_index < balanced.step_index < small.step_index and not balanced.lossless
+        assert Codec(profile, step=0.5).step_index == -64
         assert Codec(profile, "lossless").lossless
         two: list[dict[str, object]] = [
             {"quality": "high", "step": 1.0},
@@ -452,21 +458,57 @@ def test_quality_arguments(layouts: Layouts, fitted: Callable[[str, str], Profil
             {"kl": 1e-3, "ratio": 8.0},
         ]
         for arguments in two:
-            with pytest.raises(InputError, match=f"exactly one of .*{list(arguments)}".replace("[", r"\[")):
+            with pytest.raises(InputError, match=f"exactly one of .* got {', '.join(arguments)}$"):
                 Codec(profile, **arguments)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match="'best' is not known; choose one of lossless, high, balanced, small"):
+        with pytest.raises(InputError, match=r"^quality must be one of lossless, high, balanced, small, got 'best'"):
             Codec(profile, "best")
         for step in (1e-6, 300.0):
             with pytest.raises(ProfileError, match=r"outside what this profile serves, 0\.0039\d* … 256"):
                 Codec(profile, step=step)
         for value in (0.0, -1.0, float("nan"), float("inf")):
             for name in ("step", "kl", "bits", "ratio"):
-                with pytest.raises(InputError, match=f"{name}=.*positive"):
+                with pytest.raises(InputError, match=f"^{name} must be a positive number, got {value}$"):
                     Codec(profile, **{name: value})  # type: ignore[arg-type]
+        for name in ("step", "kl", "bits", "ratio"):
+            for odd in ("2", True, [2.0]):
+                with pytest.raises(InputError, match=f"^{name} must be a positive number, got "):
+                    Codec(profile, **{name: odd})  # type: ignore[arg-type]
+        with pytest.raises(InputError, match=r"^kl must be .*, got 'small'; did you mean quality='small'\?$"):
+            Codec(profile, kl="small")  # type: ignore[arg-type]
         with pytest.raises(InputError, match="threads=0"):
             Codec(profile, threads=0)
         with pytest.raises(InputError, match="backend='x' is not known"):
             Codec(profile, backend="x")
+
+
+def test_what_is_no_profile_is_said(layouts: Layouts) -> None:
+    for odd, message in (
+        ("model.safetensors", r"got str: cuvee\.Profile\.load\('model\.safetensors'\) reads one"),
+        (Path("p"), r"cuvee\.Profile\.load\('p'\) reads one"),
+        (None, r"got NoneType: cuvee\.calibrate\(model, token_ids\) learns one, and Codec\.without_profile"),
+        (layouts["gqa"], "got KVLayout: "),
+    ):
+        with pytest.raises(InputError, match=rf"^profile must be a Profile, .*{message}"):
+            Codec(odd)  # type: ignore[arg-type]
+
+
+def test_without_a_profile(
+    layouts: Layouts, tiny_model: Callable[..., Any], make_chunk: MakeChunk, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = tiny_model("llama", dtype=torch.bfloat16)
+    layout = KVLayout.from_config(model.config, "bfloat16")
+    for source in (model, layout):
+        assert Codec.without_profile(source).profile.layout == layout
+    # A model may have been loaded in another dtype than its configuration says.
+    assert Codec.without_profile(model.config).profile.layout.fingerprint
+    chunk = make_chunk(layouts["gqa"], 33)
+    codec = Codec.without_profile(layouts["gqa"], key=bytes(16), threads=1, backend="numba")
+    assert codec.lossless and codec.threads == 1 and len(codec.key_ids) == 1
+    assert same(codec.decode(codec.encode(chunk)), chunk)
+    assert not Codec.without_profile(layouts["gqa"], "high").lossless
+    for odd in ("llama", None, 3):
+        with pytest.raises(InputError, match=r"^model must be a transformers model or configuration, or a KVLayout"):
+            Codec.without_profile(odd)
 
 
 def test_the_default_is_lossless_where_nothing_is_known_of_the_model(
@@ -474,11 +516,11 @@ def test_the_default_is_lossless_where_nothing_is_known_of_the_model(
 ) -> None:
     generic, chunk = Profile.generic(layouts["gqa"]), make_chunk(layouts["gqa"], 33)
     codec = Codec(generic)
-    assert codec.lossless and codec.step == 0
+    assert codec.lossless and codec.step_index == 0
     assert torch.equal(codec.decode(codec.encode(chunk)).keys[0], chunk.keys[0])
     curve = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
     for profile in (fitted("gqa", "layer"), generic.with_curve(curve)):
-        assert not Codec(profile).lossless and Codec(profile).step == Codec(profile, "balanced").step
+        assert not Codec(profile).lossless and Codec(profile).step_index == Codec(profile, "balanced").step_index
 
 
 def test_a_preset_that_promises_no_kl_says_so_once(

@@ -87,7 +87,7 @@ GOOD = Fields()
 
 def written(key: bytes | None = None, **changes: Any) -> bytes:
     arguments: dict[str, Any] = {
-        "scheme": Scheme.TRANSFORM, "dtype": "bfloat16", "tokens": 77, "start": 1234, "step": -65,
+        "scheme": Scheme.TRANSFORM, "dtype": "bfloat16", "tokens": 77, "start": 1234, "step_index": -65,
         "values_per_token": 96, "layout": LAYOUT_ID, "profile": PROFILE_ID, "sections": SECTIONS,
         "key": None if key is None else Key.of(key),
     }  # fmt: skip
@@ -110,7 +110,13 @@ def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
 def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> None:
     blob = written(key, scheme=scheme, dtype=dtype)
     header = read_header(blob)
-    assert (header.scheme, header.dtype, header.tokens, header.start, header.step) == (scheme, dtype, 77, 1234, -65)
+    assert (header.scheme, header.dtype, header.tokens, header.start, header.step_index) == (
+        scheme,
+        dtype,
+        77,
+        1234,
+        -65,
+    )
     assert (header.values_per_token, header.layout, header.profile) == (96, LAYOUT_ID, PROFILE_ID)
     assert header.section_bytes == (13, 0, 14) and header.tagged == (key is not None)
     assert header.total_bytes == len(blob)
@@ -134,7 +140,7 @@ def test_inspect_tells_every_field_without_a_profile() -> None:
 
 
 def test_inspect_of_lossless_has_neither_step_nor_profile() -> None:
-    info = inspect(written(scheme=Scheme.LOSSLESS, profile=bytes(16), step=0))
+    info = inspect(written(scheme=Scheme.LOSSLESS, profile=bytes(16), step_index=0))
     assert (info.scheme, info.step, info.profile_id, info.authenticated) == ("lossless", None, None, False)
     assert info.raw_bytes == 77 * 96 * 2
 
@@ -349,7 +355,7 @@ def test_a_codec_with_a_key_takes_its_own_blobs_only() -> None:
         with pytest.raises(KeyMismatchError):
             codec.decode(blob)
         with pytest.raises(KeyMismatchError):
-            codec.decode_layers(blob, 0, 1)
+            codec.decode_layers(blob, range(1))
     with pytest.raises(KeyMismatchError):
         keyed.decode(plain.encode(chunk()))
 
@@ -382,7 +388,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
     blob = codec.encode(chunk(), associated=b"here")
     assert torch.equal(codec.decode(blob, associated=b"here").keys[1], chunk().keys[1])
     assert codec.open(blob, associated=b"here").tokens == chunk().tokens
-    assert len(codec.decode_layers(blob, 0, 1, associated=b"here")[0]) == 1
+    assert len(codec.decode_layers(blob, range(1), associated=b"here")[0]) == 1
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     slots = [torch.arange(chunk().tokens)] * 2
     blobs = codec.encode_paged(cache, slots, [0, 0], associated=[b"here", b"there"])
@@ -391,7 +397,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
     for wrong in (b"", b"there"):
         for call in (
             lambda wrong=wrong: codec.decode(blob, associated=wrong),
-            lambda wrong=wrong: codec.decode_layers(blob, 0, 1, associated=wrong),
+            lambda wrong=wrong: codec.decode_layers(blob, range(1), associated=wrong),
             lambda wrong=wrong: codec.open(blob, associated=wrong),
             lambda: codec.decode_paged(blobs[::-1], cache, slots, associated=[b"here", b"there"]),
         ):

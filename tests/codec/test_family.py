@@ -18,7 +18,7 @@ from cuvee.codec.family import (
     Family,
     coding_plan,
     default_family,
-    finest_step,
+    finest_step_index,
     fit_family,
     make_family,
     scale_codes,
@@ -57,12 +57,12 @@ def test_codes_at_the_boundaries(relative: int, code: int) -> None:
 @pytest.mark.parametrize("widest", [-700, 0, 1, 15, 16, 333, 900])
 def test_the_finest_step_is_the_last_that_can_be_coded(widest: int) -> None:
     scale = np.array([widest, widest - 40, -5000], np.int16)
-    finest = finest_step(scale)
+    finest = finest_step_index(scale)
     codes = scale_codes(scale, finest)
     assert coding_plan(codes[codes >= 0]).shift[0] == MAX_SHIFT
     with pytest.raises(ProfileError, match="too small"):
         coding_plan(scale_codes(scale[:2], finest - 1))
-    assert finest_step(np.empty(0, np.int16)) < -(1 << 13), "a section without components is served at any step"
+    assert finest_step_index(np.empty(0, np.int16)) < -(1 << 13), "a section without components is served at any step"
 
 
 def test_codes_of_extreme_scales_do_not_wrap() -> None:

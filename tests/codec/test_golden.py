@@ -43,6 +43,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.container import Header, Reader, Scheme, inspect, read_coded, read_header, read_section
 from cuvee.codec.family import Family, coding_plan
 from cuvee.codec.importance import Predictor
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans_classes import rans_decode_classes, read_classes
 from cuvee.codec.section_coding import StepCoding
@@ -105,7 +106,7 @@ class Coded:
 def section_levels(profile: Profile, header: Header, index: int, data: memoryview, backend: Stages) -> I32:
     """The levels of a learned section as the decoder of all of it reads them; in the order of columns with classes."""
     # Nothing is shrunk and every step is 1: coefficients are levels.
-    own = StepCoding(profile.learned, profile.family, header.step).sections[index]
+    own = StepCoding(profile.learned, profile.family, header.step_index).sections[index]
     unit = copy(own.classed)
     unit.steps = np.ones_like(unit.steps)
     quantizer = replace(profile.family.quantizer, shrink=np.zeros_like(profile.family.quantizer.shrink))
@@ -131,8 +132,8 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         family: Family = codec.profile.family
         classed: ClassedPlan | None = None
         if header.scheme is Scheme.TRANSFORM:
-            _, plan = codec.profile.learned[index].plan(header.step)
-            classed = codec.profile.learned[index].classed_plan(header.step)
+            _, plan = codec.profile.learned[index].plan(header.step_index)
+            classed = codec.profile.learned[index].classed_plan(header.step_index)
         else:
             layer = LAYOUT.layers[index]
             plan = generic_plan(reader, (layer.key_values, layer.value_values))
@@ -193,7 +194,7 @@ def regenerate() -> None:
     FOLDER.mkdir(exist_ok=True)
     for old in FOLDER.iterdir():
         old.unlink()
-    profile = Profile.fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
+    profile = fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], "layer")
     profile = with_predictor(profile)
     profile.save(PROFILE)
     manifest: dict[str, Any] = {"profile": profile.id.hex(), "vectors": {}}

@@ -44,6 +44,7 @@ from cuvee.codec.errors import (
     allocations,
 )
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
@@ -366,7 +367,7 @@ def test_other_classes_are_found_out(backend: str) -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_classes_finer_than_served_are_refused(backend: str) -> None:
     """Four octaves below a step that is itself the profile's finest, the widest components are out of reach."""
-    step = learned().min_step
+    step = learned().min_step_index
     assert learned().learned[0].classed_plan(step).finest > 0 == classes_of_blob()[-1]
     with pytest.raises(FormatError) as caught:
         decode("classes", reseal(blob_of("classes"), step=step), backend)
@@ -426,7 +427,7 @@ def test_modes_that_the_scheme_does_not_have_are_refused(backend: str) -> None:
 def test_escapes_below_a_column_are_refused(backend: str) -> None:
     """A row that the finest class codes, and the column of a coarse token does not."""
     part = Classed.parse()
-    plan = learned().learned[0].classed_plan(read_header(blob_of("classes")).step)
+    plan = learned().learned[0].classed_plan(read_header(blob_of("classes")).step_index)
     rows, coarsest = int(plan.rows.max()), int(plan.rows[classes_of_blob().max()])
     assert coarsest < rows and part.escapes
     escapes = bytearray(part.rest[-8 * part.escapes :])
@@ -537,7 +538,7 @@ def test_lossless_tables_that_break_a_rule_are_refused(
 
 
 def test_blobs_of_another_profile_are_refused() -> None:
-    other = Profile.fit(LAYOUT, [correlated_chunk(seed, 64, 0) for seed in range(30, 37)], "layer")
+    other = fit(LAYOUT, [correlated_chunk(seed, 64, 0) for seed in range(30, 37)], "layer")
     with pytest.raises(ProfileMismatchError, match="profile"):
         Codec(other, step=0.02).decode(blob_of("transform"))
     for scheme in LOSSY:
@@ -698,17 +699,17 @@ def test_a_small_blob_that_claims_a_huge_cache_is_refused(monkeypatch: pytest.Mo
             with pytest.raises(InputError, match="131073 tokens would be restored, more than max_tokens="):
                 codec.decode(blob, **limit)
             with pytest.raises(InputError, match="max_tokens="):
-                codec.decode_layers(blob, 0, 1, **limit)
+                codec.decode_layers(blob, range(1), **limit)
         with pytest.raises(InputError, match="5 tokens would be restored, more than max_tokens=4"):
-            codec.decode(blob, tokens=(10, 15), max_tokens=4)
+            codec.decode(blob, tokens=range(10, 15), max_tokens=4)
         wrongs: tuple[Any, ...] = (0, -1, 1.5, True, "7")
         for wrong in wrongs:
             with pytest.raises(InputError, match=r"max_tokens=.* must be at least 1, or None"):
                 codec.decode(blob, max_tokens=wrong)
     for enough in (None, MAX_DECODED_TOKENS + 1):
         assert codec.decode(blob, max_tokens=enough).tokens == MAX_DECODED_TOKENS + 1
-        assert len(codec.decode_layers(blob, 0, 1, max_tokens=enough)[0][0]) == MAX_DECODED_TOKENS + 1
-    assert codec.decode(blob, tokens=(10, 15)).tokens == 5, "what is restored counts"
+        assert len(codec.decode_layers(blob, range(1), max_tokens=enough)[0][0]) == MAX_DECODED_TOKENS + 1
+    assert codec.decode(blob, tokens=range(10, 15)).tokens == 5, "what is restored counts"
 
 
 HUGE = 1 << 52  # more bytes than any machine can address
@@ -734,7 +735,7 @@ def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], m
     monkeypatch.setattr("cuvee.codec.cpu._scratch", lambda *_: allocate())
     for call in (
         lambda: codec.decode(blob),
-        lambda: codec.decode_layers(blob, 0, 1),
+        lambda: codec.decode_layers(blob, range(1)),
         lambda: codec.decode_paged([blob], pages, [torch.arange(TOKENS)]),
         lambda: codec.decode_paged([blob], other, [torch.arange(TOKENS)]),
     ):

@@ -22,13 +22,14 @@ from cuvee.codec.importance import (
     importance_offsets,
     read_predictor,
 )
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.learning.importance import TokenSample, leading_components, learn_classes, learn_predictors
 from cuvee.codec.profile import Profile
 from cuvee.codec.section_coding import SectionCoding
 
 
 def fitted(group: str = "layer") -> Profile:
-    return Profile.fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], group)
+    return fit(LAYOUT, [golden_chunk(seed, 96, 100 * (seed % 3)) for seed in range(15)], group)
 
 
 def predictor(**changes: Any) -> Predictor:
@@ -205,7 +206,7 @@ def test_important_tokens_are_coded_finely(group: str) -> None:
         # A step of 2^-3 octaves is an error of 2^-6, three octaves coarser 2^6 until the components are gone.
         assert float(error[100:110].mean() / usual) < 0.05
         assert float(error[200:260].mean() / usual) > 4
-        part = codec.decode(blob, tokens=(90, 280))
+        part = codec.decode(blob, tokens=range(90, 280))
         assert torch.equal(part.keys[1], codec.decode(blob).keys[1][90:280])
     assert Codec(fitted(group), step=0.05, backend="numba").encode(chunk, importance=weights) == blob or group == "head"
 

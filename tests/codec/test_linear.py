@@ -20,6 +20,7 @@ from cuvee.codec.container import read_header, read_section
 from cuvee.codec.cpu import CpuBackend
 from cuvee.codec.indexed import IndexedPart
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.codec.rows import dense_rows
 from cuvee.codec.section_coding import StepCoding
@@ -43,7 +44,7 @@ def chunk_of(tokens: int) -> KVChunk:
 def learned() -> Profile:
     noise = torch.Generator().manual_seed(1)
     tensors = [[torch.randn(256, 1, 8, generator=noise).bfloat16() for _ in range(2)] for _ in range(16)]
-    return Profile.fit(LAYOUT, [KVChunk(tensors[i], tensors[i + 8], LAYOUT) for i in range(8)], "layer")
+    return fit(LAYOUT, [KVChunk(tensors[i], tensors[i + 8], LAYOUT) for i in range(8)], "layer")
 
 
 @pytest.fixture
@@ -120,7 +121,7 @@ def test_a_tile_of_sections_touches_nothing_else(coded: Any, scheme: str, at: sl
     tokens = 1900
     codec, blob = coded(scheme, tokens)
     header = read_header(blob)
-    coding = StepCoding(codec.profile.learned, codec.profile.family, codec.step)
+    coding = StepCoding(codec.profile.learned, codec.profile.family, codec.step_index)
     parts = [(i, read_section(blob, header, i)) for i in range(len(header.section_bytes))]
     stages = get_stages("numba")
     want = [(tile.order, tile.y.clone()) for tile in
@@ -186,7 +187,7 @@ def test_a_tile_of_a_lossless_layer_touches_nothing_else(coded: Any) -> None:
 def test_an_index_selects_what_a_scan_finds(coded: Any, learned: Profile, scheme: str) -> None:
     tokens = 1900
     codec, blob = coded(scheme, tokens)
-    section = StepCoding(learned.learned, learned.family, codec.step).sections[0]
+    section = StepCoding(learned.learned, learned.family, codec.step_index).sections[0]
     part = read_part(read_section(blob, read_header(blob), 0), section.plan, section.classed, tokens)
     indexed, n, ends = IndexedPart(part, tokens), part.tokens_per_stream, np.cumsum(part.streams.lengths)
     row, column = np.divmod(part.escapes.index.astype(np.int64), tokens)

@@ -22,6 +22,7 @@ import ctypes, gc, json, sys, torch
 from cuvee.codec.codec import Codec
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 
 torch.set_num_threads(1)
@@ -57,7 +58,7 @@ def peaks(scheme):
     if scheme in ("generic", "lossless"):
         profile = Profile.generic(layout)
     else:
-        profile = Profile.fit(layout, [chunk(4200, 0)], scheme)
+        profile = fit(layout, [chunk(4200, 0)], scheme)
     codec = Codec(profile, "lossless", threads=2) if scheme == "lossless" else Codec(profile, step=0.25, threads=2)
     codec.decode(codec.encode(chunk(600, 1)))
     big = chunk(tokens, 2)
@@ -115,8 +116,8 @@ def test_decoding_a_few_tokens_allocates_a_few(
 ) -> None:
     codec = make_codec("gqa", "layer")
     blob = codec.encode(make_chunk(layouts["gqa"], 2000))
-    part = codec.decode(blob, tokens=(700, 703))
+    part = codec.decode(blob, tokens=range(700, 703))
     assert all(x.untyped_storage().nbytes() == 3 * 2 * 16 * 4 for x in (*part.keys, *part.values))
-    keys, values = codec.decode_layers(blob, 1, 2)
+    keys, values = codec.decode_layers(blob, range(1, 2))
     assert sum(x.untyped_storage().nbytes() for x in (*keys, *values)) == 2 * 2000 * 2 * 16 * 4
     assert isinstance(keys[0], torch.Tensor)

@@ -76,8 +76,8 @@ def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., 
     loaded = Profile.load(path)
     assert loaded.id == profile.id and len(loaded.id) == 16
     assert loaded.layout == profile.layout and loaded.curve == profile.curve
-    assert (loaded.group, loaded.source, loaded.model, loaded.min_step) == (
-        profile.group, profile.source, profile.model, profile.min_step,
+    assert (loaded.group, loaded.source, loaded.model, loaded.min_step_index) == (
+        profile.group, profile.source, profile.model, profile.min_step_index,
     )  # fmt: skip
     chunk = make_chunk(profile.layout, 140)
     ours, theirs = Codec(profile, step=0.2), Codec(loaded, step=0.2)
@@ -532,7 +532,7 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
     def changed(**changes: Any) -> Profile:
         arguments = {
             "layout": profile.layout, "group": profile.group, "source": profile.source, "family": profile.family,
-            "learned": profile.learned, "min_step": profile.min_step, "model": profile.model, **changes,
+            "learned": profile.learned, "min_step_index": profile.min_step_index, "model": profile.model, **changes,
         }  # fmt: skip
         return Profile(**arguments)
 
@@ -551,7 +551,7 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(),
         changed(layout=replace(profile.layout, max_positions=17)),
         changed(layout=replace(profile.layout, model_type="other")),
-        changed(min_step=-1),
+        changed(min_step_index=-1),
         changed(learned=section(scale=first.scale - 1)),
         changed(learned=section(rest_scale=first.rest_scale - 1)),
         changed(learned=section(rho=first.rho + 1)),
@@ -605,7 +605,7 @@ def test_check_layout(fitted: Fitted, layouts: dict[str, KVLayout]) -> None:
 
 def test_interpolation_by_hand(fitted: Fitted) -> None:
     profile = fitted("gqa", "layer").with_curve(reversed(CURVE))
-    assert [p.step for p in profile.curve] == [-192, -128, -64, 0, 64]
+    assert [p.step_index for p in profile.curve] == [-192, -128, -64, 0, 64]
     # On the points, half-way between them (geometric in KL), and near the ends.
     for kl, step in ((1e-3, 0), (4e-3, 64), (1e-3 / 64, -192), (2e-3, 32), (1e-3 / 2, -32), (1e-3 * 4**0.25, 16)):
         assert profile.resolve(kl=KL_MARGIN * kl) == step
@@ -622,21 +622,21 @@ def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted:
         assert own.id == profile.id
         assert own.resolve(ratio=4.0) == own.resolve(bits=4.0) == 0
         assert own.resolve(ratio=4.0, dtype="float16") == own.resolve(ratio=4.0, dtype="bfloat16") == 0
-        assert own.resolve(ratio=8.0, dtype="float32") == Codec(own, ratio=8.0, dtype="float32").step == 0
-        assert Codec(own, ratio=4.0).step == 0
+        assert own.resolve(ratio=8.0, dtype="float32") == Codec(own, ratio=8.0, dtype="float32").step_index == 0
+        assert Codec(own, ratio=4.0).step_index == 0
         assert [point.ratio for point in own.curve] == [16 / 7, 16 / 6, 16 / 5, 4.0, 16 / 3]
         for dtype, width, cache, low, high in (
             (None, 16, "cache in bfloat16 or float16", 2.286, 5.333),
             ("bfloat16", 16, "bfloat16 cache", 2.286, 5.333),
             ("float32", 32, "float32 cache", 4.571, 10.67),
         ):
-            bits = f"{width / 1.5:.4g}"
+            bits = f"{width / 20:.4g}"
             said = (
-                rf"^ratio=1.5 is {bits} of the {width} bits per value of a {cache}, but bits={bits} is outside the "
+                rf"^ratio=20 is {bits} of the {width} bits per value of a {cache}, but bits={bits} is outside the "
                 rf"measured range 3 … 7 of this profile; ratio= reaches {low} … {high}$"
             )
             with pytest.raises(ProfileError, match=said):
-                own.resolve(ratio=1.5, dtype=dtype)
+                own.resolve(ratio=20.0, dtype=dtype)
         with pytest.raises(InputError, match=r"^dtype: must be one of bfloat16, float16, float32, got 'int8'$"):
             own.resolve(ratio=4.0, dtype="int8")
 
@@ -658,12 +658,12 @@ def test_what_the_curve_does_not_reach(fitted: Fitted) -> None:
     for arguments, message in (
         ({"kl": 1e-6}, r"kl=1e-06 is outside the measured range 2.03.e-05 … 0.0052 .*use quality='lossless'"),
         ({"bits": 2.9}, "bits=2.9 is outside the measured range 3 … 7"),
-        ({"bits": 7.1}, "bits=7.1 is outside the measured range 3 … 7"),
         ({"ratio": 100.0}, "outside the measured range"),
     ):
         with pytest.raises(ProfileError, match=message):
             profile.resolve(**arguments)  # type: ignore[arg-type]
-    # All of the curve keeps a KL above it.
+    # All of the curve keeps a limit above it: the step that comes closest is taken.
+    assert profile.resolve(bits=7.0) == profile.resolve(bits=7.1) == profile.resolve(ratio=2.0) == -192
     assert profile.resolve(kl=1.0) == profile.resolve(kl=0.0053) == 64
     assert profile.resolve(kl=0.0052) == profile.resolve(kl=0.00519) == 64 > profile.resolve(kl=0.005)
     blind = profile.with_curve([replace(p, kl=None) for p in CURVE])
@@ -674,7 +674,7 @@ def test_what_the_curve_does_not_reach(fitted: Fitted) -> None:
         (bare, {"bits": 4.0}),
         (bare, {"ratio": 4.0}),
     ):
-        with pytest.raises(ProfileError, match=r"no curve for .*Profile.calibrate or profile.measure"):
+        with pytest.raises(ProfileError, match=r"no curve for .*cuvee.calibrate or cuvee.measure"):
             other.resolve(**arguments)  # type: ignore[arg-type]
     with pytest.raises(ProfileError, match="no curve"):
         profile.with_curve(CURVE[:1]).resolve(kl=1e-3)

@@ -16,6 +16,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.family import OCTAVE, scale_codes
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import CurvePoint
@@ -77,7 +78,7 @@ def speech(layout: KVLayout, tokens: int, seed: int, start: int = 0) -> KVChunk:
 def rich() -> Profile:
     """Prediction, means of the first positions and blocks without components, in heads that differ by layer."""
     layout = replace(UNLIKE, layers=tuple(replace(layer, rope=None) for layer in UNLIKE.layers))
-    profile = Profile.fit(layout, [speech(layout, 160, seed, 50 * (seed % 3)) for seed in range(12)], "head")
+    profile = fit(layout, [speech(layout, 160, seed, 50 * (seed % 3)) for seed in range(12)], "head")
     assert all(section.prediction is not Prediction.NONE for section in profile.learned)
     assert all(len(section.basis.sinks) for section in profile.learned)
     assert all(section.basis.block_ranks[-1] == 0 < section.basis.block_ranks[0] for section in profile.learned)
@@ -149,7 +150,7 @@ def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -
     for rank in range(size):
         shard, heads = rich.shard(rank, size), rich.layout.shard_heads(rank, size)
         assert shard.sections == partition(rich.layout.shard(rank, size), "head")
-        assert (shard.group, shard.source, shard.min_step) == (rich.group, rich.source, rich.min_step)
+        assert (shard.group, shard.source, shard.min_step_index) == (rich.group, rich.source, rich.min_step_index)
         assert shard.family is rich.family and shard.curve == rich.curve != ()
         for layer, part, mine, whole in zip(rich.layout.layers, heads, shard.learned, rich.learned, strict=True):
             blocks = [*part, *(layer.kv_heads + head for head in part)]
@@ -192,7 +193,7 @@ def _rows(basis: Any, block: int) -> slice:
 @pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all"])
 def test_bases_that_mix_heads_cannot_be_cut(fitted: Fitted, group: str) -> None:
     for size in (2, 4):
-        with pytest.raises(ProfileError, match=f"group '{group}' crosses .* group='head'.* Profile.fit"):
+        with pytest.raises(ProfileError, match=f"group '{group}' crosses .* group='head'.* cuvee.fit"):
             fitted("gqa", group).shard(0, size)
 
 
@@ -211,25 +212,30 @@ def test_ids(rich: Profile, tmp_path: Path) -> None:
     assert ids == [loaded.shard(rank, 8).id for rank in range(8)]
     # Neither the curve nor the dtype it was learned in changes what a shard decodes.
     other = Profile(
-        replace(rich.layout, dtype="bfloat16"), "head", rich.source, rich.family, rich.learned, min_step=rich.min_step
+        replace(rich.layout, dtype="bfloat16"),
+        "head",
+        rich.source,
+        rich.family,
+        rich.learned,
+        min_step_index=rich.min_step_index,
     )
     assert other.shard(3, 8).id == ids[3]
     # Copies of a head are one profile, so that one rank's blobs serve the other.
     gqa = replace(rich.layout, layers=rich.layout.layers[1:2])
-    two = Profile(gqa, "head", rich.source, rich.family, rich.learned[1:2], min_step=rich.min_step)
+    two = Profile(gqa, "head", rich.source, rich.family, rich.learned[1:2], min_step_index=rich.min_step_index)
     assert two.shard(0, 4).id == two.shard(1, 4).id == two.shard(0, 2).id != two.shard(2, 4).id
 
 
 def test_a_shard_is_a_profile_like_any(rich: Profile, tmp_path: Path) -> None:
     curve = [CurvePoint(-64, 3.0, 1e-3, 1e-3), CurvePoint(64, 1.0, 1e-2, 4e-2)]
     whole = Profile(
-        rich.layout, "head", "calibrated", rich.family, rich.learned, min_step=-320, model="ab" * 16, curve=curve
+        rich.layout, "head", "calibrated", rich.family, rich.learned, min_step_index=-320, model="ab" * 16, curve=curve
     )
     shard = whole.shard(1, 2)
     shard.save(tmp_path / "shard")
     loaded = Profile.load(tmp_path / "shard")
     assert loaded.id == shard.id and loaded.layout == rich.layout.shard(1, 2)
-    assert (loaded.curve, loaded.model, loaded.min_step) == (tuple(curve), "ab" * 16, -320)
+    assert (loaded.curve, loaded.model, loaded.min_step_index) == (tuple(curve), "ab" * 16, -320)
     assert loaded.resolve("balanced") == whole.resolve("balanced")  # the same step on every rank
     chunk = of_rank(speech(rich.layout, 40, 99), 1, 2)
     codec = Codec(loaded)
@@ -436,7 +442,7 @@ def books_head() -> tuple[Any, torch.Tensor, Profile]:
         ids = torch.tensor(tokenizer(bundled_text(name)).input_ids)
         return reread(split_sequences(ids, count, 384), 256)
 
-    profile = Profile.calibrate(model, sequences("harbour", 8), "head", prefix=256, progress=False)
+    profile = calibrate(model, sequences("harbour", 8), "head", prefix=256, progress=False)
     return model, sequences("orchard", 2), profile
 
 
@@ -461,7 +467,7 @@ def test_the_bundled_model_on_two_ranks(books_head: tuple[Any, torch.Tensor, Pro
         usual = Codec(alike, "balanced").decode(Codec(alike, "balanced").encode(chunk))
         for rank, shard in enumerate(shards):
             own, part = Codec(shard, "balanced"), of_rank(chunk, rank, 2)
-            assert own.step == codec.step and shard.model == profile.model
+            assert own.step_index == codec.step_index and shard.model == profile.model
             mine = own.encode(part, importance=weights)
             assert_equal(own.decode(mine), of_rank(whole, rank, 2))
             size += len(mine)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from tests.learned import learned_once, shared_folder
 
-from cuvee.codec.profile import Profile
+import cuvee
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -18,6 +18,6 @@ def calibrated_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     one.
     """
     with pytest.MonkeyPatch.context() as patch:
-        learn = learned_once(Profile.calibrate, shared_folder(tmp_path_factory, "learned"))
-        patch.setattr(Profile, "calibrate", staticmethod(learn))
+        learn = learned_once(cuvee.calibrate, shared_folder(tmp_path_factory, "learned"))
+        patch.setattr(cuvee, "calibrate", learn)
         yield

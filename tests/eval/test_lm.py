@@ -383,7 +383,7 @@ def test_a_profile_is_loaded_and_used(llama: Callable[..., CuveeLM], tmp_path: P
     Profile.generic(layout).save(tmp_path / "p.safetensors")
     lm = llama(profile=str(tmp_path / "p.safetensors"), step=1)
     assert isinstance(lm.method, CodecMethod)
-    assert lm.method.codec.step == Codec(Profile.generic(layout), step=1).step
+    assert lm.method.codec.step_index == Codec(Profile.generic(layout), step=1).step_index
     assert method_identity(lm.method)["profile"] == Profile.generic(layout).id.hex()
 
 
@@ -569,7 +569,7 @@ def test_what_tells_methods_apart(layouts: dict[str, KVLayout]) -> None:
         "method": "cuvee",
         "profile": profile.id.hex(),
         "source": "generic",
-        "step": codecs[0].codec.step,
+        "step": codecs[0].codec.step_index,
         "lossless": False,
     }
     for nameless in (Learned(), Plain()):

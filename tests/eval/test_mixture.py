@@ -13,7 +13,7 @@ import torch
 from tests.conftest import BOS
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.profile import Profile
+from cuvee.codec.learning.calibrate import calibrate
 from cuvee.eval import mixture as module
 from cuvee.eval.data import CALIBRATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.eval.mixture import KINDS, REREAD, SAMPLES, mixture, mixture_text, tokenized
@@ -230,5 +230,5 @@ def test_as_many_rare_words_as_in_wikitext() -> None:
 def test_a_profile_can_be_learned_from_it(made: dict[str, torch.Tensor], tiny_model: Callable[..., Any]) -> None:
     tiny = tiny_model("llama")
     texts = {kind: rows % 61 for kind, rows in made.items()}
-    profile = Profile.calibrate(tiny, texts, "head", progress=False)
+    profile = calibrate(tiny, texts, "head", progress=False)
     assert tuple(profile.curves) == KINDS

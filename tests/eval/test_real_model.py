@@ -27,8 +27,9 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.curve import measure
 from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, PRESET_STEP
+from cuvee.codec.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.eval import real_model
 from cuvee.eval.corpus import load_model, load_tokenizer, model_path
 from cuvee.eval.data import bundled_text, load_smollm2
@@ -573,7 +574,7 @@ def test_presets_without_a_profile_keep_their_kl_on_this_model(smollm2: tuple[An
     texts = {kind: "".join(mixture_text(kind, tokenizer)) for kind in ("prose", "code", "dialogue")}
     kinds = {kind: torch.tensor([tokenizer(text).input_ids[:256]]) for kind, text in texts.items()}
     generic = Profile.generic(KVLayout.from_config(model.config, dtype=model.dtype))
-    found = generic.measure(model, kinds, steps=PRESET_STEP.values(), batch_size=3, progress=False)
+    found = measure(generic, model, kinds, step_indices=PRESET_STEP_INDEX.values(), batch_size=3, progress=False)
     for point, promised, bits in zip(found.curve, PRESET_KL.values(), (6.9, 5.6, 4.6), strict=True):
         assert point.kl is not None and promised / 5 < point.kl < promised
         assert point.bits_per_value < bits

@@ -29,6 +29,7 @@ from cuvee.codec.errors import CuveeError
 from cuvee.codec.family import coding_plan
 from cuvee.codec.keys import Key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.rans import Streams
@@ -86,7 +87,7 @@ def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
 def small_profile() -> Profile:
     """Learned on next to nothing; its second section predicts tokens from the ones before."""
     chunks = [_small_chunk(seed, 40) for seed in range(7)]
-    fitted = Profile.fit(SMALL, chunks, "layer")
+    fitted = fit(SMALL, chunks, "layer")
     sections = [fitted.learned[0]]
     for kind, section in zip((Prediction.ANCHOR,), fitted.learned[1:], strict=True):
         rho = section.rho + (180 if section.prediction is Prediction.NONE else 0)
@@ -314,7 +315,7 @@ def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) ->
 @cache
 def _coding(subject: int, section: int) -> SectionCoding:
     found = subjects()[subject]
-    return SectionCoding(found.profile.learned[section], read_header(found.blob).step)
+    return SectionCoding(found.profile.learned[section], read_header(found.blob).step_index)
 
 
 def forged(dice: Dice, at: int) -> bytes:
@@ -340,8 +341,8 @@ def forged(dice: Dice, at: int) -> bytes:
     key = Key.of(subject.key) if subject.key is not None else None
     start = dice.pick((0, header.start, 4096 - tokens))
     return write_blob(
-        header.scheme, header.dtype, tokens, start, header.step, header.values_per_token, header.layout, header.profile,
-        parts, key,
+        header.scheme, header.dtype, tokens, start, header.step_index, header.values_per_token, header.layout,
+        header.profile, parts, key,
     )  # fmt: skip
 
 
@@ -350,7 +351,12 @@ def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int)
     if subject.key is None:
         return reseal(blob, sections, **fields)
     header = read_header(blob)
-    values = {"tokens": header.tokens, "start": header.start, "step": header.step, "values": header.values_per_token}
+    values = {
+        "tokens": header.tokens,
+        "start": header.start,
+        "step": header.step_index,
+        "values": header.values_per_token,
+    }
     values |= {name: value for name, value in fields.items() if name in values}
     step = values["step"] - (1 << 32) if values["step"] >= 1 << 31 else values["step"]
     return write_blob(
@@ -409,7 +415,7 @@ class BlobTarget:
             sections = sections[::-1] if dice.chance(0.3) else sections[: dice.number(0, 3)] * dice.number(0, 3)
         if kind == 17 or dice.chance(0.15):
             name = dice.pick(("tokens", "tokens", "start", "step", "values"))
-            near = {"tokens": read_header(blob).tokens, "step": read_header(blob).step}.get(name, 0)
+            near = {"tokens": read_header(blob).tokens, "step": read_header(blob).step_index}.get(name, 0)
             fields[name] = dice.odd(4, near)
         return bytes([at]) + _sealed(plain, blob, sections, **fields)
 
@@ -445,7 +451,7 @@ class BlobTarget:
             self._check_parts(subject, blob, chunk, draw)
         elif draw % 4 == 0:
             with suppress(CuveeError):  # what fails as a whole may have good parts
-                subject.codec("numba").decode(blob, tokens=(0, 1), max_tokens=MAX_TOKENS)
+                subject.codec("numba").decode(blob, tokens=range(1), max_tokens=MAX_TOKENS)
         return outcome
 
     def _check_parts(self, subject: Subject, blob: bytes, chunk: KVChunk, draw: int) -> None:
@@ -453,12 +459,12 @@ class BlobTarget:
         if draw % 3 == 0:
             first = draw // 3 % chunk.tokens
             end = first + 1 + draw // 5 % (chunk.tokens - first)
-            part = codec.decode(blob, tokens=(first, end), max_tokens=MAX_TOKENS)
+            part = codec.decode(blob, tokens=range(first, end), max_tokens=MAX_TOKENS)
             if part.start != chunk.start + first or not _same(part, chunk, slice(first, end)):
                 raise Finding(f"tokens {first} … {end} alone are others than in the whole")
         elif draw % 3 == 1:
             layer = draw // 3 % chunk.layout.num_layers
-            keys, values = codec.decode_layers(blob, layer, layer + 1, max_tokens=MAX_TOKENS)
+            keys, values = codec.decode_layers(blob, range(layer, layer + 1), max_tokens=MAX_TOKENS)
             if not (_equal(keys[0], chunk.keys[layer]) and _equal(values[0], chunk.values[layer])):
                 raise Finding(f"layer {layer} alone is another than in the whole")
         else:

@@ -220,7 +220,7 @@ class ProfileTarget:
         if Profile.load(self._path).id != profile.id:
             raise Finding("a profile that was saved has another id")
         draw = xxhash.xxh3_64_intdigest(data)
-        self._code(profile, profile.min_step if draw % 2 else 0, draw)
+        self._code(profile, profile.min_step_index if draw % 2 else 0, draw)
         return "loaded"
 
     def _code(self, profile: Profile, step: int, draw: int) -> None:

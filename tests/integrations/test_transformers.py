@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
 from cuvee.codec import profile as codec_profile
@@ -24,47 +27,14 @@ from cuvee.codec.errors import (
 )
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import ID_BYTES
-from cuvee.integrations.transformers import CacheCodec, chunks_from_cache, decode_cache, encode_cache
+from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
 
 TOKENS, CHUNK = 21, 8
 MODELS = ["llama", "qwen3", "gemma3-sliding-first", "gpt2"]
 
 
-@dataclass
-class Profile:
-    layout: KVLayout
-
-
-@dataclass
-class MemoryCodec:
-    """Keeps copies of the chunks; a blob is the index of one."""
-
-    profile: Profile
-    chunks: list[KVChunk] = field(default_factory=list)
-
-    def encode(self, chunk: KVChunk) -> bytes:
-        self.chunks.append(
-            KVChunk([k.clone() for k in chunk.keys], [v.clone() for v in chunk.values], chunk.layout, chunk.start)
-        )
-        return str(len(self.chunks) - 1).encode()
-
-    def decode(self, blob: bytes, start: int | None = None) -> KVChunk:
-        chunk = self.chunks[int(blob)]
-        return chunk if start is None else KVChunk(chunk.keys, chunk.values, chunk.layout, start)
-
-
-def memory_codec(layout: KVLayout) -> CacheCodec:
-    return MemoryCodec(Profile(layout))
-
-
-def lossless_codec(layout: KVLayout) -> CacheCodec:
-    return Codec(codec_profile.Profile.generic(layout), quality="lossless")
-
-
-@pytest.fixture(params=[memory_codec, lossless_codec])
-def make_codec(request: pytest.FixtureRequest) -> Callable[[KVLayout], CacheCodec]:
-    made: Callable[[KVLayout], CacheCodec] = request.param
-    return made
+def lossless_codec(layout: KVLayout) -> Codec:
+    return Codec.without_profile(layout)
 
 
 @pytest.fixture
@@ -127,10 +97,9 @@ def test_generation_continues_identically(
     rows: int,
     dtype: torch.dtype,
     tiny_model: Callable[..., Any],
-    make_codec: Callable[[KVLayout], CacheCodec],
 ) -> None:
     model = tiny_model(name, dtype=dtype)
-    codec = make_codec(KVLayout.from_config(model.config, dtype=dtype))
+    codec = lossless_codec(KVLayout.from_config(model.config, dtype=dtype))
     ids = prompt(rows)
     blobs = encode_cache(codec, prefill(model, ids[:, :-1]), CHUNK)
     assert len(blobs) == rows * 3
@@ -142,11 +111,9 @@ def test_generation_continues_identically(
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_left_padded_batch(
-    name: str, tiny_model: Callable[..., Any], make_codec: Callable[[KVLayout], CacheCodec]
-) -> None:
+def test_left_padded_batch(name: str, tiny_model: Callable[..., Any]) -> None:
     model = tiny_model(name)
-    codec = make_codec(KVLayout.from_config(model.config, dtype="float32"))
+    codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
     ids, mask = prompt(3), torch.ones(3, TOKENS, dtype=torch.int64)
     mask[1, :13] = 0
     mask[2, :1] = 0
@@ -184,7 +151,7 @@ def test_chunks_are_views_in_order(model: Any, layout: KVLayout) -> None:
 
 @pytest.mark.parametrize("chunk_tokens", [1, TOKENS - 1, TOKENS, 256])
 def test_chunk_sizes(chunk_tokens: int, model: Any, layout: KVLayout) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     cache = prefill(model, prompt(2))
     blobs = encode_cache(codec, cache, chunk_tokens)
     assert len(blobs) == 2 * -(-TOKENS // chunk_tokens)
@@ -192,7 +159,7 @@ def test_chunk_sizes(chunk_tokens: int, model: Any, layout: KVLayout) -> None:
 
 
 def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
     for device, expected in ((None, "cpu"), ("meta", "meta")):
         decoded: Any = decode_cache(codec, blobs, model.config, device=device)
@@ -200,7 +167,7 @@ def test_device_is_the_one_asked_for(model: Any, layout: KVLayout) -> None:
 
 
 def test_static_cache_is_read_by_value(model: Any, layout: KVLayout) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     static = prefill(model, prompt(1), StaticCache(config=model.config, max_cache_len=64))
     assert static.layers[0].keys.shape[-2] == 64
     decoded = decode_cache(codec, encode_cache(codec, static, CHUNK), model.config)
@@ -210,7 +177,7 @@ def test_static_cache_is_read_by_value(model: Any, layout: KVLayout) -> None:
 @pytest.mark.parametrize("static", [False, True])
 def test_sliding_layers_that_dropped_tokens_are_refused(static: bool, tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("gemma3-full-first")
-    codec = memory_codec(KVLayout.from_config(model.config, dtype="float32"))
+    codec = lossless_codec(KVLayout.from_config(model.config, dtype="float32"))
 
     def empty() -> Any:
         if static:
@@ -232,7 +199,7 @@ class FakeQuantized(QuantizedCache):
 
 
 def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     full = prefill(model, prompt(1))
     with pytest.raises(InputError, match=r"^cache: must be a transformers Cache, got tuple; build a DynamicCache"):
         encode_cache(codec, ((1, 2),))  # type: ignore[arg-type]
@@ -254,7 +221,7 @@ def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
 
 
 def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_model: Callable[..., Any]) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     with pytest.raises(InputError, match="keys have 3 layers"):
         encode_cache(codec, prefill(tiny_model("llama", num_hidden_layers=3), prompt(1)))
     with pytest.raises(InputError, match="keys of layer 0 must have shape"):
@@ -273,7 +240,7 @@ def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_mode
 
 
 def test_bad_arguments(model: Any, layout: KVLayout) -> None:
-    codec, cache = memory_codec(layout), prefill(model, prompt(2))
+    codec, cache = lossless_codec(layout), prefill(model, prompt(2))
     for size in (0, -1, 2.0, True):
         with pytest.raises(InputError, match=r"^chunk_tokens: must be"):
             encode_cache(codec, cache, size)  # type: ignore[arg-type]
@@ -294,7 +261,7 @@ def test_bad_arguments(model: Any, layout: KVLayout) -> None:
 )
 def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, model: Any, layout: KVLayout) -> None:
     with pytest.raises(InputError, match=message):
-        encode_cache(memory_codec(layout), prefill(model, prompt(2, 4)), attention_mask=torch.tensor(mask))
+        encode_cache(lossless_codec(layout), prefill(model, prompt(2, 4)), attention_mask=torch.tensor(mask))
 
 
 @pytest.mark.parametrize(
@@ -313,14 +280,14 @@ def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, mo
     ],
 )
 def test_lists_that_are_not_whole_rows(order: Sequence[int], message: str, model: Any, layout: KVLayout) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(2)), CHUNK)
     with pytest.raises(InputError, match=message):
         decode_cache(codec, [blobs[index] for index in order], model.config)
 
 
 def test_a_mask_notices_missing_rows_and_tails(model: Any, layout: KVLayout) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(2)), CHUNK)
 
     def decode(count: int, rows: int) -> None:
@@ -356,19 +323,19 @@ def test_blobs_are_bound_to_their_row(
         encode_cache(codec, cache, 4, associated=names[:1])
     with pytest.raises(InputError, match=r"^associated: must be .*, got bytes"):
         decode_cache(codec, blobs, model.config, to, associated=names[0])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"only a cuvee\.Codec binds blobs, not MemoryCodec"):
-        encode_cache(memory_codec(layout), filled(layout, 1, 7, torch.float32, to), associated=names[:1])
+    with pytest.raises(InputError, match=r"^associated= binds a blob by its tag"):
+        encode_cache(lossless_codec(layout), filled(layout, 1, 7, torch.float32, to), associated=names[:1])
 
 
 def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
     with pytest.raises(InputError, match="non-empty list"):
-        decode_cache(memory_codec(layout), b"0", model.config)  # type: ignore[arg-type]
+        decode_cache(lossless_codec(layout), b"0", model.config)  # type: ignore[arg-type]
 
 
 def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
-    codec = memory_codec(layout)
+    codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
-    with pytest.raises(ProfileMismatchError, match=r"^config: has 3 layers, .* with 2"):
+    with pytest.raises(ProfileMismatchError, match=r"^model: has 3 layers, .* with 2"):
         decode_cache(codec, blobs, tiny_config("llama", num_hidden_layers=3))
     with pytest.raises(ProfileMismatchError, match=r"\(qwen3\) than the codec's profile \(llama\)"):
         decode_cache(codec, blobs, tiny_config("qwen3"))
@@ -377,19 +344,17 @@ def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Call
 
 
 def test_blob_of_another_layout(model: Any, layout: KVLayout) -> None:
-    codec = MemoryCodec(Profile(layout))
-    blobs = encode_cache(codec, prefill(model, prompt(1)))
-    other = replace(layout, max_positions=99)
-    codec.chunks[0] = KVChunk(codec.chunks[0].keys, codec.chunks[0].values, other)
-    with pytest.raises(ProfileMismatchError, match=r"blobs\[0\] has another layout"):
-        decode_cache(codec, blobs, model.config)
+    short = replace(layout, max_positions=99)
+    (chunk,) = chunks_from_cache(prefill(model, prompt(1)), short)
+    with pytest.raises(ProfileMismatchError, match="another model than the profile's"):
+        decode_cache(lossless_codec(layout), [lossless_codec(short).encode(chunk)], model.config)
 
 
 def test_layout_made_by_hand_needs_no_supported_config(tiny_config: Callable[..., Any], model: Any) -> None:
     config = tiny_config("llama", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(UnsupportedModelError):
         KVLayout.from_config(config, "float32")
-    codec = memory_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
+    codec = lossless_codec(replace(KVLayout.from_config(model.config, "float32"), model_type="handmade"))
     cache = prefill(model, prompt(1))
     same(decode_cache(codec, encode_cache(codec, cache, CHUNK), config), cache)
 
@@ -604,7 +569,7 @@ def test_a_cache_that_does_not_fit_is_our_error(
 ) -> None:
     codec = both("lossless").cpu
     blobs = encode_cache(codec, filled(layout, 1, 5, torch.float32, torch.device("cpu")), 5)
-    monkeypatch.setattr("cuvee.integrations.transformers._Row", lambda *_: torch.empty(1 << 52, dtype=torch.uint8))
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: torch.zeros(1 << 52, dtype=torch.uint8))
     with pytest.raises(OutOfMemoryError, match="rebuilding a cache: not enough memory: "):
         decode_cache(codec, blobs, model.config)
 
@@ -656,3 +621,101 @@ def test_a_device_that_the_codec_does_not_serve_gets_a_copy(model: Any, layout: 
     blobs = encode_cache(codec, prefill(model, prompt(1, 4)))
     decoded: Any = decode_cache(codec, blobs, model.config, device="meta")
     assert decoded.layers[0].keys.device.type == "meta"
+
+
+# A cache in a file ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_saved_cache_goes_on_identically(
+    name: str, dtype: torch.dtype, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    model, ids = tiny_model(name, dtype=dtype), prompt(1)
+    save_cache(prefill(model, ids[:, :-1]), tmp_path / "cache.safetensors")
+    for of in (model, model.config):
+        loaded = load_cache(tmp_path / "cache.safetensors", of)
+        same(loaded, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+        expected = generate(model, ids, prefill(model, ids[:, :-1], DynamicCache(config=model.config)))
+        same_text(generate(model, ids, loaded), expected)
+
+
+def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, tmp_path: Path) -> None:
+    ids, mask = prompt(2), torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = prefill(model, ids * mask, mask=mask)
+    path = tmp_path / "row"
+    save_cache(cache, path, row=1, attention_mask=mask)
+    loaded: Any = load_cache(path, model)
+    for got, want in zip(loaded.layers, cache.layers, strict=True):
+        assert torch.equal(got.keys[0], want.keys[1, :, 5:]) and torch.equal(got.values[0], want.values[1, :, 5:])
+    with pytest.raises(InputError, match=r"^row: the cache holds 2 sequences and a file one"):
+        save_cache(cache, path)
+    with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1, got 2"):
+        save_cache(cache, path, row=2)
+    # What was there stays when nothing can be saved.
+    assert load_cache(path, model).get_seq_length() == TOKENS - 5
+
+
+def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "cache.safetensors"
+    with pytest.raises(FileNotFoundError, match="no such cache file"):
+        load_cache(path, model)
+    save_cache(prefill(model, prompt(1)), path)
+    whole = path.read_bytes()
+    for damaged in (b"", whole[:-1], whole[: len(whole) // 2], bytes([255] * 8) + whole[8:], b"{}" + whole):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match="is not a safetensors file"):
+            load_cache(path, model)
+    tensors = {f"layer.{i}.{kind}": torch.zeros(3, 2, 12) for i in range(2) for kind in ("keys", "values")}
+    for changes, metadata, message in (
+        ({"layer.1.values": None}, {}, "has no tensor 'layer.1.values'; a cache of this model has 2 layers"),
+        ({"layer.2.keys": torch.zeros(3, 2, 12)}, {}, "has a tensor 'layer.2.keys', which"),
+        ({"layer.1.values": torch.zeros(3, 2, 13)}, {}, "values of layer 1 must have shape"),
+        ({"layer.1.values": torch.zeros(3, 2, 12).bfloat16()}, {}, "mixes dtypes: BF16, F32"),
+        ({name: torch.zeros(3, 2, 12, dtype=torch.int8) for name in tensors}, {}, "its values must be .*, got I8"),
+        (dict.fromkeys(tensors), {"start": "0"}, "mixes dtypes: it is empty"),
+        ({}, {"start": "-1"}, "start='-1', which is not a position"),
+        ({}, {"start": "9" * 5000}, "which is not a position"),
+        ({}, {"start": "4094"}, "beyond the 4096 positions"),
+        ({}, {"start": "7"}, "begins at position 7"),
+    ):
+        kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
+        save_file(kept, path, metadata)
+        with pytest.raises(InputError, match=message) as raised:
+            load_cache(path, model)
+        assert str(raised.value).startswith(str(path))
+    save_file(tensors, path)
+    assert load_cache(path, model).get_seq_length() == 3
+    with pytest.raises(InputError, match=r"^model: must be a transformers model or its configuration, got str"):
+        load_cache(path, "llama")
+
+
+def test_a_disk_that_is_full_leaves_the_old_file(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "cache.safetensors"
+    save_cache(prefill(model, prompt(1)), path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cuvee.codec.cache_file.save_file", full)
+    with pytest.raises(OSError, match="No space left"):
+        save_cache(prefill(model, prompt(1, 5)), path)
+    assert path.read_bytes() == before and [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_the_model_will_do_for_its_configuration(model: Any, layout: KVLayout) -> None:
+    codec = lossless_codec(layout)
+    blobs = encode_cache(codec, prefill(model, prompt(1)))
+    same(decode_cache(codec, blobs, model), decode_cache(codec, blobs, model.config))
+    for wrong in ("llama", None, 3):
+        with pytest.raises(InputError, match=r"^model: must be a transformers model or its configuration"):
+            decode_cache(codec, blobs, wrong)
+
+
+def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None:
+    for quality in ("lossless", "high"):
+        codec = Codec.without_profile(layout, quality)
+        with pytest.raises(InputError, match=r"^cache: is on the meta device, which holds no values"):
+            encode_cache(codec, filled(layout, 1, 3, torch.float32, torch.device("meta")))

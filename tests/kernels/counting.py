@@ -23,6 +23,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate
 
@@ -93,7 +94,7 @@ def count(scheme: str) -> dict[str, Any]:
     else:
         seen = 2900 if kind == "layer" else 320
         with one_thread():  # more add up in another order, and then other values escape
-            profile = Profile.fit(layout, [_chunk(layout, seen, seed) for seed in range(100, 104)], kind)
+            profile = fit(layout, [_chunk(layout, seen, seed) for seed in range(100, 104)], kind)
     quality: dict[str, Any] = {"quality": "lossless"} if kind == "lossless" else {"step": STEPS.get(kind, 0.8)}
     codec = Codec(profile, backend="triton", **quality)
     one = _chunk(layout, TOKENS, 0)

@@ -127,11 +127,13 @@ def test_a_run_of_tokens(
     quality = {} if group == "lossless" else {"step": 0.25}
     cpu, triton = make_codec("gqa", group, **quality), make_codec("gqa", group, backend="triton", **quality)
     blob = cpu.encode(make_chunk(layouts["gqa"], 12, start=5))
-    got = triton.decode(blob, tokens=(3, 8), device=device)
-    assert_close(got, cpu.decode(blob, tokens=(3, 8)), 2**-15)
+    got = triton.decode(blob, tokens=range(3, 8), device=device)
+    assert_close(got, cpu.decode(blob, tokens=range(3, 8)), 2**-15)
     assert got.tokens == 5
     # Moved so far down that the first tokens of the chunk, which are not wanted, would lie before position 0.
-    assert_close(triton.decode(blob, 0, tokens=(9, 12), device=device), cpu.decode(blob, 0, tokens=(9, 12)), 2**-15)
+    assert_close(
+        triton.decode(blob, 0, tokens=range(9, 12), device=device), cpu.decode(blob, 0, tokens=range(9, 12)), 2**-15
+    )
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -143,7 +145,10 @@ def test_layers_alone(
     cpu, triton = make_codec("gqa", group, **quality), make_codec("gqa", group, backend="triton", **quality)
     blob = cpu.encode(make_chunk(layouts["gqa"], 4))
     for first, end in ((0, 1), (1, 3)):
-        want, got = cpu.decode_layers(blob, first, end, 50), triton.decode_layers(blob, first, end, 50, device=device)
+        want, got = (
+            cpu.decode_layers(blob, range(first, end), 50),
+            triton.decode_layers(blob, range(first, end), 50, device=device),
+        )
         for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
             torch.testing.assert_close(a.cpu(), b, rtol=0, atol=2**-14 * float(b.abs().max()))
 

@@ -87,7 +87,7 @@ def profile_of(group: str = "unit", top: int = 10) -> Profile:
         freq = class_frequencies(np.arange(CLASSES)[:: 1 if index else -1] + 1.0)
         widths = np.linspace(3 - index, -40, CLASSES).round().astype(np.int16)
         learned.append(SectionProfile(basis, scales, Prediction.NONE, scales, none, None, freq, widths))
-    return Profile(LAYOUT, group, "fitted", FAMILY, tuple(learned), min_step=-10 * 64)
+    return Profile(LAYOUT, group, "fitted", FAMILY, tuple(learned), min_step_index=-10 * 64)
 
 
 @cache
@@ -293,7 +293,7 @@ def test_components_must_fall_with_the_class() -> None:
     scale = (-100 + 40 * np.arange(CLASSES)).astype(np.int16)
     rising = [replace(section, class_scale=scale) for section in profile_of("layer", top=6).learned]
     plan = TransformPlan(
-        Profile(LAYOUT, "layer", "fitted", FAMILY, tuple(rising), min_step=-640), STEP, CPU, torch.float32
+        Profile(LAYOUT, "layer", "fitted", FAMILY, tuple(rising), min_step_index=-640), STEP, CPU, torch.float32
     )
     with pytest.raises(ProfileError, match="coarser"):
         _ = plan.classes
@@ -748,8 +748,8 @@ def parts_of(blob: bytes, profile: Profile, codec: Codec) -> list[CodedPart]:
     header = read_header(blob)
     out = []
     for index, learned in enumerate(profile.learned):
-        classed = learned.classed_plan(codec.step)
-        _, plan = learned.plan(codec.step)
+        classed = learned.classed_plan(codec.step_index)
+        _, plan = learned.plan(codec.step_index)
         shape = (int(classed.planes.max()), int(classed.rows.max()))
         reader = Reader(read_section(blob, header, index))
         out.append(read_coded(reader, plan.planes, len(plan.shift), header.tokens, shape))
@@ -795,9 +795,11 @@ def test_both_backends_read_what_the_other_wrote(
     rounding = BACK[layouts[name].dtype]
     assert_close(triton.decode(mine, 500, device=device), cpu.decode(mine, 500), rounding)
     if name != "irregular":
-        assert_close(triton.decode(blob, tokens=(3, 7), device=device), cpu.decode(blob, tokens=(3, 7)), rounding)
+        assert_close(
+            triton.decode(blob, tokens=range(3, 7), device=device), cpu.decode(blob, tokens=range(3, 7)), rounding
+        )
         return
-    want, got = cpu.decode_layers(blob, 1, 2), triton.decode_layers(blob, 1, 2, device=device)
+    want, got = cpu.decode_layers(blob, range(1, 2)), triton.decode_layers(blob, range(1, 2), device=device)
     for a, b in zip([*got[0], *got[1]], [*want[0], *want[1]], strict=True):
         assert float((a.cpu().float() - b.float()).abs().max()) <= rounding * float(b.float().abs().max())
 
@@ -837,7 +839,12 @@ def predicting(profile: Profile, sections: Sequence[int] | None = None) -> Profi
         freq = class_frequencies(np.exp2(-np.abs(np.arange(CLASSES) - 7.0)))
         learned.append(replace(section, predictor=predictor, class_freq=freq))
     return Profile(
-        profile.layout, profile.group, profile.source, profile.family, tuple(learned), min_step=profile.min_step
+        profile.layout,
+        profile.group,
+        profile.source,
+        profile.family,
+        tuple(learned),
+        min_step_index=profile.min_step_index,
     )
 
 

@@ -27,6 +27,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.container import Scheme, read_header
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profile import Profile
 from cuvee.codec.schemes import lossless
@@ -68,7 +69,7 @@ def smooth_chunk(layout: KVLayout, tokens: int, seed: int, start: int = START, o
 @cache
 def learned() -> Profile:
     """With prediction, so that damage can spread from token to token."""
-    return predicting(Profile.fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer"))
+    return predicting(fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer"))
 
 
 @cache
@@ -198,7 +199,7 @@ def outcome(codec: Codec, blob: bytes, device: torch.device | str = "cpu") -> Ou
     """The tensors of the first layer, or None for an error of ours. Any other error fails the test."""
     tokens, layer = read_header(blob).tokens, codec.profile.layout.layers[0]
     try:
-        keys, values = codec.decode_layers(blob, 0, 1, device=device)
+        keys, values = codec.decode_layers(blob, range(1), device=device)
     except CuveeError:
         return None
     assert keys[0].shape == (tokens, layer.kv_heads, layer.head_dim)
@@ -462,7 +463,7 @@ def test_classes_that_lie_are_refused(classes: list[int], device: torch.device) 
 @pytest.mark.usefixtures("plain_coder")
 def test_classes_that_the_profile_does_not_serve_are_refused(device: torch.device) -> None:
     step = 2.0**-8
-    finest = learned().learned[0].classed_plan(codec_of(CLASSES, step=step).step).finest
+    finest = learned().learned[0].classed_plan(codec_of(CLASSES, step=step).step_index).finest
     assert finest > 0
     blob = encoded(CLASSES, smooth_chunk(LAYOUT, 3, 58), 128, step)
     assert assert_agree(CLASSES, blob, device, step) is not None
@@ -894,9 +895,9 @@ def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.
 def test_only_the_layers_asked_for_are_read(scheme: str, device: torch.device) -> None:
     codec, blob = codec_of(scheme, "triton"), encoded(scheme, smooth_chunk(LAYOUT, 4, 63), 32)
     forged = damaged(scheme, blob, 1)
-    codec.decode_layers(forged, 0, 1, device=device)
+    codec.decode_layers(forged, range(1), device=device)
     with pytest.raises(CorruptError, match=r"^chunk 0, layers 1 … 1: its streams"):
-        codec.decode_layers(forged, 1, 2, device=device)
+        codec.decode_layers(forged, range(1, 2), device=device)
 
 
 @pytest.mark.usefixtures("plain_coder")
@@ -958,7 +959,7 @@ def test_threads_share_the_schemes_that_are_kept(device: torch.device, monkeypat
     kernels = pytest.importorskip("cuvee.kernels.backend")
     backend = kernels.TritonBackend(interpreted=True)
     monkeypatch.setattr(kernels, "MAX_SCHEMES", 1)
-    monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.step)
+    monkeypatch.setattr(backend, "_make", lambda coding, cache, product: coding.step_index)
     monkeypatch.setattr(backend, "_schemes", Hesitant())
     cache, profile = Guarded(LAYOUT, device).cache, Profile.generic(LAYOUT)
 

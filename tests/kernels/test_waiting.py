@@ -24,6 +24,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.devices import Mark, send
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profile import Profile
 
@@ -49,7 +50,7 @@ def profile_of(layers: int, scheme: str) -> Profile:
     layout = layout_of(layers)
     if scheme in ("generic", "lossless"):
         return Profile.generic(layout)
-    learned = Profile.fit(layout, [synthetic_chunk(layout, 100, seed) for seed in range(100, 107)], "layer")
+    learned = fit(layout, [synthetic_chunk(layout, 100, seed) for seed in range(100, 107)], "layer")
     return predicting(learned) if scheme == "predicted" else learned
 
 

@@ -27,7 +27,8 @@ WITHOUT = {  # what is plain data that another's example shows, or an error
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples(name: str) -> None:
+def test_examples(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # where examples write files
     module: ModuleType = importlib.import_module(name)
     failed, tried = doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE, extraglobs={"__name__": name})
     assert tried, f"{name} has no example"

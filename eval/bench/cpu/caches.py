@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.model import prefill
@@ -66,9 +67,9 @@ def real_cache(model: str, quick: bool) -> BenchCache:
         samples = [prefill(lm, row[None], layout)[0] for row in learning] if quick else []
     groups = QUICK_GROUPS if quick else MODEL_GROUPS.get(model, QUICK_GROUPS)
     profiles = {
-        group: Profile.fit(layout, samples, group)
+        group: cuvee.fit(layout, samples, group)
         if quick
-        else Profile.calibrate(lm, reread(learning), group, prefix=PREFIX, progress=False)
+        else cuvee.calibrate(lm, reread(learning), group, prefix=PREFIX, progress=False)
         for group in groups
     }
     return BenchCache(model, True, chunk.slice(SKIPPED, LENGTH), profiles)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profile import Profile
@@ -45,11 +46,11 @@ def make_chunk(layout: KVLayout, tokens: int, seed: int = 0) -> KVChunk:
 
 
 def fit_profile(layout: KVLayout, group: str) -> Profile:
-    """`Profile.fit` on as many synthetic chunks as the group needs."""
+    """`cuvee.fit` on as many synthetic chunks as the group needs."""
     values = {"head": layout.layers[0].head_dim, "all": layout.values_per_token}
     largest = values.get(group, layout.values_per_token // layout.num_layers)
     count = max(8 * largest // FIT_CHUNK, 3) + 3
-    return Profile.fit(layout, (make_chunk(layout, FIT_CHUNK, 1000 + seed) for seed in range(count)), group)
+    return cuvee.fit(layout, (make_chunk(layout, FIT_CHUNK, 1000 + seed) for seed in range(count)), group)
 
 
 def cut_layers(profile: Profile, layers: int) -> Profile:
@@ -60,6 +61,6 @@ def cut_layers(profile: Profile, layers: int) -> Profile:
         profile.source,
         profile.family,
         profile.learned[:layers],
-        min_step=profile.min_step,
+        min_step_index=profile.min_step_index,
         curve=profile.curve,
     )

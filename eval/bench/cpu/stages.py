@@ -73,7 +73,7 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
     codec = Codec(profile, "balanced", backend=BACKEND, threads=1)
     layout, chunk = profile.layout, make_chunk(profile.layout, tokens)
     watch = _Stopwatch()
-    scheme = TransformScheme(profile, codec.step, watch.stages(get_stages(BACKEND)))
+    scheme = TransformScheme(profile, codec.step_index, watch.stages(get_stages(BACKEND)))
     cpu, sections = torch.device("cpu"), range(len(profile.sections))
     unrotation, rotation = Rotation(layout, 0, tokens, cpu, inverse=True), Rotation(layout, 0, tokens, cpu)
     blob = codec.encode(chunk)
@@ -85,8 +85,8 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
         coded = scheme.encode(chunk, sections, unrotation)
         with watch.time("container"):
             write_blob(
-                Scheme.TRANSFORM, layout.dtype, tokens, 0, codec.step, layout.values_per_token, layout.fingerprint,
-                profile.id, coded, None,
+                Scheme.TRANSFORM, layout.dtype, tokens, 0, codec.step_index, layout.values_per_token,
+                layout.fingerprint, profile.id, coded, None,
             )  # fmt: skip
 
     def decoded() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import cuvee
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.profile import Profile
 from cuvee.eval.bench.engine.process import Engine
@@ -69,7 +70,7 @@ def learn_profile(group: str, windows: int) -> Profile:
     with torch_threads(
         1
     ):  # with a model this small more threads gain little, and on a busy machine they wait for each other
-        return Profile.calibrate(load_bundled_model()[0], learning, group, prefix=PREFIX, progress=False)
+        return cuvee.calibrate(load_bundled_model()[0], learning, group, prefix=PREFIX, progress=False)
 
 
 def _footprint(figures: Mapping[str, float], store: Path) -> dict[str, Any]:

@@ -143,7 +143,7 @@ def synthetic_profile(layout: KVLayout, group: str, device: torch.device) -> Pro
         scale = np.concatenate(scales)
         basis_maps = SectionBasis(mean, sinks, forward, inverse)
         learned.append(SectionProfile(basis_maps, scale, Prediction.NONE, scale, np.zeros(len(scale), np.int16)))
-    return Profile(layout, group, "fitted", default_family(), tuple(learned), min_step=0)
+    return Profile(layout, group, "fitted", default_family(), tuple(learned), min_step_index=0)
 
 
 def synthetic_chunks(profile: Profile, count: int, tokens: int, device: torch.device, seed: int = 0) -> list[KVChunk]:

@@ -80,7 +80,7 @@ def recode(blob: bytes, profile: Profile) -> list[I32]:
     header = read_header(blob)
     family, out = profile.family, []
     for index, learned in enumerate(profile.learned):
-        _, plan = learned.plan(header.step)
+        _, plan = learned.plan(header.step_index)
         data = read_section(blob, header, index)
         reader = Reader(data)
         streams, escapes, n = read_streams(reader, plan.planes, len(plan.shift), header.tokens)

@@ -236,7 +236,7 @@ def bench_clients(
 
     They are `vllm bench serve` and `lmcache bench engine` (pip install lmcache-cli). Takes five minutes per arm.
 
-    Example: cuvee bench clients --model smollm2 --profile smollm2.cuvee
+    Example: cuvee bench clients --model smollm2 --profile smollm2.safetensors
     """
     from cuvee.eval.bench.clients.arms import choose_arms
     from cuvee.eval.bench.clients.run import ClientsRun, run_clients

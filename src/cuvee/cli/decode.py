@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cuvee.cli.files import blob_files, check_absent, named, read_profile, write_file
+from cuvee.cli.files import blob_files, check_absent, named, read_profile
 from cuvee.cli.options import Config, Force, Json, ProfileFile, need_one_of_profile_and_config
 from cuvee.cli.output import counted, print_json
 
@@ -34,12 +34,11 @@ def decode(
 ) -> None:
     """Restore a cache, where it was or at another position.
 
-    Example: cuvee decode blobs cache.safetensors --profile model.cuvee
+    Example: cuvee decode blobs cache.safetensors --profile model.safetensors
     """
     need_one_of_profile_and_config(profile, config)
 
-    from safetensors.torch import save
-
+    from cuvee.codec.cache_file import write_cache_file
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec, check_tokens
     from cuvee.codec.container import inspect
@@ -61,11 +60,8 @@ def decode(
             chunks.append(codec.decode(blob, info.start + moved, max_tokens=max_tokens))
     with named(source):
         whole = KVChunk.concat(chunks)
-    tensors = {}
-    for layer, (keys, values) in enumerate(zip(whole.keys, whole.values, strict=True)):
-        tensors[f"layer.{layer}.keys"] = keys.contiguous()
-        tensors[f"layer.{layer}.values"] = values.contiguous()
-    write_file(target, save(tensors, {"start": str(whole.start)}), force)
+    check_absent(target, force)  # once more: decoding takes a while
+    write_cache_file(target, whole.keys, whole.values, whole.start)
     report = {"out": str(target), "chunks": len(chunks), "tokens": whole.tokens, "start": whole.start}
     if as_json:
         print_json(report)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cuvee.cli.files import write_file
-from cuvee.cli.options import Model
+from cuvee.cli.options import Json, Model
 from cuvee.cli.output import make_console, print_json
 
 
@@ -17,10 +15,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
     plot: Annotated[bool, typer.Option(help="Draw the plot.")] = True,
     model: Model = "books-3m",
-    json_to: Annotated[
-        str | None,
-        typer.Option("--json", metavar="FILE", help="Also write every figure as JSON; - is standard output."),
-    ] = None,
+    as_json: Json = False,
 ) -> None:
     """Compress a model's cache and show what that saves and costs.
 
@@ -30,9 +25,6 @@ def demo(
     """
     from cuvee.eval.demo import run_demo
 
-    report = run_demo(make_console(stderr=json_to == "-"), out if plot else None, model=model)
-    if json_to is not None:
-        if json_to == "-":
-            print_json(report)
-        else:
-            write_file(Path(json_to), json.dumps(report, indent=2, allow_nan=False).encode() + b"\n", force=True)
+    report = run_demo(make_console(stderr=as_json), out if plot else None, model=model)
+    if as_json:
+        print_json(report)

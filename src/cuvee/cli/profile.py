@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import cuvee
 from cuvee.cli.files import check_absent
 from cuvee.cli.options import MODEL_HELP, Dtype, Force, Json
 from cuvee.cli.output import make_console, make_table, print_json
@@ -83,9 +84,8 @@ def profile_learn(
 
     Under torchrun, processes share the work. Each holds the whole model; with --device cuda, each has its own GPU.
 
-    Example: cuvee profile learn smollm2 -o smollm2.cuvee
+    Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
-    from cuvee.codec.profile import Profile
     from cuvee.eval.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
     from cuvee.eval.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture
     from cuvee.eval.protocol import reread
@@ -114,7 +114,7 @@ def profile_learn(
         model = load_model(model_path, chosen, device)
         # Before the added kinds, so that one of the same name takes the place of the mixture's.
         tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=rank == 0) | added
-    profile = Profile.calibrate(
+    profile = cuvee.calibrate(
         model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, distributed=distributed
     )
     if rank:
@@ -161,7 +161,7 @@ def profile_show(
 ) -> None:
     """Say which model a profile is for and what each quality costs with it.
 
-    Example: cuvee profile show smollm2.cuvee
+    Example: cuvee profile show smollm2.safetensors
     """
     from cuvee.codec.profile import Profile
 
@@ -193,6 +193,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
             }
             for section, learned in zip(profile.sections, profile.learned, strict=bool(profile.learned))
         ],
+        "presets": _presets(profile),
         "curve": _curve(profile.curve),
         "curves": {kind: _curve(points) for kind, points in profile.curves.items()},
     }
@@ -220,10 +221,15 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
     if not profile.curve:
         console.print("No curve was measured: ask for a quality by step.")
         return
+    presets = make_table("quality", "KL at most", "step", "bits/value")
+    for row in data["presets"]:
+        cells = ("lossless", "") if row["step"] is None else (f"{row['step']:.3g}", _figure(row["bits_per_value"]))
+        presets.add_row(row["quality"], _figure(row["kl"]) or "not promised", *cells)
+    console.print(presets)
     table = make_table("step", "bits/value", "ratio", "KL ± s.e.", "delta NLL ± s.e.", "top-1")
     for point in profile.curve:
         table.add_row(
-            f"{step_value(point.step):.3g}",
+            f"{step_value(point.step_index):.3g}",
             f"{point.bits_per_value:.3f}",
             f"{point.ratio:.1f}x",
             _with_error(point.kl, point.kl_stderr),
@@ -234,21 +240,45 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
     console.print("Ratios count a cache of 16 bits per value.", highlight=False)
     if profile.curves:
         # No more steps than fit beside the names.
-        steps = sorted({point.step for points in profile.curves.values() for point in points})
+        steps = sorted({point.step_index for points in profile.curves.values() for point in points})
         steps = steps[:: -(-len(steps) // 6)]
         kinds = make_table("kind of text", *(f"{step_value(step):.3g}" for step in steps))
         for kind, points in profile.curves.items():
-            known = {point.step: point.kl for point in points if point.kl is not None}
+            known = {point.step_index: point.kl for point in points if point.kl is not None}
             kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
         console.print("KL by kind and step; kl= and the presets go by the worst:")
         console.print(kinds)
+
+
+def _presets(profile: Profile) -> list[dict[str, Any]]:
+    """What each preset is with this profile: its KL, step (None: lossless) and bits per value."""
+    from cuvee.codec.codec import Codec
+    from cuvee.codec.family import step_value
+    from cuvee.codec.quality import PRESET_KL
+
+    out = []
+    for quality, kl in PRESET_KL.items() if profile.curve else ():
+        codec = Codec(profile, quality)
+        out.append(
+            {
+                "quality": quality,
+                "kl": kl if profile.promises_kl else None,
+                "step": None if codec.lossless else step_value(codec.step_index),
+                "bits_per_value": None if codec.lossless else profile.bits_at(codec.step_index),
+            }
+        )
+    return out
+
+
+def _figure(value: float | None) -> str:
+    return "" if value is None else f"{value:.3g}"
 
 
 def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
     """The points of a curve for JSON: steps as values, and what a cache of 16 bits per value shrinks by."""
     from cuvee.codec.family import step_value
 
-    return [{**asdict(point), "step": step_value(point.step), "ratio": point.ratio} for point in points]
+    return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]
 
 
 def _predictions(profile: Profile) -> str:

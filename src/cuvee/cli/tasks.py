@@ -12,7 +12,14 @@ from cuvee.cli.output import make_console, print_json, stoppable
 
 
 def tasks(
-    names: Annotated[list[str], typer.Argument(metavar="TASK…", help="Tasks or groups, such as cuvee_public.")],
+    names: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TASK…",
+            help="Tasks or groups. cuvee's own: the groups cuvee_local and cuvee_public, or one of their "
+            "tasks, such as cuvee_lines_100; all others are lm-eval's.",
+        ),
+    ],
     model: Model = "books-3m",
     profile: ProfileFile = None,
     arms: Annotated[

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
 from cuvee.eval.bench.cpu import caches, comparison, run, tables
 from cuvee.eval.bench.cpu.alternatives import (
     ALTERNATIVES,
@@ -48,7 +48,7 @@ UNEVEN = KVLayout(
 @cache
 def small_cache(tokens: int = 64) -> BenchCache:
     layout = CacheShape(2, 2, 16, 1e4).layout()
-    profile = Profile.fit(layout, [make_chunk(layout, 200, seed) for seed in range(8)], "layer")
+    profile = fit(layout, [make_chunk(layout, 200, seed) for seed in range(8)], "layer")
     return BenchCache("small", False, make_chunk(layout, tokens, seed=20), {"layer": profile})
 
 

@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import cuvee
 from cuvee.blend import Blender, Boundary, Nothing, Segment
 from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
@@ -152,7 +153,7 @@ def test_figures_of_exact_chunks_come_before_a_profile_is_learned(
         learned.append(file.getvalue())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Profile, "calibrate", stop)
+    monkeypatch.setattr(cuvee, "calibrate", stop)
     with pytest.raises(KeyboardInterrupt):
         run_blend_report(replace(TINY, documents=1), tmp_path / "run", Console(file=file, width=200))
     (seen,) = learned
@@ -193,7 +194,7 @@ def test_the_end_is_estimated_from_all_blends(
 def test_a_run_that_needs_no_profile_learns_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, console: Console, no_documents: None, tiny: BlendConfig
 ) -> None:
-    monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("there are no decoded chunks"))
+    monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("there are no decoded chunks"))
     config = replace(less_of(tiny), profile=None, few_costs=(0.3,))
     data = run_blend_report(config, tmp_path / "run", console)
     assert data["complete"] and data["profile"] is None
@@ -692,7 +693,7 @@ def test_a_profile_is_learned_from_the_calibration_texts(
         asked.append((list(tokens.shape), group, options["prefix"], torch.is_grad_enabled()))
         return Profile.load(str(tiny.profile))
 
-    monkeypatch.setattr(Profile, "calibrate", calibrate)
+    monkeypatch.setattr(cuvee, "calibrate", calibrate)
     config = replace(less_of(tiny), profile=None, calibration_sequences=4, qualities=("high",))
     data = run_blend_report(config, tmp_path / "out", console)
     assert (
@@ -789,7 +790,7 @@ def test_a_profile_is_learned_once_and_stays_the_same(
         learned.append(Profile.load(str(tiny.profile)))
         return learned[-1]
 
-    monkeypatch.setattr(Profile, "calibrate", calibrate)
+    monkeypatch.setattr(cuvee, "calibrate", calibrate)
     less = replace(less_of(tiny), constructions=("reread",), qualities=("high",))
     config, out = replace(less, profile=None, calibration_sequences=4), tmp_path / "out"
     whole = run_blend_report(config, tmp_path / "whole", console)

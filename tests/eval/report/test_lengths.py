@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+import cuvee
 from cuvee.codec.errors import InputError
-from cuvee.codec.profile import Profile
 from cuvee.eval.corpus import Corpus
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.quality import Quality, QualityBench
@@ -45,7 +45,7 @@ def console() -> Iterator[Console]:
 def done(tmp_path_factory: pytest.TempPathFactory, console: Console) -> tuple[Path, dict[str, Any]]:
     out = tmp_path_factory.mktemp("lengths") / "run"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("nothing that was asked for needs a profile"))
+        patch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("nothing that was asked for needs a profile"))
         return out, run_report(CONFIG, out, console)
 
 

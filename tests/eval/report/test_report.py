@@ -22,10 +22,12 @@ from rich.console import Console
 from tests.conftest import Books
 from tests.package.cli.running import run
 
+import cuvee
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.learning.calibrate import calibrate
 from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_ERROR, PRESET_KL
+from cuvee.codec.quality import PRESET_KL
 from cuvee.eval.baselines.quantizers import CacheGen, Kivi
 from cuvee.eval.data import bundled_model_path
 from cuvee.eval.machine import hardware
@@ -188,7 +190,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(
     assert not half["complete"] and len(half["quality"]) == 5 and not (tmp_path / "run" / "report.md").exists()
     with monkeypatch.context() as patch:
         rest = Interrupted(patch, 1000)
-        monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
+        monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
         data = run_report(CONFIG, tmp_path / "run", console, command="cuvee report --quick")
     assert len(rest.measured) == len(whole["quality"]) - 5
     assert data["quality"][:5] == half["quality"]
@@ -275,13 +277,13 @@ def test_samples_of_the_model_are_learned_from_too(
 ) -> None:
     """The last sequences, on which the curve is measured, stay those of the texts."""
     learned: list[torch.Tensor] = []
-    calibrate = Profile.calibrate
+    calibrate = cuvee.calibrate
 
     def listen(model: Any, tokens: torch.Tensor, *args: Any, **more: Any) -> Profile:
         learned.append(tokens)
         return calibrate(model, tokens, *args, **more)
 
-    monkeypatch.setattr(Profile, "calibrate", listen)
+    monkeypatch.setattr(cuvee, "calibrate", listen)
     Interrupted(monkeypatch, 0)  # nothing is measured
     for name, more in (("texts", {}), ("samples", {"samples": 3}), ("plain", {"reread": False})):
         with pytest.raises(KeyboardInterrupt):
@@ -306,7 +308,7 @@ def test_a_profile_of_another_model_is_refused(
     assert profile.model == model_fingerprint(books.model)
     Profile(
         profile.layout, profile.group, profile.source, profile.family, profile.learned,
-        min_step=profile.min_step, model="0" * 32, curve=profile.curve,
+        min_step_index=profile.min_step_index, model="0" * 32, curve=profile.curve,
     ).save(tmp_path / "other")  # fmt: skip
     with pytest.raises(ProfileMismatchError, match="was calibrated on other weights"):
         run_report(config, tmp_path / "run", console)
@@ -386,17 +388,17 @@ def test_presets_of_a_model_that_hardly_reads_its_cache(tmp_path: Path, console:
 
 
 def test_what_cannot_be_had_is_named(books: Books, tmp_path: Path, console: Console) -> None:
-    """A preset that lies beyond the curve of a profile which knows no KL."""
-    few = [replace(point, kl=None) for point in books.profile.curve if point.error < PRESET_ERROR["small"] / 2]
+    """A preset of a profile with one measured point, which is no curve."""
+    few = [replace(point, kl=None) for point in books.profile.curve[:1]]
     books.profile.with_curve(few).save(tmp_path / "few.cuvee")
-    wanted = ("cuvee/few@small", "cuvee/few@high")
+    wanted = ("cuvee/few@small", "kivi4")
     profiles = (str(tmp_path / "few.cuvee"),)
     config = replace(CONFIG, profiles=profiles, groups=(), methods=wanted, tasks=(), sequences=2)
     data = run_report(config, tmp_path / "run", console)
     (missing,) = data["skipped"]
-    assert missing["key"] == "cuvee/few@small" and "error=0.04 is outside the measured range" in missing["reason"]
+    assert missing["key"] == "cuvee/few@small" and "no curve for error" in missing["reason"]
     measured = {entry["key"] for entry in data["quality"]}
-    assert "cuvee/few@high" in measured and missing["key"] not in measured
+    assert "kivi4" in measured and missing["key"] not in measured
     assert "cuvee/few@small" in (tmp_path / "run" / "report.md").read_text()
 
 
@@ -488,7 +490,7 @@ def test_a_method_that_is_not_known_is_named_with_those_that_are(name: str, mess
 def test_only_the_methods_asked_for_are_measured(
     done: tuple[Path, dict[str, Any]], tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("no method asked for needs a profile"))
+    monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("no method asked for needs a profile"))
     config = replace(CONFIG, methods=("kivi4", "int8", "cuvee/generic"), limit=2)
     data = run_report(config, tmp_path / "run", console)
     assert keys_of(data) == ["bf16", "int8", "kivi4", "cuvee/generic@balanced"] and data["complete"]
@@ -520,7 +522,7 @@ def test_baselines_that_learn_can_be_measured_beside_a_given_profile(
 
 
 def test_pca_beside_a_given_profile_has_its_grouping(tmp_path: Path, console: Console, books: Any) -> None:
-    pairs = Profile.calibrate(books.model, books.harbour[:24], "layers:2", progress=False)
+    pairs = calibrate(books.model, books.harbour[:24], "layers:2", progress=False)
     pairs.save(tmp_path / "pairs.safetensors")
     config = replace(
         CONFIG, groups=(), tasks=(), profiles=(str(tmp_path / "pairs.safetensors"),), sequences=2,
@@ -550,8 +552,8 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
         learned.update(tokens=tokens, group=group)
         return calibrated(model, tokens, group, **more)
 
-    calibrated = Profile.calibrate
-    monkeypatch.setattr(Profile, "calibrate", calibrate)
+    calibrated = cuvee.calibrate
+    monkeypatch.setattr(cuvee, "calibrate", calibrate)
     data = run_report(config, tmp_path / "run", console)
     assert learned["group"] == "layers:2" and list(learned["tokens"]) == list(KINDS)
     assert data["configuration"]["groups"] == ["layers:2"]
@@ -559,7 +561,7 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     assert [t["name"] for t in data["text"]["calibration"]] == ["mixture"]
     assert data["text"]["calibration_sequences"] == sum(map(len, learned["tokens"].values()))
     # It goes on from there without learning again, and knows the mixture from another text.
-    monkeypatch.setattr(Profile, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
+    monkeypatch.setattr(cuvee, "calibrate", lambda *a, **k: pytest.fail("the profile was there already"))
     assert untimed(run_report(config, tmp_path / "run", console)) == untimed(data)
     with pytest.raises(InputError, match=r"differs in .*calibration"):
         run_report(replace(config, calibration=("harbour",)), tmp_path / "run", console)

@@ -99,7 +99,7 @@ class Desk:
         if codec.lossless:
             self.identity, quality = IDENTITY, "lossless"
         else:
-            quality = f"step:{codec.step}"
+            quality = f"step:{codec.step_index}"
             self.identity = replace(IDENTITY, profile=profile.id, quality=quality)
         setup = Setup(opts, LAYOUT, profile, quality, BLOCK, shards, loads, stores, prefix_caching)
         self.side = SchedulerSide(

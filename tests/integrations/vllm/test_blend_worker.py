@@ -15,6 +15,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, Bench
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.codec.rope import rotate, unrotate
 from cuvee.integrations.vllm.blending.executing import PageBlender
@@ -180,7 +181,7 @@ def test_all_tokens_of_a_segment_count_alike(bench: Callable[..., Bench]) -> Non
     """A learned profile would say that those behind many others matter less."""
     noise = torch.Generator().manual_seed(0)
     rows = [torch.randn(2, 3, 64, 2, 16, generator=noise).bfloat16() for _ in range(6)]
-    profile = Profile.fit(LAYOUT, [KVChunk(keys, values, LAYOUT, 40 * at) for at, (keys, values) in enumerate(rows)])
+    profile = fit(LAYOUT, [KVChunk(keys, values, LAYOUT, 40 * at) for at, (keys, values) in enumerate(rows)])
     b = bench(profile=profile, codec={"quality": None, "step": 0.3})
     assert profile.learned
     store_segments(b)

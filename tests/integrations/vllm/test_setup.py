@@ -17,6 +17,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import _warn_of_no_promise
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.codec.quality import CurvePoint
 from cuvee.integrations.vllm import checkpoint as checkpoint_module
@@ -84,7 +85,7 @@ def _engine(
 
 def _profile(group: str, layout: KVLayout = LAYOUT) -> Profile:
     noise = torch.randn(8, 2, 2, 128, 2, 8).bfloat16()
-    return Profile.fit(layout, [KVChunk(keys, values, layout) for keys, values in noise], group)
+    return fit(layout, [KVChunk(keys, values, layout) for keys, values in noise], group)
 
 
 def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
@@ -97,7 +98,7 @@ def test_a_ratio_is_that_of_the_engines_cache(tmp_path: Path) -> None:
         extra = {"profile": str(tmp_path / learned), "ratio": ratio}
         made = Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra))
         assert made.quality == "step:0", "the step at which the curve has 4 bits"
-        assert made.codec(0).step == 0, "of the rank as well"
+        assert made.codec(0).step_index == 0, "of the rank as well"
         with pytest.raises(ProfileError, match=f"ratio=100 .* of a {str(served).removeprefix('torch.')} cache"):
             Setup.of_engine(*_engine([_spec(dtype=served)], extra=extra | {"ratio": 100}))
 
@@ -242,7 +243,7 @@ def test_a_lossy_quality_without_a_profile_is_warned_of_once(caplog: pytest.LogC
         assert not caplog.records
         for _ in range(2):  # both sides of the connector, each of which makes several codecs
             made = Setup.of_engine(*_engine(extra={"quality": "balanced"}))
-            assert made.quality == f"step:{made.codec(0).step}" != "lossless"
+            assert made.quality == f"step:{made.codec(0).step_index}" != "lossless"
     (record,) = caplog.records
     assert "quality='balanced'" in record.getMessage() and "`cuvee profile learn`" in record.getMessage()
     with pytest.raises(ProfileError, match=r"^kl=0.01: this profile has no curve for kl. `cuvee profile learn`"):

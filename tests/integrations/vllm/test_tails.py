@@ -11,6 +11,7 @@ from tests.integrations.vllm.sides import BLOCK, LAYOUT, Desk, generate, make_re
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.identity import store_key
+from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profile import Profile
 from cuvee.integrations.vllm.messages import Report, Save, StepPlan
 
@@ -240,7 +241,7 @@ def test_an_engine_that_only_loads_stores_no_tail(desk: Callable[..., Desk]) -> 
 
 def _learned() -> Profile:
     noise = pytest.importorskip("torch").randn(2, 3, 1024, 2, 16).bfloat16()
-    return Profile.fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
+    return fit(LAYOUT, [KVChunk(noise[0], noise[1], LAYOUT)])
 
 
 @pytest.mark.parametrize(("learned", "tails"), [(True, [(1, 32)]), (False, [])])

@@ -18,7 +18,7 @@ def test_demo_writes_json_and_keeps_its_report_off_standard_output(
         return {"plot": None if out is None else str(out)}
 
     monkeypatch.setattr("cuvee.eval.demo.run_demo", fake)
-    done = run("demo", "--json", "-", "--out", "x.png")
+    done = run("demo", "--json", "--out", "x.png")
     assert json.loads(done.stdout) == {"plot": "x.png"} and "the report" in done.stderr
     done = run("demo", "--json", tmp_path / "d" / "demo.json", "--no-plot")
     assert "the report" in done.stdout

@@ -10,6 +10,7 @@ import pytest
 import torch
 from tests.package.cli.running import Files, fails, run
 
+import cuvee
 from cuvee.codec.profile import Profile
 from cuvee.eval.data import bundled_model_path
 from cuvee.eval.mixture import KINDS
@@ -67,7 +68,7 @@ def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any
 
 def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the mixture and a text of one's own, kind by kind."""
-    monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEPS", (-256, -128, 0))  # a few, for speed
+    monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
     (tmp_path / "own.txt").write_text("It rained. " * 300)
     out = tmp_path / "profile"
     options = ("--length", "64", "--sequences", "24", "--group", "unit", "--text", f"{tmp_path / 'own.txt'}=0.5")
@@ -87,11 +88,11 @@ def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest
 def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[Any, str, dict[str, Any]]] = []
 
-    def calibrate(cls: type[Profile], /, model: Any, tokens: Any, group: str, **arguments: Any) -> Profile:
+    def calibrate(model: Any, tokens: Any, group: str, **arguments: Any) -> Profile:
         calls.append((tokens, group, arguments | {"dtype": model.dtype}))
         return books.profile  # type: ignore[no-any-return]
 
-    monkeypatch.setattr(Profile, "calibrate", classmethod(calibrate))
+    monkeypatch.setattr(cuvee, "calibrate", calibrate)
     (tmp_path / "prose").write_text("It rained. " * 3000)
     (tmp_path / "a=b").write_text("It snowed. " * 3000)
     learn = ("profile", "learn", bundled_model_path(), "--length", "64")

@@ -1,0 +1,114 @@
+"""A cache in a file, as it is: safetensors with `layer.0.keys` and `layer.0.values` `[T, H, D]`, `layer.1.keys`, ….
+
+Keys are as the model's attention sees them, after RoPE. The metadata says `start`, the position of the first token.
+`cuvee encode` and `cuvee decode` read and write these files.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.dtypes import TORCH_DTYPES
+from cuvee.codec.errors import CuveeError, FormatError, InputError
+from cuvee.codec.files import replacing
+from cuvee.codec.layout import KVLayout
+
+POSITION_DIGITS = 10
+
+
+@contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
+    if not Path(path).is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such cache file", str(path))
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise FormatError(f"{path}: is not a safetensors file: {error}") from error
+
+
+def write_cache_file(
+    path: str | os.PathLike[str], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], start: int = 0
+) -> None:
+    """Write a cache, in place of any file of that name.
+
+    Args:
+        path: of the file.
+        keys: of each layer, `[T, H, D]`, on any device.
+        values: likewise.
+        start: position of the first token.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left of it then.
+    """
+    tensors = {}
+    for layer, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
+        tensors[f"layer.{layer}.keys"] = own_keys.contiguous()
+        tensors[f"layer.{layer}.values"] = own_values.contiguous()
+    with replacing(path) as temporary:
+        save_file(tensors, temporary, {"start": str(start)})
+
+
+def cache_file_dtype(path: str | os.PathLike[str]) -> str:
+    """The dtype of a cache in a file.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FormatError: it is not a safetensors file, or holds no cache.
+        InputError: its tensors have several dtypes.
+    """
+    with _opened(path) as file:
+        dtypes = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
+    if len(dtypes) != 1:
+        raise InputError(f"{path}: mixes dtypes: {', '.join(sorted(dtypes)) or 'it is empty'}")
+    (dtype,) = dtypes
+    known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    if dtype not in known:
+        raise InputError(f"{path}: its values must be {', '.join(TORCH_DTYPES)}, got {dtype}")
+    return known[dtype]
+
+
+def read_cache_file(path: str | os.PathLike[str], layout: KVLayout) -> KVChunk:
+    """Read a cache.
+
+    Args:
+        path: of a file in this format.
+        layout: of the model whose cache it is; the file says the dtype.
+
+    Returns:
+        the cache on the CPU, in the file's dtype.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        FormatError: it is not a safetensors file.
+        InputError: it holds no cache of such a model; the message begins with the path.
+    """
+    own = replace(layout, dtype=cache_file_dtype(path))
+    expected = [f"layer.{i}.{kind}" for i in range(layout.num_layers) for kind in ("keys", "values")]
+    with _opened(path) as file:
+        names = set(file.keys())
+        if missing := [name for name in expected if name not in names]:
+            raise InputError(
+                f"{path}: has no tensor {missing[0]!r}; a cache of this model has {len(layout.layers)} layers"
+            )
+        if extra := sorted(names - set(expected)):
+            raise InputError(f"{path}: has a tensor {extra[0]!r}, which a cache of this model does not have")
+        text = (file.metadata() or {}).get("start", "0")
+        if not (text.isascii() and text.isdigit() and len(text) <= POSITION_DIGITS):
+            raise InputError(f"{path}: its metadata says start={text!r}, which is not a position")
+        tensors = [file.get_tensor(name) for name in expected]
+    try:
+        return KVChunk(tensors[::2], tensors[1::2], own, int(text))
+    except CuveeError as error:
+        raise type(error)(f"{path}: {error}") from error
