@@ -70,11 +70,11 @@ compiler:
 		|| echo "g++ is not installed: kernels run in Triton's interpreter, not as compiled" >&2
 
 model: setup  ## fetch the real model, SmolLM2-135M-Instruct, once; `cuvee demo --model smollm2` uses it
-	$(BIN)/python -m cuvee.eval.real_model
+	$(BIN)/python -m cuvee.codec.data.real_model
 
 # Before the tests, whose workers would all wait for it. Without a network its tests are skipped.
 real: setup
-	@$(BIN)/python -m cuvee.eval.real_model >/dev/null \
+	@$(BIN)/python -m cuvee.codec.data.real_model >/dev/null \
 		|| echo "the real model is not here: the tests marked real will be skipped" >&2
 
 demo: setup  ## compress the cache of the bundled model and show what it costs

@@ -9,7 +9,7 @@ HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Sum, Product, Union: whic
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord
 from cuvee.blend.chunk_cache import BlobStore, ChunkCache, ChunkCounters
 from cuvee.blend.hkvd import HKVD
-from cuvee.blend.model import BlendModel, TransformersModel
+from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Prompt, Segment
 from cuvee.blend.selectors import (
     Boundary,

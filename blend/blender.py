@@ -16,17 +16,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.blend.model import BlendModel, TransformersModel
 from cuvee.blend.recompute import KVExchange, Placed, Recompute, Recomputed
+from cuvee.blend.recompute_model import BlendModel, TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.blend.selectors import Selector, default_selector
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import read_header
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.format.container import read_header
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.rope import rotate, unrotate
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -117,7 +117,7 @@ class Blender:
 
         >>> from cuvee.blend import Boundary
         >>> from cuvee.codec.layout import KVLayout
-        >>> from cuvee.codec.model import prefill
+        >>> from cuvee.codec.models.forward import prefill
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
         ...                      num_attention_heads=2, num_key_value_heads=2)

@@ -27,17 +27,17 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from cuvee.blend.model import TransformersModel
+from cuvee.blend.recompute_model import TransformersModel
 from cuvee.blend.segments import Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import read_sections
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.codec.fingerprint import model_fingerprint
-from cuvee.codec.forks import tell_after_fork
+from cuvee.codec.format.container import read_sections
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
-from cuvee.codec.model import empty_cache, prefill
-from cuvee.codec.quality import LOSSLESS
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import empty_cache, prefill
+from cuvee.codec.profiles.quality import LOSSLESS
+from cuvee.codec.support.forks import tell_after_fork
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from cuvee.blend.model import RecomputeModel
+from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selection, Selector
 
@@ -36,7 +36,7 @@ class WatchingExchange(Protocol):
         ...
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `cuvee.blend.model.Exchange`."""
+        """See `cuvee.blend.recompute_model.Exchange`."""
         ...
 
 
@@ -289,7 +289,7 @@ class KVExchange:
         self._watched = cached[self._positions.cpu()].nonzero()[:, 0].to(self._keys.device)
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `cuvee.blend.model.Exchange`."""
+        """See `cuvee.blend.recompute_model.Exchange`."""
         if self._watched is not None:
             pairs = [(new[:, self._watched].float(), old[:, self._positions[self._watched]].float())
                      for new, old in ((keys, self._keys), (values, self._values))]  # fmt: skip

@@ -17,9 +17,9 @@ import torch
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
-    from cuvee.codec.container import Header, Scheme
+    from cuvee.codec.format.container import Header, Scheme
     from cuvee.codec.paged import PagedCache
-    from cuvee.codec.profile import Profile
+    from cuvee.codec.profiles.profile import Profile
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,11 @@ class Backend(Protocol):
 _MAKERS: dict[str, Callable[[int], Backend]] = {}
 
 # Imported when first asked for: the codec depends on none of them.
-_MODULES = {"reference": "cuvee.codec.cpu", "numba": "cuvee.codec.cpu", "triton": "cuvee.kernels.backend"}
+_MODULES = {
+    "reference": "cuvee.codec.cpu.backend",
+    "numba": "cuvee.codec.cpu.backend",
+    "triton": "cuvee.kernels.backend",
+}
 _OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
 
 

@@ -19,10 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import CuveeError, FormatError, InputError
-from cuvee.codec.files import replacing
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.support.files import replacing
 
 POSITION_DIGITS = 10
 

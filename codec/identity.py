@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.keys import KEY_ID_BYTES
+from cuvee.codec.format.keys import KEY_ID_BYTES
 
 VERSION = 1
 DIGEST_BYTES = 32

@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError
-from cuvee.codec.hf import describe_cache
-from cuvee.codec.plain_json import parse_json
-from cuvee.codec.suggest import suggestion
+from cuvee.codec.models.architectures import describe_cache
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.support.plain_json import parse_json
+from cuvee.codec.support.suggest import suggestion
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.dtypes import TORCH_DTYPES
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOWHERE = -1  # the slot of a token that is left out

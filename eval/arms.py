@@ -25,13 +25,13 @@ from typing import Any
 from rich.console import Console
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.data.corpus import load_model
 from cuvee.codec.errors import FormatError, InputError
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.plain_json import parse_json
-from cuvee.codec.profile import Profile
-from cuvee.codec.suggest import suggestion
-from cuvee.eval.corpus import load_model
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.plain_json import parse_json
+from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, baseline

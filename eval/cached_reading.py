@@ -17,7 +17,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.model import empty_cache
+from cuvee.codec.models.forward import empty_cache
 from cuvee.eval.quality import Method, spans
 
 __all__ = ["CachedLayers", "CachedReader", "Read", "Statistics", "TokenIds"]

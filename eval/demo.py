@@ -28,13 +28,8 @@ from rich.text import Text
 import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
-from cuvee.codec.family import step_value
-from cuvee.codec.model import empty_cache, frozen, score
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, PRESET_STEP_INDEX
-from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
-from cuvee.eval.corpus import (
+from cuvee.codec.data.bundled import load_bundled_model, load_smollm2
+from cuvee.codec.data.corpus import (
     BUNDLED_MODEL,
     calibration_windows,
     load_model,
@@ -42,12 +37,17 @@ from cuvee.eval.corpus import (
     read_corpus,
     spread_sequences,
 )
-from cuvee.eval.data import load_bundled_model, load_smollm2
+from cuvee.codec.data.real_model import REAL_MODEL, REAL_MODEL_TITLE
+from cuvee.codec.entropy.family import step_value
+from cuvee.codec.format.container import inspect
+from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
+from cuvee.codec.models.forward import empty_cache, frozen, score
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
+from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
-from cuvee.eval.protocol import LENGTH, PREFIX, reread
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
-from cuvee.eval.real_model import REAL_MODEL, REAL_MODEL_TITLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -122,7 +122,7 @@ def run_demo(
         console: where the report goes.
         out: where to write the plot, or None for no plot. Without matplotlib there is a hint instead.
         progress: where to show the progress; default: standard error.
-        model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.eval.corpus.load_model`).
+        model: a folder, a hub name, "books-3m" or "smollm2" (see `cuvee.codec.data.corpus.load_model`).
 
     Returns:
         All figures, as a dict for JSON.

@@ -29,13 +29,13 @@ import torch
 import torch.nn.functional as F
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.dtypes import TORCH_DTYPES
+from cuvee.codec.data.corpus import model_path
 from cuvee.codec.errors import InputError
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.cached_reading import CachedReader, Read, Statistics
-from cuvee.eval.corpus import model_path
 from cuvee.eval.methods import baseline, method_identity
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
 from cuvee.eval.tasks import shorter

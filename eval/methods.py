@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.suggest import suggestion
+from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.baselines.quantizers import CacheGen, Destroyed, Float8, Int8, Kivi, Uncompressed
 from cuvee.eval.quality import CodecMethod, Method
 

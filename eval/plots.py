@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cuvee.codec.files import write_atomically
-from cuvee.codec.quality import PRESET_KL
+from cuvee.codec.profiles.quality import PRESET_KL
+from cuvee.codec.support.files import write_atomically
 from cuvee.eval.formatting import format_number
 from cuvee.eval.labels import Label, place_labels
 from cuvee.eval.quality import Quality

@@ -22,12 +22,12 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
-from cuvee.codec.divergence import compare, stderr
-from cuvee.codec.dtypes import value_bits
 from cuvee.codec.errors import InputError
+from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import check_tokens, frozen, prefill, score
+from cuvee.codec.learning.divergence import compare, stderr
+from cuvee.codec.models.dtypes import value_bits
+from cuvee.codec.models.forward import check_tokens, frozen, prefill, score
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -188,8 +188,8 @@ class QualityBench:
 
     Example:
         >>> from cuvee.eval.baselines.quantizers import Float8, Kivi
-        >>> from cuvee.eval.corpus import read_corpus, spread_sequences
-        >>> from cuvee.eval.data import load_bundled_model
+        >>> from cuvee.codec.data.corpus import read_corpus, spread_sequences
+        >>> from cuvee.codec.data.bundled import load_bundled_model
         >>> from cuvee.eval.quality import QualityBench
         >>> model, _ = load_bundled_model()
         >>> tokens = spread_sequences([read_corpus("orchard", "books-3m")], length=128, count=2)

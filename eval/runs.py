@@ -21,12 +21,12 @@ from typing import Any
 
 from rich.console import Console
 
+from cuvee.codec.data.corpus import Corpus
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.codec.files import write_json
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.plain_json import parse_json
-from cuvee.codec.profile import Profile
-from cuvee.eval.corpus import Corpus
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.files import write_json
+from cuvee.codec.support.plain_json import parse_json
 
 __all__ = [
     "Interrupted",

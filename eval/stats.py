@@ -32,9 +32,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.divergence import stderr
 from cuvee.codec.errors import InputError
-from cuvee.codec.suggest import suggestion
+from cuvee.codec.learning.divergence import stderr
+from cuvee.codec.support.suggest import suggestion
 
 __all__ = [
     "DRAWS", "F64", "FamilyCurve", "Resamples", "bits_at_kl", "bootstrap_ratio", "compare_at_equal_kl", "interval",

@@ -32,10 +32,10 @@ from transformers.cache_utils import (
 from cuvee.codec.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec, check_tokens
-from cuvee.codec.container import read_header
-from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
+from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
 
 # Compared as exact types: subclasses keep further state (quantized, indexed, recurrent) beside keys and values.

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 import torch
 
 from cuvee.codec.backends import CodedChunk, Coding, register
-from cuvee.codec.container import Scheme
-from cuvee.codec.devices import Download, Mark, current, refuse_capture, settled
+from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
-from cuvee.codec.family import Family
-from cuvee.codec.forks import tell_after_fork
+from cuvee.codec.format.container import Scheme
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.transform import Section, partition
+from cuvee.codec.stages.reference.transform import Section, partition
+from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
+from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled
 from cuvee.kernels.generic_scheme import GenericDevice
 from cuvee.kernels.lossless_scheme import LosslessDevice
 from cuvee.kernels.plans import FamilyTables, Geometry, TransformPlan

@@ -11,12 +11,12 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import CodedChunk, Coding
-from cuvee.codec.container import Reader
-from cuvee.codec.devices import Download
-from cuvee.codec.family import Family
+from cuvee.codec.entropy.family import Family
+from cuvee.codec.format.container import Reader
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.schemes.generic import Channels, read_channels, write_channels
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
+from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import ChunkField, JobField, PlanField
 from cuvee.kernels.ops.arguments import ChannelArrays, ChunkBatch, DevicePlans, TileTable, picked

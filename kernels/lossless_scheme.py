@@ -11,17 +11,17 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import CodedChunk
-from cuvee.codec.byte_planes import PROB_BITS, choose_table, read_model, write_model
-from cuvee.codec.coefficients import tokens_per_stream
-from cuvee.codec.container import Reader
-from cuvee.codec.devices import Download
+from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.errors import FormatError
+from cuvee.codec.format.container import Reader
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.symbols import Prediction
-from cuvee.codec.tables import SYMBOLS, EntropyTables, raw_bit_tables
-from cuvee.codec.transform import partition
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_table, read_model, write_model
+from cuvee.codec.stages.reference.symbols import Prediction
+from cuvee.codec.stages.reference.transform import partition
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
+from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
 from cuvee.kernels.ops.arguments import ChunkBatch, DecodingTables, TileTable

@@ -8,17 +8,17 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cuvee.codec.coefficients import tokens_per_stream
-from cuvee.codec.devices import Download
+from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
-from cuvee.codec.family import Family
-from cuvee.codec.symbols import CodingPlan
-from cuvee.codec.transform import Section
+from cuvee.codec.stages.reference.symbols import CodingPlan
+from cuvee.codec.stages.reference.transform import Section
 from cuvee.kernels.chunks import raise_status
+from cuvee.kernels.devices import Download
 from cuvee.kernels.jobs import I64, JobField, PlanField
 from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import class_bytes, coded_bytes, count_words, long_lengths, rans_encode, write_coded
-from cuvee.kernels.ops.rans_classes import rans_encode_classes
+from cuvee.kernels.ops.rans_by_class import rans_encode_classes
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays
 from cuvee.kernels.workspace import running_offsets

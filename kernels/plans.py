@@ -10,16 +10,16 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.classes import CLASS_BITS, CLASSES
+from cuvee.codec.entropy.family import Family, coding_plan, step_value
+from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.family import Family, coding_plan, step_value
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.lazy import lazy
-from cuvee.codec.profile import Profile
-from cuvee.codec.section_coding import SectionCoding
-from cuvee.codec.section_profile import SectionProfile
-from cuvee.codec.symbols import CodingPlan, Prediction
-from cuvee.codec.transform import Section
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.stages.reference.symbols import CodingPlan, Prediction
+from cuvee.codec.stages.reference.transform import Section
+from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.jobs import I64, PlanField
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables
 from cuvee.kernels.ops.rans import coding_table, decoding_table

@@ -19,25 +19,25 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import CodedChunk, Coding
-from cuvee.codec.coefficients import tokens_per_stream
-from cuvee.codec.devices import Download
-from cuvee.codec.importance import choose_classes
-from cuvee.codec.lazy import lazy
+from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.symbols import U8, U16
+from cuvee.codec.profiles.class_predictor import choose_classes
+from cuvee.codec.stages.reference.symbols import U8, U16
+from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
-from cuvee.kernels.classes import read_classes, sort_columns, write_classes
+from cuvee.kernels.class_predictor import ARRAYS, DevicePredictor
+from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
+from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable, TokenOrder
 from cuvee.kernels.ops.rans import rans_decode
-from cuvee.kernels.ops.rans_classes import rans_decode_classes
+from cuvee.kernels.ops.rans_by_class import rans_decode_classes
 from cuvee.kernels.ops.symbols import dequantize, list_escapes, quantize
-from cuvee.kernels.ops.symbols_classes import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
+from cuvee.kernels.ops.symbols_by_class import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
 from cuvee.kernels.ops.transform import SynthesisConfig, analyze, gather, synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
 from cuvee.kernels.plans import FamilyTables, LinearMaps, TransformPlan
-from cuvee.kernels.predictor import ARRAYS, DevicePredictor
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import Packed, send_arrays
 from cuvee.kernels.workspace import place_jobs, running_offsets, zeros

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.devices import host_buffer
-from cuvee.codec.pool import Pool
+from cuvee.codec.cpu.pool import Pool
+from cuvee.kernels.devices import host_buffer
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
 

@@ -19,9 +19,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import calibrate, fit
+from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate
+from cuvee.codec.profiles.profile import Profile
 
 MAX_POSITIONS = 4096
 BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
@@ -286,8 +286,8 @@ class Books:
 @pytest.fixture(scope="session")
 def books(tmp_path_factory: pytest.TempPathFactory) -> Books:
     """The bundled model, calibrated on `harbour`."""
-    from cuvee.eval.data import bundled_text, load_bundled_model
-    from cuvee.eval.protocol import reread, split_sequences
+    from cuvee.codec.data.bundled import bundled_text, load_bundled_model
+    from cuvee.codec.learning.sequences import reread, split_sequences
 
     model, tokenizer = load_bundled_model()
 
@@ -306,7 +306,7 @@ def with_bos() -> Any:
     """The bundled tokenizer, which puts a token before every text, as those of Llama, Mistral and Gemma do."""
     from tokenizers.processors import TemplateProcessing
 
-    from cuvee.eval.corpus import BUNDLED_MODEL, load_tokenizer
+    from cuvee.codec.data.corpus import BUNDLED_MODEL, load_tokenizer
 
     tokenizer: Any = load_tokenizer(BUNDLED_MODEL)
     name = tokenizer.convert_ids_to_tokens(BOS)
@@ -320,8 +320,8 @@ def load_real_model() -> tuple[Any, Any]:
     Where it cannot be had the test is skipped, or fails if the environment variable CUVEE_REQUIRE_MODEL is 1. A
     download that is not the pinned file always fails.
     """
-    from cuvee.eval import data
-    from cuvee.eval.real_model import ModelUnavailableError
+    from cuvee.codec.data import bundled as data
+    from cuvee.codec.data.real_model import ModelUnavailableError
 
     try:
         return data.load_smollm2()

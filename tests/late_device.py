@@ -482,8 +482,9 @@ def _arguments(launcher: str, tree: Any) -> Any:
 
 def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[tuple[ModuleType, str, Any]]:
     """Where the backend calls launchers of kernels, and what stands in for each: (module, name, stand-in)."""
-    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, plans, predictor, transform_scheme
-    from cuvee.kernels.static import MODULES
+    from cuvee.kernels import class_predictor as predictor
+    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, plans, transform_scheme
+    from cuvee.kernels.analysis.static_costs import MODULES
 
     users = [plans, predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
     for name in MODULES:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 
 def shared_folder(factory: pytest.TempPathFactory, name: str) -> Path:

@@ -11,20 +11,20 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import InputError, ProfileMismatchError
-from cuvee.codec.family import step_value
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure_curve, round_trip
+from cuvee.codec.learning.distributed import Alone, Processes, Together, agreeing, same_everywhere
 from cuvee.codec.learning.gradients import sample_gradients
+from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SINKS, Moments, add_sample, need_tokens, new_moments
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.learning.sections import build_profile
-from cuvee.codec.learning.together import Alone, Processes, Together, agreeing, same_everywhere
-from cuvee.codec.model import frozen
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import CurvePoint
-from cuvee.codec.transform import (
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import frozen
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.codec.stages.reference.transform import (
     Rotation,
     gather,
     partition,
@@ -60,8 +60,8 @@ def calibrate(
         model: a transformers causal language model, in eval mode, on any device, or spread over several by
             `device_map=`.
         token_ids: `[N, T]` int64: N sequences as the model will see them; or several kinds of text by name, each
-            with lengths of its own (`cuvee.eval.mixture.mixture` makes such a dict). An eighth of each (2 to 32)
-            is kept apart to measure the curve, kind by kind.
+            with lengths of its own (`cuvee.calibration.mixture` makes such a dict). An eighth of each (2 to 32) is kept
+            apart to measure the curve, kind by kind.
         group: what one basis spans: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or `"auto"`: as many
             layers as `flops` and the number of tokens allow (`choose_group`).
         prefix: how many leading tokens of a sequence count as cached; the loss of those after it is what the

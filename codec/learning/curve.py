@@ -11,16 +11,16 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.divergence import compare, stderr
+from cuvee.codec.entropy.family import OCTAVE, finest_step_index, step_value
 from cuvee.codec.errors import InputError
-from cuvee.codec.family import OCTAVE, finest_step_index, step_value
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.distributed import Alone, Together, agreeing
+from cuvee.codec.learning.divergence import compare, stderr
+from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX
 from cuvee.codec.learning.progress import tracked
-from cuvee.codec.learning.sections import MIN_STEP_INDEX
-from cuvee.codec.learning.together import Alone, Together, agreeing
-from cuvee.codec.model import check_tokens, frozen, prefill, score
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import CurvePoint
+from cuvee.codec.models.forward import check_tokens, frozen, prefill, score
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

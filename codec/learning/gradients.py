@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.model import empty_cache
+from cuvee.codec.models.forward import empty_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

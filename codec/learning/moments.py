@@ -13,7 +13,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.gradients import CacheSample
-from cuvee.codec.transform import (
+from cuvee.codec.stages.reference.transform import (
     WEIGHT_RANGE,
     Rotation,
     Section,

@@ -17,8 +17,8 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.rows import Rows
-from cuvee.codec.transform import Rotation, Section
+from cuvee.codec.stages.reference.transform import Rotation, Section
+from cuvee.codec.stages.rows import Rows
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,17 +10,17 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cuvee.codec.arena import Arena
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.coefficients import ClassedSection, CoefficientCoder
-from cuvee.codec.profile import Profile
+from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.schemes import Target, overlap
-from cuvee.codec.section_coding import StepCoding
-from cuvee.codec.sections import Coefficients, padded
-from cuvee.codec.stages import Stages
-from cuvee.codec.symbols import F32, U8
-from cuvee.codec.symbols_classes import class_runs
-from cuvee.codec.transform import (
+from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.implementations import Stages
+from cuvee.codec.stages.reference.sections import Coefficients, padded
+from cuvee.codec.stages.reference.symbols import F32, U8
+from cuvee.codec.stages.reference.symbols_by_class import class_runs
+from cuvee.codec.stages.reference.transform import (
     Rotation,
     Section,
     as_numpy,

@@ -23,8 +23,8 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import InputError
+from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.eval.baselines.quantizers import cachegen_bins
 
 __all__ = [

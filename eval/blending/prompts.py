@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.data.corpus import Corpus, json_lines, pick_evenly, spread_sequences
 from cuvee.codec.errors import InputError
-from cuvee.eval.corpus import Corpus, json_lines, pick_evenly, spread_sequences
-from cuvee.eval.protocol import reread
+from cuvee.codec.learning.sequences import reread
 from cuvee.eval.tasks import TASKS_PATH
 from cuvee.eval.tasks.public import open_questions
 

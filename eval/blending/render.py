@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuvee.codec.files import write_atomically
+from cuvee.codec.support.files import write_atomically
 from cuvee.eval import plots
 from cuvee.eval.blending.plots import BLEND_PLOTS, SHOWN_COST, find_entry
 from cuvee.eval.blending.selectors import ALONE, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING

@@ -20,12 +20,12 @@ import torch
 from cuvee.blend import Blender, Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.family import step_value
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import empty_cache, prefill
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_STEP_INDEX
+from cuvee.codec.models.forward import empty_cache, prefill
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import PRESET_STEP_INDEX
 from cuvee.eval.blending.selectors import COMPARED, DEFAULT, NOTHING, SELECTORS
 from cuvee.eval.timing import Timing
 

@@ -10,11 +10,11 @@ from typing import Any
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import InputError
-from cuvee.codec.family import step_value
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, PRESET_STEP_INDEX
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.eval.baselines.basis import PrincipalBasis
 from cuvee.eval.baselines.kvtc import KVTC_BUDGETS, Kvtc
 from cuvee.eval.baselines.pca import PCA_STEPS, PcaTransform

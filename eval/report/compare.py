@@ -31,9 +31,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cuvee.codec.divergence import stderr
 from cuvee.codec.errors import InputError
-from cuvee.codec.suggest import suggestion
+from cuvee.codec.learning.divergence import stderr
+from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.report.load import METRIC_FIELDS, SPEEDS
 from cuvee.eval.stats import paired_difference

@@ -8,10 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.errors import InputError
-from cuvee.codec.learning.calibrate import held_out_count
-from cuvee.codec.learning.moments import SINKS
-from cuvee.eval.corpus import (
+from cuvee.codec.data.corpus import (
     Corpus,
     calibration_windows,
     leading_ids,
@@ -19,9 +16,12 @@ from cuvee.eval.corpus import (
     read_corpus,
     token_ids,
 )
-from cuvee.eval.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text
-from cuvee.eval.protocol import reread, sample_text
-from cuvee.eval.report.config import MIXTURE, ReportConfig
+from cuvee.codec.errors import InputError
+from cuvee.codec.learning.calibrate import held_out_count
+from cuvee.codec.learning.mixture import KINDS, REREAD, SAMPLES, check_mixture_size, mixture, mixture_text
+from cuvee.codec.learning.moments import SINKS
+from cuvee.codec.learning.sequences import reread, sample_text
+from cuvee.eval.report.report_config import MIXTURE, ReportConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

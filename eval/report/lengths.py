@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.data.corpus import Corpus, sequences_by_text, with_leading
 from cuvee.codec.errors import InputError
-from cuvee.codec.quality import PRESET_KL
-from cuvee.eval.corpus import Corpus, sequences_by_text, with_leading
+from cuvee.codec.learning.sequences import reread
+from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.documents import Entry
 from cuvee.eval.methods import UNCOMPRESSED
-from cuvee.eval.protocol import reread
 from cuvee.eval.quality import Quality
 from cuvee.eval.report.candidates import Candidate
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
-from cuvee.codec.plain_json import parse_json
+from cuvee.codec.support.plain_json import parse_json
 from cuvee.eval.documents import ReportData
 
 __all__ = ["METRIC_FIELDS", "REPORT_FORMAT", "REPORT_VERSION", "SPEEDS", "load_report"]

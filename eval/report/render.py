@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cuvee.codec.files import write_atomically
+from cuvee.codec.support.files import write_atomically
 from cuvee.eval.documents import ReportData, ReportTable, markdown_document
 from cuvee.eval.report.plots import PLOTS, write_plots
 from cuvee.eval.report.sections import equal_kl, headline, report_preface, report_sections, report_title

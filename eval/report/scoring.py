@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from cuvee.codec.data.corpus import load_tokenizer
 from cuvee.codec.errors import InputError
-from cuvee.codec.suggest import suggestion
-from cuvee.eval.corpus import load_tokenizer
+from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
 from cuvee.eval.tasks import TASKS_PATH, chance, description, is_ours, main_metric

@@ -16,8 +16,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from cuvee.codec.files import write_atomically
-from cuvee.eval.data import EVALUATION_TEXTS, bundled_text, load_bundled_model
+from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
+from cuvee.codec.support.files import write_atomically
 from cuvee.eval.tasks import TASKS_PATH
 
 __all__ = ["DOCUMENTS", "documents", "encode_documents"]

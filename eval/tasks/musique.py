@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.plain_json import parse_json
+from cuvee.codec.support.plain_json import parse_json
 
 __all__ = ["load", "normalize", "passages_of", "prompt", "score"]
 

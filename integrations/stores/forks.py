@@ -1,5 +1,5 @@
-"""What a store calls to survive a fork: see `cuvee.codec.forks`, which the layers below use, too."""
+"""What a store calls to survive a fork: see `cuvee.codec.support.forks`, which the layers below use, too."""
 
-from cuvee.codec.forks import Forked, tell_after_fork
+from cuvee.codec.support.forks import Forked, tell_after_fork
 
 __all__ = ["Forked", "tell_after_fork"]

@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.fingerprint import fingerprint_samples, sampled_positions
 from cuvee.codec.identity import Identity, canonical
-from cuvee.codec.plain_json import parse_json
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import LOSSLESS
+from cuvee.codec.models.fingerprint import fingerprint_samples, sampled_positions
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import LOSSLESS
+from cuvee.codec.support.plain_json import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -41,8 +41,8 @@ from cuvee.integrations.vllm.probe import find_page_layout, verify_page_layout
 from cuvee.integrations.vllm.prometheus import CuveePrometheus, CuveeStats
 
 if TYPE_CHECKING:
+    from cuvee.integrations.vllm.blending.blend_options import BlendOptions
     from cuvee.integrations.vllm.blending.executing import PageBlender
-    from cuvee.integrations.vllm.blending.options import BlendOptions
     from cuvee.integrations.vllm.decision import Estimate
     from cuvee.integrations.vllm.scheduler import SchedulerSide
     from cuvee.integrations.vllm.worker import WorkerSide
@@ -90,7 +90,7 @@ class CuveeWorkerMetadata(KVConnectorWorkerMetadata):
 class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     """Keeps the KV of prompts compressed in a store, and finds it again.
 
-    vLLM makes one for its scheduler and one for each worker. Options: `cuvee.integrations.vllm.config.Options`.
+    vLLM makes one for its scheduler and one for each worker. `connector_config.Options` lists the options.
 
     Raises:
         CuveeError: at start-up, for an option, a model or an engine feature that is not supported.
@@ -291,7 +291,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         """What recomputes in these pages, with the model that the engine has loaded."""
         from cuvee.blend.recompute import MOST_ROWS
         from cuvee.integrations.vllm.blending.executing import PageBlender
-        from cuvee.integrations.vllm.blending.model import LoadedModel, agree_over_ranks, total_over_ranks
+        from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
         from cuvee.integrations.vllm.blending.planning import least_slice
 
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)

@@ -19,7 +19,7 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.suggest import suggestion
+from cuvee.codec.support.suggest import suggestion
 
 if TYPE_CHECKING:
     from cuvee.integrations.stores.base import TierCounters

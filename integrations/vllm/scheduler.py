@@ -36,7 +36,7 @@ from typing import Any
 from uuid import uuid4
 
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
-from cuvee.codec.quality import LOSSLESS
+from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.stores import Store
 from cuvee.integrations.stores.threads import Crew
 from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented, least_slice

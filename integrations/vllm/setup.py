@@ -12,19 +12,19 @@ from functools import lru_cache
 from typing import Any
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.dtypes import TORCH_DTYPES
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.identity import Identity
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import LOSSLESS
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.vllm.checkpoint import (
     check_profile,
     checkpoint_identity,
     name_of_weights,
     tokenizer_identity,
 )
-from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.connector_config import Options
 
 logger = logging.getLogger(__name__)
 

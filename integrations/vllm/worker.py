@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from cuvee.codec.codec import Codec, OpenBlob
-from cuvee.codec.devices import Mark, refuse_capture, send
 from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemoryError, allocations
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
@@ -37,6 +36,7 @@ from cuvee.integrations.vllm.guard import Guard
 from cuvee.integrations.vllm.messages import Blend, Load, Piece, Report, Save
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.setup import Setup
+from cuvee.kernels.devices import Mark, refuse_capture, send
 
 if TYPE_CHECKING:
     from cuvee.integrations.vllm.blending.executing import PageBlend, PageBlender

@@ -31,9 +31,9 @@ from cuvee.kernels.jobs import (
     TILE_SECTION,
     TILE_UNIT,
 )
+from cuvee.kernels.kernel_spec import KernelSpec
 from cuvee.kernels.ops.arguments import CacheView, ChannelArrays, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.pages import store_pairs, token_offsets, turn_pairs
-from cuvee.kernels.spec import KernelSpec
 
 WARPS = 8
 TOKENS = 64

@@ -9,7 +9,7 @@ steps, and where a plane goes depends on whether it is coded, which is known onl
 
 A section is one layer, K then V. `jobs` holds the sections of one chunk after the other, so that the job of a tile is
 chunk * sections + TileField.SECTION - first_section. Values are rotated left by one bit before they are cut into bytes:
-see `codec/byte_planes.py`.
+see `codec/stages/reference/byte_planes.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.byte_planes import PROB_BITS
-from cuvee.codec.tables import SYMBOLS
+from cuvee.codec.entropy.tables import SYMBOLS
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -43,6 +43,7 @@ from cuvee.kernels.jobs import (
     TILE_STEP,
     TILE_UNIT,
 )
+from cuvee.kernels.kernel_spec import KernelSpec
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.pages import (
     half_addresses,
@@ -53,7 +54,6 @@ from cuvee.kernels.ops.pages import (
     turn_pairs,
 )
 from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
-from cuvee.kernels.spec import KernelSpec
 
 WARPS = 8  # 64 tokens of 64 pairs at 4 spill
 TOKENS = 64  # a program's: two sectors of a plane's row

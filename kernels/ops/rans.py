@@ -3,8 +3,8 @@
     decode   data --rans_decode--> planes [P, T]
     encode   planes --rans_encode--> words, states, lengths --count_words--> totals --write_coded--> out
 
-`codec/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. Each lane codes one stream: at every
-step all lanes of a program use the same table, and the symbols they store or load lie side by side.
+`codec/stages/reference/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. Each lane codes one
+stream: at every step all lanes of a program use the same table, and the symbols they store or load lie side by side.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.rans import LOWER_BOUND, U32
-from cuvee.codec.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.stages.reference.rans import LOWER_BOUND, U32
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_CLASS_STATE,
@@ -44,8 +44,8 @@ from cuvee.kernels.jobs import (
     PLAN_REST,
     STATUS_STREAMS,
 )
+from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
-from cuvee.kernels.spec import Budget, KernelSpec
 
 _BOUND = tl.constexpr(LOWER_BOUND)
 _SYMBOLS = tl.constexpr(SYMBOLS)

@@ -1,9 +1,10 @@
-"""Byte planes to coefficients and back: unpack, unpredict, dequantize; quantize, predict, pack (`codec/symbols.py`).
+"""Byte planes to coefficients and back: unpack, unpredict, dequantize; quantize, predict, pack.
 
-`dequantize` runs two kernels. The first treats every ESCAPE byte as the number -128 and counts such bytes. The second
-has one lane per entry of the escape list: it checks the list and redoes what an escaped value changes, which is one
-token or, under prediction, the rest of its stream. The tables cut off tails that are cheaper to escape, so most tiles
-hold an escape; searching the list in every tile would cost more than everything else.
+`codec/stages/reference/symbols.py` is the reference. `dequantize` runs two kernels. The first treats every ESCAPE
+byte as the number -128 and counts such bytes. The second has one lane per entry of the escape list: it checks the
+list and redoes what an escaped value changes, which is one token or, under prediction, the rest of its stream. The
+tables cut off tails that are cheaper to escape, so most tiles hold an escape; searching the list in every tile would
+cost more than everything else.
 
 The count completes the check. If the list has as many entries as there are ESCAPE bytes, each entry points at one of
 them, and indices rise, then the list names them all.
@@ -24,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec import symbols
-from cuvee.codec.symbols import RHO_BITS, Prediction
+from cuvee.codec.stages.reference import symbols
+from cuvee.codec.stages.reference.symbols import RHO_BITS, Prediction
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_ESCAPE_COUNT,
@@ -46,9 +47,9 @@ from cuvee.kernels.jobs import (
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
+from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.pages import rounded
-from cuvee.kernels.spec import Budget, KernelSpec
 
 ESCAPE = tl.constexpr(symbols.ESCAPE)
 NONE = tl.constexpr(int(Prediction.NONE))

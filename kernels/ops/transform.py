@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.classes import CLASSES, WINDOW
+from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.kernels.jobs import (
     BLOCK_BASIS,
     BLOCK_COLUMN,
@@ -49,6 +49,7 @@ from cuvee.kernels.jobs import (
     TILE_UNIT,
     ChunkField,
 )
+from cuvee.kernels.kernel_spec import KernelSpec
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import (
     COMPILED,
@@ -57,7 +58,6 @@ from cuvee.kernels.ops.pages import (
     token_offsets,
     turn_pairs,
 )
-from cuvee.kernels.spec import KernelSpec
 
 MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
 TABLE_TOKENS = 16  # a program of `rotation_tables`
@@ -128,7 +128,7 @@ def rotation_tables(
         chunks, inv_freq, scaling, tables.cos, tables.sin, angles,
         POSITION=int(ChunkField.SOURCE if use_source else ChunkField.TARGET), INVERSE=inverse, BLOCK_T=TABLE_TOKENS,
         BLOCK_A=block_a, num_warps=4,
-        enable_fp_fusion=False,  # an angle is rounded before its reduction, as in codec/rope.py
+        enable_fp_fusion=False,  # an angle is rounded before its reduction, as in codec/models/rope.py
     )  # fmt: skip
 
 

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec, OpenBlob
-    from cuvee.codec.container import BlobInfo, inspect
     from cuvee.codec.errors import (
         CorruptError,
         CuveeError,
@@ -33,11 +32,12 @@ if TYPE_CHECKING:
         UnsupportedModelError,
         VersionError,
     )
+    from cuvee.codec.format.container import BlobInfo, inspect
     from cuvee.codec.layout import KVLayout, LayerLayout, Rope
     from cuvee.codec.learning.calibrate import calibrate, fit
     from cuvee.codec.learning.curve import measure
     from cuvee.codec.paged import PagedCache
-    from cuvee.codec.profile import Profile
+    from cuvee.codec.profiles.profile import Profile
     from cuvee.integrations.transformers import decode_cache, encode_cache, load_cache, save_cache
 
     __version__: str
@@ -80,7 +80,7 @@ _HOME = {
     "Rope": "cuvee.codec.layout",
     "LayerLayout": "cuvee.codec.layout",
     "OpenBlob": "cuvee.codec.codec",
-    "BlobInfo": "cuvee.codec.container",
+    "BlobInfo": "cuvee.codec.format.container",
     "Codec": "cuvee.codec.codec",
     "CorruptError": "cuvee.codec.errors",
     "CuveeError": "cuvee.codec.errors",
@@ -91,12 +91,12 @@ _HOME = {
     "KeyMismatchError": "cuvee.codec.errors",
     "OutOfMemoryError": "cuvee.codec.errors",
     "PagedCache": "cuvee.codec.paged",
-    "Profile": "cuvee.codec.profile",
+    "Profile": "cuvee.codec.profiles.profile",
     "ProfileError": "cuvee.codec.errors",
     "ProfileMismatchError": "cuvee.codec.errors",
     "UnsupportedModelError": "cuvee.codec.errors",
     "VersionError": "cuvee.codec.errors",
-    "inspect": "cuvee.codec.container",
+    "inspect": "cuvee.codec.format.container",
     "decode_cache": "cuvee.integrations.transformers",
     "encode_cache": "cuvee.integrations.transformers",
     "load_cache": "cuvee.integrations.transformers",

@@ -33,15 +33,15 @@ from cuvee.blend import (
     Union,
     blender,
 )
-from cuvee.blend.model import FAMILIES
 from cuvee.blend.recompute import Recompute
+from cuvee.blend.recompute_model import FAMILIES
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate, fit
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 
 LAYERS = 4
 VOCABULARY = 61

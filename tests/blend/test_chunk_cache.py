@@ -30,13 +30,13 @@ from cuvee.blend.selectors import Nothing, Random
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError, UnsupportedModelError
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key, tenant_id
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.memory import MemoryStore

@@ -23,8 +23,8 @@ from cuvee.blend import HKVD, Blender, BlendResult, Boundary, Nothing, QueryGuid
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 
 SEEDS = range(3)
 COST = 0.15

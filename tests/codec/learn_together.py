@@ -24,9 +24,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning import calibrate, curve
+from cuvee.codec.learning.distributed import Processes
 from cuvee.codec.learning.moments import Moments
-from cuvee.codec.learning.together import Processes
-from cuvee.codec.transform import partition
+from cuvee.codec.stages.reference.transform import partition
 
 
 def small_model() -> LlamaForCausalLM:

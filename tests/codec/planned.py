@@ -10,18 +10,24 @@ from typing import cast
 import numpy as np
 import torch
 
-from cuvee.codec.classes import CLASSES, ClassedPlan, class_step_index, class_table, default_class_frequencies
-from cuvee.codec.coefficients import CoefficientCoder
-from cuvee.codec.container import write_streams
+from cuvee.codec.entropy.coefficients import CoefficientCoder
+from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes, step_value
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import (
+    CLASSES,
+    ClassedPlan,
+    class_step_index,
+    class_table,
+    default_class_frequencies,
+)
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.family import Family, coding_plan, default_family, scale_codes, step_value
-from cuvee.codec.plans import CodingPlans, pack_plans
-from cuvee.codec.rans import Streams
-from cuvee.codec.section_coding import StepCoding
-from cuvee.codec.sections import Coefficients
-from cuvee.codec.stages import get_stages
-from cuvee.codec.symbols import U8, CodingPlan, Escapes, Prediction
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.format.container import write_streams
+from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
+from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.reference.rans import Streams
+from cuvee.codec.stages.reference.sections import Coefficients
+from cuvee.codec.stages.reference.symbols import U8, CodingPlan, Escapes, Prediction
 
 TABLE = class_table(default_class_frequencies())
 EMPTY = CodingPlan(

@@ -16,23 +16,23 @@ from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
-from cuvee.codec.fingerprint import model_fingerprint
+from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning import calibrate
 from cuvee.codec.learning import moments as moments_module
 from cuvee.codec.learning.calibrate import choose_group, fit, held_out_count
 from cuvee.codec.learning.curve import CURVE_STEP_INDICES, measure
 from cuvee.codec.learning.gradients import sample_gradients
+from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, normalized
-from cuvee.codec.learning.sections import build_profile
-from cuvee.codec.model import frozen
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.rope import rotate, unrotate
-from cuvee.codec.symbols import Prediction
-from cuvee.codec.transform import gather, partition
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import frozen
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
+from cuvee.codec.stages.reference.symbols import Prediction
+from cuvee.codec.stages.reference.transform import gather, partition
 
 
 class Books(Protocol):

@@ -16,8 +16,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, _warn_of_no_promise
-from cuvee.codec.container import inspect
-from cuvee.codec.cpu import MAX_SCHEMES, CpuBackend
+from cuvee.codec.cpu.backend import MAX_SCHEMES, CpuBackend
 from cuvee.codec.errors import (
     CorruptError,
     CuveeError,
@@ -27,10 +26,11 @@ from cuvee.codec.errors import (
     ProfileError,
     ProfileMismatchError,
 )
+from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, CurvePoint
-from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import PRESET_KL, CurvePoint
 
 MakeChunk = Callable[..., KVChunk]
 MakeCodec = Callable[..., Codec]
@@ -145,7 +145,7 @@ def test_tensors_that_require_gradients(
 def test_same_bytes_and_values_from_every_backend_and_thread_count(
     scheme: str, layouts: Layouts, make_chunk: MakeChunk, make_codec: MakeCodec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.codec.cpu.PARALLEL_VALUES", 1)
+    monkeypatch.setattr("cuvee.codec.cpu.backend.PARALLEL_VALUES", 1)
     chunk = make_chunk(layouts["irregular"], 200, seed=4)
     settings: list[dict[str, object]] = [
         {"backend": "numba", "threads": 1},
@@ -235,7 +235,7 @@ def test_threads_leave_torchs_own_as_they_were(
         started.append(helpers)
         return real(helpers, *arguments)
 
-    monkeypatch.setattr("cuvee.codec.pool.ThreadPoolExecutor", counting)
+    monkeypatch.setattr("cuvee.codec.cpu.pool.ThreadPoolExecutor", counting)
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -243,7 +243,7 @@ def test_threads_leave_torchs_own_as_they_were(
         codec = make_codec("gqa", "layer", step=0.2, threads=2)
         codec.decode(codec.encode(chunk))
         assert started == []  # too small to be worth a thread
-        monkeypatch.setattr("cuvee.codec.cpu.PARALLEL_VALUES", 1)
+        monkeypatch.setattr("cuvee.codec.cpu.backend.PARALLEL_VALUES", 1)
         codec.decode(codec.encode(chunk))
         assert started == [1]  # beside the caller; kept for the next chunk
         with real(1) as pool:

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from numba.core import caching
 
-from cuvee.codec import compiled as module
-from cuvee.codec.compiled import compiled
+from cuvee.codec.stages.compiled import compiler as module
+from cuvee.codec.stages.compiled.compiler import compiled
 
 ROUND_TRIP = """
 import logging, torch
@@ -55,7 +55,7 @@ def test_without_a_place_for_the_cache_everything_works() -> None:
 
 
 def test_the_cache_goes_where_numba_is_told(tmp_path: Path) -> None:
-    code = "from cuvee.codec.rans_numba import _decode; print(_decode._cache.cache_path)"
+    code = "from cuvee.codec.stages.compiled.rans import _decode; print(_decode._cache.cache_path)"
     done = run(code, NUMBA_CACHE_DIR=str(tmp_path))
     assert done.returncode == 0 and done.stdout.startswith(str(tmp_path)), done.stderr
 

@@ -17,7 +17,8 @@ import xxhash
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import (
+from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
+from cuvee.codec.format.container import (
     MAX_TOKENS,
     Reader,
     Scheme,
@@ -30,13 +31,12 @@ from cuvee.codec.container import (
     write_blob,
     write_streams,
 )
-from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
-from cuvee.codec.keys import MIN_KEY_BYTES, Key, make_keys
+from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
-from cuvee.codec.rans import Streams
-from cuvee.codec.symbols import Escapes
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.stages.reference.rans import Streams
+from cuvee.codec.stages.reference.symbols import Escapes
 
 KEY = b"0123456789abcdef"
 SECTIONS = (b"first section", b"", b"the third one\x00")

@@ -10,9 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cuvee.codec import symbols
-from cuvee.codec.errors import FormatError, ProfileError
-from cuvee.codec.family import (
+from cuvee.codec.entropy.family import (
     OCTAVE,
     TABLES,
     Family,
@@ -26,9 +24,11 @@ from cuvee.codec.family import (
     split_wide,
     step_value,
 )
-from cuvee.codec.section_profile import SectionProfile
-from cuvee.codec.symbols import ESCAPE, F32, I16, MAX_SHIFT, Prediction
-from cuvee.codec.transform import SectionBasis
+from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.stages.reference import symbols
+from cuvee.codec.stages.reference.symbols import ESCAPE, F32, I16, MAX_SHIFT, Prediction
+from cuvee.codec.stages.reference.transform import SectionBasis
 
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 

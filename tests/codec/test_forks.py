@@ -14,8 +14,8 @@ import pytest
 from numba.core.compiler_lock import global_compiler_lock
 from tests.forked import SECONDS, works_in_child
 
-from cuvee.codec import forks
-from cuvee.codec.lazy import lazy
+from cuvee.codec.support import forks
+from cuvee.codec.support.lazy import lazy
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the system does not fork")
 

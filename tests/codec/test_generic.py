@@ -9,9 +9,9 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
+from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 STEP = 0.25
 

@@ -30,9 +30,8 @@ from tests.codec.forging import (
 )
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import CLASSES, class_table
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
-from cuvee.codec.container import read_header
+from cuvee.codec.entropy.token_classes import CLASSES, class_table
 from cuvee.codec.errors import (
     CorruptError,
     CuveeError,
@@ -43,13 +42,14 @@ from cuvee.codec.errors import (
     ProfileMismatchError,
     allocations,
 )
+from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
-from cuvee.codec.rans import Streams
-from cuvee.codec.stages import get_stages, stage_names
-from cuvee.codec.symbols import U8
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.stages.implementations import get_stages, stage_names
+from cuvee.codec.stages.reference.rans import Streams
+from cuvee.codec.stages.reference.symbols import U8
 
 TOKENS, START = 20, 3
 SCHEMES = ("lossless", "generic", "transform", "classes")  # the last: learned, and tokens have classes
@@ -604,7 +604,7 @@ import resource, sys
 from pathlib import Path
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 good, *forged = (Path(p).read_bytes() for p in sys.argv[2:])
 profile = Profile.load(sys.argv[1])
 codec = Codec(profile, step=0.02, threads=1)
@@ -731,8 +731,8 @@ def test_memory_that_is_not_there_is_our_error(allocate: Callable[[], object], m
     monkeypatch.setattr("cuvee.codec.codec._outputs", lambda *_: allocate())
     other = PagedCache.dense(LAYOUT, [k.float() for k in chunk.keys], [v.float() for v in chunk.values])
     assert other.dtype != chunk.keys[0].dtype
-    monkeypatch.setattr("cuvee.codec.cpu.paged_rows", lambda *_: allocate())
-    monkeypatch.setattr("cuvee.codec.cpu._scratch", lambda *_: allocate())
+    monkeypatch.setattr("cuvee.codec.cpu.backend.paged_rows", lambda *_: allocate())
+    monkeypatch.setattr("cuvee.codec.cpu.backend._scratch", lambda *_: allocate())
     for call in (
         lambda: codec.decode(blob),
         lambda: codec.decode_layers(blob, range(1)),

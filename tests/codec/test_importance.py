@@ -11,21 +11,21 @@ import torch
 from tests.codec.vectors import LAYOUT, golden_chunk
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import CLASSES, NEUTRAL
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
+from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError, InputError, ProfileError
-from cuvee.codec.importance import (
+from cuvee.codec.format.container import inspect
+from cuvee.codec.learning.calibrate import fit
+from cuvee.codec.learning.class_predictor import TokenSample, leading_components, learn_classes, learn_predictors
+from cuvee.codec.profiles.class_predictor import (
     MAX_SINKS,
     Predictor,
     choose_classes,
     importance_offsets,
     read_predictor,
 )
-from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.learning.importance import TokenSample, leading_components, learn_classes, learn_predictors
-from cuvee.codec.profile import Profile
-from cuvee.codec.section_coding import SectionCoding
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.step_coding import SectionCoding
 
 
 def fitted(group: str = "layer") -> Profile:

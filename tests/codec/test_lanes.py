@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
-from cuvee.codec import lanes
-from cuvee.codec.family import default_family
-from cuvee.codec.rans import U8, U32, rans_encode
-from cuvee.codec.simd import WIDTH
+from cuvee.codec.entropy.family import default_family
+from cuvee.codec.stages.compiled import lanes
+from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.reference.rans import U8, U32, rans_encode
 
 TABLES = default_family().tables
 
@@ -83,7 +83,7 @@ GUARDED = """
 import ctypes, mmap
 import numpy as np
 from tests.codec.test_lanes import TABLES, decoded
-from cuvee.codec.rans import rans_encode
+from cuvee.codec.stages.reference.rans import rans_encode
 page = mmap.PAGESIZE
 memory = mmap.mmap(-1, 2 * page)
 address = ctypes.addressof(ctypes.c_char.from_buffer(memory))

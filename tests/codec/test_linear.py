@@ -11,21 +11,22 @@ import numpy as np
 import pytest
 import torch
 
-from cuvee.codec import lossless_numba, sections_numba
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import WINDOW
 from cuvee.codec.codec import Codec
-from cuvee.codec.coefficients import CoefficientCoder
-from cuvee.codec.container import read_header, read_section
-from cuvee.codec.cpu import CpuBackend
-from cuvee.codec.indexed import IndexedPart
+from cuvee.codec.cpu.backend import CpuBackend
+from cuvee.codec.entropy.coefficients import CoefficientCoder
+from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.codec.format.container import read_header, read_section
+from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profile import Profile
-from cuvee.codec.rows import dense_rows
-from cuvee.codec.section_coding import StepCoding
-from cuvee.codec.sections import read_part
-from cuvee.codec.stages import get_stages
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.compiled import byte_planes as lossless_numba
+from cuvee.codec.stages.compiled import sections as sections_numba
+from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.reference.sections import read_part
+from cuvee.codec.stages.rows import dense_rows
 
 LAYOUT = KVLayout("mine", (LayerLayout(1, 8, 8, Rope((1.0,) * 4)),) * 2, "bfloat16", None)
 SCHEMES = ("classes", "transform", "lossless", "generic")

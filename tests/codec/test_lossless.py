@@ -9,10 +9,10 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
+from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.profiles.profile import Profile
 
 ROPE = Rope(tuple(1e4 ** (-i / 4) for i in range(4)), attention_scaling=1.2)
 BITS = {"bfloat16": torch.int16, "float16": torch.int16, "float32": torch.int32}

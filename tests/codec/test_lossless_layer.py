@@ -11,15 +11,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.codec.byte_planes import read_layer
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import read_header, read_section
 from cuvee.codec.errors import CorruptError, FormatError
+from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.profile import Profile
-from cuvee.codec.rows import Rows, dense_rows
-from cuvee.codec.stages import get_stages, stage_names
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.stages.implementations import get_stages, stage_names
+from cuvee.codec.stages.reference.byte_planes import read_layer
+from cuvee.codec.stages.rows import Rows, dense_rows
 
 DTYPES = ("bfloat16", "float16", "float32")
 KINDS = ("stored", "coded", "mixed", "keys", "steady")

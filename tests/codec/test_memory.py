@@ -23,7 +23,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 torch.set_num_threads(1)
 tokens = 16384

@@ -13,11 +13,11 @@ import torch
 from cuvee.codec import codec as module
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, OpenBlob
-from cuvee.codec.container import inspect, read_header
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, ProfileMismatchError
+from cuvee.codec.format.container import inspect, read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 KEY = b"sixteen bytes of it"
 Layouts = dict[str, KVLayout]

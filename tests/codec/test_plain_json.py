@@ -12,8 +12,8 @@ from safetensors.numpy import save_file
 
 from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.plain_json import MAX_DEPTH, parse_json
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.support.plain_json import MAX_DEPTH, parse_json
 
 DEEP = [10**5, sys.getrecursionlimit() // 2, MAX_DEPTH + 1]  # more than the parser takes, or its readers
 BAD = {

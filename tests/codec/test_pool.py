@@ -20,7 +20,7 @@ import pytest
 import torch
 from tests.forked import works_in_child_while_held
 
-from cuvee.codec.pool import Pool
+from cuvee.codec.cpu.pool import Pool
 
 SECONDS = 30.0  # nothing here takes so long unless it hangs
 
@@ -301,10 +301,10 @@ def test_a_child_does_not_wait_for_a_thread_of_its_parent() -> None:
 FORKED = """
 import os, sys, threading
 import torch
-import cuvee.codec.cpu
+import cuvee.codec.cpu.backend
 from cuvee import Codec, KVChunk, KVLayout, Profile
 from cuvee.codec.layout import LayerLayout
-cuvee.codec.cpu.PARALLEL_VALUES = 1
+cuvee.codec.cpu.backend.PARALLEL_VALUES = 1
 layout = KVLayout("tiny", (LayerLayout(2, 16, 16, None),) * 4, "float32", None)
 chunk = KVChunk([torch.randn(300, 2, 16) for _ in range(4)], [torch.randn(300, 2, 16) for _ in range(4)], layout)
 for quality in ("lossless", "balanced"):

@@ -21,17 +21,17 @@ import torch
 from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_torch
 
-from cuvee.codec import profile as module
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import class_frequencies
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import read_header, read_section
+from cuvee.codec.entropy.token_classes import class_frequencies
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
-from cuvee.codec.importance import Predictor
+from cuvee.codec.format.container import read_header, read_section
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.symbols import Prediction
+from cuvee.codec.profiles import profile as module
+from cuvee.codec.profiles.class_predictor import Predictor
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
+from cuvee.codec.stages.reference.symbols import Prediction
 
 Fitted = Callable[[str, str], Profile]
 

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.rope import cos_sin, rotate, unrotate
+from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 
 TOKENS = 9
 NEAR, FAR = 3, 1500

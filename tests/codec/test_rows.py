@@ -10,14 +10,15 @@ import pytest
 import torch
 from tests.codec.test_paged import ORDERS, PERMUTED, SLOTS, poisoned, scattered, tensors, written
 
-from cuvee.codec import transform, transform_numba
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
-from cuvee.codec.rows import Rows, dense_rows, paged_rows
-from cuvee.codec.transform import Rotation, partition
+from cuvee.codec.stages.compiled import transform as transform_numba
+from cuvee.codec.stages.reference import transform
+from cuvee.codec.stages.reference.transform import Rotation, partition
+from cuvee.codec.stages.rows import Rows, dense_rows, paged_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
@@ -196,7 +197,7 @@ def test_every_order_of_memory_gets_the_same(
         used.append(found is not None)
         return found
 
-    monkeypatch.setattr("cuvee.codec.cpu.paged_rows", spied)
+    monkeypatch.setattr("cuvee.codec.cpu.backend.paged_rows", spied)
     slots = scattered(37)
     slots[3], slots[0], slots[-1] = NOWHERE, NOWHERE, NOWHERE
     kept = slots != NOWHERE

@@ -13,15 +13,15 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.family import OCTAVE, scale_codes
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
-from cuvee.codec.family import OCTAVE, scale_codes
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import CurvePoint
-from cuvee.codec.symbols import Prediction
-from cuvee.codec.transform import partition
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
+from cuvee.codec.stages.reference.symbols import Prediction
+from cuvee.codec.stages.reference.transform import partition
 
 ROPE = Rope((1.0, 0.3, 0.1, 0.03))
 # Heads differ from layer to layer, and so do the sizes of keys and values; four ranks share the heads of layer 1.
@@ -433,8 +433,8 @@ def test_shards_cost_little_more(fitted: Fitted, make_chunk: MakeChunk) -> None:
 @pytest.fixture(scope="module")
 def books_head() -> tuple[Any, torch.Tensor, Profile]:
     """The bundled model, sequences of another text than it was calibrated on, and a profile of group `head`."""
-    from cuvee.eval.data import bundled_text, load_bundled_model
-    from cuvee.eval.protocol import reread, split_sequences
+    from cuvee.codec.data.bundled import bundled_text, load_bundled_model
+    from cuvee.codec.learning.sequences import reread, split_sequences
 
     model, tokenizer = load_bundled_model()
 
@@ -447,7 +447,7 @@ def books_head() -> tuple[Any, torch.Tensor, Profile]:
 
 
 def test_the_bundled_model_on_two_ranks(books_head: tuple[Any, torch.Tensor, Profile]) -> None:
-    from cuvee.codec.model import prefill
+    from cuvee.codec.models.forward import prefill
 
     model, tokens, profile = books_head
     assert profile.source == "calibrated" and len(profile.model or "") == 32

@@ -9,12 +9,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.codec import symbols
+from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.family import TABLES, coding_plan, default_family
-from cuvee.codec.stages import Stages, get_stages, stage_names
-from cuvee.codec.symbols import ESCAPE, F32, I32, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Prediction, Quantizer
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
+from cuvee.codec.stages.reference import symbols
+from cuvee.codec.stages.reference.symbols import (
+    ESCAPE,
+    F32,
+    I32,
+    MAX_LEVEL,
+    MAX_SHIFT,
+    CodingPlan,
+    Escapes,
+    Prediction,
+    Quantizer,
+)
 
 FAMILY = default_family()
 SIZES = [(1, 1), (1, 63), (3, 64), (7, 65), (13, 5), (57, 17)]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError
-from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 
 PROB_BITS = (8, 10, 12)
 

@@ -17,9 +17,9 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import _device_of_moments, calibrate
-from cuvee.codec.learning.together import Alone, agreeing
-from cuvee.codec.model import score
-from cuvee.codec.profile import Profile
+from cuvee.codec.learning.distributed import Alone, agreeing
+from cuvee.codec.models.forward import score
+from cuvee.codec.profiles.profile import Profile
 
 PROCESSES = 3
 

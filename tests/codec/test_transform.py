@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from cuvee.codec import transform, transform_numba
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import WINDOW
+from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate, unrotate
-from cuvee.codec.rows import Rows, dense_rows
-from cuvee.codec.transform import (
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.stages.compiled import transform as transform_numba
+from cuvee.codec.stages.reference import transform
+from cuvee.codec.stages.reference.transform import (
     Rotation,
     Section,
     SectionBasis,
@@ -29,6 +29,7 @@ from cuvee.codec.transform import (
     tile_tokens,
     tiles,
 )
+from cuvee.codec.stages.rows import Rows, dense_rows
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 FOLDER = Path(__file__).parent / "golden"
 PROFILE, MANIFEST, EXPECTED = FOLDER / "profile.safetensors", FOLDER / "manifest.json", FOLDER / "expected.safetensors"

@@ -19,7 +19,7 @@ from tests.conftest import Books
 from tests.package.cli.running import fails, misused, run
 
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.arms import ArmsConfig, arms_tables, run_arms, shows_something
 from cuvee.eval.report import scoring
 from cuvee.eval.stats import paired_difference

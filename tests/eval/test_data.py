@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cuvee.codec.errors import InputError
-from cuvee.eval.data import (
+from cuvee.codec.data.bundled import (
     CALIBRATION_TEXTS,
     EVALUATION_TEXTS,
     TEXTS,
@@ -18,7 +17,8 @@ from cuvee.eval.data import (
     bundled_text,
     load_bundled_model,
 )
-from cuvee.eval.protocol import LENGTH, PREFIX, SEED, reread, sample_text, split_sequences
+from cuvee.codec.errors import InputError
+from cuvee.codec.learning.sequences import LENGTH, PREFIX, SEED, reread, sample_text, split_sequences
 
 TEXT_FOLDER = bundled_model_path().parents[1] / "texts"
 README = (TEXT_FOLDER / "README.md").read_text(encoding="ascii")

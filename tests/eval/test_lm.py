@@ -26,14 +26,14 @@ from transformers import PreTrainedTokenizerFast
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.data.bundled import bundled_text, load_bundled_model
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
 from cuvee.eval.cached_reading import Read
-from cuvee.eval.data import bundled_text, load_bundled_model
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.lm_command import complete_arguments, run_cli
 from cuvee.eval.methods import method_identity

@@ -21,9 +21,9 @@ from datasets import ClassLabel, Dataset, Features, Value
 from lm_eval import simple_evaluate
 from lm_eval.tasks import TaskManager
 
+from cuvee.codec.data.bundled import load_bundled_model
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
-from cuvee.eval.data import load_bundled_model
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.lm_command import complete_arguments
 from cuvee.eval.tasks import PUBLIC_TASKS, TASKS_PATH, chance, is_ours, main_metric, public, shorter, sources

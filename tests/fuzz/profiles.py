@@ -21,8 +21,8 @@ from tests.fuzz.engine import Finding, scratch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import Profile, sealed
-from cuvee.codec.quality import PRESETS
+from cuvee.codec.profiles.profile import Profile, sealed
+from cuvee.codec.profiles.quality import PRESETS
 
 MOST_VALUES = 4096  # of a token: a larger model is loaded, and not tried
 _TOKENS = 6

@@ -26,9 +26,9 @@ from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
-from cuvee.codec import rans, symbols
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.stages import get_stages
+from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.reference import rans, symbols
 from cuvee.integrations.stores.redis_replies import Account
 
 ROOT = Path(__file__).parents[2]
@@ -113,7 +113,7 @@ def test_a_missing_check_of_lengths_is_found(monkeypatch: pytest.MonkeyPatch) ->
         view: memoryview = self._view[self._at - count : self._at]
         return view
 
-    monkeypatch.setattr("cuvee.codec.container.Reader.take", take)
+    monkeypatch.setattr("cuvee.codec.format.container.Reader.take", take)
     assert "Error" in first_finding(BlobTarget(), 300)
 
 
@@ -134,7 +134,7 @@ def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("tests.fuzz.blobs.REFERENCE_EVERY", 1)
         assert "refuses what numba" in first_finding(BlobTarget(), 300)
     finally:
-        from cuvee.codec import symbols_numba
+        from cuvee.codec.stages.compiled import symbols as symbols_numba
 
         object.__setattr__(get_stages("numba"), "unpack", symbols_numba.unpack)
 
@@ -158,9 +158,10 @@ def test_another_value_from_one_backend_is_found(monkeypatch: pytest.MonkeyPatch
 def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ProfileTarget().warm_up()
     monkeypatch.setattr(
-        "cuvee.codec.section_profile._class_array", lambda prefix, name, dtype, arrays: arrays[f"{prefix}.{name}"]
+        "cuvee.codec.profiles.section_profile._class_array",
+        lambda prefix, name, dtype, arrays: arrays[f"{prefix}.{name}"],
     )
-    monkeypatch.setattr("cuvee.codec.section_profile.class_table", lambda frequencies: None)
+    monkeypatch.setattr("cuvee.codec.profiles.section_profile.class_table", lambda frequencies: None)
     assert "Error" in first_finding(ProfileTarget(), 1500)
 
 

@@ -13,10 +13,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import DynamicCache, EncoderDecoderCache, QuantizedCache, StaticCache
 
-from cuvee.codec import profile as codec_profile
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, PendingDecode
-from cuvee.codec.container import Scheme, read_header, write_blob
 from cuvee.codec.errors import (
     CorruptError,
     FormatError,
@@ -25,8 +23,10 @@ from cuvee.codec.errors import (
     ProfileMismatchError,
     UnsupportedModelError,
 )
+from cuvee.codec.format.container import Scheme, read_header, write_blob
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import ID_BYTES
+from cuvee.codec.profiles import profile as codec_profile
+from cuvee.codec.profiles.profile import ID_BYTES
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
 
 TOKENS, CHUNK = 21, 8

@@ -86,7 +86,7 @@ def main(target: str) -> None:
     from tests import conftest
 
     from cuvee.codec.codec import Codec
-    from cuvee.codec.profile import Profile
+    from cuvee.codec.profiles.profile import Profile
 
     os.environ.pop("TRITON_INTERPRET", None)
     for name, scheme in (

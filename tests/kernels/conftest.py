@@ -16,7 +16,8 @@ def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     if KERNELS_RUN_ON != "interpreter":
         return
     from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, transform_scheme
-    from cuvee.kernels.ops.naive import rans, rans_classes
+    from cuvee.kernels.ops.naive import rans
+    from cuvee.kernels.ops.naive import rans_by_class as rans_classes
 
     for home in (rans, rans_classes):
         for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes"):

@@ -1,4 +1,4 @@
-"""What the kernels do with a chunk of Llama-3.1-8B's shape, counted by the emulator: `kernels/counts.json`.
+"""What the kernels do with a chunk of Llama-3.1-8B's shape, counted by the emulator: `kernels/analysis/counts.json`.
 
     python -m tests.kernels.counting            # counts all schemes for all targets and writes the file
 
@@ -24,10 +24,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate
+from cuvee.codec.models.rope import rotate
+from cuvee.codec.profiles.profile import Profile
 
-FILE = Path(__file__).parents[2] / "kernels" / "counts.json"
+FILE = Path(__file__).parents[2] / "kernels" / "analysis" / "counts.json"
 TOKENS, HEADS, DIM = 256, 8, 128
 LAYERS = {"head": 2, "head, classes": 2, "layer": 1, "generic": 2, "lossless": 2}
 STEPS = {"generic": 0.5}
@@ -84,7 +84,7 @@ def count(scheme: str) -> dict[str, Any]:
 
     Returns:
         `values` of the chunk, `bits` per value, and `encode` and `decode`: what each kernel did per value, by the names
-        of `cuvee.kernels.model.Count`.
+        of `cuvee.kernels.analysis.time_bounds.Count`.
     """
     layers = LAYERS[scheme]
     layout = _layout(layers)

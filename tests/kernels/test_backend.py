@@ -15,12 +15,12 @@ from tests.forked import SECONDS, works_in_child, works_in_child_while_held
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.devices import Mark
+from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.errors import CorruptError, FormatError, InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.pool import Pool
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
+from cuvee.kernels.devices import Mark
 
 MakeCodec = Callable[..., Codec]
 CASES = [
@@ -459,7 +459,7 @@ def test_a_forked_process_makes_schemes_while_a_thread_of_its_parent_does(
     layouts: dict[str, KVLayout], make_chunk: Any
 ) -> None:
     from cuvee.codec.backends import Coding
-    from cuvee.codec.container import Scheme
+    from cuvee.codec.format.container import Scheme
     from cuvee.kernels.backend import TritonBackend
 
     backend, chunk = TritonBackend(interpreted=True), make_chunk(layouts["gqa"], 5)

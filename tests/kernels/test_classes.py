@@ -12,22 +12,33 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cuvee.codec import rans, rans_classes, symbols_classes
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import CLASSES, NEUTRAL, WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import CodedPart, Reader, read_coded
+from cuvee.codec.entropy.family import default_family
+from cuvee.codec.entropy.token_classes import (
+    CLASSES,
+    NEUTRAL,
+    WINDOW,
+    ClassedPlan,
+    class_frequencies,
+    class_table,
+    coding_order,
+)
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
-from cuvee.codec.family import default_family
-from cuvee.codec.importance import Predictor
+from cuvee.codec.format.container import CodedPart, Reader, read_coded
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
-from cuvee.codec.rans import Streams
-from cuvee.codec.section_profile import SectionProfile
-from cuvee.codec.symbols import F32, MAX_LEVEL, U8, Escapes, Prediction
-from cuvee.codec.transform import SectionBasis, partition
-from cuvee.kernels.classes import read_classes, sort_columns, write_classes
+from cuvee.codec.profiles.class_predictor import Predictor
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.stages.reference import rans
+from cuvee.codec.stages.reference import rans_by_class as rans_classes
+from cuvee.codec.stages.reference import symbols_by_class as symbols_classes
+from cuvee.codec.stages.reference.rans import Streams
+from cuvee.codec.stages.reference.symbols import F32, MAX_LEVEL, U8, Escapes, Prediction
+from cuvee.codec.stages.reference.transform import SectionBasis, partition
+from cuvee.kernels.class_predictor import DevicePredictor
+from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import (
     ChunkBatch,
@@ -38,20 +49,19 @@ from cuvee.kernels.ops.arguments import (
     StreamJobs,
     TokenOrder,
 )
-from cuvee.kernels.ops.naive.rans_classes import rans_decode_classes_reference, rans_encode_classes_reference
-from cuvee.kernels.ops.naive.symbols_classes import (
+from cuvee.kernels.ops.naive.rans_by_class import rans_decode_classes_reference, rans_encode_classes_reference
+from cuvee.kernels.ops.naive.symbols_by_class import (
     dequantize_classes_reference,
     list_escapes_classes_reference,
     quantize_classes_reference,
 )
 from cuvee.kernels.ops.naive.transform import analyze_reference
 from cuvee.kernels.ops.rans import coding_table, decoding_table
-from cuvee.kernels.ops.rans_classes import rans_decode_classes, rans_encode_classes
-from cuvee.kernels.ops.symbols_classes import dequantize_classes, list_escapes_classes, quantize_classes
+from cuvee.kernels.ops.rans_by_class import rans_decode_classes, rans_encode_classes
+from cuvee.kernels.ops.symbols_by_class import dequantize_classes, list_escapes_classes, quantize_classes
 from cuvee.kernels.ops.transform import analyze
 from cuvee.kernels.outgoing import place_streams
 from cuvee.kernels.plans import ClassTables, TransformPlan
-from cuvee.kernels.predictor import DevicePredictor
 from cuvee.kernels.workspace import place_jobs
 
 CPU = torch.device("cpu")
@@ -743,7 +753,7 @@ def assert_close(got: KVChunk, want: KVChunk, rounding: float) -> None:
 
 def parts_of(blob: bytes, profile: Profile, codec: Codec) -> list[CodedPart]:
     """The coded parts of a blob's sections."""
-    from cuvee.codec.container import read_header, read_section
+    from cuvee.codec.format.container import read_header, read_section
 
     header = read_header(blob)
     out = []
@@ -758,7 +768,7 @@ def parts_of(blob: bytes, profile: Profile, codec: Codec) -> list[CodedPart]:
 
 def classes_of(blob: bytes, profile: Profile, codec: Codec) -> list[U8]:
     """Of each section the classes of the tokens, none where there are none."""
-    from cuvee.codec.container import read_header
+    from cuvee.codec.format.container import read_header
 
     tokens = read_header(blob).tokens
     which = np.zeros(tokens, np.uint16)

@@ -10,11 +10,11 @@ import pytest
 import torch
 from tests.kernels.packing import launch
 
-from cuvee.codec.family import scale_codes, scale_index, step_value
+from cuvee.codec.entropy.family import scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.rope import cos_sin
-from cuvee.codec.rows import dense_rows
-from cuvee.codec.transform import Rotation, partition, place
+from cuvee.codec.models.rope import cos_sin
+from cuvee.codec.stages.reference.transform import Rotation, partition, place
+from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops import generic
 from cuvee.kernels.ops.naive import generic as naive

@@ -19,18 +19,19 @@ import pytest
 import torch
 from tests.codec.forging import predicting, reseal, sections_of, with_section
 
-from cuvee.codec import coefficients, rans
 from cuvee.codec.backends import Coding, get_backend
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.classes import class_table
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import Scheme, read_header
+from cuvee.codec.entropy import coefficients
+from cuvee.codec.entropy.token_classes import class_table
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError
+from cuvee.codec.format.container import Scheme, read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import NOWHERE, PagedCache
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import lossless
+from cuvee.codec.stages.reference import rans
 
 # The interpreter computes with NumPy, which warns where damaged numbers overflow.
 pytestmark = pytest.mark.filterwarnings("ignore:(overflow|invalid):RuntimeWarning")

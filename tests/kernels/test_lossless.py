@@ -11,11 +11,11 @@ import pytest
 import torch
 from tests.kernels.packing import launch
 
-from cuvee.codec.byte_planes import byte_planes, choose_table, split_unit
+from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.rope import cos_sin, rotate, unrotate
-from cuvee.codec.tables import EntropyTables, normalize_counts
-from cuvee.codec.transform import partition
+from cuvee.codec.models.rope import cos_sin, rotate, unrotate
+from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_table, split_unit
+from cuvee.codec.stages.reference.transform import partition
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops import lossless
 from cuvee.kernels.ops.lossless import BytePlaneField

@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from cuvee.cli import app
 from cuvee.codec.errors import CuveeError
-from cuvee.kernels import model, static
-from cuvee.kernels.model import LIMITS, MACHINES, Count, bounds
-from cuvee.kernels.static import Instruction, expansion, innermost_loops, parse_ptx
+from cuvee.kernels.analysis import static_costs as static
+from cuvee.kernels.analysis import time_bounds as model
+from cuvee.kernels.analysis.static_costs import Instruction, expansion, innermost_loops, parse_ptx
+from cuvee.kernels.analysis.time_bounds import LIMITS, MACHINES, Count, bounds
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 # How far a count may lie from the one in the file. Sectors depend on where arrays begin, and on a CPU some begin within

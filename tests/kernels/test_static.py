@@ -21,9 +21,17 @@ from typer.testing import CliRunner, Result
 from cuvee.cli import app
 from cuvee.cli.kernels import Target
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.kernels import static
-from cuvee.kernels.spec import KernelSpec
-from cuvee.kernels.static import Instruction, check, describe_loops, innermost_loops, parse_amdgcn, parse_sass, report
+from cuvee.kernels.analysis import static_costs as static
+from cuvee.kernels.analysis.static_costs import (
+    Instruction,
+    check,
+    describe_loops,
+    innermost_loops,
+    parse_amdgcn,
+    parse_sass,
+    report,
+)
+from cuvee.kernels.kernel_spec import KernelSpec
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
@@ -157,7 +165,7 @@ decode:                                 ; @decode
 
 TOY = """
 import triton, triton.language as tl
-from cuvee.kernels.spec import Budget, KernelSpec
+from cuvee.kernels.kernel_spec import Budget, KernelSpec
 
 @triton.jit
 def count(x, out, n, BLOCK: tl.constexpr):

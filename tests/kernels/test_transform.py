@@ -10,13 +10,13 @@ import pytest
 import torch
 from tests.kernels.packing import launch
 
-from cuvee.codec import transform as codec
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.rope import cos_sin
-from cuvee.codec.rows import dense_rows
-from cuvee.codec.transform import Rotation, Section, SectionBasis, partition
+from cuvee.codec.models.rope import cos_sin
+from cuvee.codec.stages.reference import transform as codec
+from cuvee.codec.stages.reference.transform import Rotation, Section, SectionBasis, partition
+from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
 from cuvee.kernels.ops import transform
 from cuvee.kernels.ops.arguments import ChunkBatch, RotationTables

@@ -21,12 +21,12 @@ from tests.late_device import CUDA, DeviceTensor, LateDevice, late_device
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.devices import Mark, send
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
+from cuvee.kernels.devices import Mark, send
 
 SCHEMES = ["learned", "importance", "predicted", "generic", "lossless"]
 BLOCKS, BLOCK = 24, 16

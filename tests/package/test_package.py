@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import cuvee
-from cuvee.eval.data import TEXTS
+from cuvee.codec.data.bundled import TEXTS
 
 ROOT = Path(__file__).parents[2]
 SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
@@ -21,20 +21,20 @@ SUBPACKAGES = ("codec", "kernels", "blend", "integrations", "eval")
 OPTIONAL = {"fsspec", "redis", "vllm"}
 # vLLM warns while it is imported; its own tests import these, in processes of their own.
 NEED_VLLM = (
-    "cuvee.integrations.vllm.blending.model",
+    "cuvee.integrations.vllm.blending.paged_model",
     "cuvee.integrations.vllm.connector",
     "cuvee.integrations.vllm.prometheus",
 )
 DATA_FILES = (
     "cuvee/py.typed",
-    "cuvee/eval/models/books-3m/config.json",
-    "cuvee/eval/models/books-3m/model.safetensors",
-    "cuvee/eval/models/books-3m/tokenizer.json",
-    "cuvee/eval/models/books-3m/README.md",
-    *(f"cuvee/eval/texts/{name}.txt" for name in TEXTS),
-    "cuvee/eval/texts/README.md",
-    *(f"cuvee/eval/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
-    "cuvee/eval/texts/mixture/dialogue.json",
+    "cuvee/codec/data/models/books-3m/config.json",
+    "cuvee/codec/data/models/books-3m/model.safetensors",
+    "cuvee/codec/data/models/books-3m/tokenizer.json",
+    "cuvee/codec/data/models/books-3m/README.md",
+    *(f"cuvee/codec/data/texts/{name}.txt" for name in TEXTS),
+    "cuvee/codec/data/texts/README.md",
+    *(f"cuvee/codec/data/texts/mixture/{name}.txt" for name in ("code", "encyclopaedia", "prose", "tables")),
+    "cuvee/codec/data/texts/mixture/dialogue.json",
     "cuvee/eval/REPORT.md",
     "cuvee/eval/report/report.html.j2",
     "cuvee/eval/tasks/cuvee_kv_8.yaml",
@@ -211,7 +211,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 import cuvee, cuvee.codec, cuvee.kernels, cuvee.blend, cuvee.integrations, cuvee.eval
 from cuvee.codec.errors import CuveeError
-from cuvee.eval.data import bundled_text, load_bundled_model
+from cuvee.codec.data.bundled import bundled_text, load_bundled_model
 assert cuvee.CuveeError is CuveeError
 model, tokenizer = load_bundled_model()
 assert tokenizer.decode(tokenizer(bundled_text("orchard")[:200]).input_ids) == bundled_text("orchard")[:200]

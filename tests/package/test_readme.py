@@ -13,9 +13,9 @@ import pytest
 
 import cuvee
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
-from cuvee.codec.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
+from cuvee.codec.format.keys import MAX_KEY_BYTES, MIN_KEY_BYTES
 from cuvee.integrations.stores import urls
-from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.connector_config import Options
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

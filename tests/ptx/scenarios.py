@@ -10,7 +10,7 @@ from tests import conftest
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 SCHEMES = ("layer", "classes", "generic", "lossless")
 TOKENS = 70  # neither a multiple nor a power of anything: partial tiles everywhere

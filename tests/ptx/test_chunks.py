@@ -23,7 +23,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 pytestmark = pytest.mark.skipif(KERNELS_RUN_ON != "ptx", reason=f"kernels run on: {KERNELS_RUN_ON}")
 ALL = os.environ.get("CUVEE_PTX_LENGTHS") == "all"

@@ -24,9 +24,9 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.compiled import compiled
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.eval.bench.cpu.coders import import_constriction
 
 __all__ = ["ALTERNATIVES", "MEMCPY", "Alternative", "Coder", "FlatCache", "Part", "merge_bytes", "split_bytes"]

@@ -8,13 +8,13 @@ import torch
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.data.bundled import load_bundled_model, load_smollm2
+from cuvee.codec.data.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
+from cuvee.codec.data.real_model import REAL_MODEL
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
-from cuvee.eval.corpus import BUNDLED_MODEL, calibration_windows, load_model, read_corpus, spread_sequences
-from cuvee.eval.data import load_bundled_model, load_smollm2
-from cuvee.eval.protocol import LENGTH, PREFIX, reread
-from cuvee.eval.real_model import REAL_MODEL
+from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 
 __all__ = ["MODEL_GROUPS", "QUICK_GROUPS", "BenchCache", "real_cache"]
 

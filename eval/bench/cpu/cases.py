@@ -13,8 +13,8 @@ import torch
 import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate
+from cuvee.codec.models.rope import rotate
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.shapes import CacheShape
 
 __all__ = ["BACKEND", "CPU_SHAPES", "FIT_CHUNK", "LARGE", "SMALL", "cut_layers", "fit_profile", "make_chunk"]

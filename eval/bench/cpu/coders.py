@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from cuvee.codec.coefficients import tokens_per_stream
+from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.entropy.family import coding_plan, default_family
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.family import coding_plan, default_family
-from cuvee.codec.rans import U8, U16, Streams
-from cuvee.codec.stages import get_stages
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.stages.implementations import get_stages
+from cuvee.codec.stages.reference.rans import U8, U16, Streams
 from cuvee.eval.bench.cpu.cases import BACKEND
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.timing import Effort

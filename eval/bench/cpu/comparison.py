@@ -16,7 +16,7 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES, MEMCPY, Alternative, FlatCache
 from cuvee.eval.bench.cpu.caches import BenchCache
 from cuvee.eval.bench.cpu.cases import BACKEND

@@ -13,7 +13,7 @@ from typing import Any
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 from cuvee.eval.timing import Timing
 

@@ -20,7 +20,7 @@ import torch
 
 from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 
 __all__ = ["MEMORY_TOKENS", "measure_memory"]

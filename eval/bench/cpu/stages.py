@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import Scheme, inspect, read_header, read_section, write_blob
-from cuvee.codec.profile import Profile
-from cuvee.codec.rows import dense_rows
+from cuvee.codec.format.container import Scheme, inspect, read_header, read_section, write_blob
+from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import Target
 from cuvee.codec.schemes.transform import TransformScheme
-from cuvee.codec.stages import Stages, get_stages
-from cuvee.codec.transform import Rotation
+from cuvee.codec.stages.implementations import Stages, get_stages
+from cuvee.codec.stages.reference.transform import Rotation
+from cuvee.codec.stages.rows import dense_rows
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 from cuvee.eval.timing import Effort, Timing
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import inspect
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import Profile
+from cuvee.codec.format.container import inspect
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.timing import Effort

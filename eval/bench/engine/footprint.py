@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import cuvee
+from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS, bundled_model_path, load_bundled_model
+from cuvee.codec.data.corpus import BUNDLED_MODEL, calibration_windows, read_corpus, spread_sequences
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.profile import Profile
+from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.engine.process import Engine
 from cuvee.eval.bench.engine.scope import EngineScope, EngineVariant
-from cuvee.eval.corpus import BUNDLED_MODEL, calibration_windows, read_corpus, spread_sequences
-from cuvee.eval.data import CALIBRATION_TEXTS, EVALUATION_TEXTS, bundled_model_path, load_bundled_model
 from cuvee.eval.machine import torch_threads
-from cuvee.eval.protocol import LENGTH, PREFIX, reread
 
 __all__ = ["learn_profile", "measure_footprint"]
 

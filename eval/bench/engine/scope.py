@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from cuvee.codec.quality import PRESETS
+from cuvee.codec.profiles.quality import PRESETS
 
 __all__ = [
     "CHUNK",

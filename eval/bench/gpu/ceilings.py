@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.bench.gpu.cases import GpuScope
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.eval.timing import Timing

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from cuvee.codec.container import read_header, read_section
 from cuvee.codec.errors import CuveeError
+from cuvee.codec.format.container import read_header, read_section
 from cuvee.eval.bench.gpu.cases import GpuCase, GpuScope, Pages
 from cuvee.eval.bench.gpu.ceilings import SYNTHESIS, Link, limits, stage_work
 from cuvee.eval.bench.gpu.clock import Clock, turns

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from cuvee.codec import rans_numba
-from cuvee.codec.coefficients import tokens_per_stream
+from cuvee.codec.entropy.coefficients import tokens_per_stream
+from cuvee.codec.entropy.family import coding_plan, default_family, scale_codes
+from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.family import coding_plan, default_family, scale_codes
-from cuvee.codec.tables import EntropyTables, normalize_counts
+from cuvee.codec.stages.compiled import rans as rans_numba
 from cuvee.eval.bench.gpu.cases import GpuScope, spectrum
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.kernels.jobs import JobField, PlanField

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 
 from cuvee.blend import Nothing, Selector, default_selector
-from cuvee.blend.model import RecomputeModel
 from cuvee.blend.recompute import MOST_ROWS, KVExchange, Placed, Recompute, squared_distances
+from cuvee.blend.recompute_model import RecomputeModel
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.messages import Blend

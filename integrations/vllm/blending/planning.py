@@ -27,7 +27,7 @@ from typing import Any
 from cuvee.blend.segmentation import Span, split
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import Identity, Scope, canonical, content_digest
-from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.decision import BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
 from cuvee.integrations.vllm.messages import Blend, Piece

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from cuvee.codec.byte_planes import PROB_BITS, byte_planes, from_byte_planes
-from cuvee.codec.tables import SYMBOLS, EntropyTables
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, byte_planes, from_byte_planes
 from cuvee.kernels.jobs import ChunkField, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.lossless import BytePlaneField

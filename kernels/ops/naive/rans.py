@@ -6,11 +6,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec import rans
-from cuvee.codec.container import write_streams
-from cuvee.codec.rans import LOWER_BOUND, WORD_BITS, Streams
-from cuvee.codec.symbols import U8, U32, Escapes
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.format.container import write_streams
+from cuvee.codec.stages.reference import rans
+from cuvee.codec.stages.reference.rans import LOWER_BOUND, WORD_BITS, Streams
+from cuvee.codec.stages.reference.symbols import U8, U32, Escapes
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import ENTRIES

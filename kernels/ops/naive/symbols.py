@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec import symbols
+from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.symbols import CodingPlan, Escapes, Prediction, Quantizer
-from cuvee.codec.tables import EntropyTables
+from cuvee.codec.stages.reference import symbols
+from cuvee.codec.stages.reference.symbols import CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from cuvee.codec.classes import WINDOW
+from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.kernels.jobs import BlockField, ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.naive.pages import check_slots, load_pairs_reference, store_pairs_reference

@@ -79,8 +79,8 @@ def bench_cpu(
 
     Example: cuvee bench cpu --quick --model smollm2
     """
-    from cuvee.eval.bench.cpu.run import COMPARED_THREADS, run_cpu_bench
-    from cuvee.eval.bench.cpu.tables import cpu_markdown, print_cpu_report
+    from cuvee.eval.bench.cpu.cpu_bench import COMPARED_THREADS, run_cpu_bench
+    from cuvee.eval.bench.cpu.cpu_tables import cpu_markdown, print_cpu_report
 
     if markdown and as_json:
         raise typer.BadParameter("give --markdown or --json, not both")
@@ -103,8 +103,8 @@ def bench_gpu(
 
     Example: cuvee bench gpu --out gpu.json
     """
-    from cuvee.eval.bench.gpu.run import run_gpu_bench
-    from cuvee.eval.bench.gpu.tables import print_gpu_report
+    from cuvee.eval.bench.gpu.gpu_bench import run_gpu_bench
+    from cuvee.eval.bench.gpu.gpu_tables import print_gpu_report
 
     _measure(lambda progress: run_gpu_bench(quick, progress), print_gpu_report, out, force, as_json)
 
@@ -140,9 +140,9 @@ def bench_engine(
 
     Example: cuvee bench engine --store redis://127.0.0.1:6379/0 --length 512 --length 4096
     """
-    from cuvee.eval.bench.engine.run import run_engine_bench
+    from cuvee.eval.bench.engine.engine_bench import run_engine_bench
+    from cuvee.eval.bench.engine.engine_tables import print_engine_report
     from cuvee.eval.bench.engine.scope import ENGINE_FULL, ENGINE_QUICK
-    from cuvee.eval.bench.engine.tables import print_engine_report
 
     scope = ENGINE_QUICK if quick else ENGINE_FULL
     if lengths:
@@ -182,7 +182,7 @@ def bench_blend(
 
     Example: cuvee bench blend --model smollm2 --length 1024 --length 4096
     """
-    from cuvee.eval.bench.engine.blending import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
+    from cuvee.eval.bench.engine.blend_bench import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
     from cuvee.eval.plots import save_figure
 
     if plot is not None:
@@ -239,10 +239,10 @@ def bench_clients(
     Example: cuvee bench clients --model smollm2 --profile smollm2.safetensors
     """
     from cuvee.eval.bench.clients.arms import choose_arms
-    from cuvee.eval.bench.clients.run import ClientsRun, run_clients
-    from cuvee.eval.bench.clients.tables import clients_markdown
+    from cuvee.eval.bench.clients.clients_bench import ClientsRun, run_clients
+    from cuvee.eval.bench.clients.clients_tables import clients_markdown
     from cuvee.eval.bench.clients.workloads import choose_workloads
-    from cuvee.eval.bench.engine.run import describe_model
+    from cuvee.eval.bench.engine.engine_bench import describe_model
     from cuvee.eval.runs import check_folder
 
     check_folder(out, force)
@@ -267,7 +267,7 @@ def bench_clients(
 
 def _checkpoint(model: Path) -> Path:
     """The folder of a checkpoint, or of the real model if that is named."""
-    from cuvee.eval.real_model import REAL_MODEL, smollm2_path
+    from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
 
     return smollm2_path() if str(model) == REAL_MODEL else model.resolve()
 

@@ -96,8 +96,8 @@ def blend_report(
     if len(profiles or ()) > 1:
         raise typer.BadParameter("give one --profile")
 
-    from cuvee.eval.blending.config import BlendConfig, quick_blend_config
-    from cuvee.eval.blending.run import run_blend_report
+    from cuvee.eval.blending.blend_report_config import BlendConfig, quick_blend_config
+    from cuvee.eval.blending.blend_report_run import run_blend_report
 
     given: dict[str, Any] = {"profile": str(profiles[0])} if profiles else {}
     given |= {"calibration": tuple(calibration)} if calibration else {}

@@ -41,7 +41,7 @@ def decode(
     from cuvee.codec.cache_file import write_cache_file
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec, check_tokens
-    from cuvee.codec.container import inspect
+    from cuvee.codec.format.container import inspect
 
     check_absent(target, force)
     chunks: list[KVChunk] = []

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from cuvee.codec.errors import CuveeError, InputError
 
 if TYPE_CHECKING:
-    from cuvee.codec.profile import Profile
+    from cuvee.codec.profiles.profile import Profile
 
 __all__ = ["SUFFIX", "blob_files", "check_absent", "named", "read_profile", "write_file", "write_folder"]
 
@@ -56,7 +56,7 @@ def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
         ImportError: a config needs transformers.
     """
     from cuvee.codec.layout import KVLayout
-    from cuvee.codec.profile import Profile
+    from cuvee.codec.profiles.profile import Profile
 
     if file is not None:
         return Profile.load(file)
@@ -94,7 +94,7 @@ def write_file(path: Path, data: bytes, force: bool) -> None:
     Raises:
         InputError: it exists.
     """
-    from cuvee.codec.files import write_atomically
+    from cuvee.codec.support.files import write_atomically
 
     check_absent(path, force)
     write_atomically(path, data)

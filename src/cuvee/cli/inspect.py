@@ -21,7 +21,7 @@ def inspect(
 
     Example: cuvee inspect blobs
     """
-    from cuvee.codec.container import inspect as read
+    from cuvee.codec.format.container import inspect as read
 
     infos = []
     for source in sources:

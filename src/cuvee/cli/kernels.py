@@ -40,8 +40,8 @@ def kernels(
 
     Example: cuvee kernels --target sm_90
     """
-    from cuvee.kernels.model import MACHINES, model
-    from cuvee.kernels.static import TARGETS, check, report
+    from cuvee.kernels.analysis.static_costs import TARGETS, check, report
+    from cuvee.kernels.analysis.time_bounds import MACHINES, model
 
     if as_model and targets:
         raise InputError("target: --model compiles for the GPUs that it knows; leave --target out")
@@ -63,7 +63,7 @@ def kernels(
 
 
 def _show(data: dict[str, Any]) -> None:
-    from cuvee.kernels.static import shared_bytes
+    from cuvee.kernels.analysis.static_costs import shared_bytes
 
     table = make_table("kernel", "target", "loop", "each", "regs", "spill", "shared", "code", "s")
     for entry in data["kernels"]:
@@ -90,7 +90,7 @@ def _show(data: dict[str, Any]) -> None:
 
 
 def _show_model(rows: list[dict[str, Any]]) -> None:
-    from cuvee.kernels.model import LIMITS, MACHINES
+    from cuvee.kernels.analysis.time_bounds import LIMITS, MACHINES
 
     first, *_ = MACHINES
     table = make_table("coding", "kernel", *LIMITS, "limit", "GB/s")

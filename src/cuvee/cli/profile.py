@@ -17,8 +17,8 @@ from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 
 if TYPE_CHECKING:
-    from cuvee.codec.profile import Profile
-    from cuvee.codec.quality import CurvePoint
+    from cuvee.codec.profiles.profile import Profile
+    from cuvee.codec.profiles.quality import CurvePoint
 
 app = typer.Typer(no_args_is_help=True, help="Learn a profile for a model, or look at one.")
 
@@ -86,9 +86,9 @@ def profile_learn(
 
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
-    from cuvee.eval.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
-    from cuvee.eval.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture
-    from cuvee.eval.protocol import reread
+    from cuvee.codec.data.corpus import load_model, load_tokenizer, read_corpus, spread_sequences
+    from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES, check_mixture_size, mixture
+    from cuvee.codec.learning.sequences import reread
 
     check_absent(out, force)
     if texts and own:
@@ -163,16 +163,16 @@ def profile_show(
 
     Example: cuvee profile show smollm2.safetensors
     """
-    from cuvee.codec.profile import Profile
+    from cuvee.codec.profiles.profile import Profile
 
     _show_profile(Profile.load(file), file, as_json)
 
 
 def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
-    from cuvee.codec.family import step_value
+    from cuvee.codec.entropy.family import step_value
 
     layout = profile.layout
-    data = {
+    data: dict[str, Any] = {
         "file": str(path),
         "bytes": path.stat().st_size,
         "id": profile.id.hex(),
@@ -253,8 +253,8 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
 def _presets(profile: Profile) -> list[dict[str, Any]]:
     """What each preset is with this profile: its KL, step (None: lossless) and bits per value."""
     from cuvee.codec.codec import Codec
-    from cuvee.codec.family import step_value
-    from cuvee.codec.quality import PRESET_KL
+    from cuvee.codec.entropy.family import step_value
+    from cuvee.codec.profiles.quality import PRESET_KL
 
     out = []
     for quality, kl in PRESET_KL.items() if profile.curve else ():
@@ -276,7 +276,7 @@ def _figure(value: float | None) -> str:
 
 def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
     """The points of a curve for JSON: steps as values, and what a cache of 16 bits per value shrinks by."""
-    from cuvee.codec.family import step_value
+    from cuvee.codec.entropy.family import step_value
 
     return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]
 

@@ -138,8 +138,8 @@ def report(
 
     Example: cuvee report --model smollm2 --methods cuvee,fp8-e4m3,kivi4 --lengths 256,1024 --tasks none -o out/lengths
     """
-    from cuvee.eval.report.config import ReportConfig, quick_config
-    from cuvee.eval.report.run import run_report
+    from cuvee.eval.report.report_config import ReportConfig, quick_config
+    from cuvee.eval.report.report_run import run_report
 
     given: dict[str, Any] = {
         "profiles": tuple(map(str, profiles or ())),

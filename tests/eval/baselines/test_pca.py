@@ -16,7 +16,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
-from cuvee.codec.rope import unrotate
+from cuvee.codec.models.rope import unrotate
 from cuvee.eval.baselines import basis as basis_module
 from cuvee.eval.baselines import kvtc as kvtc_module
 from cuvee.eval.baselines import pca

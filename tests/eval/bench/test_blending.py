@@ -10,11 +10,11 @@ from typing import Any, Self
 import pytest
 from rich.console import Console
 
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import InputError
-from cuvee.eval.bench.engine import blending
-from cuvee.eval.bench.engine.blending import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
+from cuvee.eval.bench.engine import blend_bench as blending
+from cuvee.eval.bench.engine.blend_bench import BlendScope, draw_blend_report, print_blend_report, run_blend_bench
 from cuvee.eval.bench.engine.process import EngineAnswer
-from cuvee.eval.data import bundled_model_path
 
 SCOPE = BlendScope(lengths=(64, 128), costs=(0.0, 0.5, 1.0), rounds=2, document=32)
 

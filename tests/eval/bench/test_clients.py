@@ -15,11 +15,12 @@ from tests.integrations.vllm.engines import need_vllm
 from typer.testing import CliRunner
 
 from cuvee.cli import app
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.eval.bench.clients import run as run_module
+from cuvee.eval.bench.clients import clients_bench as run_module
 from cuvee.eval.bench.clients import workloads as workloads_module
 from cuvee.eval.bench.clients.arms import ARMS, BASELINE, choose_arms
-from cuvee.eval.bench.clients.run import COLD, RESTART, WARM, ClientsRun, run_clients
+from cuvee.eval.bench.clients.clients_bench import COLD, RESTART, WARM, ClientsRun, run_clients
 from cuvee.eval.bench.clients.server import Server
 from cuvee.eval.bench.clients.workloads import (
     WORKLOADS,
@@ -28,7 +29,6 @@ from cuvee.eval.bench.clients.workloads import (
     _lmcache,
     choose_workloads,
 )
-from cuvee.eval.data import bundled_model_path
 
 LOSSLESS = next(arm for arm in ARMS if arm.quality == "lossless")
 

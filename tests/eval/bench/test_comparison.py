@@ -18,8 +18,10 @@ from rich.console import Console
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.model import prefill
-from cuvee.eval.bench.cpu import caches, comparison, run, tables
+from cuvee.codec.models.forward import prefill
+from cuvee.eval.bench.cpu import caches, comparison
+from cuvee.eval.bench.cpu import cpu_bench as run
+from cuvee.eval.bench.cpu import cpu_tables as tables
 from cuvee.eval.bench.cpu.alternatives import (
     ALTERNATIVES,
     Alternative,
@@ -321,7 +323,7 @@ def test_smollm2_is_compared_on_its_own_cache(smollm2: tuple[Any, Any], monkeypa
     assert entry["real"] and entry["layers"] == 30 and entry["raw_bytes"] == 64 * 30 * 2 * 3 * 64 * 2
     bits = {row["method"]: row["bits_per_value"] for row in entry["methods"]}
     assert bits["cuvee balanced, layer"] < 3 < bits["cuvee lossless"] < bits["zstd -1, byte planes"] < 12
-    from cuvee.eval.data import bundled_text
+    from cuvee.codec.data.bundled import bundled_text
 
     ids = torch.tensor(tokenizer(bundled_text("orchard")).input_ids)[None, :512]
     with torch.no_grad():

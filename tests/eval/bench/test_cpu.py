@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from cuvee.cli import app
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.codec.stages import get_stages
+from cuvee.codec.stages.implementations import get_stages
 from cuvee.eval.bench.cpu import coders, first_use
 from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES
 from cuvee.eval.bench.cpu.cases import CPU_SHAPES, fit_profile, make_chunk
 from cuvee.eval.bench.cpu.coders import compare_coders, draw_symbols, torch_decoder
+from cuvee.eval.bench.cpu.cpu_bench import run_cpu_bench
+from cuvee.eval.bench.cpu.cpu_tables import cpu_markdown, print_cpu_report
 from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
-from cuvee.eval.bench.cpu.run import run_cpu_bench
-from cuvee.eval.bench.cpu.tables import cpu_markdown, print_cpu_report
 from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort
 
@@ -204,7 +204,7 @@ def test_without_constriction_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_gpu_bench_needs_no_constriction() -> None:
-    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu.run, cuvee.cli"
+    code = "import sys; sys.modules['constriction'] = None; import cuvee.eval.bench.gpu.gpu_bench, cuvee.cli"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 

@@ -18,14 +18,15 @@ from rich.console import Console
 from tests.integrations.vllm.engines import need_vllm
 
 from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
-from cuvee.eval.bench.engine import run, served
+from cuvee.eval.bench.engine import engine_bench as run
+from cuvee.eval.bench.engine import served
+from cuvee.eval.bench.engine.engine_bench import run_engine_bench
+from cuvee.eval.bench.engine.engine_tables import print_engine_report
 from cuvee.eval.bench.engine.first_token import LOGPROB_TOLERANCE, logprob_difference, measure_first_token
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.ratios import crossing, paired, spread
-from cuvee.eval.bench.engine.run import run_engine_bench
 from cuvee.eval.bench.engine.scope import CHUNK, NO_CONNECTOR, QUESTION, RAW_FILES, VARIANTS, EngineScope, RandomLlama
 from cuvee.eval.bench.engine.storing import measure_storing
-from cuvee.eval.bench.engine.tables import print_engine_report
 
 SMALL = EngineScope(
     RandomLlama(2, 128, 256, 4, 2, 32, 256, 1024), VARIANTS[:1], lengths=(256, 512), rounds=1, hits=2,

@@ -27,8 +27,8 @@ from cuvee.codec.codec import Codec, PendingDecode
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.paged import PagedCache
 from cuvee.eval.baselines import cachegen
+from cuvee.eval.bench.gpu import gpu_bench as gpu_run
 from cuvee.eval.bench.gpu import proofs, rans, synthesis
-from cuvee.eval.bench.gpu import run as gpu_run
 from cuvee.eval.bench.gpu.cases import (
     BITS,
     GPU_FULL,
@@ -47,12 +47,12 @@ from cuvee.eval.bench.gpu.cases import (
 from cuvee.eval.bench.gpu.ceilings import Link, limits, stage_work, synthesis_flop
 from cuvee.eval.bench.gpu.clock import Clock, compilations, sum_stages, turns
 from cuvee.eval.bench.gpu.codec import measure_case
+from cuvee.eval.bench.gpu.gpu_bench import run_gpu_bench
+from cuvee.eval.bench.gpu.gpu_tables import print_gpu_report
 from cuvee.eval.bench.gpu.incumbent import measure_incumbent
 from cuvee.eval.bench.gpu.proofs import check_difference, prove_codec, recode
 from cuvee.eval.bench.gpu.rans import measure_rans
-from cuvee.eval.bench.gpu.run import run_gpu_bench
 from cuvee.eval.bench.gpu.synthesis import measure_synthesis
-from cuvee.eval.bench.gpu.tables import print_gpu_report
 from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort, Timing
 from cuvee.kernels.ops.rans import rans_decode

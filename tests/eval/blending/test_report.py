@@ -23,13 +23,16 @@ import cuvee
 from cuvee.blend import Blender, Boundary, Nothing, Segment
 from cuvee.cli import app
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.data.bundled import EVALUATION_TEXTS, load_bundled_model
+from cuvee.codec.data.corpus import read_corpus, spread_sequences
 from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.blending import plots
 from cuvee.eval.blending import wall_time as blend_wall
-from cuvee.eval.blending.config import BlendConfig, quick_blend_config
+from cuvee.eval.blending.blend_report_config import BlendConfig, quick_blend_config
+from cuvee.eval.blending.blend_report_run import run_blend_report
 from cuvee.eval.blending.prompts import (
     ahead_prompts,
     multidoc_prompts,
@@ -38,12 +41,9 @@ from cuvee.eval.blending.prompts import (
     reread_prompts,
 )
 from cuvee.eval.blending.render import blend_markdown, blend_sections, print_blend_summary, write_blend_report
-from cuvee.eval.blending.run import run_blend_report
 from cuvee.eval.blending.selectors import ON_ALONE, ON_OTHERS
 from cuvee.eval.blending.shares import ratio_of_shares, share_recovered
 from cuvee.eval.blending.wall_time import measure_wall_time
-from cuvee.eval.corpus import read_corpus, spread_sequences
-from cuvee.eval.data import EVALUATION_TEXTS, load_bundled_model
 from cuvee.eval.progress import ProgressBar
 
 pytest.importorskip("matplotlib")
@@ -104,7 +104,7 @@ def small_wall() -> Iterator[None]:
 @pytest.fixture
 def no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than what they show."""
-    monkeypatch.setattr("cuvee.eval.blending.run.write_blend_report", lambda report, folder: None)
+    monkeypatch.setattr("cuvee.eval.blending.blend_report_run.write_blend_report", lambda report, folder: None)
 
 
 @pytest.fixture(scope="module")
@@ -893,7 +893,7 @@ def test_the_command_writes_a_folder(tiny: BlendConfig, tmp_path: Path, monkeypa
         given.append(config)
         return replace(less_of(tiny), multidoc=config.multidoc, seed=config.seed)
 
-    monkeypatch.setattr("cuvee.eval.blending.config.quick_blend_config", less)
+    monkeypatch.setattr("cuvee.eval.blending.blend_report_config.quick_blend_config", less)
     monkeypatch.chdir(tmp_path)
     options = ["--profile", tiny.profile or "", "--measure-on", "orchard", "--calibrate-on", "harbour", "--seed", "3"]
     shown = run("--quick", *options, "--multidoc", tiny.multidoc[0]).stdout
@@ -915,7 +915,7 @@ def test_the_command_measures_what_is_named(tiny: BlendConfig, tmp_path: Path, m
         given.append(config)
         raise InputError("seen")
 
-    monkeypatch.setattr("cuvee.eval.blending.run.run_blend_report", stop)
+    monkeypatch.setattr("cuvee.eval.blending.blend_report_run.run_blend_report", stop)
     run("--constructions", "xquad, musique", "--data", tmp_path, "--metadata", "any_version=true", "--documents", "3",
         "--selectors", "boundary,default", "--costs", ".05,0.15", "--qualities", "none", "--contexts", "0",
         "--no-wall-time", code=1)  # fmt: skip

@@ -13,15 +13,15 @@ import torch
 from rich.console import Console
 
 import cuvee
+from cuvee.codec.data.corpus import Corpus
 from cuvee.codec.errors import InputError
-from cuvee.eval.corpus import Corpus
 from cuvee.eval.documents import ReportTable
 from cuvee.eval.quality import Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate
-from cuvee.eval.report.config import ReportConfig, quick_config
 from cuvee.eval.report.lengths import length_candidates, length_tokens
 from cuvee.eval.report.plots import lengths as draw_lengths
-from cuvee.eval.report.run import run_report
+from cuvee.eval.report.report_config import ReportConfig, quick_config
+from cuvee.eval.report.report_run import run_report
 from cuvee.eval.report.sections import report_sections
 
 CONFIG = replace(
@@ -147,8 +147,8 @@ def test_every_method_is_measured_at_every_length(done: tuple[Path, dict[str, An
 
 
 def test_figures_are_those_of_a_bench_on_these_sequences(done: tuple[Path, dict[str, Any]]) -> None:
-    from cuvee.eval.corpus import read_corpus
-    from cuvee.eval.data import EVALUATION_TEXTS, load_bundled_model
+    from cuvee.codec.data.bundled import EVALUATION_TEXTS, load_bundled_model
+    from cuvee.codec.data.corpus import read_corpus
     from cuvee.eval.methods import baseline
 
     texts = [read_corpus(name, "books-3m") for name in EVALUATION_TEXTS]

@@ -23,20 +23,20 @@ from tests.conftest import Books
 from tests.package.cli.running import run
 
 import cuvee
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError
-from cuvee.codec.fingerprint import model_fingerprint
 from cuvee.codec.learning.calibrate import calibrate
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import PRESET_KL
+from cuvee.codec.learning.mixture import KINDS
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.eval.baselines.quantizers import CacheGen, Kivi
-from cuvee.eval.data import bundled_model_path
 from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES
-from cuvee.eval.mixture import KINDS
 from cuvee.eval.quality import Method, Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate, select
-from cuvee.eval.report.config import ReportConfig, quick_config
-from cuvee.eval.report.run import ANCHORS, run_report
+from cuvee.eval.report.report_config import ReportConfig, quick_config
+from cuvee.eval.report.report_run import ANCHORS, run_report
 from cuvee.eval.report.scoring import TaskScorer
 
 pytest.importorskip("lm_eval")
@@ -111,7 +111,7 @@ def test_curves_end_where_they_cost_too_much(
 
     whole = costs(done[1])
     assert len(whole) >= 6 and whole[2] < whole[-2]
-    monkeypatch.setattr("cuvee.eval.report.run.WORST_KL", whole[2] * 0.99)
+    monkeypatch.setattr("cuvee.eval.report.report_run.WORST_KL", whole[2] * 0.99)
     short = costs(run_report(replace(CONFIG, tasks=()), tmp_path / "run", console))
     assert short == pytest.approx(whole[:3], rel=1e-3)
 
@@ -233,7 +233,7 @@ def test_results_of_other_software_are_never_mixed(
 ) -> None:
     out, _ = done
     machine = hardware()
-    monkeypatch.setattr("cuvee.eval.report.run.hardware", lambda: {**machine, "torch": "1.0"})
+    monkeypatch.setattr("cuvee.eval.report.report_run.hardware", lambda: {**machine, "torch": "1.0"})
     with pytest.raises(InputError, match="differs in software"):
         run_report(CONFIG, out, console)
 
@@ -538,14 +538,14 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(bundled_model_path(), tmp_path / "mine")
-    monkeypatch.setattr("cuvee.eval.report.run.WHOLE_CACHE_VALUES", 100)  # as if it were larger
+    monkeypatch.setattr("cuvee.eval.report.report_run.WHOLE_CACHE_VALUES", 100)  # as if it were larger
     config = replace(
         CONFIG, model=str(tmp_path / "mine"), groups=(), tasks=(), calibration_sequences=None, length=128,
         methods=("kivi4", "cuvee/layers:2@balanced"),
     )  # fmt: skip
     assert config.learned_texts == ("mixture",) and config.learned_sequences == 96
-    monkeypatch.setattr("cuvee.eval.report.config.MIXTURE_SEQUENCES", 64)
-    monkeypatch.setattr("cuvee.eval.report.run.CPU_FLOPS", 600.0)
+    monkeypatch.setattr("cuvee.eval.report.report_config.MIXTURE_SEQUENCES", 64)
+    monkeypatch.setattr("cuvee.eval.report.report_run.CPU_FLOPS", 600.0)
     learned: dict[str, Any] = {}
 
     def calibrate(model: Any, tokens: Any, group: str, **more: Any) -> Profile:
@@ -583,7 +583,7 @@ def test_the_mixture_comes_alone_and_whole(
 
 
 def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.eval.report.run.LEAST_OF_KIND", 2)
+    monkeypatch.setattr("cuvee.eval.report.report_run.LEAST_OF_KIND", 2)
     config = replace(
         CONFIG, tasks=(), evaluation=("orchard", "lantern"), sequences=7, methods=("kivi4", "cuvee/layer", "pca")
     )
@@ -609,8 +609,8 @@ def test_kinds_of_text_are_compared_apart(tmp_path: Path, console: Console, monk
 def test_large_models_are_asked_fewer_documents(
     tmp_path: Path, console: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.eval.report.run.SMALL_PARAMETERS", 1_000_000)
-    monkeypatch.setattr("cuvee.eval.report.run.LARGE_LIMIT", 3)
+    monkeypatch.setattr("cuvee.eval.report.report_run.SMALL_PARAMETERS", 1_000_000)
+    monkeypatch.setattr("cuvee.eval.report.report_run.LARGE_LIMIT", 3)
     data = run_report(replace(CONFIG, methods=("kivi2",), limit=None), tmp_path / "run", console)
     assert data["configuration"]["limit"] == 3 and {s["docs"] for s in data["scores"]} == {3}
 

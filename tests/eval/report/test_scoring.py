@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from cuvee.codec.codec import Codec
+from cuvee.codec.data.bundled import load_bundled_model
+from cuvee.codec.data.corpus import BUNDLED_MODEL, load_tokenizer
 from cuvee.codec.errors import InputError
 from cuvee.eval.baselines.quantizers import Destroyed, Uncompressed
-from cuvee.eval.corpus import BUNDLED_MODEL, load_tokenizer
-from cuvee.eval.data import load_bundled_model
 from cuvee.eval.quality import CodecMethod
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.tasks import LOCAL_TASKS, TASKS_PATH

@@ -18,8 +18,8 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.identity import Identity, PrefixChain, Scope, content_digest, store_key
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
-from cuvee.codec.profile import Profile
-from cuvee.integrations.vllm.config import Options
+from cuvee.codec.profiles.profile import Profile
+from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.messages import Blend, Load, Piece, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide

@@ -18,7 +18,7 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, LAYOUT
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cuvee.blend import Nothing, Random, Selector, default_selector
-from cuvee.blend.model import Exchange
+from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
 from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, RankFailedError, place, selector_for

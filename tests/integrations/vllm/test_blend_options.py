@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuvee.codec.errors import InputError
-from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
-from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
+from cuvee.integrations.vllm.connector_config import Options
 
 T = TypeVar("T")
 REQUEST = "kv_transfer_params.cuvee"

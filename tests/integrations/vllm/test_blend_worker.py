@@ -16,8 +16,8 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.identity import store_key
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profile import Profile
-from cuvee.codec.rope import rotate, unrotate
+from cuvee.codec.models.rope import rotate, unrotate
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.blending.executing import PageBlender
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.messages import Blend, Load, Report

@@ -18,9 +18,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.fingerprint import model_fingerprint, sampled_positions
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.fingerprint import model_fingerprint, sampled_positions
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm import checkpoint
 from cuvee.integrations.vllm.checkpoint import (
     adapter_identity,
@@ -499,7 +499,7 @@ def test_whatever_dtype_was_stored_and_calibrated(
 
 
 def test_the_bundled_model_and_a_profile_learned_on_it(books: Any, tmp_path: Path) -> None:
-    from cuvee.eval.data import bundled_model_path
+    from cuvee.codec.data.bundled import bundled_model_path
 
     assert check_profile(books.profile, bundled_model_path()) == "match"
     shutil.copytree(bundled_model_path(), tmp_path / "tuned")

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cuvee.codec.errors import InputError
-from cuvee.codec.keys import make_keys
-from cuvee.integrations.vllm.config import Options
+from cuvee.codec.format.keys import make_keys
+from cuvee.integrations.vllm.connector_config import Options
 
 
 def test_defaults() -> None:

@@ -12,11 +12,11 @@ import pytest
 from tests.integrations.vllm import engines
 from tests.integrations.vllm.engines import need_vllm, run_script
 
-from cuvee.eval.data import bundled_model_path
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.redaction import redacted
-from cuvee.integrations.vllm.blending.options import BlendOptions, BlendRequest
-from cuvee.integrations.vllm.config import Options
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
+from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.metrics import METRICS
 
 ROOT = Path(__file__).parents[3] / "integrations"

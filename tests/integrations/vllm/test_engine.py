@@ -49,7 +49,7 @@ from tests.integrations.vllm.engines import (
     write_order,
 )
 
-from cuvee.codec.quality import PRESET_KL
+from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.disk import DiskStore
 
@@ -167,7 +167,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def models(folder: Path) -> dict[str, Path]:
     """Checkpoints: the bundled model, and random ones."""
-    from cuvee.eval.data import bundled_model_path
+    from cuvee.codec.data.bundled import bundled_model_path
 
     tiny = {family: save_tiny_model(family, folder / family) for family in CASES if family != "books"}
     return {"books": bundled_model_path(), **tiny}

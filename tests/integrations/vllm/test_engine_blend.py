@@ -41,8 +41,8 @@ from cuvee.blend import Blender, ChunkCache, Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.model import prefill
-from cuvee.codec.profile import Profile
+from cuvee.codec.models.forward import prefill
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores import open_store
 from cuvee.integrations.vllm.blending.executing import selector_for
 from cuvee.integrations.vllm.checkpoint import engine_identity

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_request
 
+from cuvee.codec.format.keys import make_keys
 from cuvee.codec.identity import store_key
-from cuvee.codec.keys import make_keys
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.vllm.messages import Report, StepPlan

@@ -18,8 +18,8 @@ from cuvee.codec.codec import _warn_of_no_promise
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import CurvePoint
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations.vllm import checkpoint as checkpoint_module
 from cuvee.integrations.vllm import setup
 from cuvee.integrations.vllm.setup import Setup

@@ -12,7 +12,7 @@ from tests.integrations.vllm.sides import BLOCK, LAYOUT, Desk, generate, make_re
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.identity import store_key
 from cuvee.codec.learning.calibrate import fit
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.messages import Report, Save, StepPlan
 
 CHUNK = 64  # eight blocks, so that a tail has one of seven lengths

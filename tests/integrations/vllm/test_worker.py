@@ -15,10 +15,10 @@ from tests.integrations.vllm.sides import BLOCK, BLOCKS, CHUNK, LAYOUT, TENANT, 
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.container import verify_tag
+from cuvee.codec.format.container import verify_tag
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
@@ -345,7 +345,7 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.codec.cpu.paged_rows", none_left)
+        patch.setattr("cuvee.codec.cpu.backend.paged_rows", none_left)
         b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)

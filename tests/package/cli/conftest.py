@@ -10,7 +10,7 @@ from tests.package.cli.running import Files, save_cache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 
 @pytest.fixture

@@ -64,7 +64,7 @@ def test_what_runs(typed: str, call: tuple[Any, ...], calls: list[tuple[Any, ...
 
 
 def test_the_cpu_report_in_markdown(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[Any, ...]]) -> None:
-    monkeypatch.setattr("cuvee.eval.bench.cpu.tables.cpu_markdown", lambda report: f"# {report['kind']}\n")
+    monkeypatch.setattr("cuvee.eval.bench.cpu.cpu_tables.cpu_markdown", lambda report: f"# {report['kind']}\n")
     assert run("bench", "cpu", "--markdown").stdout == "# cpu\n"
     assert "not both" in misused("bench", "cpu", "--markdown", "--json")
     assert "--threads" in misused("bench", "cpu", "--threads", "0")

@@ -17,10 +17,10 @@ from tests.package.cli.running import Files, fails, run, save_cache
 import cuvee
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, _warn_of_no_promise
+from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profile import Profile
-from cuvee.codec.quality import CurvePoint
-from cuvee.eval.data import bundled_model_path
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.quality import CurvePoint
 
 TOKENS, START = 150, 20  # of the cache of `files`
 

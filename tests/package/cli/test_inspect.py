@@ -7,7 +7,7 @@ import json
 from tests.package.cli.running import Files, run
 
 import cuvee
-from cuvee.codec.profile import Profile
+from cuvee.codec.profiles.profile import Profile
 
 
 def test_inspect_prints_what_the_library_says(files: Files) -> None:

@@ -11,9 +11,9 @@ import torch
 from tests.package.cli.running import Files, fails, run
 
 import cuvee
-from cuvee.codec.profile import Profile
-from cuvee.eval.data import bundled_model_path
-from cuvee.eval.mixture import KINDS
+from cuvee.codec.data.bundled import bundled_model_path
+from cuvee.codec.learning.mixture import KINDS
+from cuvee.codec.profiles.profile import Profile
 
 
 def test_profile_show(files: Files) -> None:

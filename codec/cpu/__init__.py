@@ -1,0 +1,1 @@
+"""The backend for CPUs: threads around the schemes."""

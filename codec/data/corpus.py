@@ -1,0 +1,389 @@
+"""Models and texts by name, as the command line gives them, and the token sequences cut from the texts.
+
+MODEL   a folder or hub name that transformers can load; "books-3m" for the bundled model; "smollm2" for a real one,
+        which is downloaded once (see `cuvee.codec.data.real_model`)
+TEXT    the name of a bundled text
+        FILE.txt (or any other suffix but the next): one document
+        FILE.jsonl: one document per line, either a list of token ids or an object with input_ids or text
+        hf:DATASET[@COMMIT][:CONFIG]:SPLIT:COLUMN: one document per row of a `datasets` data set; DATASET is a hub name
+        or a folder, COMMIT one on the hub, without which its owner may give another text tomorrow
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+from cuvee.codec.data.bundled import TEXTS, bundled_model_path, bundled_text
+from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import held_out_count
+from cuvee.codec.support.plain_json import parse_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "BUNDLED_MODEL",
+    "Corpus",
+    "as_input_error",
+    "calibration_windows",
+    "json_lines",
+    "leading_ids",
+    "load_model",
+    "load_tokenizer",
+    "model_path",
+    "pick_evenly",
+    "read_corpus",
+    "read_text",
+    "sequences_by_text",
+    "spread_sequences",
+    "token_ids",
+    "with_leading",
+]  # fmt: skip
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+BUNDLED_MODEL = "books-3m"
+_MOST_OVERLAP = 4  # a token is in at most this many windows
+
+
+@dataclass(frozen=True, slots=True)
+class Corpus:
+    """One text, tokenized.
+
+    Attributes:
+        name: as it was given.
+        sha256: in hex, of the token ids of one document after the other.
+        documents: token ids of each, int64 `[n]`, without `leading`.
+        leading: what the tokenizer puts before every text (BOS), so every sequence has to begin with it. Empty if the
+            documents were given as token ids.
+    """
+
+    name: str
+    sha256: str
+    documents: tuple[torch.Tensor, ...]
+    leading: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> int:
+        """In all documents."""
+        return sum(map(len, self.documents))
+
+
+def model_path(name: str) -> str:
+    """What to give `from_pretrained` for a model given by name. "smollm2" is downloaded unless it is in the cache.
+
+    Raises:
+        CorruptError, ImportError, ModelUnavailableError: "smollm2" is not available, see `smollm2_path`.
+        FileNotFoundError: the name can only be that of a folder, and there is no such folder.
+    """
+    if name == BUNDLED_MODEL:
+        return str(bundled_model_path())
+    if name == REAL_MODEL:
+        return str(smollm2_path())
+    if (name.startswith((".", "/", "~")) or name.count("/") > 1) and not Path(name).exists():
+        raise FileNotFoundError(errno.ENOENT, "no such model folder", name)
+    return name
+
+
+def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu") -> PreTrainedModel:
+    """Load a causal language model whose caches cuvee can compress, in eval mode.
+
+    Args:
+        name: a folder, a hub name, "books-3m" or "smollm2".
+        dtype: of the parameters: "auto" (as the files say), "bfloat16", "float16" or "float32".
+        device: where to put the model.
+
+    Raises:
+        CorruptError, ModelUnavailableError: "smollm2" is not available, see `smollm2_path`.
+        ImportError: transformers is not installed.
+        InputError: transformers cannot make sense of the files, or torch does not know the device.
+        OSError: no such model.
+        UnsupportedModelError: see `KVLayout.from_config`. This is found out before any weights are read.
+    """
+    place = _device(device)
+    transformers = _transformers("a model")
+    path = model_path(name)
+    with as_input_error(name):
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    KVLayout.from_config(config.get_text_config(decoder=True))
+    with as_input_error(name):
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=False)
+    loaded: PreTrainedModel = model.to(place).eval()
+    return loaded
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model. Errors: see `load_model`."""
+    with as_input_error(name):
+        tokenizer: PreTrainedTokenizerBase = _transformers("a tokenizer").AutoTokenizer.from_pretrained(
+            model_path(name), trust_remote_code=False
+        )
+    return tokenizer
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InputError(f"device: {device!r} is not a device of torch") from error
+
+
+def _transformers(what: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"{what} needs transformers: install cuvee[transformers]") from error
+    return transformers
+
+
+@contextmanager
+def as_input_error(what: str) -> Iterator[None]:
+    """Turn a library's ValueError, which means files it cannot make sense of, into an InputError that names them."""
+    try:
+        yield
+    except ValueError as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{what}: {error}") from error
+
+
+def read_corpus(name: str, model_name: str) -> Corpus:
+    """Read a text (see the top of this file) and tokenize it with a model's tokenizer.
+
+    The tokenizer is loaded only if there is something to tokenize.
+
+    Raises:
+        FileNotFoundError: no such file.
+        InputError: a file that does not hold what its name says, or a data set that cannot be loaded.
+
+    Example:
+        >>> from cuvee.codec.data.corpus import read_corpus, spread_sequences
+        >>> orchard = read_corpus("orchard", "books-3m")
+        >>> spread_sequences([orchard], length=512, count=8).shape
+        torch.Size([8, 512])
+    """
+    items = list(_documents(name))
+    tokenizer = load_tokenizer(model_name) if any(isinstance(item, str) for item in items) else None
+    # Whoever gives token ids has put BOS before them where it belongs.
+    leading = leading_ids(tokenizer) if tokenizer and all(isinstance(item, str) for item in items) else []
+    documents = []
+    digest = hashlib.sha256()
+    for item in items:
+        if isinstance(item, str):
+            ids = token_ids(tokenizer, item, special=not leading)
+        else:
+            ids = torch.tensor(item, dtype=torch.int64)
+        digest.update(f"{len(ids)} ".encode() + ids.numpy().tobytes())
+        documents.append(ids)
+    return Corpus(name, digest.hexdigest(), tuple(documents), tuple(leading))
+
+
+def token_ids(tokenizer: Any, text: str, *, special: bool) -> torch.Tensor:
+    """A text's tokens, int64 `[n]`; with `special`, including those the tokenizer puts around every text."""
+    # verbose=False: a text longer than the model's context will be cut, so it is no reason for a warning.
+    return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False).input_ids, dtype=torch.int64)
+
+
+def leading_ids(tokenizer: Any) -> list[int]:
+    """What a tokenizer puts before every text: BOS, or nothing.
+
+    If there is a BOS, every prompt of the model begins with it, and most heads attend to it when they have nothing else
+    to attend to. So a sequence cut from the middle of a text must begin with it, too: otherwise it looks like nothing
+    the model will ever see.
+    """
+    plain, whole = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
+    for start in range(len(whole) - len(plain) + 1):
+        if plain and whole[start : start + len(plain)] == plain:
+            return whole[:start]
+    return []
+
+
+def with_leading(leading: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
+    """Put `leading` before each of the rows `[N, t]`, or before one row `[t]`."""
+    before = torch.tensor(leading, dtype=rows.dtype)
+    return torch.cat([before.expand(*rows.shape[:-1], len(before)), rows], dim=-1)
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file.
+
+    Raises:
+        InputError: it is not UTF-8.
+        OSError: no such file.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """What the lines of a JSONL file hold, each with its number, from 1; blank lines are passed over.
+
+    Raises:
+        InputError: a line that is not JSON; errors as in `read_text`.
+    """
+    # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for the end of a line.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            try:
+                yield number, parse_json(line)
+            except ValueError as error:
+                raise InputError(f"{path}:{number} is not JSON: {error}") from error
+
+
+def pick_evenly(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` items, evenly spread over all of them.
+
+    Example:
+        >>> pick_evenly("abcdefgh", 3)
+        ['a', 'c', 'f']
+    """
+    kept = min(len(items), count)
+    return [items[i * len(items) // kept] for i in range(kept)]
+
+
+def _documents(name: str) -> Iterator[str | list[int]]:
+    if name in TEXTS:
+        yield bundled_text(name)
+        return
+    if name.startswith("hf:"):
+        yield from _rows(name)
+        return
+    path = Path(name)
+    if not path.is_file():
+        raise FileNotFoundError(errno.ENOENT, "no such text file", name)
+    if path.suffix != ".jsonl":
+        yield read_text(path)
+        return
+    for number, line in json_lines(path):
+        item: Any = line.get("input_ids", line.get("text")) if isinstance(line, dict) else line
+        if not _is_document(item):
+            raise InputError(f"{path}:{number} is neither a list of token ids nor an object with input_ids or text")
+        yield item
+
+
+def _rows(name: str) -> Iterator[str | list[int]]:
+    parts = name.split(":")[1:]
+    if len(parts) not in (3, 4) or not all(parts):
+        raise InputError(f"text: {name!r} must be hf:DATASET:SPLIT:COLUMN or hf:DATASET:CONFIG:SPLIT:COLUMN")
+    dataset, *config, split, column = parts
+    revision = None
+    if "@" in dataset and not Path(dataset).exists():
+        dataset, _, revision = dataset.partition("@")
+        if not re.fullmatch(r"[0-9a-f]{40}", revision):
+            raise InputError(f"text: {name!r}: a revision must be a commit, 40 hexadecimal digits, got {revision!r}")
+    elif not Path(dataset).exists():
+        _log.warning("text: %s is whatever the hub has today; as hf:%s@COMMIT:… it stays the same", name, dataset)
+    try:
+        import datasets
+    except ImportError as error:
+        raise ImportError("a text from a data set needs datasets: install cuvee[eval]") from error
+    try:
+        rows = datasets.load_dataset(dataset, *config, split=split, revision=revision)
+    except Exception as error:  # of many kinds, none of them ours
+        raise InputError(f"text: {name} cannot be loaded: {error}") from error
+    if column not in rows.column_names:
+        raise InputError(f"text: {name} has no column {column!r}; there are {', '.join(rows.column_names)}")
+    for number, item in enumerate(rows[column]):
+        if not _is_document(item):
+            raise InputError(f"text: row {number} of {name} is neither text nor a list of token ids")
+        yield item
+
+
+def _is_document(item: Any) -> bool:
+    if isinstance(item, str):
+        return True
+    return isinstance(item, list) and all(type(t) is int and 0 <= t < 1 << 31 for t in item)
+
+
+def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None = None) -> torch.Tensor:
+    """Cut at most `count` disjoint sequences `[N, length]`, spread evenly over the texts.
+
+    Raises:
+        InputError: the texts hold no sequence of that length.
+    """
+    whole = [piece for corpus in corpora for piece in _pieces(corpus, length)]
+    _check_not_empty(whole, length)
+    return torch.stack(pick_evenly(whole, count or len(whole)))
+
+
+def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tuple[torch.Tensor, list[int]]:
+    """Cut at most `count` disjoint sequences, as many from each text as from the others, or all that it has.
+
+    Returns:
+        int64 `[N, length]`, text after text, and the index of the text of each.
+
+    Raises:
+        InputError: the texts hold no sequence of that length.
+    """
+    pieces = [_pieces(corpus, length) for corpus in corpora]
+    _check_not_empty([piece for found in pieces for piece in found], length)
+    wanted = [0] * len(pieces)
+    for _ in range(count):
+        short = [index for index, found in enumerate(pieces) if wanted[index] < len(found)]
+        if short:
+            wanted[min(short, key=lambda index: wanted[index])] += 1
+    chosen = [pick_evenly(found, share) for found, share in zip(pieces, wanted, strict=True)]
+    rows = [row for found in chosen for row in found]
+    return torch.stack(rows), [index for index, found in enumerate(chosen) for _ in found]
+
+
+def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
+    """All disjoint sequences of a text."""
+    own = max(length - len(corpus.leading), 1)
+    pieces = (piece for ids in corpus.documents for piece in ids.split(own) if len(piece) == own)
+    return [with_leading(corpus.leading, piece) for piece in pieces]
+
+
+def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> torch.Tensor:
+    """Cut about `count` sequences `[N, length]` to learn a profile from. If the texts are short, they overlap.
+
+    Overlapping windows show the same words at other positions and with another past. `cuvee.calibrate` measures its
+    curve on the last windows, so no other window shares a token with those: the curve would promise too much.
+
+    Raises:
+        InputError: the texts hold no sequence of that length.
+    """
+    disjoint = sum(len(ids) // (length - len(corpus.leading)) for corpus in corpora for ids in corpus.documents)
+    if disjoint >= count:
+        return spread_sequences(corpora, length, count)
+    texts = [ids for corpus in corpora for ids in corpus.documents]
+    leading = [corpus.leading for corpus in corpora for _ in corpus.documents]
+    length -= max(map(len, leading), default=0)
+    stride = max(length // _MOST_OVERLAP, sum(map(len, texts)) // count, 1)
+    windows = [(number, t) for number, ids in enumerate(texts) for t in range(0, len(ids) - length + 1, stride)]
+    _check_not_empty(windows, length)
+    kept = windows
+    for testing in range(held_out_count(len(windows)), 0, -1):
+        number, start = windows[-testing:][0]
+        before = [w for w in windows[:-testing] if w[0] != number or w[1] + length <= start]
+        kept = before + windows[-testing:]
+        if held_out_count(len(kept)) >= testing:
+            kept = kept[len(kept) - _most_with(testing, len(kept)) :]
+            break
+    return torch.stack([with_leading(leading[number], texts[number][t : t + length]) for number, t in kept])
+
+
+def _most_with(testing: int, count: int) -> int:
+    """The largest number of sequences, up to `count`, of which `testing` are held out."""
+    return next((n for n in range(count, 0, -1) if held_out_count(n) == testing), count)
+
+
+def _check_not_empty(pieces: Sequence[Any], length: int) -> None:
+    if not pieces:
+        raise InputError(f"text: holds no sequence of {length} tokens: give more of it, or a smaller --length")

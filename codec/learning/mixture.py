@@ -1,0 +1,182 @@
+"""The default calibration text: several kinds of text that come with cuvee, and samples of the model itself.
+
+A profile is good for the kind of text it was learned on: learned on one novel, it needs twice the bits on source code.
+A mixture costs nothing on the novel and holds up elsewhere; the model's own samples cover what nobody thought of.
+
+| kind | what | written for this project |
+|---|---|---|
+| prose | novels, essays, letters, reportage | yes |
+| encyclopaedia | articles, dense with names and numbers | yes |
+| tokenized | the articles as they look in corpora: punctuation set apart from words, rare words replaced | yes |
+| code | source code and configuration in a dozen languages | yes |
+| dialogue | conversations, in the model's chat template where it has one | yes |
+| tables | tables, logs, lists, records | yes |
+| reread | prose and articles whose last quarter repeats an earlier part, so the model must read its cache | yes |
+| samples | the model's own text, started with words from the kinds above | sampled |
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cuvee.codec.data.bundled import CALIBRATION_TEXTS, TEXTS_FOLDER, bundled_text
+from cuvee.codec.data.corpus import leading_ids, token_ids, with_leading
+from cuvee.codec.errors import InputError
+from cuvee.codec.learning.sequences import reread, sample_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+__all__ = [
+    "KINDS", "MIXTURE_SEQUENCES", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "tokenized",
+]  # fmt: skip
+
+REREAD, SAMPLES = "reread", "samples"  # the kinds that are made rather than read
+# The share of the sequences that each kind gets.
+SHARES: Mapping[str, float] = {
+    "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
+    REREAD: 0.08, SAMPLES: 0.12,
+}  # fmt: skip
+KINDS = tuple(SHARES)
+MIXTURE_SEQUENCES = 96  # unless told otherwise
+LEAST = 3  # sequences of each kind: two of them are held out to measure the curve
+
+_FOLDER = TEXTS_FOLDER / "mixture"
+
+
+def mixture_text(kind: str, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
+    """The texts of one kind, each a document.
+
+    Args:
+        kind: any of `KINDS` except "reread" and "samples".
+        tokenizer: renders dialogues in its chat template. Without a tokenizer or a template they are plain text.
+
+    Raises:
+        InputError: there is no such kind.
+    """
+    if kind == "dialogue":
+        return [_conversation(turns, tokenizer) for turns in json.loads(_read("dialogue.json"))]
+    if kind not in SHARES or kind in (REREAD, SAMPLES):
+        raise InputError(f"kind: no text of kind {kind!r}; there are {', '.join(KINDS[:-2])}")
+    if kind == "tokenized":
+        return [tokenized(_read("encyclopaedia.txt"))]
+    own = [_read(f"{kind}.txt")]
+    return own + [bundled_text(name) for name in CALIBRATION_TEXTS] if kind == "prose" else own
+
+
+def check_mixture_size(sequences: int, length: int) -> None:
+    """Raise InputError if these are too few sequences for `mixture`, or too short ones."""
+    if sequences < len(KINDS) * LEAST or length < 8:
+        raise InputError(f"sequences must be at least {len(KINDS) * LEAST} and length 8, got {sequences} and {length}")
+
+
+def mixture(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sequences: int = MIXTURE_SEQUENCES,
+    length: int = 512,
+    seed: int = 0,
+    samples: bool = True,
+    progress: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Token sequences of every kind, for `cuvee.calibrate`.
+
+    Args:
+        model: draws the samples; in evaluation mode.
+        tokenizer: of the model.
+        sequences: roughly how many to return in all; there are at least three of each kind.
+        length: tokens in each, T.
+        seed: of the samples.
+        samples: whether to draw samples, which takes as long as generating `sequences / 7` texts of T tokens.
+        progress: show on standard error how far the sampling has come.
+
+    Returns:
+        int64 `[N, T]` on the CPU for each kind. Every sequence begins as the tokenizer begins a text (with BOS). A text
+        too short for its share gives what it has. `cuvee.calibrate` needs three sequences of each kind, so a text
+        with fewer is left out.
+
+    Raises:
+        InputError: sequences or length out of range.
+
+    Example:
+        >>> from cuvee.codec.data.bundled import load_bundled_model
+        >>> from cuvee.codec.learning.mixture import mixture
+        >>> kinds = mixture(*load_bundled_model(), sequences=24, length=64, samples=False)
+        >>> list(kinds)
+        ['prose', 'encyclopaedia', 'tokenized', 'code', 'dialogue', 'tables', 'reread']
+        >>> kinds["prose"].shape
+        torch.Size([4, 64])
+    """
+    check_mixture_size(sequences, length)
+    leading = leading_ids(tokenizer)
+    out: dict[str, torch.Tensor] = {}
+    starts: list[torch.Tensor] = []
+    again: list[torch.Tensor] = []
+    for kind, share in SHARES.items():
+        if kind in (REREAD, SAMPLES):
+            continue
+        joined = torch.cat([token_ids(tokenizer, text, special=not leading) for text in mixture_text(kind, tokenizer)])
+        own = length - len(leading)
+        whole = len(joined) // own
+        if whole < LEAST:
+            continue
+        rows = with_leading(leading, joined[: whole * own].view(whole, own))
+        wanted = min(max(round(sequences * share), LEAST), whole)
+        out[kind] = rows[torch.arange(wanted) * whole // wanted]
+        starts.append(rows[:, : len(leading) + 1])
+        if kind in ("prose", "encyclopaedia"):
+            again.append(rows[torch.arange(whole) % 2 == 1])
+    pool = torch.cat(again) if again else torch.empty(0)
+    if len(pool) >= LEAST:
+        wanted = min(max(round(sequences * SHARES[REREAD]), LEAST), len(pool))
+        # `reread` changes every second row.
+        chosen = pool[torch.arange(wanted) * len(pool) // wanted].repeat_interleave(2, dim=0)
+        out[REREAD] = reread(chosen, 3 * length // 4, seed)[::2]
+    if samples:
+        count = max(round(sequences * SHARES[SAMPLES]), LEAST)
+        begin = torch.cat(starts) if starts else None
+        if begin is not None:
+            begin = begin[torch.randperm(len(begin), generator=torch.Generator().manual_seed(seed))]
+            begin = begin.repeat(-(-count // len(begin)), 1)[:count]
+        out[SAMPLES] = sample_text(model, count, length, seed, starts=begin, progress=progress)
+    return out
+
+
+def tokenized(text: str) -> str:
+    """A text as language-modeling corpora have it: spaces around punctuation, `@-@` within words, no rare words.
+
+    Models are measured on such files (Penn Treebank, WikiText), though these look nothing like what models usually
+    read. A profile that has never seen such punctuation loses several times as much on them.
+
+    Example:
+        >>> tokenized("A well-known river, 1,200 km long.")
+        'A well @-@ known river , 1 @,@ 200 km long .'
+    """
+    counts = Counter(re.findall(r"[A-Za-z]+", text))
+    words = sum(counts.values())
+    # Every third of the long words that occur once: about 3 % of all words, as in WikiText-2.
+    once = sorted(word for word, count in counts.items() if count == 1 and word.islower() and len(word) > 6)
+    rare = set(once[::3])
+    text = re.sub(r"(?<=\w)-(?=\w)", " @-@ ", text)
+    text = re.sub(r"(?<=\d)([.,])(?=\d)", r" @\1@ ", text)
+    text = re.sub(r"(?<!@)([.,;:!?()\[\]\"%$£])(?!@)", r" \1 ", text)
+    text = re.sub(r"(?<=\w)('s\b|n't\b)", r" \1", text)
+    if words > 500:  # in a short text every word is rare
+        text = re.sub(r"[a-z]+", lambda found: "<unk>" if found[0] in rare else found[0], text)
+    return "\n".join(re.sub(r" +", " ", line).strip() for line in text.split("\n"))
+
+
+def _read(name: str) -> str:
+    return (_FOLDER / name).read_text(encoding="utf-8")
+
+
+def _conversation(turns: list[dict[str, str]], tokenizer: Any) -> str:
+    if getattr(tokenizer, "chat_template", None):
+        return str(tokenizer.apply_chat_template(turns, tokenize=False))
+    return "".join(f"{turn['role'].capitalize()}: {turn['content']}\n\n" for turn in turns)

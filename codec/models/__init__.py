@@ -1,0 +1,1 @@
+"""Models and their caches: supported architectures, dtypes, RoPE, weights' fingerprints, forward passes."""

@@ -1,0 +1,209 @@
+"""The transformers models whose caches cuvee knows, and what their configurations say of the cache.
+
+A family is here once its cached keys were checked against transformers. Everything else is refused by name: a wrong
+layout would decode to wrong keys and nobody would see it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from cuvee.codec.errors import InputError, UnsupportedModelError
+from cuvee.codec.models.dtypes import TORCH_DTYPES
+
+
+class _Family(NamedTuple):
+    """A model family whose cached keys were checked against transformers.
+
+    rotary: "module.Class" of its rotary embedding, None for absolute positions.
+    grouped: the model reads num_key_value_heads and head_dim; others ignore such entries of a config.
+    """
+
+    rotary: str | None
+    interleaved: bool = False
+    grouped: bool = True
+
+
+_FAMILIES: dict[str, _Family] = {
+    "cohere": _Family("cohere.CohereRotaryEmbedding", interleaved=True),
+    "gemma": _Family("gemma.GemmaRotaryEmbedding"),
+    "gemma2": _Family("gemma2.Gemma2RotaryEmbedding"),
+    "gemma3_text": _Family("gemma3.Gemma3RotaryEmbedding"),
+    "gpt2": _Family(None, grouped=False),
+    "gpt_neox": _Family("gpt_neox.GPTNeoXRotaryEmbedding", grouped=False),
+    "llama": _Family("llama.LlamaRotaryEmbedding"),
+    "mistral": _Family("mistral.MistralRotaryEmbedding"),
+    "mixtral": _Family("mixtral.MixtralRotaryEmbedding"),
+    "phi3": _Family("phi3.Phi3RotaryEmbedding"),
+    "qwen2": _Family("qwen2.Qwen2RotaryEmbedding"),
+    "qwen2_moe": _Family("qwen2_moe.Qwen2MoeRotaryEmbedding"),
+    "qwen3": _Family("qwen3.Qwen3RotaryEmbedding"),
+    "qwen3_moe": _Family("qwen3_moe.Qwen3MoeRotaryEmbedding"),
+}
+
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_SEQUENCE_DEPENDENT_ROPE = {"dynamic": "dynamic NTK RoPE", "longrope": "LongRoPE"}
+_ATTENTION_LAYERS = ("full_attention", "sliding_attention")
+
+_RECURRENT = frozenset(
+    (
+        *("bailing_hybrid", "bamba", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear"),
+        *("lfm2", "lfm2_moe", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_next", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2"),
+    )
+)
+
+
+def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, Any]:
+    """What `KVLayout.from_dict` takes, read off a transformers configuration.
+
+    Raises:
+        UnsupportedModelError, InputError, ImportError: as `KVLayout.from_config`.
+    """
+    try:
+        from transformers import PreTrainedConfig
+    except ImportError as error:
+        raise ImportError("KVLayout.from_config needs transformers 5 or later: pip install transformers") from error
+    if not isinstance(config, PreTrainedConfig):
+        raise InputError(f"hf_config must be a transformers PreTrainedConfig, got {type(config).__name__}")
+    _refuse_unsupported(config)
+    max_positions = _max_positions(config)
+    dtype_name = _dtype_name(config.dtype if dtype is None else dtype)
+    family = _FAMILIES[config.model_type]
+    layer_types = _layer_types(config)
+    kinds = list(dict.fromkeys(layer_types))
+    ropes = _ropes(config, family, kinds)
+    heads = config.num_attention_heads
+    kv_heads = (family.grouped and getattr(config, "num_key_value_heads", None)) or heads
+    head_dim = (family.grouped and getattr(config, "head_dim", None)) or config.hidden_size // heads
+    return {
+        "model_type": config.model_type,
+        "kinds": [
+            {
+                "kv_heads": kv_heads,
+                "head_dim": head_dim,
+                "value_dim": head_dim,
+                "rope": ropes[kind],
+                "sliding_window": config.sliding_window if kind == "sliding_attention" else None,
+            }
+            for kind in kinds
+        ],
+        "layers": [kinds.index(layer_type) for layer_type in layer_types],
+        "dtype": dtype_name,
+        "max_positions": max_positions,
+    }
+
+
+def _refuse_unsupported(config: Any) -> None:
+    kind = config.model_type
+    rope_dicts = _rope_dicts(config)
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        raise UnsupportedModelError(f"{kind}: encoder-decoder and cross-attention caches are not supported")
+    if getattr(config, "text_config", None) is not None:
+        raise InputError(
+            f"hf_config is a multimodal wrapper ({kind}): pass its text decoder, hf_config.get_text_config()"
+        )
+    if getattr(config, "kv_lora_rank", None) is not None:
+        raise UnsupportedModelError(f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is not supported")
+    if kind in _RECURRENT:
+        raise UnsupportedModelError(f"{kind}: recurrent, state-space and hybrid models are not supported")
+    if kind in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise UnsupportedModelError(f"{kind}: ALiBi positions are not supported")
+    if any("mrope_section" in parameters for parameters in rope_dicts):
+        raise UnsupportedModelError(f"{kind}: multimodal RoPE (M-RoPE, mrope_section) is not supported")
+    if kind not in _FAMILIES:
+        raise UnsupportedModelError(
+            f"{kind or type(config).__name__}: not among the model types checked against transformers "
+            f"({', '.join(_FAMILIES)}); if you know its cache, build KVLayout by hand"
+        )
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsupportedModelError(f"{kind}: bidirectional attention has no KV cache to continue from")
+    for parameters in rope_dicts:
+        rope_type = parameters.get("rope_type", parameters.get("type", "default"))
+        if rope_type in _SEQUENCE_DEPENDENT_ROPE:
+            raise UnsupportedModelError(
+                f"{kind}: {_SEQUENCE_DEPENDENT_ROPE[rope_type]} (rope_type {rope_type!r}) is not supported: "
+                "its frequencies change with the sequence length, and a cached key does not tell which it got"
+            )
+        if rope_type not in _ROPE_TYPES:
+            raise UnsupportedModelError(
+                f"{kind}: rope_type {rope_type!r} is not supported (supported: {', '.join(_ROPE_TYPES)})"
+            )
+
+
+def _rope_dicts(config: Any) -> list[Mapping[str, Any]]:
+    """The RoPE parameters of the config: one dict, or one per layer type."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, Mapping)]
+    return nested or [parameters]
+
+
+def _max_positions(config: Any) -> int:
+    """How many positions the model can address.
+
+    With linear scaling, `max_position_embeddings` counts the positions before they are stretched, in transformers as in
+    vLLM. With YaRN and Llama 3's scaling, and in Gemma 3 with any, it counts those after.
+    """
+    positions: int = config.max_position_embeddings
+    if config.model_type.startswith("gemma3"):
+        return positions
+    scaling = 1.0
+    for parameters in _rope_dicts(config):
+        if parameters.get("rope_type", parameters.get("type")) == "linear":
+            factor: Any = parameters.get("factor")
+            if type(factor) not in (int, float) or not 0 < factor < math.inf:
+                raise InputError(
+                    "hf_config.rope_parameters: linear RoPE takes a factor, a finite number above 0, "
+                    f"got {factor!r}: correct the model's config.json"
+                )
+            scaling = factor
+    return int(positions * scaling)
+
+
+def _layer_types(config: Any) -> list[str]:
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        sliding = getattr(config, "sliding_window", None) is not None
+        return ["sliding_attention" if sliding else "full_attention"] * config.num_hidden_layers
+    for index, layer_type in enumerate(layer_types):
+        if layer_type not in _ATTENTION_LAYERS:
+            raise UnsupportedModelError(
+                f"{config.model_type}: layer {index} is {layer_type!r} (supported: {', '.join(_ATTENTION_LAYERS)})"
+            )
+    return list(layer_types)
+
+
+def _ropes(config: Any, family: _Family, layer_types: list[str]) -> dict[str, dict[str, Any] | None]:
+    if family.rotary is None:
+        return dict.fromkeys(layer_types)
+    module_name, class_name = family.rotary.split(".")
+    module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
+    # A surrounding `torch.device` context (meta, cuda) must not decide where or how the table is computed.
+    with torch.device("cpu"):
+        rotary = getattr(module, class_name)(config)
+    ropes: dict[str, dict[str, Any] | None] = {}
+    for layer_type in layer_types:
+        prefix = "" if hasattr(rotary, "inv_freq") else f"{layer_type}_"
+        inv_freq: torch.Tensor = getattr(rotary, f"{prefix}inv_freq")
+        ropes[layer_type] = {
+            "inv_freq": inv_freq.tolist(),
+            "attention_scaling": float(getattr(rotary, f"{prefix}attention_scaling")),
+            "interleaved": family.interleaved,
+        }
+    return ropes
+
+
+def _dtype_name(dtype: Any) -> str:
+    if dtype is None:
+        raise InputError("hf_config names no dtype: pass dtype=, for example dtype=model.dtype")
+    name = str(dtype).removeprefix("torch.")
+    if name not in TORCH_DTYPES:
+        raise InputError(
+            f"dtype must be one of {', '.join(TORCH_DTYPES)}, got {dtype!r}: dequantize other caches by value first"
+        )
+    return name

@@ -1,0 +1,167 @@
+"""How all sections of a profile are coded at one step, in flat arrays: what the compiled loops read.
+
+Every section has two entries, since its tokens may have classes or not:
+
+| entry | classes |
+|---|---|
+| `2 * section` | 0: the first token of a stream; 1: the other tokens, which may be predicted from it |
+| `2 * section + 1` | those of `classes.py` |
+
+A *level* is one component of one class: `entries[e, LEVELS] + k * entries[e, ROWS] + row`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
+from cuvee.codec.stages.reference.symbols import F32, I16, I32, U8, U16, U32, CodingPlan, Prediction
+
+# Fields of an entry.
+TABLES = 0  # where its tables begin; those of class k begin `k * PLANES` further on
+PLANES = 1  # planes of the finest class
+LEVELS = 2
+ROWS = 3  # components of the finest class
+FINEST = 4  # the finest class that can be used
+BLOCKS = 5
+PREDICTION = 6
+RHO = 7  # where its gains begin
+ENTRY_FIELDS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class CodingPlans:
+    """The plans of all sections.
+
+    Attributes:
+        entries: int64 `[E, 8]`, the fields named above.
+        planes, rows: int32 `[16 E]`, byte planes and components of each class.
+        depth: int32 `[16 E]`, the most components that a block has of each class.
+        steps: float32 `[16 E]`, quantizer steps.
+        tables: uint32, where the decode table of each plane of each class begins.
+        level_table, shift, low_plane: uint16, uint8 and int32 per level, as in `ClassedPlan`.
+        block, index: int32 per level: the block of the component, and its number there.
+        rho: int16, gains of the entries whose tokens are predicted.
+        class_slots: uint32 `[S, 4096]`, the table that decodes the classes of each section.
+        class_bits: its probability bits.
+    """
+
+    entries: npt.NDArray[np.int64]
+    planes: I32
+    rows: I32
+    depth: I32
+    steps: F32
+    tables: U32
+    level_table: U16
+    shift: U8
+    low_plane: I32
+    block: I32
+    index: I32
+    rho: I16
+    class_slots: U32
+    class_bits: int
+
+
+class PlannedSection(Protocol):
+    """What `pack_plans` needs of a section."""
+
+    @property
+    def plan(self) -> CodingPlan:
+        """How tokens without classes are coded."""
+        ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """How many components of each block those have."""
+        ...
+
+    @property
+    def classed(self) -> ClassedPlan:
+        """How tokens of each class are coded."""
+        ...
+
+    @property
+    def class_ranks(self) -> tuple[tuple[int, ...], ...]:
+        """How many components of each block those have, by class."""
+        ...
+
+    @property
+    def class_table(self) -> EntropyTables:
+        """The table that codes the classes."""
+        ...
+
+
+def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyTables) -> CodingPlans:
+    """The plans of all sections, for the tables of one family.
+
+    Args:
+        sections: in order.
+        step: the quantizer step of tokens without classes.
+        tables: the family that the plans index.
+    """
+    entries = np.zeros((2 * len(sections), ENTRY_FIELDS), np.int64)
+    per_class: dict[str, Any] = {
+        name: np.zeros((len(entries), CLASSES), kind)
+        for name, kind in (("planes", np.int32), ("rows", np.int32), ("depth", np.int32), ("steps", np.float32))
+    }
+    flat: dict[str, list[npt.NDArray[np.generic]]] = {
+        name: [] for name in ("tables", "level_table", "shift", "low_plane", "block", "index", "rho")
+    }
+    at = {"tables": 0, "level_table": 0, "rho": 0}
+    for e in range(len(entries)):
+        own = sections[e // 2]
+        if e % 2:
+            classed, ranks, steps, prediction = own.classed, own.class_ranks, own.classed.steps, Prediction.NONE
+            rows, planes, tables_of = classed.rows, classed.planes, classed.tables
+            level_table, shift, low_plane = classed.level_table, classed.shift, classed.low_plane
+            finest, rho = classed.finest, np.empty(0, np.int16)
+        else:
+            plan, ranks, prediction, finest, rho = own.plan, (own.ranks,) * 2, own.plan.prediction, 0, own.plan.rho
+            count = len(plan.shift)
+            rows, planes = np.full(2, count, np.int32), np.full(2, plan.planes, np.int32)
+            steps = np.full(2, step, np.float32)
+            tables_of = np.stack([plan.first, plan.rest])
+            level_table, shift = np.stack([plan.level_table] * 2), np.stack([plan.shift] * 2)
+            low_plane = np.zeros((2, count), np.int32)
+            low_plane[:, plan.wide] = count + np.arange(len(plan.wide))
+            if prediction is Prediction.NONE:
+                rho = np.empty(0, np.int16)
+        block = np.zeros(level_table.shape, np.int32)
+        index = np.zeros(level_table.shape, np.int32)
+        for k, of_class in enumerate(ranks):
+            own_blocks = np.repeat(np.arange(len(of_class), dtype=np.int32), of_class)
+            block[k, : len(own_blocks)] = own_blocks
+            index[k, : len(own_blocks)] = np.concatenate([np.arange(rank, dtype=np.int32) for rank in of_class])
+            per_class["depth"][e, k] = max(of_class, default=0)
+        for name, values in (("rows", rows), ("planes", planes), ("steps", steps)):
+            per_class[name][e, : len(values)] = values
+        entries[e] = (
+            at["tables"], tables_of.shape[1], at["level_table"], int(rows.max(initial=0)), finest,
+            len(own.ranks), prediction, at["rho"],
+        )  # fmt: skip
+        for name, array in (
+            ("tables", tables_of.astype(np.uint32) << np.uint32(tables.prob_bits)),
+            ("level_table", level_table),
+            ("shift", shift),
+            ("low_plane", low_plane),
+            ("block", block),
+            ("index", index),
+            ("rho", rho),
+        ):
+            flat[name].append(array.ravel())
+            if name in at:
+                at[name] += array.size
+    joined: dict[str, Any] = {name: np.concatenate(arrays) for name, arrays in flat.items()}
+    return CodingPlans(
+        entries=entries,
+        **joined,
+        **{name: array.ravel() for name, array in per_class.items()},
+        class_slots=np.concatenate([own.class_table.slots for own in sections]),
+        class_bits=sections[0].class_table.prob_bits,
+    )

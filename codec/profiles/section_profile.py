@@ -1,0 +1,194 @@
+"""What a profile knows of one section: basis, scales, prediction, classes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.entropy.family import (
+    coding_plan,
+    scale_codes,
+)
+from cuvee.codec.entropy.token_classes import (
+    CLASS_UNITS,
+    CLASSES,
+    ClassedPlan,
+    class_step_index,
+    class_table,
+    default_class_frequencies,
+)
+from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.profiles.class_predictor import Predictor, read_predictor
+from cuvee.codec.stages.reference.symbols import I16, U16, CodingPlan, Prediction
+from cuvee.codec.stages.reference.transform import Section, SectionBasis
+
+
+@dataclass(frozen=True, slots=True)
+class SectionProfile:
+    """What a profile knows of one section: its maps, and of each component (all blocks in a row, `[R]`) its scale,
+    the scale of its prediction error, and the predictor's gain.
+
+    Attributes:
+        predictor: tells the class of a token; None: the tokens of this section have none unless a caller says so.
+        class_freq: `[16]` uint16 frequencies that code the classes.
+        class_scale: `[16]` int16, 1/64 octaves: how much wider the components of a class's tokens are than `scale`.
+    """
+
+    basis: SectionBasis
+    scale: I16
+    prediction: Prediction
+    rest_scale: I16
+    rho: I16
+    predictor: Predictor | None = None
+    class_freq: U16 = field(default_factory=default_class_frequencies)
+    class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
+
+    def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
+        """The components coded at a step: how many of each block, and their indices."""
+        codes = scale_codes(self.scale, step_index)
+        ranks, chosen, at = [], [], 0
+        for size in self.basis.block_ranks:
+            rank = int((codes[at : at + size] >= 0).sum())  # scales fall, so these come first
+            ranks.append(rank)
+            chosen.append(np.arange(at, at + rank))
+            at += size
+        return tuple(ranks), np.concatenate(chosen)
+
+    def plan(self, step_index: int) -> tuple[tuple[int, ...], CodingPlan]:
+        """Ranks of the blocks and the coding plan at a step."""
+        ranks, chosen = self.select(step_index)
+        codes = scale_codes(self.scale[chosen], step_index)
+        if self.prediction is Prediction.NONE:
+            return ranks, coding_plan(codes)
+        rest = scale_codes(self.rest_scale[chosen], step_index)
+        return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
+
+    def class_ranks(self, step_index: int, token_class: int) -> tuple[int, ...]:
+        """The components of each block that tokens of a class code in a blob of step index `step_index`."""
+        codes = self._class_codes(step_index, token_class)
+        ranks, at = [], 0
+        for size in self.basis.block_ranks:
+            ranks.append(int((codes[at : at + size] >= 0).sum()))
+            at += size
+        return tuple(ranks)
+
+    def classed_plan(self, step_index: int) -> ClassedPlan:
+        """How tokens of each class are coded in a blob of step index `step_index`.
+
+        Raises:
+            ProfileError: the step is too fine for all classes.
+        """
+        plans: list[CodingPlan | None] = []
+        for k in range(CLASSES):
+            codes = self._class_codes(step_index, k)
+            try:
+                plans.append(coding_plan(codes[codes >= 0]))
+            except ProfileError:
+                plans.append(None)
+        return ClassedPlan(plans, step_index)
+
+    def _class_codes(self, step_index: int, token_class: int) -> npt.NDArray[np.int32]:
+        return scale_codes(self.scale, class_step_index(step_index, token_class) - int(self.class_scale[token_class]))
+
+    def take(self, blocks: Sequence[int]) -> SectionProfile:
+        """What is known of some blocks of the section, in this order: each is coded as it is among the others."""
+        basis = self.basis
+        columns = torch.from_numpy(_members([matrix.shape[1] for matrix in basis.forward], blocks))
+        rows = _members(basis.block_ranks, blocks)
+        taken = SectionBasis(
+            basis.mean[columns],
+            basis.sinks.index_select(1, columns),
+            tuple(basis.forward[block] for block in blocks),
+            tuple(basis.inverse[block] for block in blocks),
+        )
+        predictor = None if self.predictor is None else self.predictor.take(rows)
+        return SectionProfile(
+            taken, self.scale[rows], self.prediction, self.rest_scale[rows], self.rho[rows], predictor,
+            self.class_freq, self.class_scale,
+        )  # fmt: skip
+
+    def arrays(self, prefix: str) -> dict[str, npt.NDArray[Any]]:
+        """What a file keeps of it, by name."""
+        basis = self.basis
+        arrays: dict[str, npt.NDArray[Any]] = {
+            f"{prefix}.mean": basis.mean.numpy(),
+            f"{prefix}.sinks": basis.sinks.numpy(),
+            f"{prefix}.scale": self.scale,
+            f"{prefix}.rest_scale": self.rest_scale,
+            f"{prefix}.rho": self.rho,
+            f"{prefix}.class_freq": self.class_freq,
+            f"{prefix}.class_scale": self.class_scale,
+        }
+        if self.predictor is not None:
+            arrays |= {f"{prefix}.predictor.{name}": array for name, array in self.predictor.arrays().items()}
+        for b, (forward, inverse) in enumerate(zip(basis.forward, basis.inverse, strict=True)):
+            arrays[f"{prefix}.forward.{b}"] = forward.numpy()
+            arrays[f"{prefix}.inverse.{b}"] = inverse.numpy()
+        return arrays
+
+
+def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:
+    """The places that some of adjacent blocks of these sizes take up."""
+    ends = np.cumsum(sizes)
+    return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
+
+
+def read_section_profile(
+    prefix: str, section: Section, prediction: Prediction, arrays: dict[str, npt.NDArray[Any]]
+) -> SectionProfile:
+    """Inverse of `SectionProfile.arrays`, of arrays that may be anything.
+
+    Raises:
+        FormatError, KeyError, ValueError: they are not those of a section like this.
+    """
+
+    def tensor(name: str, *shape: int | None) -> torch.Tensor:
+        array = arrays[f"{prefix}.{name}"]
+        expected = tuple(have if want is None else want for have, want in zip(array.shape, shape, strict=True))
+        if array.dtype != np.float32 or array.shape != expected or not np.isfinite(array).all():
+            raise FormatError(f"{prefix}.{name} has the wrong shape or dtype or is not finite")
+        return torch.from_numpy(array)
+
+    forward = tuple(tensor(f"forward.{b}", None, size) for b, size in enumerate(section.blocks))
+    inverse = tuple(
+        tensor(f"inverse.{b}", size, len(f)) for (b, size), f in zip(enumerate(section.blocks), forward, strict=True)
+    )
+    basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), forward, inverse)
+    components = []
+    for name in ("scale", "rest_scale", "rho"):
+        array = arrays[f"{prefix}.{name}"]
+        if array.dtype != np.int16 or array.shape != (sum(basis.block_ranks),):
+            raise FormatError(f"{prefix}.{name} has the wrong shape or dtype")
+        components.append(array)
+    at = 0
+    for rank in basis.block_ranks:
+        if np.any(np.diff(components[0][at : at + rank].astype(np.int32)) > 0):
+            raise FormatError(f"{prefix}.scale does not fall within a block")
+        at += rank
+    class_freq = _class_array(prefix, "class_freq", np.uint16, arrays)
+    class_scale = _class_array(prefix, "class_scale", np.int16, arrays)
+    class_table(class_freq)
+    if class_freq.min() < 1:
+        raise FormatError(f"{prefix}.class_freq has a class that cannot be coded")
+    if np.any(np.diff(class_scale.astype(np.int32)) > CLASS_UNITS):
+        raise FormatError(f"{prefix}.class_scale lets a coarser class code more than a finer one")
+    predictor = None
+    if f"{prefix}.predictor.components" in arrays:
+        predictor = read_predictor(f"{prefix}.predictor", arrays, sum(basis.block_ranks))
+    return SectionProfile(
+        basis, components[0], prediction, components[1], components[2], predictor, class_freq, class_scale
+    )
+
+
+def _class_array(
+    prefix: str, name: str, dtype: type[np.generic], arrays: dict[str, npt.NDArray[Any]]
+) -> npt.NDArray[Any]:
+    array = arrays[f"{prefix}.{name}"]
+    if array.dtype != dtype or array.shape != (CLASSES,):
+        raise FormatError(f"{prefix}.{name} has the wrong shape or dtype")
+    return array

@@ -1,0 +1,388 @@
+"""A lossless layer to rows of a cache, for the CPU: read once, then decoded and written tile by tile, without the GIL.
+
+It gives what `byte_planes.decode_layer` gives, which says what the parts of a section mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.entropy.tables import SYMBOLS
+from cuvee.codec.errors import FormatError
+from cuvee.codec.layout import LayerLayout
+from cuvee.codec.stages.compiled import lanes
+from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
+from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
+from cuvee.codec.stages.reference.rans import (
+    MAX_TOKENS_PER_STREAM,
+    MAX_TOKENS_PER_STREAM_LOG2,
+    stream_count,
+    stream_error,
+)
+from cuvee.codec.stages.rows import Rows, dense_rows
+
+_SLOTS = 1 << PROB_BITS
+_CHANNELS = 16  # written together: as many adjacent values of every token
+_INITIAL = 1 << 16
+
+# What is known of a plane: whether it is coded; where its references, if coded, or its bytes begin; and the first of
+# its rows among the coded ones.
+_CODED, _AT, _ROW = range(3)
+
+# What is known of the streams: how many steps they have per token, -1 if the section is malformed; the logarithm of
+# their tokens; the bytes where their states and their words begin; and how many words there are.
+_STEPS, _LOG2, _STATES, _WORDS, _COUNT = range(5)
+
+
+@compiled
+def _u16(data, at):  # type: ignore[no-untyped-def]
+    return np.int64(data[at]) | np.int64(data[at + 1]) << 8
+
+
+@compiled
+def _u32(data, at):  # type: ignore[no-untyped-def]
+    return _u16(data, at) | _u16(data, at + 2) << 16
+
+
+@compiled
+def _skip_padding(data, at, end):  # type: ignore[no-untyped-def]
+    """The next multiple of four bytes; -1 unless all up to there are zero."""
+    while at % 4:
+        if at >= end or data[at]:
+            return -1
+        at += 1
+    return at
+
+
+@compiled
+def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
+    """Read a plane's table into its decode slots; where it ends, or -1 if it breaks a rule."""
+    if at + 2 > end:
+        return -1
+    count = _u16(data, at)
+    at += 2
+    if at + 3 * count > end:
+        return -1
+    last = np.int64(-1)
+    filled = 0
+    for _ in range(count):
+        symbol, frequency = np.int64(data[at]), _u16(data, at + 1)
+        at += 3
+        if symbol <= last or not 0 < frequency < _SLOTS or filled + frequency > _SLOTS:
+            return -1
+        last = symbol
+        entry = np.uint32(symbol) << np.uint32(24) | np.uint32(frequency) << np.uint32(12)
+        own = slots[filled : filled + frequency]
+        for i in range(len(own)):
+            own[i] = np.uint32(entry | np.uint32(i))
+        filled += frequency
+    return at if filled == _SLOTS else -1
+
+
+@compiled
+def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyped-def]
+    """Find the planes of a section, as `read_layer` does; where its streams begin, or -1 if a rule is broken."""
+    at = np.int64(0)
+    row = 0
+    coded = 0
+    for i in range(len(channels)):
+        if at >= end or data[at] > 1:
+            return -1
+        planes[i, _CODED] = data[at]
+        at += 1
+        if planes[i, _CODED]:
+            planes[i, _AT], planes[i, _ROW] = at, row
+            row += channels[i]
+            at = _read_table(data, at + channels[i], end, slots[coded * _SLOTS : (coded + 1) * _SLOTS])
+            coded += 1
+            if at < 0:
+                return -1
+    at = _skip_padding(data, at, end)
+    for i in range(len(channels)):
+        if at < 0:
+            return -1
+        if not planes[i, _CODED]:
+            planes[i, _AT] = at
+            at += channels[i] * tokens
+    return _skip_padding(data, at, end) if 0 <= at <= end else -1
+
+
+@compiled
+def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: ignore[no-untyped-def]
+    """Read what the tiles of a section have in common; the word at which each stream begins, and the last one ends."""
+    none = np.empty(0, np.uint32)
+    found[_STEPS] = -1
+    at = _parse(data, end, channels, tokens, planes, slots)
+    if at < 0:
+        return none
+    steps = 0
+    coded = 0
+    for i in range(len(channels)):
+        if planes[i, _CODED]:
+            for _ in range(channels[i]):
+                tables[steps] = coded << PROB_BITS
+                steps += 1
+            coded += 1
+    if not steps:
+        if at == end:
+            found[_STEPS] = 0
+        return none
+    if at + 12 > end:
+        return none
+    words, escapes, log2, rest = _u32(data, at), _u32(data, at + 4), np.int64(data[at + 8]), data[at + 9]
+    if escapes or log2 > MAX_TOKENS_PER_STREAM_LOG2 or rest or _u16(data, at + 10):
+        return none
+    at += 12
+    count = (tokens + (1 << log2) - 1) >> log2
+    wide = 2 if steps << log2 <= 0xFFFF else 4
+    lengths_at = at + 4 * count
+    words_begin = lengths_at + wide * count
+    if words_begin + 2 * words > end or _skip_padding(data, words_begin + 2 * words, end) != end:
+        return none
+    words_at = np.empty(count + 1, np.uint32)
+    word = np.int64(0)
+    for stream in range(count):
+        if _u32(data, at + 4 * stream) < _INITIAL:
+            return none
+        words_at[stream] = word
+        place = lengths_at + wide * stream
+        word += _u16(data, place) if wide == 2 else _u32(data, place)
+    if word != words:
+        return none
+    words_at[count] = word
+    found[_STEPS], found[_LOG2], found[_STATES], found[_WORDS], found[_COUNT] = steps, log2, at, words_begin, words
+    return words_at
+
+
+@compiled
+def _decode(  # type: ignore[no-untyped-def]
+    data, words_at, start, stop, found, slots, tables, states, starts, ends, groups, columns, position, scratch, problem
+):
+    """Decode the coded planes of a tile to `scratch`; how many columns they have, or -1 if a stream is damaged."""
+    steps, log2 = found[_STEPS], found[_LOG2]
+    width = stop - start
+    if not steps:
+        for t in range(width):
+            position[t] = t
+        return width
+    first = start >> log2
+    for stream in range(first, (stop + (1 << log2) - 1) >> log2):
+        states[stream - first] = _u32(data, found[_STATES] + 4 * stream)
+        starts[stream - first] = words_at[stream]
+        ends[stream - first] = words_at[stream + 1]
+    column = 0
+    for j in range(1 << log2):
+        for begin in range(0, width, 1 << log2):
+            there = begin + j < width
+            columns[column] = 0 if there else 1
+            if there:
+                position[begin + j] = column
+            column += 1
+    fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
+    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = found[_WORDS], found[_COUNT], column
+    fields[0, lanes.STRIDE] = steps
+    depth = np.zeros(2, np.int32)  # a column without a token has no planes
+    depth[0] = steps
+    listed = list_groups(0, 0, column, 1 << log2, column, groups, 0)
+    bad = decode_lanes(
+        groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, PROB_BITS, scratch
+    )
+    if bad >= 0:
+        problem[0] = first + bad
+        return -1
+    return column
+
+
+@compiled
+def _write(  # type: ignore[no-untyped-def]
+    data, tokens, start, width, planes, columns, position, scratch, begins, first_row, heads, size, stride, offsets,
+    kinds, out
+):  # fmt: skip
+    """Join the planes of a unit, and write its values."""
+    count = len(planes)
+    tile = np.empty((_CHANNELS, width), out.dtype)
+    word = np.empty(width, np.uint32)
+    row = np.empty(width, np.uint8)
+    in_order = columns == width and (width < 2 or position[1] == 1)  # one token per stream
+    for h in range(heads):
+        for d in range(0, size, _CHANNELS):
+            together = min(_CHANNELS, size - d)
+            for i in range(together):
+                channel = h * size + d + i
+                word[:] = np.uint32(0)
+                for plane in range(count):
+                    shift = np.uint32(8 * plane)
+                    if planes[plane, _CODED]:
+                        begin = (planes[plane, _ROW] + channel) * columns
+                        reference = data[planes[plane, _AT] + channel]
+                        source = scratch[begin : begin + columns]
+                        if in_order:
+                            for t in range(width):
+                                row[t] = np.uint8(source[t] + reference)
+                        else:
+                            for t in range(width):
+                                row[t] = np.uint8(source[position[t]] + reference)
+                    else:
+                        begin = planes[plane, _AT] + channel * tokens + start
+                        row[:] = data[begin : begin + width]
+                    for t in range(width):
+                        word[t] |= np.uint32(row[t]) << shift
+                target = tile[i]
+                top = np.uint32(8 * count - 1)
+                for t in range(width):
+                    target[t] = (word[t] >> np.uint32(1)) | (word[t] << top)
+            for t in range(max(-first_row, 0), min(width, len(begins) - first_row)):
+                begin = begins[first_row + t]
+                if begin < 0:
+                    continue
+                at = begin + h * stride + d
+                if len(offsets):
+                    places = offsets[kinds[first_row + t], h]
+                    for i in range(together):
+                        out[begin + places[d + i]] = tile[i, t]
+                elif together == _CHANNELS:
+                    target = out[at : at + _CHANNELS]
+                    for i in range(_CHANNELS):
+                        target[i] = tile[i, t]
+                else:
+                    for i in range(together):
+                        out[at + i] = tile[i, t]
+
+
+_SLACK = bytes(4)
+_arena = Arena()
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """A layer's section that was read: what decoding its tiles has in common.
+
+    Attributes:
+        data: its bytes.
+        itemsize: bytes of a value.
+        tokens: T, in the chunk.
+        channels: `[P]`, of each byte plane.
+        planes, found: what is known of the planes and of the streams; see above.
+        slots, tables: decode slots, and which of them each step uses. Valid until the thread reads another layer.
+        words_at: of each stream the word at which it begins, and where the last one ends.
+    """
+
+    data: npt.NDArray[np.uint8]
+    itemsize: int
+    tokens: int
+    channels: npt.NDArray[np.int64]
+    planes: npt.NDArray[np.int64]
+    found: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.uint32]
+    tables: npt.NDArray[np.uint32]
+    words_at: npt.NDArray[np.uint32]
+
+
+def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
+    """See `cuvee.codec.stages.reference.byte_planes.index_layer`."""
+    itemsize = dtype.itemsize
+    channels = np.repeat(np.array([layer.key_values, layer.value_values]), itemsize)
+    # A copy, since a step reads a little more than the word that it needs.
+    padded = np.frombuffer(b"".join((data, _SLACK)), np.uint8)
+    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(5, np.int64)
+    slots = _arena.array("slots", len(channels) * _SLOTS, np.uint32)
+    tables = np.empty(int(channels.sum()), np.uint32)
+    words_at = _index(padded, len(data), channels, tokens, planes, slots, tables, found)
+    if found[_STEPS] < 0:
+        read_layer(data, layer, itemsize, tokens)  # raises
+        raise FormatError("a lossless section is malformed")
+    return LayerIndex(padded, itemsize, tokens, channels, planes, found, slots, tables, words_at)
+
+
+def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
+    """See `cuvee.codec.stages.reference.byte_planes.decode_layer`."""
+    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
+    scratch = _arena.array("planes", int(index.channels.sum()) * most + WIDTH, np.uint8)
+    position, problem = np.empty(most, np.int64), np.zeros(1, np.int64)
+    streams = tuple(np.empty(most, np.uint32) for _ in range(3))
+    columns = _decode(
+        index.data, index.words_at, at.start, at.stop, index.found, index.slots, index.tables, *streams,
+        np.empty((most, lanes.GROUP_FIELDS), np.int64), np.empty(most, np.uint8), position, scratch, problem,
+    )  # fmt: skip
+    if columns < 0:
+        raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[_LOG2])))
+    itemsize = index.itemsize
+    for rows, first in ((keys, 0), (values, itemsize)):
+        if rows is not None:
+            _write(
+                index.data, index.tokens, at.start, at.stop - at.start, index.planes[first : first + itemsize], columns,
+                position, scratch, rows.begins, first_row, rows.heads, rows.size, rows.head_stride, rows.offsets,
+                rows.kinds, _bits(rows.memory),
+            )  # fmt: skip
+
+
+def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]:
+    """The bits of a tensor whose values have 16 or 32."""
+    if x.element_size() == 2:
+        return x.view(torch.int16).numpy().view(np.uint16)
+    return x.view(torch.int32).numpy().view(np.uint32)
+
+
+@compiled
+def _split(memory, begins, stride, heads, size, planes, reference, counts):  # type: ignore[no-untyped-def]
+    """Words of a unit to byte planes, their references, and how often each difference from them comes up."""
+    count, _, tokens = planes.shape
+    tile = np.empty((_CHANNELS, tokens), np.uint32)
+    top = np.uint32(8 * count - 1)
+    several = np.zeros((4, SYMBOLS), np.int64)  # in turn, since an entry is not ready again at once
+    for plane in range(count):
+        counts[plane] = 0
+    for h in range(heads):
+        for d in range(0, size, _CHANNELS):
+            together = min(_CHANNELS, size - d)
+            for t in range(tokens):
+                begin = begins[t] + h * stride + d
+                source = memory[begin : begin + together]
+                for i in range(together):
+                    tile[i, t] = source[i]
+            for i in range(together):
+                row = tile[i]
+                channel = h * size + d + i
+                for t in range(tokens):
+                    row[t] = np.uint32((row[t] << np.uint32(1)) | (row[t] >> top))
+                for plane in range(count):
+                    shift = np.uint32(8 * plane)
+                    target = planes[plane, channel]
+                    total = np.int64(0)
+                    for t in range(tokens):
+                        byte = np.uint8((row[t] >> shift) & np.uint32(0xFF))
+                        target[t] = byte
+                        total += byte
+                    reference[plane, channel] = np.uint8(np.rint(total / tokens))
+    for plane in range(count):
+        several[:] = 0
+        for channel in range(heads * size):
+            own, row = reference[plane, channel], planes[plane, channel]
+            for t in range(0, tokens - 3, 4):
+                several[0, np.uint8(row[t] - own)] += 1
+                several[1, np.uint8(row[t + 1] - own)] += 1
+                several[2, np.uint8(row[t + 2] - own)] += 1
+                several[3, np.uint8(row[t + 3] - own)] += 1
+            for t in range(tokens - tokens % 4, tokens):
+                several[0, np.uint8(row[t] - own)] += 1
+        for i in range(SYMBOLS):
+            counts[plane, i] = several[0, i] + several[1, i] + several[2, i] + several[3, i]
+
+
+def split_unit(unit: torch.Tensor) -> list[BytePlane]:
+    """See `cuvee.codec.stages.reference.byte_planes.split_unit`."""
+    if unit.stride(2) != 1:
+        unit = unit.contiguous()
+    rows = dense_rows(unit)
+    count, channels = unit.element_size(), rows.heads * rows.size
+    planes = np.empty((count, channels, len(unit)), np.uint8)
+    reference, counts = np.empty((count, channels), np.uint8), np.empty((count, SYMBOLS), np.int64)
+    _split(_bits(rows.memory), rows.begins, rows.head_stride, rows.heads, rows.size, planes, reference, counts)
+    return [BytePlane(planes[i], reference[i], counts[i]) for i in range(count)]

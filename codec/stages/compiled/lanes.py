@@ -1,0 +1,347 @@
+"""The entropy coder for the CPU: many streams at a time, of any sections of a chunk.
+
+Streams are coded sixteen at a time (`simd.decode_step`, `simd.encode_step`): a *group* of lanes, which lie in one
+window of one section. A step of a group waits for the step before it, through two loads and a product. So several
+groups take turns: however few streams each section has, a chunk has enough of them to keep the CPU busy.
+
+The order of the columns is that of `rans_classes.py`: if a window has S streams, its row r holds the columns
+r S … r S + S - 1, one of each stream. How many planes a lane decodes in a row follows from its column's class.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.simd import WIDTH, decode_step, encode_step, lookup_step
+
+FLIGHT = 8  # groups that take turns: enough to hide what a step waits for, few enough to stay in the first cache
+
+# Fields of `sections` below.
+WORDS = 0  # the byte at which the coded words begin
+LAST = 1  # a word that may be read, though it lies beyond the section's words
+CLASSES = 2  # where the classes of the columns begin
+OUT = 3  # where the planes begin
+COLUMNS = 4  # how long a plane is
+PLANES = 5  # where the numbers of planes begin, class by class
+TABLES = 6  # where the tables of the planes begin, class by class
+STRIDE = 7  # how many tables a class has there
+SECTION_FIELDS = 8
+
+# Fields of `groups` below.
+SECTION = 0
+STREAM = 1  # the first lane's stream
+FIRST = 2  # the first lane's column in the first row
+LANES = 3
+ROW = 4  # from a row to the next: the streams of the window
+END = 5  # the first column after the window
+GROUP_FIELDS = 6
+
+# Fields of a group that is being decoded. Its lanes have 16 entries each in the arrays of states, words and tables.
+_GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _TABLE, _OWN, _TO, _STEP, _WORDS, _LAST = range(12)
+_SLOT_FIELDS = 12
+
+_INITIAL = np.uint32(1 << 16)
+
+
+@compiled
+def list_groups(section, stream, columns, per_stream, window, groups, at):  # type: ignore[no-untyped-def]
+    """List the groups of a section, whose first stream is `stream`, in `groups` from row `at` on; the next row."""
+    for begin in range(0, columns, window):
+        size = min(window, columns - begin)
+        count = (size + per_stream - 1) // per_stream
+        for lane in range(0, count, WIDTH):
+            groups[at, SECTION] = section
+            groups[at, STREAM] = stream + lane
+            groups[at, FIRST] = begin + lane
+            groups[at, LANES] = min(WIDTH, count - lane)
+            groups[at, ROW] = count
+            groups[at, END] = begin + size
+            at += 1
+        stream += count
+    return at
+
+
+@compiled
+def _load(slot, q, g, groups, sections, states, starts, x, at):  # type: ignore[no-untyped-def]
+    slot[q, _GROUP] = g
+    slot[q, _COLUMN] = groups[g, FIRST]
+    slot[q, _PLANE] = slot[q, _STOP] = 0
+    s = groups[g, SECTION]
+    slot[q, _STEP], slot[q, _WORDS], slot[q, _LAST] = sections[s, COLUMNS], sections[s, WORDS], sections[s, LAST]
+    stream = groups[g, STREAM]
+    for lane in range(groups[g, LANES]):
+        x[q * WIDTH + lane] = states[stream + lane]
+        at[q * WIDTH + lane] = starts[stream + lane]
+
+
+@compiled
+def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type: ignore[no-untyped-def]
+    """Find the next planes of a group that have the same lanes; False if there are none left."""
+    g = slot[q, _GROUP]
+    s = groups[g, SECTION]
+    own = classes[sections[s, CLASSES] :]
+    depth = planes[sections[s, PLANES] :]
+    while slot[q, _COLUMN] < groups[g, END]:
+        column, plane = slot[q, _COLUMN], slot[q, _PLANE]
+        # Classes rise from lane to lane, and their planes fall: those that go on come first.
+        lanes = min(groups[g, LANES], groups[g, END] - column)
+        while lanes and depth[own[column + lanes - 1]] <= plane:
+            lanes -= 1
+        if lanes:
+            slot[q, _ACTIVE] = lanes
+            slot[q, _STOP] = depth[own[column + lanes - 1]]
+            slot[q, _ALIKE] = own[column] == own[column + lanes - 1]
+            slot[q, _TABLE] = -1
+            slot[q, _OWN] = sections[s, TABLES]
+            if slot[q, _ALIKE]:
+                slot[q, _OWN] += own[column] * sections[s, STRIDE]
+            for lane in range(WIDTH):  # lanes that take no part look up what the first does
+                of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
+            slot[q, _TO] = sections[s, OUT] + plane * sections[s, COLUMNS] + column
+            return True
+        slot[q, _COLUMN] += groups[g, ROW]
+        slot[q, _PLANE] = 0
+    return False
+
+
+@compiled
+def _bad_stream(slot, q, groups, ends, x, at):  # type: ignore[no-untyped-def]
+    """A stream of a finished group that did not end in the initial state with all of its words read; or -1."""
+    g = slot[q, _GROUP]
+    for lane in range(groups[g, LANES]):
+        stream = groups[g, STREAM] + lane
+        if x[q * WIDTH + lane] != _INITIAL or at[q * WIDTH + lane] != ends[stream]:
+            return stream
+    return -1
+
+
+@compiled
+def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, tables, slots, bits, out):  # type: ignore[no-untyped-def]
+    """Decode groups of streams.
+
+    Args:
+        groups: int64 `[G, 6]`, the fields named above; see `list_groups`.
+        sections: int64 `[S, 8]`, the fields named above.
+        states: uint32, the first state of each stream.
+        starts: uint32, the first word of each stream, counted from its section's first.
+        ends: uint32, the word after its last.
+        data: uint8, where the words lie. Four bytes can be read from word `LAST` of each section on.
+        classes: uint8, the class of each column of each section, rising within windows.
+        planes: int32, how many planes a column of each class has; falling from class to class.
+        tables: uint32, where in `slots` the table of each plane begins.
+        slots: uint32, decode tables, see `EntropyTables.slots`.
+        bits: probability bits of the tables.
+        out: uint8, receives the planes. What lies below a column's last plane is left as it is.
+
+    Returns:
+        -1, or the number of a stream that did not end as it must.
+    """
+    x = np.zeros(FLIGHT * WIDTH, np.uint32)
+    at = np.zeros(FLIGHT * WIDTH, np.uint32)
+    base = np.zeros(FLIGHT * WIDTH, np.uint32)
+    of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
+    spare = np.empty(WIDTH, np.uint8)
+    slot = np.zeros((FLIGHT, _SLOT_FIELDS), np.int64)
+    flying = following = 0
+    while True:
+        q = 0
+        while q < flying or (q < FLIGHT and following < len(groups)):
+            if q == flying:
+                _load(slot, q, following, groups, sections, states, starts, x, at)
+                following += 1
+                flying += 1
+            while slot[q, _PLANE] == slot[q, _STOP] and not _next_planes(
+                slot, q, groups, sections, classes, planes, of_class
+            ):
+                bad = _bad_stream(slot, q, groups, ends, x, at)
+                if bad >= 0:
+                    return bad
+                if following < len(groups):
+                    _load(slot, q, following, groups, sections, states, starts, x, at)
+                    following += 1
+                    continue
+                flying -= 1
+                if q == flying:
+                    break
+                slot[q] = slot[flying]
+                slot[q, _TABLE] = -1
+                for lane in range(WIDTH):
+                    x[q * WIDTH + lane] = x[flying * WIDTH + lane]
+                    at[q * WIDTH + lane] = at[flying * WIDTH + lane]
+                    of_class[q * WIDTH + lane] = of_class[flying * WIDTH + lane]
+            q += 1
+        if not flying:
+            return -1
+        steps = slot[0, _STOP] - slot[0, _PLANE]
+        for q in range(1, flying):
+            steps = min(steps, slot[q, _STOP] - slot[q, _PLANE])
+        for _ in range(steps):
+            for q in range(np.uint64(flying)):
+                own = slot[q]
+                plane, active, to, first = own[_PLANE], own[_ACTIVE], own[_TO], q * np.uint64(WIDTH)
+                if own[_ALIKE]:
+                    table = np.int64(tables[np.uint64(own[_OWN] + plane)])
+                    if table != own[_TABLE]:
+                        own[_TABLE] = table
+                        base[first : first + np.uint64(WIDTH)] = np.uint32(table)
+                else:
+                    lookup_step(tables, own[_OWN] + plane, of_class, first, base)
+                if active == WIDTH:
+                    decode_step(x, at, first, base, slots, data, own[_WORDS], own[_LAST], bits, active, out, to)
+                else:
+                    decode_step(x, at, first, base, slots, data, own[_WORDS], own[_LAST], bits, active, spare, 0)
+                    for lane in range(active):
+                        out[to + lane] = spare[lane]
+                own[_PLANE] = plane + 1
+                own[_TO] = to + own[_STEP]
+
+
+# Fields of a group that is being encoded.
+_BACK_GROUP, _BACK_COLUMN, _BACK_PLANE, _BACK_STOP, _BACK_ACTIVE, _BACK_ALIKE, _BACK_TABLE = range(7)
+_BACK_FIELDS = 7
+
+
+@compiled
+def _start(slot, q, g, groups, capacity, x, at):  # type: ignore[no-untyped-def]
+    """Begin a group at its last row."""
+    slot[q, _BACK_GROUP] = g
+    rows = (groups[g, END] - groups[g, FIRST] + groups[g, ROW] - 1) // groups[g, ROW]
+    slot[q, _BACK_COLUMN] = groups[g, FIRST] + rows * groups[g, ROW]  # the row before is the first to be coded
+    slot[q, _BACK_PLANE] = slot[q, _BACK_STOP] = 0
+    for lane in range(WIDTH):
+        x[q * WIDTH + lane] = _INITIAL
+        at[q * WIDTH + lane] = (q * WIDTH + lane) * capacity
+
+
+@compiled
+def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # type: ignore[no-untyped-def]
+    """Find the planes before those just coded that have the same lanes; False if there are none left."""
+    g = slot[q, _BACK_GROUP]
+    s = groups[g, SECTION]
+    own = classes[sections[s, CLASSES] :]
+    depth = planes[sections[s, PLANES] :]
+    while True:
+        plane, column = slot[q, _BACK_PLANE], slot[q, _BACK_COLUMN]
+        if plane == 0:  # the row before, from its last plane
+            column -= groups[g, ROW]
+            if column < groups[g, FIRST]:
+                return False
+            slot[q, _BACK_COLUMN] = column
+            plane = slot[q, _BACK_PLANE] = slot[q, _BACK_STOP] = np.int64(depth[own[column]])
+            if plane == 0:
+                continue
+        lanes = min(groups[g, LANES], groups[g, END] - column)
+        while depth[own[column + lanes - 1]] < plane:
+            lanes -= 1
+        # Down to where the next lane joins in.
+        more = lanes < min(groups[g, LANES], groups[g, END] - column)
+        slot[q, _BACK_STOP] = depth[own[column + lanes]] if more else 0
+        slot[q, _BACK_ACTIVE] = lanes
+        slot[q, _BACK_ALIKE] = own[column] == own[column + lanes - 1]
+        slot[q, _BACK_TABLE] = -1
+        for lane in range(WIDTH):  # lanes that take no part look up what the first does
+            of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
+        return True
+
+
+@compiled
+def encode_lanes(  # type: ignore[no-untyped-def]
+    groups, sections, data, classes, planes, tables, coders, bits, capacity, spare, log, states, lengths, begins
+):  # fmt: skip
+    """Encode groups of streams; the inverse of `decode_lanes`.
+
+    Args:
+        groups: as for `decode_lanes`.
+        sections: as for `decode_lanes`; `WORDS` and `LAST` are not read.
+        data: uint8, the planes. 16 bytes more can be read.
+        classes: as for `decode_lanes`.
+        planes: as for `decode_lanes`.
+        tables: uint32, where in `coders` the table of each plane begins.
+        coders: uint32, see `EntropyTables.coders`.
+        bits: probability bits of the tables.
+        capacity: the most words that a stream can have, and one.
+        spare: uint16 `[FLIGHT * 16 * capacity]`.
+        log: uint16, receives the words of all streams, in the order in which they end.
+        states: uint32, receives the state of each stream.
+        lengths: uint32, receives how many words each stream has.
+        begins: int64, receives where its words begin in `log`.
+    """
+    x = np.zeros(FLIGHT * WIDTH, np.uint32)
+    at = np.zeros(FLIGHT * WIDTH, np.uint32)
+    base = np.zeros(FLIGHT * WIDTH, np.uint32)
+    of_class = np.zeros(FLIGHT * WIDTH, np.uint32)  # where the tables of each lane's class begin
+    slot = np.zeros((FLIGHT, _BACK_FIELDS), np.int64)
+    flying = following = 0
+    logged = 0
+    while True:
+        q = 0
+        while q < flying or (q < FLIGHT and following < len(groups)):
+            if q == flying:
+                _start(slot, q, following, groups, capacity, x, at)
+                following += 1
+                flying += 1
+            while slot[q, _BACK_PLANE] == slot[q, _BACK_STOP] and not _planes_before(
+                slot, q, groups, sections, classes, planes, of_class
+            ):
+                g = slot[q, _BACK_GROUP]
+                for lane in range(groups[g, LANES]):
+                    stream = groups[g, STREAM] + lane
+                    first = (q * WIDTH + lane) * capacity
+                    count = np.int64(at[q * WIDTH + lane]) - first
+                    states[stream], lengths[stream], begins[stream] = x[q * WIDTH + lane], count, logged
+                    for i in range(count):  # a decoder reads the word first that was coded last
+                        log[logged + i] = spare[first + count - 1 - i]
+                    logged += count
+                if following < len(groups):
+                    _start(slot, q, following, groups, capacity, x, at)
+                    following += 1
+                    continue
+                flying -= 1
+                if q == flying:
+                    break
+                slot[q] = slot[flying]
+                slot[q, _BACK_TABLE] = -1
+                for lane in range(WIDTH):
+                    x[q * WIDTH + lane] = x[flying * WIDTH + lane]
+                    of_class[q * WIDTH + lane] = of_class[flying * WIDTH + lane]
+                    first = (q * WIDTH + lane) * capacity
+                    other = (flying * WIDTH + lane) * capacity
+                    count = np.int64(at[flying * WIDTH + lane]) - other
+                    spare[first : first + count] = spare[other : other + count]
+                    at[q * WIDTH + lane] = first + count
+            q += 1
+        if not flying:
+            return
+        steps = slot[0, _BACK_PLANE] - slot[0, _BACK_STOP]
+        for q in range(1, flying):
+            steps = min(steps, slot[q, _BACK_PLANE] - slot[q, _BACK_STOP])
+        for _ in range(steps):
+            for q in range(np.uint64(flying)):
+                own = slot[q]
+                s = groups[own[_BACK_GROUP], SECTION]
+                plane, active, first = own[_BACK_PLANE] - 1, own[_BACK_ACTIVE], q * np.uint64(WIDTH)
+                column = own[_BACK_COLUMN]
+                of_plane = sections[s, TABLES] + plane
+                if own[_BACK_ALIKE]:
+                    k = np.int64(classes[sections[s, CLASSES] + column])
+                    table = np.int64(tables[of_plane + k * sections[s, STRIDE]])
+                    if table != own[_BACK_TABLE]:
+                        own[_BACK_TABLE] = table
+                        base[first : first + np.uint64(WIDTH)] = np.uint32(table)
+                else:
+                    lookup_step(tables, of_plane, of_class, first, base)
+                place = sections[s, OUT] + plane * sections[s, COLUMNS] + column
+                encode_step(x, at, first, base, data, place, coders, bits, active, spare)
+                own[_BACK_PLANE] = plane
+
+
+@compiled
+def collect_words(log, begins, lengths, words):  # type: ignore[no-untyped-def]
+    """The words of all streams, in the order of the streams; how many there are."""
+    filled = np.int64(0)
+    for stream in range(len(lengths)):
+        count = np.int64(lengths[stream])
+        words[filled : filled + count] = log[begins[stream] : begins[stream] + count]
+        filled += count
+    return filled

@@ -1,0 +1,621 @@
+"""Coded sections to coefficients, for the CPU: all sections of a chunk in one call that does not hold the GIL.
+
+    bytes --index--> classes, streams, escapes                                  once
+    a tile of them --decode_lanes--> planes --levels, dequantize--> y           for each tile
+
+It gives what `sections.decode_sections` gives, which says what the steps mean, section by section.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.codec.errors import FormatError
+from cuvee.codec.profiles import flat_plans as plans
+from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.compiled import lanes
+from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.by_class import sort_columns
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
+from cuvee.codec.stages.compiled.simd import WIDTH, dequantize_step
+from cuvee.codec.stages.reference.rans import (
+    MAX_TOKENS_PER_STREAM,
+    MAX_TOKENS_PER_STREAM_LOG2,
+    stream_count,
+    stream_error,
+)
+from cuvee.codec.stages.reference.rans_by_class import class_stream_error
+from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, class_range_error, padded, read_part
+from cuvee.codec.stages.reference.symbols import ESCAPE, RHO_BITS, Prediction, escape_error
+
+# What a section was found to hold: fields of `found`, one row per section.
+_MODE, _LOG2, _STATES, _LENGTHS, _WIDE, _WORDS, _COUNT, _CLASS_STATE, _CLASS_WORDS, _CLASSES = range(10)
+_ESCAPES, _LISTED = 10, 11
+_COLUMNS = 12
+_PAD = 13  # rows of a block in y
+_STREAMS = 14  # the section's first entry in `words_at`
+FOUND_FIELDS = 15
+
+_NEVER = 1 << 62  # the row of the escape after the last
+_ABSENT = 2  # the class of a column without a token, if tokens have no classes
+
+# What is wrong with a section.
+MALFORMED, CLASS_STREAM, CLASS_RANGE, STREAM, ESCAPE_LIST = range(5)
+
+_INITIAL = np.uint32(1 << 16)
+_ANCHOR = Prediction.ANCHOR.value
+
+
+@compiled
+def _u16(data, at):  # type: ignore[no-untyped-def]
+    return np.uint32(data[at]) | np.uint32(data[at + 1]) << np.uint32(8)
+
+
+@compiled
+def _u32(data, at):  # type: ignore[no-untyped-def]
+    return _u16(data, at) | _u16(data, at + 2) << np.uint32(16)
+
+
+@compiled
+def _parse(data, begin, end, tokens, section, entries, found):  # type: ignore[no-untyped-def]
+    """Find the parts of a section, as `container.read_coded` does; False if a rule is broken."""
+    at = begin + 12
+    if at > end:
+        return False
+    words, escapes = np.int64(_u32(data, begin)), np.int64(_u32(data, begin + 4))
+    log2, mode = np.int64(data[begin + 8]), np.int64(data[begin + 9])
+    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or _u16(data, begin + 10):
+        return False
+    class_words = np.int64(0)
+    if mode:
+        at += 8
+        if at > end:
+            return False
+        class_words = np.int64(_u32(data, at - 8))
+        found[_CLASS_STATE] = np.int64(_u32(data, at - 4))
+        if found[_CLASS_STATE] < _INITIAL:
+            return False
+    entry = entries[2 * section + mode]
+    count = (tokens + (1 << log2) - 1) >> log2
+    wide = np.int64(2 if entry[plans.PLANES] << log2 <= 0xFFFF else 4)
+    found[_MODE], found[_LOG2], found[_WIDE], found[_COUNT] = mode, log2, wide, words
+    found[_STATES] = at
+    found[_LENGTHS] = at + 4 * count
+    found[_CLASSES] = found[_LENGTHS] + wide * count
+    found[_CLASS_WORDS] = class_words
+    found[_WORDS] = found[_CLASSES] + 2 * class_words
+    at = found[_WORDS] + 2 * words
+    padding = -(at - begin) % 4
+    found[_ESCAPES], found[_LISTED] = at + padding, escapes
+    if found[_ESCAPES] + 8 * escapes != end:
+        return False
+    for i in range(padding):
+        if data[at + i]:
+            return False
+    total = np.int64(0)
+    for i in range(count):
+        if _u32(data, found[_STATES] + 4 * i) < _INITIAL:
+            return False
+        place = found[_LENGTHS] + wide * i
+        total += np.int64(_u16(data, place) if wide == 2 else _u32(data, place))
+    if total != words:
+        return False
+    before = np.int64(-1)
+    for i in range(escapes):
+        index = np.int64(_u32(data, found[_ESCAPES] + 4 * i))
+        if index <= before:
+            return False
+        before = index
+    return before < entry[plans.ROWS] * tokens
+
+
+@compiled
+def _read_classes(data, found, slots, bits, classes):  # type: ignore[no-untyped-def]
+    """The classes of all tokens, from their one stream; False if it does not end as it must."""
+    x = np.uint32(found[_CLASS_STATE])
+    mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits)
+    at = np.int64(0)
+    for t in range(len(classes)):
+        slot = slots[np.uint64(x & mask)]
+        classes[t] = np.uint8(slot >> np.uint32(24))
+        x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
+        if x < _INITIAL:
+            word = _u16(data, found[_CLASSES] + 2 * at) if at < found[_CLASS_WORDS] else np.uint32(0)
+            x = (x << np.uint32(16)) | word
+            at += 1
+    return x == _INITIAL and at == found[_CLASS_WORDS]
+
+
+@compiled
+def _deal(tokens, per_stream, order, columns):  # type: ignore[no-untyped-def]
+    """Columns of tokens without classes: row by row, one of each stream. A token that there is not has no planes."""
+    column = 0
+    for j in range(per_stream):
+        for begin in range(0, tokens, per_stream):
+            there = begin + j < tokens
+            order[column] = begin + j if there else -1
+            columns[column] = (j > 0) if there else _ABSENT
+            column += 1
+
+
+@compiled
+def _round(bits, out):  # type: ignore[no-untyped-def]
+    """Bits of float32 to those of bfloat16: to nearest, ties to even. There is no NaN: levels and steps are finite."""
+    for i in range(len(out)):
+        v = bits[i]
+        out[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+
+@compiled
+def _unpredict(levels, streams, gain, anchor):  # type: ignore[no-untyped-def]
+    """Undo the prediction of one component, row by row: a row has the tokens of all streams."""
+    for row in range(streams, len(levels), streams):
+        source = levels[:streams] if anchor else levels[row - streams : row]
+        target = levels[row : row + streams]
+        for s in range(streams):
+            predicted = (np.int64(source[s]) * gain + (1 << (RHO_BITS - 1))) >> RHO_BITS
+            target[s] = np.int32(target[s] + np.int32(predicted))
+
+
+@compiled
+def _next_escape(cursor, data, found, by_window, tokens, start, width, column_of):  # type: ignore[no-untyped-def]
+    """Move `cursor` (place in `by_window`, its end, row, column, number) to the next escape that lies in the tile."""
+    while cursor[0] + 1 < cursor[1]:
+        cursor[0] += 1
+        number = np.int64(by_window[cursor[0]])
+        place = np.int64(_u32(data, found[_ESCAPES] + 4 * number))
+        column = place % tokens - start
+        if 0 <= column < width:
+            cursor[2] = place // tokens
+            cursor[3] = column_of[column] if len(column_of) else column
+            cursor[4] = number
+            return
+    cursor[2] = _NEVER
+
+
+@compiled
+def _count_escapes(plane):  # type: ignore[no-untyped-def]
+    count = 0
+    for i in range(len(plane)):
+        count += plane[i] == ESCAPE
+    return count
+
+
+@compiled
+def _to_levels(plane, levels):  # type: ignore[no-untyped-def]
+    for i in range(len(levels)):
+        levels[i] = np.int32(np.int8(plane[i]))
+
+
+@compiled
+def _add_low_bits(levels, low, bits):  # type: ignore[no-untyped-def]
+    half = np.int32(1) << (bits - 1)
+    for i in range(len(levels)):
+        levels[i] = np.int32((levels[i] << bits) + np.int32(low[i]) - half)
+
+
+@compiled
+def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
+    """`symbols.dequantize`, with the numbers of each column."""
+    for i in range(len(levels)):
+        m = abs(levels[i])
+        back = np.float32(m) - (one[i] if m == 1 else more[i])
+        back = back if m != 0 else np.float32(0)
+        out[i] = (-back if levels[i] < 0 else back) * step[i]
+
+
+@compiled
+def _finish(u, v, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow):  # type: ignore[no-untyped-def]
+    """Levels of the columns `u … v - 1` to coefficients: into a row of y, or into `values` or `rounded`."""
+    _scale(levels[u:v], one[u:v], more[u:v], step[u:v], values[u:v])
+    if len(narrow):
+        out = narrow[row_at + u : row_at + v] if direct else rounded[u:v]
+        _round(bits[u:v], out)
+    elif direct:
+        wide[row_at + u : row_at + v] = values[u:v]
+
+
+@compiled
+def _dequantize(  # type: ignore[no-untyped-def]
+    data, found, by_window, windows_at, entry, number, tokens, start, stop, columns, order, packed, shrink, source,
+    wide, narrow
+):  # fmt: skip
+    """One section's planes to coefficients; False if the escapes do not match.
+
+    `wide` or `narrow`, whichever has entries, receives `[blocks, pad, columns]` as float32 or bits of bfloat16.
+    """
+    rows, steps, level_table, shift, low_plane, block, index, rho = packed
+    width, inside = len(columns), stop - start
+    mode, per_stream = found[_MODE], np.int64(1) << found[_LOG2]
+    window = WINDOW if mode else width
+    first_class = 16 * number
+    stride, levels_at, pad = entry[plans.ROWS], entry[plans.LEVELS], found[_PAD]
+    bounds = np.empty(width + 1, np.int64)  # of the runs of columns that are of one class
+    rows_of, level_of = np.empty(width, np.int64), np.empty(width, np.int64)  # of the runs
+    window_runs = np.empty((width + window - 1) // window + 1, np.int64)  # the first run of each window
+    table_of_run = np.full(width, -1, np.int64)
+    step = np.zeros(width + WIDTH, np.float32)
+    one, more = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
+    levels = np.empty(width, np.int32)
+    bits = np.zeros(width + WIDTH, np.uint32)
+    values = bits.view(np.float32)
+    rounded = np.empty(width + WIDTH, np.uint16)
+    runs = 0
+    most = np.int64(0)
+    last = np.int64(-1)
+    for t in range(width):
+        k = np.int64(columns[t])
+        if not mode and k == _ABSENT:  # zero, as what it holds will be
+            k = last
+        step[t] = steps[first_class + k]
+        most = max(most, np.int64(rows[first_class + k]))
+        if t % window == 0:
+            window_runs[t // window] = runs
+        if t % window == 0 or k != last:
+            bounds[runs] = t
+            rows_of[runs] = rows[first_class + k]
+            level_of[runs] = levels_at + k * stride
+            runs += 1
+        last = k
+    bounds[runs] = width
+    window_runs[(width + window - 1) // window] = runs
+    column_of = np.empty(0 if mode else inside, np.int64)
+    for column in range(0 if mode else width):
+        if order[column] >= 0:
+            column_of[order[column]] = column
+    # The columns of a row go to one row of y, unless components are numbered otherwise from class to class.
+    direct = entry[plans.BLOCKS] == 1 or not mode
+    size = entry[plans.BLOCKS] * pad * width + WIDTH
+    if len(narrow):
+        narrow[:size] = 0
+    else:
+        wide[:size] = 0
+    predicted = entry[plans.PREDICTION] != 0
+    first_window = start // WINDOW
+    cursors = np.zeros(((stop + WINDOW - 1) // WINDOW - first_window, 5), np.int64)
+    for w in range(len(cursors)):
+        cursors[w, 0], cursors[w, 1] = windows_at[first_window + w] - 1, windows_at[first_window + w + 1]
+        _next_escape(cursors[w], data, found, by_window, tokens, start, inside, column_of)
+    for c in range(most):
+        plane = source[c * width : (c + 1) * width + WIDTH]
+        if not mode:
+            t = width - 1
+            while t >= 0 and order[t] < 0:  # the last stream lacks its last tokens
+                plane[t] = 0
+                t -= width // per_stream
+        row_at = np.int64(0)
+        for begin in range(0, width, window):
+            end = min(begin + window, width)
+            r = first = window_runs[begin // window]
+            reached = begin
+            low_bits = False
+            following = window_runs[begin // window + 1]
+            # In a window classes rise and their rows fall, so the runs that have this row come first.
+            while r < following and c < rows_of[r]:
+                level = level_of[r] + c
+                low_bits |= shift[level] != 0
+                table = np.int64(level_table[level])
+                if table != table_of_run[r]:
+                    table_of_run[r] = table
+                    one[bounds[r] : bounds[r + 1]] = shrink[table, 0]
+                    more[bounds[r] : bounds[r + 1]] = shrink[table, 1]
+                r += 1
+            if r > first:
+                reached = bounds[r]
+                if direct:
+                    level = level_of[first] + c
+                    row_at = (np.int64(block[level]) * pad + index[level]) * width
+            # First as if there were neither escapes nor low bits nor predictions, which few columns have. What is
+            # written beyond `reached` is zero, and so is what is there or is yet to come.
+            escaped = False
+            for i in range(begin, reached, WIDTH):
+                if len(narrow):
+                    if direct:
+                        escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, narrow, row_at + i)
+                    else:
+                        escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, rounded, i)
+                elif direct:
+                    escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, wide, row_at + i)
+                else:
+                    escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, values, i)
+            if predicted:
+                _to_levels(plane[begin:reached], levels[begin:reached])
+            elif low_bits:
+                for q in range(first, r):
+                    if shift[level_of[q] + c]:
+                        _to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
+            escapes = _count_escapes(plane[begin:reached]) if escaped else 0
+            # Those of the columns `begin … end - 1`, which may be tokens of several windows.
+            for w in range((start + begin) // WINDOW - first_window, len(cursors)):
+                cursor = cursors[w]
+                while cursor[2] == c and cursor[3] < end:
+                    column = cursor[3]
+                    if column >= reached or plane[column] != ESCAPE:
+                        return False
+                    levels[column] = np.int32(_u32(data, found[_ESCAPES] + 4 * (found[_LISTED] + cursor[4])))
+                    escapes -= 1
+                    _finish(
+                        column, column + 1, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow
+                    )
+                    _next_escape(cursor, data, found, by_window, tokens, start, inside, column_of)
+            if escapes:
+                return False
+            for q in range(first, r if low_bits else first):
+                level = level_of[q] + c
+                if shift[level]:
+                    u, v = bounds[q], bounds[q + 1]
+                    at = np.int64(low_plane[level]) * width
+                    _add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
+                    if not predicted:
+                        _finish(u, v, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow)
+            if predicted:
+                gain = np.int64(rho[entry[plans.RHO] + c])
+                _unpredict(levels, width // per_stream, gain, entry[plans.PREDICTION] == _ANCHOR)
+                _finish(begin, reached, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow)
+        for q in range(0 if direct else runs):
+            if c < rows_of[q]:
+                level = level_of[q] + c
+                to = (np.int64(block[level]) * pad + index[level]) * width
+                if len(narrow):
+                    narrow[to + bounds[q] : to + bounds[q + 1]] = rounded[bounds[q] : bounds[q + 1]]
+                else:
+                    wide[to + bounds[q] : to + bounds[q + 1]] = values[bounds[q] : bounds[q + 1]]
+    return bool((cursors[:, 2] == _NEVER).all())
+
+
+@compiled
+def _index(  # type: ignore[no-untyped-def]
+    data, spans, sections, tokens, entries, class_slots, class_bits, classes, windows_at, found, problem
+):
+    """Read what the tiles of some sections have in common; `problem` names the section that is damaged, if one is.
+
+    Returns:
+        whether all are sound; of each section the word at which each of its streams begins, and where the last one
+        ends; and the numbers of its escapes, window by window. `windows_at` `[sections, windows + 1]` says where there
+        each window begins.
+    """
+    count = len(sections)
+    streams = escapes = np.int64(0)
+    for i in range(count):
+        problem[0], problem[1] = i, MALFORMED
+        if not _parse(data, spans[i, 0], spans[i, 1], tokens, sections[i], entries, found[i]):
+            return False, np.empty(0, np.uint32), np.empty(0, np.uint32)
+        found[i, _STREAMS] = streams
+        streams += ((tokens + (1 << found[i, _LOG2]) - 1) >> found[i, _LOG2]) + 1
+        escapes += found[i, _LISTED]
+    words_at, by_window = np.empty(streams, np.uint32), np.empty(escapes, np.uint32)
+    next_place = np.empty(windows_at.shape[1], np.int64)
+    listed = np.int64(0)
+    for i in range(count):
+        own = found[i]
+        if own[_MODE]:
+            if not _read_classes(data, own, class_slots[sections[i]], class_bits, classes[i]):
+                problem[0], problem[1] = i, CLASS_STREAM
+                return False, words_at, by_window
+            finest = entries[2 * sections[i] + 1, plans.FINEST]
+            for t in range(tokens):
+                if not finest <= classes[i, t] < CLASSES:
+                    problem[0], problem[1] = i, CLASS_RANGE
+                    return False, words_at, by_window
+        word = np.uint32(0)
+        at = own[_STREAMS]
+        for stream in range((tokens + (1 << own[_LOG2]) - 1) >> own[_LOG2]):
+            words_at[at + stream] = word
+            place = own[_LENGTHS] + own[_WIDE] * stream
+            word += _u16(data, place) if own[_WIDE] == 2 else _u32(data, place)
+        words_at[at + ((tokens + (1 << own[_LOG2]) - 1) >> own[_LOG2])] = word
+        # The escapes are listed row by row, and every row goes through all tokens.
+        windows = windows_at[i]
+        windows[:] = 0
+        for number in range(own[_LISTED]):
+            windows[_u32(data, own[_ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
+        windows[0] = listed
+        for w in range(1, len(windows)):
+            windows[w] += windows[w - 1]
+        next_place[:] = windows
+        for number in range(own[_LISTED]):
+            w = _u32(data, own[_ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
+            by_window[next_place[w]] = number
+            next_place[w] += 1
+        listed += own[_LISTED]
+    return True, words_at, by_window
+
+
+@compiled
+def _decode(  # type: ignore[no-untyped-def]
+    data, words_at, by_window, windows_at, sections, tokens, start, stop, multiple, entries, packed, depth, planes,
+    tables, slots, bits, shrink, scratch, scratch_at, y_at, wide, narrow, order, columns, classes, found, problem
+):  # fmt: skip
+    """Decode the tokens `start … stop - 1` of some sections; False if one is damaged, which `problem` then names."""
+    count, width = len(sections), stop - start
+    streams = 0
+    for i in range(count):
+        log2 = found[i, _LOG2]
+        streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
+    states = np.empty(streams, np.uint32)
+    starts, ends = np.empty(streams, np.uint32), np.empty(streams, np.uint32)
+    groups = np.empty((streams + count * (width // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
+    fields = np.empty((count, lanes.SECTION_FIELDS), np.int64)
+    first_stream = np.empty(count + 1, np.int64)
+    listed = 0
+    at = 0
+    for i in range(count):
+        own = found[i]
+        mode, log2 = own[_MODE], own[_LOG2]
+        number = 2 * sections[i] + mode
+        entry = entries[number]
+        first_stream[i] = at
+        if mode:
+            own[_COLUMNS] = width
+            sort_columns(classes[i, start:stop], order[i], columns[i])
+            finest = np.int64(CLASSES)
+            for t in range(width):
+                finest = min(finest, np.int64(columns[i, t]))
+        else:
+            own[_COLUMNS] = ((width + (1 << log2) - 1) >> log2) << log2
+            _deal(width, 1 << log2, order[i], columns[i])
+            finest = np.int64(0)
+        own[_PAD] = (depth[16 * number + finest] + multiple - 1) // multiple * multiple
+        for stream in range(start >> log2, (stop + (1 << log2) - 1) >> log2):
+            states[at] = _u32(data, own[_STATES] + 4 * stream)
+            starts[at] = words_at[own[_STREAMS] + stream]
+            ends[at] = words_at[own[_STREAMS] + stream + 1]
+            at += 1
+        window = WINDOW if mode else own[_COLUMNS]
+        listed = list_groups(i, first_stream[i], own[_COLUMNS], 1 << log2, window, groups, listed)
+        fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[_WORDS], own[_COUNT]
+        fields[i, lanes.CLASSES], fields[i, lanes.OUT] = i * columns.shape[1], scratch_at[i]
+        fields[i, lanes.COLUMNS] = own[_COLUMNS]
+        fields[i, lanes.PLANES] = 16 * number
+        fields[i, lanes.TABLES], fields[i, lanes.STRIDE] = entry[plans.TABLES], entry[plans.PLANES]
+    first_stream[count] = at
+    bad = decode_lanes(
+        groups[:listed], fields, states, starts, ends, data, columns.reshape(columns.size), planes, tables, slots, bits,
+        scratch,
+    )  # fmt: skip
+    if bad >= 0:
+        i = 0
+        while first_stream[i + 1] <= bad:
+            i += 1
+        problem[0], problem[1] = i, STREAM
+        problem[2] = (start >> found[i, _LOG2]) + bad - first_stream[i]
+        return False
+    for i in range(count):
+        number = 2 * sections[i] + found[i, _MODE]
+        if not _dequantize(
+            data, found[i], by_window, windows_at[i], entries[number], number, tokens, start, stop,
+            columns[i, : found[i, _COLUMNS]], order[i], packed, shrink, scratch[scratch_at[i] :], wide[y_at[i] :],
+            narrow[y_at[i] :],
+        ):  # fmt: skip
+            problem[0], problem[1] = i, ESCAPE_LIST
+            return False
+    return True
+
+
+_SLACK = 4  # bytes
+_NO_WIDE, _NO_NARROW = np.empty(0, np.float32), np.empty(0, np.uint16)
+_arena = Arena()
+
+
+@dataclass(frozen=True, slots=True)
+class SectionIndex:
+    """Sections that were read: what decoding their tiles has in common.
+
+    Attributes:
+        coding: how the sections are coded.
+        parts: number and bytes of each.
+        numbers: int64 `[S]`, of the sections.
+        tokens: T, in the chunk.
+        data: the bytes of all sections in a row.
+        found: `[S, FOUND_FIELDS]`, what each of them was found to hold. A tile writes what it has of its own.
+        words_at, by_window, windows_at: where streams and escapes are; see `_index`.
+        classes: uint8 `[S, T]`, of all tokens of the sections whose tokens have classes.
+    """
+
+    coding: StepCoding
+    parts: Sequence[tuple[int, memoryview]]
+    numbers: npt.NDArray[np.int64]
+    tokens: int
+    data: npt.NDArray[np.uint8]
+    found: npt.NDArray[np.int64]
+    words_at: npt.NDArray[np.uint32]
+    by_window: npt.NDArray[np.uint32]
+    windows_at: npt.NDArray[np.int64]
+    classes: npt.NDArray[np.uint8]
+
+
+def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
+    """See `cuvee.codec.stages.reference.sections.index_sections`."""
+    packed, count = coding.plans, len(parts)
+    numbers = np.array([number for number, _ in parts])
+    # A copy, since a step reads a little more than the word that it needs.
+    data = np.frombuffer(b"".join([*(part for _, part in parts), bytes(_SLACK)]), np.uint8)
+    spans = np.zeros((count, 2), np.int64)
+    spans[:, 1] = np.cumsum([len(part) for _, part in parts])
+    spans[1:, 0] = spans[:-1, 1]
+    found, problem = np.zeros((count, FOUND_FIELDS), np.int64), np.zeros(3, np.int64)
+    classes = np.empty((count, tokens), np.uint8)
+    windows_at = np.empty((count, -(-tokens // WINDOW) + 1), np.int64)
+    sound, words_at, by_window = _index(
+        data, spans, numbers, tokens, packed.entries, packed.class_slots, packed.class_bits, classes, windows_at, found,
+        problem,
+    )  # fmt: skip
+    if not sound:
+        raise _error(coding, parts, tokens, problem, found)
+    return SectionIndex(coding, parts, numbers, tokens, data, found, words_at, by_window, windows_at, classes)
+
+
+def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
+    """See `cuvee.codec.stages.reference.sections.decode_sections`."""
+    coding, parts, numbers, found = index.coding, index.parts, index.numbers, index.found
+    packed, tables = coding.plans, coding.family.tables
+    count = len(parts)
+    most = at.stop - at.start + MAX_TOKENS_PER_STREAM - 1  # columns
+    entries = packed.entries[2 * numbers[:, None] + np.arange(2)]
+    planes_at = _offsets(entries[:, :, plans.PLANES].max(1) * most)
+    deepest = packed.depth.reshape(-1, 2 * CLASSES)[numbers].max(1)
+    rows = entries[:, 0, plans.BLOCKS] * [padded(int(depth)) for depth in deepest]
+    y_at = _offsets(rows * most)
+    scratch = _arena.array("planes", int(planes_at[-1]) + WIDTH, np.uint8)
+    y = _arena.tensor("y", int(y_at[-1]) + WIDTH, dtype)
+    if dtype == torch.bfloat16:
+        wide, narrow = _NO_WIDE, y.view(torch.int16).numpy().view(np.uint16)
+    else:
+        wide, narrow = y.numpy(), _NO_NARROW
+    order, columns = np.empty((count, most), np.int64), np.empty((count, most), np.uint8)
+    problem = np.zeros(3, np.int64)
+    if not _decode(
+        index.data, index.words_at, index.by_window, index.windows_at, numbers, index.tokens, at.start, at.stop,
+        ROW_MULTIPLE, packed.entries,
+        (packed.rows, packed.steps, packed.level_table, packed.shift, packed.low_plane, packed.block,
+         packed.index, packed.rho),
+        packed.depth, packed.planes, packed.tables, tables.slots.reshape(-1), tables.prob_bits,
+        coding.family.quantizer.shrink, scratch, planes_at, y_at, wide, narrow, order, columns, index.classes, found,
+        problem,
+    ):  # fmt: skip
+        raise _error(coding, parts, index.tokens, problem, found)
+    out = []
+    for i, (number, _) in enumerate(parts):
+        columns_of = int(found[i, _COLUMNS])
+        shape = (len(coding.sections[number].ranks), int(found[i, _PAD]), columns_of)
+        own = y[y_at[i] : y_at[i] + math.prod(shape)].view(shape)
+        classes = columns[i, :columns_of] if found[i, _MODE] else None
+        out.append(Coefficients(order[i, :columns_of], classes, own))
+    return out
+
+
+def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where things of these sizes begin, and where the last one ends; a cache line apart."""
+    return np.concatenate([[0], np.cumsum(-(-sizes // 64) * 64)])
+
+
+def _error(
+    coding: StepCoding,
+    parts: Sequence[tuple[int, memoryview]],
+    tokens: int,
+    problem: npt.NDArray[np.int64],
+    found: npt.NDArray[np.int64],
+) -> FormatError:
+    """What the reference raises for the section that the compiled loop found damaged."""
+    i, kind, detail = (int(x) for x in problem)
+    number, data = parts[i]
+    section = coding.sections[number]
+    if kind == MALFORMED:
+        read_part(data, section.plan, section.classed, tokens)  # raises
+    if kind == CLASS_RANGE:
+        return class_range_error(section.classed.finest)
+    if kind == CLASS_STREAM:
+        return class_stream_error()
+    if kind == STREAM:
+        return stream_error(detail, stream_count(tokens, 1 << int(found[i, _LOG2])))
+    if kind == ESCAPE_LIST:
+        return escape_error()
+    return FormatError("the coded part of a section is malformed")

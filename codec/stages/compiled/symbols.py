@@ -1,0 +1,189 @@
+"""The integer stages for the CPU: the same results as `symbols.py`, but compiled. They release the GIL."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.reference.symbols import (
+    ESCAPE,
+    F32,
+    I32,
+    RHO_BITS,
+    U8,
+    CodingPlan,
+    Escapes,
+    Prediction,
+    Quantizer,
+    escape_error,
+)
+
+_RHO_HALF = 1 << (RHO_BITS - 1)
+
+
+@compiled
+def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-untyped-def]
+    """Levels of coefficients that share their numbers; `inverse` is one over their step."""
+    for t in range(len(levels)):
+        a = abs(y[t]) * inverse
+        level = np.int32(a + rounding) if a >= dead_zone else np.int32(0)  # of no negative number: rounded down
+        levels[t] = level if y[t] >= 0 else -level
+
+
+@compiled
+def pack_row(levels, bits, codable, least, greatest, plane, low):  # type: ignore[no-untyped-def]
+    """The bytes of levels that share a table, and their low bits; returns how many are escapes."""
+    half = np.int32(1) << (bits - 1) if bits else np.int32(0)
+    mask = (np.int32(1) << bits) - np.int32(1)
+    escapes = 0
+    if least <= greatest:
+        for t in range(len(levels)):
+            high = np.int32(levels[t] + half) >> bits
+            escape = high < least or high > greatest
+            plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
+            escapes += escape
+    else:  # a table with gaps
+        for t in range(len(levels)):
+            high = np.int32(levels[t] + half) >> bits
+            escape = high < -127 or high > 127 or not codable[np.uint8(high & 0xFF)]
+            plane[t] = np.uint8(ESCAPE) if escape else np.uint8(high & 0xFF)
+            escapes += escape
+    for t in range(len(low)):
+        low[t] = np.uint8(np.int32(levels[t] + half) & mask)
+    return escapes
+
+
+@compiled
+def _quantize(y, inverse, table, dead_zone, rounding, out):  # type: ignore[no-untyped-def]
+    for c in range(len(y)):
+        quantize_row(y[c], inverse, dead_zone[table[c]], rounding[table[c]], out[c])
+
+
+def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
+    """See `cuvee.codec.stages.reference.symbols.quantize`."""
+    out = np.empty(y.shape, np.int32)
+    _quantize(y, np.float32(1.0 / step), plan.level_table, quantizer.dead_zone, quantizer.rounding, out)
+    return out
+
+
+@compiled
+def _dequantize(q, step, table, shrink, out):  # type: ignore[no-untyped-def]
+    rows, tokens = q.shape
+    for c in range(rows):
+        one, more = shrink[table[c], 0], shrink[table[c], 1]
+        source, target = q[c], out[c]
+        for t in range(tokens):
+            m = abs(source[t])
+            back = np.float32(m) - (one if m == 1 else more)
+            back = back if m != 0 else np.float32(0)
+            target[t] = (-back if source[t] < 0 else back) * step
+
+
+def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F32:
+    """See `cuvee.codec.stages.reference.symbols.dequantize`."""
+    out = np.empty(q.shape, np.float32)
+    _dequantize(np.ascontiguousarray(q), np.float32(step), plan.level_table, quantizer.shrink, out)
+    return out
+
+
+@compiled
+def _difference(q, source, rho, anchor, sign, n):  # type: ignore[no-untyped-def]
+    rows, tokens = q.shape
+    for c in range(rows):
+        gain = np.int64(rho[c])
+        for t in range(tokens):
+            j = t % n
+            if j:
+                s = t - j if anchor else t - 1
+                predicted = (np.int64(source[c, s]) * gain + _RHO_HALF) >> RHO_BITS
+                q[c, t] = np.int32(q[c, t] + sign * np.int32(predicted))
+
+
+def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
+    """See `cuvee.codec.stages.reference.symbols.predict`."""
+    if plan.prediction is Prediction.NONE:
+        return q
+    d = q.copy()
+    _difference(d, q, plan.rho, plan.prediction is Prediction.ANCHOR, -1, tokens_per_stream)
+    return d
+
+
+def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
+    """See `cuvee.codec.stages.reference.symbols.unpredict`."""
+    if plan.prediction is Prediction.NONE:
+        return d
+    q = d.copy()
+    _difference(q, q, plan.rho, plan.prediction is Prediction.ANCHOR, 1, tokens_per_stream)
+    return q
+
+
+@compiled
+def _pack(d, shift, first, rest, codable, reach, n, planes, escaped):  # type: ignore[no-untyped-def]
+    rows, tokens = d.shape
+    low_row = rows
+    starts = np.empty((tokens + n - 1) // n, np.int32)
+    bytes_of = np.empty(len(starts), np.uint8)
+    for c in range(rows):
+        bits = np.int32(shift[c])
+        low = planes[low_row] if bits else planes[c, :0]
+        low_row += bits > 0
+        table = rest[c]
+        escaped[c] = pack_row(d[c], bits, codable[table], reach[table, 0], reach[table, 1], planes[c], low)
+        if first[c] != table:
+            table = first[c]
+            for s in range(len(starts)):
+                starts[s] = d[c, s * n]
+                escaped[c] -= planes[c, s * n] == ESCAPE
+            escaped[c] += pack_row(starts, bits, codable[table], reach[table, 0], reach[table, 1], bytes_of, low[:0])
+            for s in range(len(starts)):
+                planes[c, s * n] = bytes_of[s]
+
+
+def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int) -> tuple[U8, Escapes]:
+    """See `cuvee.codec.stages.reference.symbols.pack`."""
+    rows, tokens = d.shape
+    planes = np.empty((plan.planes, tokens), np.uint8)
+    escaped = np.zeros(rows, np.int64)
+    _pack(d, plan.shift, plan.first, plan.rest, tables.codable, tables.reach, tokens_per_stream, planes, escaped)
+    those = np.flatnonzero(escaped)
+    row, column = np.nonzero(planes[those] == ESCAPE)
+    row = those[row]
+    shift = plan.shift.astype(np.int32)[row]
+    high = (d[row, column] + np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0)) >> shift
+    return planes, Escapes((row * tokens + column).astype(np.uint32), high.astype(np.int32))
+
+
+@compiled
+def _unpack(planes, escape_index, escape_value, shift, out):  # type: ignore[no-untyped-def]
+    rows, tokens = out.shape
+    low_row = rows
+    at = 0
+    for c in range(rows):
+        k = np.int32(shift[c])
+        source, target = planes[c], out[c]
+        escapes = 0
+        for t in range(tokens):
+            target[t] = np.int32(np.int8(source[t]))
+            escapes += source[t] == ESCAPE
+        for t in range(tokens if escapes else 0):
+            if source[t] == ESCAPE:
+                if at >= len(escape_index) or np.int64(escape_index[at]) != c * tokens + t:
+                    return False
+                target[t] = escape_value[at]
+                at += 1
+        if k:
+            half = np.int32(1) << (k - 1)
+            low = planes[low_row]
+            for t in range(tokens):
+                target[t] = (target[t] << k) + np.int32(low[t]) - half
+            low_row += 1
+    return at == len(escape_index)
+
+
+def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
+    """See `cuvee.codec.stages.reference.symbols.unpack`."""
+    out = np.empty((len(plan.shift), planes.shape[1]), np.int32)
+    if not _unpack(planes, escapes.index, escapes.value, plan.shift, out):
+        raise escape_error()
+    return out

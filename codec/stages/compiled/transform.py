@@ -1,0 +1,230 @@
+"""`place`, `gather_centered` and `spread` for the CPU, in one pass each: same bytes as in `transform.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from numba.core import types
+from numba.extending import overload
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.reference import transform
+from cuvee.codec.stages.reference.transform import F32, I64, Rotation, Section
+from cuvee.codec.stages.rows import Rows, all_memory
+
+
+def _wide(value: Any) -> Any:
+    """The bits of a bfloat16, or a float32, as float32."""
+
+
+def _rounded(value: Any, out: Any) -> Any:
+    """A float32 as `out` holds it: as it is, or as the bits of a bfloat16, to nearest and ties to even."""
+
+
+@overload(_wide)
+def _wide_of(value):  # type: ignore[no-untyped-def]
+    if isinstance(value, types.Integer):
+        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
+    return lambda value: value
+
+
+@overload(_rounded)
+def _rounded_for(value, out):  # type: ignore[no-untyped-def]
+    if not isinstance(out.dtype, types.Integer):
+        return lambda value, out: value
+
+    def rounded(value, out):  # type: ignore[no-untyped-def]
+        # Sums are finite or infinite: there is no NaN whose payload could carry.
+        v = np.float32(value).view(np.uint32)
+        return np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
+
+    return rounded
+
+
+@compiled
+def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride, heads, size, offsets, kinds):  # type: ignore[no-untyped-def]
+    columns = len(order)
+    half = cos.shape[1]
+    means = len(mean)
+    permuted = len(offsets) > 0
+    spare = np.empty(size if permuted else 0, memory.dtype)
+    for row in range(columns):
+        t = order[row]
+        if t < 0 or t >= len(begins) or begins[t] < 0:
+            continue
+        begin = begins[t]
+        of_mean = mean[min(t, means - 1)]
+        c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(cos) - 1)]
+        for h in range(heads):
+            first = column + h * size
+            at = (first // block * columns + row) * block + first % block
+            source, center = x[at : at + size], of_mean[first : first + size]
+            target = spare if permuted else memory[begin + h * head_stride : begin + h * head_stride + size]
+            low, high = source[:half], source[half : 2 * half]
+            low_center, high_center = center[:half], center[half : 2 * half]
+            low_target, high_target = target[:half], target[half : 2 * half]
+            for i in range(half):
+                a, b = _wide(low[i]) + low_center[i], _wide(high[i]) + high_center[i]
+                low_target[i] = _rounded(a * c[i] - b * s[i], low_target)
+                high_target[i] = _rounded(b * c[i] + a * s[i], high_target)
+            tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
+            for i in range(len(tail)):
+                tail_target[i] = _rounded(_wide(tail[i]) + tail_center[i], tail_target)
+            if permuted:
+                places = offsets[kinds[t], h]
+                for i in range(size):
+                    memory[begin + places[i]] = spare[i]
+
+
+_NO_TABLE = np.empty((1, 0), np.float32)
+_CHANNELS = 16  # written together: as many values of every token
+_MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
+_arena = Arena()
+
+
+def place(
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    section: Section,
+    layout: KVLayout,
+    rotation: Rotation,
+    at: slice,
+    keys: Sequence[Rows | None],
+    values: Sequence[Rows | None],
+    order: I64 | None = None,
+) -> None:
+    """See `reference.transform.place`, which serves interleaved caches and float16 here, too."""
+    layers = section.layers(layout)
+    if layout.torch_dtype == torch.float16 or any(map(_interleaved, layers)):
+        transform.place(x, mean, section, layout, rotation, at, keys, values, order)
+        return
+    block, tokens = x.shape[-1], x.shape[-2]
+    source = _plain(x.flatten())
+    means = mean.numpy()
+    to = np.arange(tokens) if order is None else order
+    column = 0
+    for index, layer in enumerate(layers, section.first_layer):
+        rows = keys[index]
+        if rows is not None:
+            cos, sin = rotation.tables(layer.rope, at) if layer.rope else (_NO_TABLE, _NO_TABLE)
+            _write(source, block, means, column, cos, sin, to, rows, at)
+        column += layer.key_values
+        rows = values[index]
+        if rows is not None:
+            _write(source, block, means, column, _NO_TABLE, _NO_TABLE, to, rows, at)
+        column += layer.value_values
+
+
+def _write(
+    source: npt.NDArray[np.generic],
+    block: int,
+    means: npt.NDArray[np.float32],
+    column: int,
+    cos: npt.NDArray[np.float32],
+    sin: npt.NDArray[np.float32],
+    order: I64,
+    rows: Rows,
+    at: slice,
+) -> None:
+    _place(
+        source, block, means, column, cos, sin, order, _plain(rows.memory), rows.begins[at], rows.head_stride,
+        rows.heads, rows.size, rows.offsets, rows.kinds[at],
+    )  # fmt: skip
+
+
+@compiled
+def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, out):  # type: ignore[no-untyped-def]
+    """Write the values of one unit to its columns of `out`; whether all of them are finite."""
+    half = cos.shape[1]
+    means = len(mean)
+    worst = np.uint32(0)
+    for t in range(len(out)):
+        of_mean = mean[min(t, means - 1)]
+        c, s = cos[min(t, len(cos) - 1)], sin[min(t, len(sin) - 1)]
+        for h in range(heads):
+            begin = t * stride + h * head_stride
+            first = column + h * size
+            source, center, target = (
+                memory[begin : begin + size],
+                of_mean[first : first + size],
+                out[t, first : first + size],
+            )
+            low, high = source[:half], source[half : 2 * half]
+            low_center, high_center = center[:half], center[half : 2 * half]
+            low_target, high_target = target[:half], target[half : 2 * half]
+            for i in range(half):
+                a, b = _wide(low[i]), _wide(high[i])
+                low_target[i] = a * c[i] - b * s[i] - low_center[i]
+                high_target[i] = b * c[i] + a * s[i] - high_center[i]
+            tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
+            for i in range(len(tail)):
+                tail_target[i] = _wide(tail[i]) - tail_center[i]
+            for i in range(size):  # as integers, the magnitudes of floats are in order, and NaN is above infinity
+                worst = max(worst, np.float32(target[i]).view(np.uint32) & _MAGNITUDE)
+    return worst < _INFINITE
+
+
+def gather_centered(
+    chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
+) -> torch.Tensor:
+    """See `reference.transform.gather_centered`, which serves the other layouts here, too."""
+    layers = section.layers(chunk.layout)
+    units = [
+        unit
+        for index in range(section.first_layer, section.end_layer)
+        for unit in (chunk.keys[index], chunk.values[index])
+    ]
+    if any(map(_interleaved, layers)) or any(unit.dtype == torch.float16 or unit.stride(2) != 1 for unit in units):
+        return transform.gather_centered(chunk, section, rotation, at, mean)
+    tokens = at.stop - at.start
+    target = _arena.array("x", tokens * section.values, np.float32).reshape(tokens, section.values)
+    means, finite = mean.numpy(), True
+    column = 0
+    for number, unit in enumerate(units):
+        rope = layers[number // 2].rope
+        cos, sin = (_NO_TABLE, _NO_TABLE) if number % 2 or rope is None else rotation.tables(rope, at)
+        _, heads, size = unit.shape
+        memory = _plain(all_memory(unit[at]))
+        finite &= _gather(
+            memory, unit.stride(0), unit.stride(1), heads, size, cos, sin, means, column, target
+        )  # fmt: skip
+        column += heads * size
+    if not finite:
+        raise transform.not_finite_error(section)
+    return torch.from_numpy(target)
+
+
+@compiled
+def _spread(y, live, scale, out):  # type: ignore[no-untyped-def]
+    tokens = y.shape[1]
+    for first in range(0, len(live), _CHANNELS):
+        together = min(_CHANNELS, len(live) - first)
+        for t in range(tokens):
+            row = out[t]
+            for i in range(first, first + together):
+                row[live[i]] = y[i, t] * scale[live[i]]
+
+
+def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
+    """See `cuvee.codec.stages.reference.transform.spread`."""
+    out = torch.empty(y.shape[1], count) if len(live) == count else torch.zeros(y.shape[1], count)
+    _spread(y, live, scale, out.numpy())
+    return out
+
+
+def _plain(x: torch.Tensor) -> npt.NDArray[np.generic]:
+    """A tensor as an array; of bfloat16 its bits, as NumPy has no such type."""
+    if x.dtype == torch.bfloat16:
+        return x.view(torch.int16).numpy().view(np.uint16)
+    return x.numpy()
+
+
+def _interleaved(layer: LayerLayout) -> bool:
+    return layer.rope is not None and layer.rope.interleaved

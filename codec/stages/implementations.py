@@ -1,0 +1,168 @@
+"""The stages that code a section on the CPU, in two implementations that give the same bytes.
+
+`reference` is plain NumPy, written to be read; `numba` is compiled. `schemes/` calls the stages one after the other and
+does not know which it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.entropy import token_classes
+from cuvee.codec.entropy.tables import EntropyTables
+from cuvee.codec.entropy.token_classes import ClassedPlan
+from cuvee.codec.errors import InputError
+from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.compiled import by_class as compiled_by_class
+from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
+from cuvee.codec.stages.compiled import rans as compiled_rans
+from cuvee.codec.stages.compiled import sections as compiled_sections
+from cuvee.codec.stages.compiled import symbols as compiled_symbols
+from cuvee.codec.stages.compiled import transform as compiled_transform
+from cuvee.codec.stages.reference import (
+    byte_planes,
+    rans,
+    rans_by_class,
+    sections,
+    symbols,
+    symbols_by_class,
+    transform,
+)
+from cuvee.codec.stages.reference.byte_planes import BytePlane
+from cuvee.codec.stages.reference.rans import U8, U16, Streams
+from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
+from cuvee.codec.stages.reference.sections import Coefficients
+from cuvee.codec.stages.reference.symbols import F32, I32, CodingPlan, Escapes, Quantizer
+from cuvee.codec.stages.reference.transform import I64, Rotation, Section, SectionBasis
+from cuvee.codec.stages.rows import Rows
+
+
+class Place(Protocol):
+    """`cuvee.codec.stages.reference.transform.place`."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        mean: torch.Tensor,
+        section: Section,
+        layout: KVLayout,
+        rotation: Rotation,
+        at: slice,
+        keys: Sequence[Rows | None],
+        values: Sequence[Rows | None],
+        order: I64 | None = None,
+    ) -> None:
+        """Write values into the outputs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """Each stage with the signature and the results of its namesake.
+
+    That stands in rans, symbols or transform; for tokens that have classes in classes, rans_classes or symbols_classes;
+    in sections if it decodes whole ones, and in byte_planes if it is lossless. An index is read by the stages that made
+    it, in the thread that did, until that makes the next.
+    """
+
+    name: str
+    rans_encode: Callable[[U8, U16, U16, EntropyTables, int], Streams]
+    rans_decode: Callable[[Streams, U16, U16, EntropyTables, int, int], U8]
+    quantize: Callable[[F32, float, CodingPlan, Quantizer], I32]
+    dequantize: Callable[[I32, float, CodingPlan, Quantizer], F32]
+    predict: Callable[[I32, CodingPlan, int], I32]
+    unpredict: Callable[[I32, CodingPlan, int], I32]
+    pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
+    unpack: Callable[[U8, Escapes, CodingPlan], I32]
+    gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor], torch.Tensor]
+    spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
+    place: Place
+    analyze: Callable[[SectionBasis, torch.Tensor, tuple[int, ...], torch.Tensor | None, int], torch.Tensor]
+    synthesize: Callable[
+        [torch.Tensor, Sequence[torch.Tensor], Iterable[tuple[slice, Sequence[int]]], torch.Tensor], torch.Tensor
+    ]
+    coding_order: Callable[[U8], npt.NDArray[np.intp]]
+    encode_classed: Callable[[Sequence[ClassedPlanes], EntropyTables], list[tuple[Streams, Streams]]]
+    to_planes: Callable[[F32, U8, ClassedPlan, Quantizer, EntropyTables], tuple[U8, Escapes]]
+    index_sections: Callable[[StepCoding, Sequence[tuple[int, memoryview]], int], Any]
+    decode_sections: Callable[[Any, slice, torch.dtype], list[Coefficients]]
+    split_unit: Callable[[torch.Tensor], list[BytePlane]]
+    index_layer: Callable[[memoryview, LayerLayout, torch.dtype, int], Any]
+    decode_layer: Callable[[Any, slice, Rows | None, Rows | None, int], None]
+
+
+_STAGES = (
+    Stages(
+        "reference",
+        rans.rans_encode,
+        rans.rans_decode,
+        symbols.quantize,
+        symbols.dequantize,
+        symbols.predict,
+        symbols.unpredict,
+        symbols.pack,
+        symbols.unpack,
+        transform.gather_centered,
+        transform.spread,
+        transform.place,
+        transform.SectionBasis.coefficients,
+        transform.synthesize,
+        token_classes.coding_order,
+        rans_by_class.encode_classed,
+        symbols_by_class.to_planes,
+        sections.index_sections,
+        sections.decode_sections,
+        byte_planes.split_unit,
+        byte_planes.index_layer,
+        byte_planes.decode_layer,
+    ),
+    Stages(
+        "numba",
+        compiled_rans.rans_encode,
+        compiled_rans.rans_decode,
+        compiled_symbols.quantize,
+        compiled_symbols.dequantize,
+        compiled_symbols.predict,
+        compiled_symbols.unpredict,
+        compiled_symbols.pack,
+        compiled_symbols.unpack,
+        compiled_transform.gather_centered,
+        compiled_transform.spread,
+        compiled_transform.place,
+        transform.SectionBasis.coefficients,
+        transform.synthesize,
+        compiled_by_class.coding_order,
+        compiled_by_class.encode_classed,
+        compiled_by_class.to_planes,
+        compiled_sections.index_sections,
+        compiled_sections.decode_sections,
+        compiled_byte_planes.split_unit,
+        compiled_byte_planes.index_layer,
+        compiled_byte_planes.decode_layer,
+    ),
+)
+_BY_NAME = {stages.name: stages for stages in _STAGES}
+
+
+def stage_names() -> list[str]:
+    """The names that `get_stages` accepts."""
+    return list(_BY_NAME)
+
+
+def get_stages(name: str) -> Stages:
+    """The implementation called `name`.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name not in _BY_NAME:
+        raise InputError(f"stages {name!r} are not known; choose one of {stage_names()}")
+    return _BY_NAME[name]

@@ -1,0 +1,243 @@
+"""Bit-exact coding of a layer: byte planes, each entropy-coded where that pays and stored where it does not.
+
+Every 16- or 32-bit value is rotated left by one bit, so that its most significant byte is the exponent (bfloat16,
+float32) or exponent and leading mantissa bits (float16); the sign goes to the other end. Exponents of one channel
+lie close together, mantissas are noise: about 8 + 2.7 bits for a bfloat16.
+
+A section is one layer:
+
+    per unit (K as stored, then V), per byte of a value from the least significant:
+        uint8            mode: 0 stored, 1 coded
+        if coded:        uint8 [C] reference byte of each channel
+                         uint16 m, then m pairs (uint8 symbol, uint16 frequency): the plane's table
+    padding to four bytes
+    all stored planes, in order: uint8 [C, T]
+    padding to four bytes
+    the coded planes, one step per channel: symbol = (byte - reference) mod 256
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
+from cuvee.codec.errors import FormatError
+from cuvee.codec.format.container import CodedPart, Reader, read_coded
+from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.layout import LayerLayout
+from cuvee.codec.stages.reference.rans import rans_decode
+from cuvee.codec.stages.rows import Rows
+
+PROB_BITS = 12
+_PAIR = struct.Struct("<BH")
+_COUNT = struct.Struct("<H")
+
+U8 = npt.NDArray[np.uint8]
+
+
+def byte_planes(x: torch.Tensor) -> list[U8]:
+    """`[T, C]` of a 16- or 32-bit dtype -> byte planes `[C, T]`, least significant first."""
+    bits = 8 * x.element_size()
+    raw = x.contiguous().view(torch.int16 if bits == 16 else torch.int32).numpy()
+    word: npt.NDArray[Any] = raw.view(np.uint16 if bits == 16 else np.uint32).T
+    turned: npt.NDArray[Any] = (word << 1) | (word >> (bits - 1))
+    return [np.ascontiguousarray((turned >> shift).astype(np.uint8)) for shift in range(0, bits, 8)]
+
+
+def from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
+    """The inverse of `byte_planes`."""
+    wide = np.uint16 if dtype.itemsize == 2 else np.uint32
+    turned: npt.NDArray[Any] = np.zeros(planes[0].shape, wide)
+    for index, plane in enumerate(planes):
+        part: npt.NDArray[Any] = plane.astype(wide)
+        turned |= part << (8 * index)
+    word = (turned >> 1) | (turned << (8 * dtype.itemsize - 1))
+    signed = np.ascontiguousarray(word.T).view(np.int16 if dtype.itemsize == 2 else np.int32)
+    return torch.from_numpy(signed).view(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class BytePlane:
+    """One byte of all values of a unit.
+
+    Attributes:
+        data: `[C, T]`.
+        reference: `[C]`, the byte that each channel's bytes gather around.
+        counts: `[256]`, how often each byte less its channel's reference comes up.
+    """
+
+    data: U8
+    reference: U8
+    counts: npt.NDArray[np.int64]
+
+
+def split_unit(unit: torch.Tensor) -> list[BytePlane]:
+    """The byte planes of a unit `[T, H, D]` of a 16- or 32-bit dtype, least significant first: the reference."""
+    planes = []
+    for data in byte_planes(unit.flatten(1)):
+        # Exponents of a channel gather around their mean (for a Gaussian: half of them within one of it).
+        reference = np.rint(data.mean(1)).astype(np.uint8)
+        symbols = (data - reference[:, None]).astype(np.uint8)
+        planes.append(BytePlane(data, reference, np.bincount(symbols.ravel(), minlength=SYMBOLS)))
+    return planes
+
+
+def choose_table(counts: npt.NDArray[np.integer], channels: int) -> npt.NDArray[np.uint16] | None:
+    """The table that codes a plane of `channels` whose symbols (bytes less references) come up so often.
+
+    None where coding, table and references included, saves less than a hundredth: the plane is stored.
+    """
+    freq = normalize_counts(counts, PROB_BITS)
+    used = counts > 0
+    size = (counts[used] * (PROB_BITS - np.log2(freq[used]))).sum() / 8
+    return None if size + channels + 3 * int((freq > 0).sum()) >= 0.99 * counts.sum() else freq
+
+
+def write_model(reference: U8, freq: npt.NDArray[np.uint16]) -> bytes:
+    """References and table of a coded plane."""
+    used = np.flatnonzero(freq)
+    pairs = b"".join(_PAIR.pack(symbol, freq[symbol]) for symbol in used)
+    return reference.tobytes() + _COUNT.pack(len(used)) + pairs
+
+
+def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16]] | None:
+    """References and table of a coded plane, None of a stored one."""
+    mode = reader.take(1)[0]
+    if mode > 1:
+        raise FormatError(f"unknown mode {mode} of a byte plane")
+    if mode == 0:
+        return None
+    reference = reader.array("u1", channels).view(np.uint8)
+    (count,) = reader.unpack(_COUNT)
+    freq = np.zeros(SYMBOLS, np.uint16)
+    last = -1
+    for _ in range(count):
+        symbol, frequency = reader.unpack(_PAIR)
+        if symbol <= last or not frequency:
+            raise FormatError("the symbols of a table are out of order or have no frequency")
+        freq[symbol], last = frequency, symbol
+    return reference, freq
+
+
+@dataclass(frozen=True, slots=True)
+class CodedLayer:
+    """The parts of a layer's section.
+
+    Attributes:
+        models: of each plane, keys first: references and table; None if it is stored.
+        stored: of each plane `[C, T]`; None if it is coded.
+        part: the streams of the coded planes; None if there are none.
+    """
+
+    models: tuple[tuple[U8, npt.NDArray[np.uint16]] | None, ...]
+    stored: tuple[U8 | None, ...]
+    part: CodedPart | None
+
+
+def read_layer(data: memoryview, layer: LayerLayout, itemsize: int, tokens: int) -> CodedLayer:
+    """The parts of a layer's section of `tokens`, whose values have `itemsize` bytes.
+
+    Raises:
+        FormatError: the bytes break a rule.
+    """
+    reader = Reader(data)
+    channels = [size for size in (layer.key_values, layer.value_values) for _ in range(itemsize)]
+    models = tuple(read_model(reader, size) for size in channels)
+    reader.skip_padding()
+    stored = tuple(
+        reader.array("u1", size * tokens).view(np.uint8).reshape(size, tokens) if model is None else None
+        for size, model in zip(channels, models, strict=True)
+    )
+    reader.skip_padding()
+    part = None
+    if any(model is not None for model in models):
+        EntropyTables(np.stack([model[1] for model in models if model is not None]), PROB_BITS)
+        rows = sum(size for size, model in zip(channels, models, strict=True) if model is not None)
+        part = read_coded(reader, rows, rows, tokens)
+        if len(part.escapes.index):
+            raise FormatError("a lossless section has escapes")
+    reader.finish()
+    return CodedLayer(models, stored, part)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerIndex:
+    """A layer's section that was read: what decoding its tiles has in common.
+
+    Attributes:
+        layer: its layout.
+        dtype: of the values.
+        coded: its parts.
+        part: the streams of the coded planes; None if there are none.
+        tables: of the coded planes; None if there are none.
+    """
+
+    layer: LayerLayout
+    dtype: torch.dtype
+    coded: CodedLayer
+    part: IndexedPart | None
+    tables: EntropyTables | None
+
+
+def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens: int) -> LayerIndex:
+    """Read a layer's section, once for all of its tiles.
+
+    Args:
+        data: the section.
+        layer: its layout.
+        dtype: of the values.
+        tokens: tokens in the chunk.
+
+    Raises:
+        FormatError: the bytes break a rule.
+    """
+    coded = read_layer(data, layer, dtype.itemsize, tokens)
+    if coded.part is None:
+        return LayerIndex(layer, dtype, coded, None, None)
+    tables = EntropyTables(np.stack([model[1] for model in coded.models if model is not None]), PROB_BITS)
+    return LayerIndex(layer, dtype, coded, IndexedPart(coded.part, tokens), tables)
+
+
+def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
+    """Decode a tile of a layer, and write it as it was: the reference.
+
+    Args:
+        index: what `index_layer` made of it.
+        at: the tokens of the tile. It begins where a stream does.
+        keys: where the tokens' keys go; None if they are not asked for.
+        values: the same for values.
+        first_row: row of the tile's first token. Tokens whose rows there are not are left out.
+
+    Raises:
+        CorruptError: the bytes break a rule.
+    """
+    coded, layer, dtype = index.coded, index.layer, index.dtype
+    symbols = np.empty((0, at.stop - at.start), np.uint8)
+    if index.part is not None and index.tables is not None:
+        streams, _ = index.part.select(at)
+        sizes = [len(model[0]) for model in coded.models if model is not None]
+        which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
+        n = index.part.part.tokens_per_stream
+        symbols = rans_decode(streams, which, which, index.tables, n, at.stop - at.start)
+    planes, row = [], 0
+    for model, kept in zip(coded.models, coded.stored, strict=True):
+        if model is not None:
+            planes.append(symbols[row : row + len(model[0])] + model[0][:, None])
+            row += len(model[0])
+        elif kept is not None:
+            planes.append(kept[:, at])
+    for rows, own, size in (
+        (keys, planes[: dtype.itemsize], layer.head_dim),
+        (values, planes[dtype.itemsize :], layer.value_dim),
+    ):
+        if rows is not None:
+            first = max(first_row, 0)
+            end = max(min(first_row + at.stop - at.start, len(rows.begins)), first)
+            x = from_byte_planes(own, dtype).unflatten(1, (layer.kv_heads, size))
+            rows.write(x[first - first_row : end - first_row], slice(first, end))

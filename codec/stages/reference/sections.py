@@ -1,0 +1,173 @@
+"""Coded sections to coefficients, the reference: one section after the other, in plain NumPy.
+
+    bytes --read_coded--> streams --rANS--> planes --unpack, unpredict, dequantize--> y [blocks, pad, t]
+
+The columns of y are the tokens in the order in which they are coded: dealt out to streams, and sorted by class if they
+have classes. Its rows are padded, so that all blocks are alike and one product serves them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cuvee.codec.entropy.family import step_value
+from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, coding_order
+from cuvee.codec.errors import FormatError
+from cuvee.codec.format.container import CodedPart, Reader, read_coded
+from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.reference.rans import rans_decode, stream_count
+from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes, read_classes
+from cuvee.codec.stages.reference.symbols import U8, CodingPlan, dequantize, unpack, unpredict
+from cuvee.codec.stages.reference.symbols_by_class import class_runs, from_planes
+from cuvee.codec.stages.reference.transform import I64
+
+# The rows of a block are a multiple of this: matrix instructions take that many at a time, and products of few
+# different shapes are prepared once.
+ROW_MULTIPLE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """A decoded tile of a section.
+
+    Attributes:
+        order: `[t]`, the token of each column, counted from the tile's first; -1 for none.
+        classes: `[t]` uint8, the class of each column; None if the tokens have none.
+        y: `[blocks, pad, t]`; zero below a column's last component, anything in a column without a token. Valid until
+            the thread decodes the next tile.
+    """
+
+    order: I64
+    classes: U8 | None
+    y: torch.Tensor
+
+
+def padded(rank: int) -> int:
+    """How many rows a block has whose deepest column has `rank` components."""
+    return -(-rank // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+def read_part(data: memoryview, plan: CodingPlan, classed: ClassedPlan | None, tokens: int) -> CodedPart:
+    """The coded part of a section: all of `data`.
+
+    Raises:
+        FormatError: the bytes break a rule.
+    """
+    reader = Reader(data)
+    shape = None if classed is None else (int(classed.planes.max()), int(classed.rows.max()))
+    part = read_coded(reader, plan.planes, len(plan.shift), tokens, shape)
+    reader.finish()
+    return part
+
+
+def check_classes(classes: U8, plan: ClassedPlan) -> None:
+    """Raise FormatError if a token has a class that the plan does not serve."""
+    if classes.min(initial=CLASSES) < plan.finest or classes.max(initial=0) >= CLASSES:
+        raise class_range_error(plan.finest)
+
+
+def class_range_error(finest: int) -> FormatError:
+    """What is wrong with a section some of whose tokens have other classes than its profile serves."""
+    return FormatError(f"a section has token classes outside {finest} … {CLASSES - 1}")
+
+
+def dealt_order(tokens: int, tokens_per_stream: int) -> I64:
+    """The token of each column if tokens have no classes: the first one of each stream, then the second of each.
+
+    -1 where the last stream has fewer tokens than the others.
+    """
+    count = stream_count(tokens, tokens_per_stream)
+    token = np.arange(count * tokens_per_stream)
+    return np.where(token < tokens, token, -1).reshape(count, tokens_per_stream).T.ravel()
+
+
+@dataclass(frozen=True, slots=True)
+class SectionIndex:
+    """Sections that were read: what decoding their tiles has in common.
+
+    Attributes:
+        coding: how the sections are coded.
+        numbers: of the sections.
+        parts: their coded parts.
+        classes: the class of every token, uint8 `[T]`; None for a section whose tokens have none.
+    """
+
+    coding: StepCoding
+    numbers: tuple[int, ...]
+    parts: tuple[IndexedPart, ...]
+    classes: tuple[U8 | None, ...]
+
+
+def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
+    """Read some sections, once for all of their tiles.
+
+    Args:
+        coding: how the sections are coded.
+        parts: number and bytes of each section.
+        tokens: tokens in the chunk.
+
+    Raises:
+        FormatError, CorruptError: the bytes break a rule.
+    """
+    indexed: list[IndexedPart] = []
+    classes: list[U8 | None] = []
+    for number, data in parts:
+        section = coding.sections[number]
+        part = read_part(data, section.plan, section.classed, tokens)
+        every = None
+        if part.classes is not None:
+            every = read_classes(part.classes, section.class_table, tokens)
+            check_classes(every, section.classed)
+        indexed.append(IndexedPart(part, tokens))
+        classes.append(every)
+    return SectionIndex(coding, tuple(number for number, _ in parts), tuple(indexed), tuple(classes))
+
+
+def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
+    """Decode a tile of some sections.
+
+    Args:
+        index: what `index_sections` made of them.
+        at: the tokens of the tile. It begins where a stream does, and a window of classes.
+        dtype: of the coefficients: float32 or bfloat16.
+
+    Raises:
+        CorruptError: the bytes break a rule.
+    """
+    coding = index.coding
+    tables, quantizer = coding.family.tables, coding.family.quantizer
+    out = []
+    for number, indexed, every in zip(index.numbers, index.parts, index.classes, strict=True):
+        section = coding.sections[number]
+        plan, classed = section.plan, section.classed
+        n = indexed.part.tokens_per_stream
+        streams, escapes = indexed.select(at)
+        width = at.stop - at.start
+        if every is None:
+            planes = rans_decode(streams, plan.first, plan.rest, tables, n, width)
+            levels = unpredict(unpack(planes, escapes, plan), plan, n)
+            order, classes = dealt_order(width, n), None
+            in_order = dequantize(levels, step_value(coding.step_index), plan, quantizer)
+            y = torch.from_numpy(np.where(order < 0, np.float32(0), in_order[:, order]))
+            runs = [(slice(0, len(order)), 0)]
+            ranks: tuple[tuple[int, ...], ...] = (section.ranks,)
+        else:
+            order = coding_order(every[at])
+            classes = every[at][order]
+            planes = rans_decode_classes(streams, classes, classed, tables, n)
+            y = from_planes(planes, classes, escapes, classed, quantizer, int(classed.rows[classes.min()]))
+            runs, ranks = list(class_runs(classes)), section.class_ranks
+        pad = padded(max(max(ranks[k], default=0) for _, k in runs))
+        blocks = torch.zeros(len(section.ranks), pad, len(order), dtype=dtype)
+        for run, k in runs:
+            row = 0
+            for block, rank in enumerate(ranks[k]):
+                blocks[block, :rank, run] = y[row : row + rank, run].to(dtype)
+                row += rank
+        out.append(Coefficients(order, classes, blocks))
+    return out

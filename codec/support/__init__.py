@@ -1,0 +1,1 @@
+"""Small tools that any part of the codec may use: files, forks, JSON, lazy attributes, suggestions."""

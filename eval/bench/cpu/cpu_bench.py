@@ -1,0 +1,173 @@
+"""`cuvee bench cpu`: speed and memory of every stage alone, of whole encodes and decodes, how both scale, and what else
+could be done with the same bytes.
+
+    stages      one core, one 256-token chunk: transform, quantize and pack, rANS, container
+    coders      rANS on one core beside constriction's AnsCoder and a vectorized decoder in torch: the same symbols,
+                the same quantized model
+    whole       Codec.encode and Codec.decode, with one thread and with all
+    scaling     over tokens and over layers
+    comparison  the codec beside memcpy, FP8, zstd, lz4 and constriction, in rounds: on the caches of real models, and
+                on a synthetic one of Llama-3.1-8B's shape
+    first_use   a fresh interpreter until its first decoded chunk
+    memory      the peak of a fresh process above what it held before, over the size of the raw chunk
+
+Nothing is timed before it is proved right. Times are medians, with the 20th and 80th percentiles; throughput counts
+the uncompressed bfloat16 cache, and 1 GB is 10**9 bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich.console import Console
+
+from cuvee.codec.data.corpus import BUNDLED_MODEL
+from cuvee.codec.data.real_model import REAL_MODEL, smollm2_at_hand
+from cuvee.codec.profiles.profile import Profile
+from cuvee.eval.bench.cpu.alternatives import ALTERNATIVES
+from cuvee.eval.bench.cpu.caches import BenchCache, real_cache
+from cuvee.eval.bench.cpu.cases import BACKEND, CPU_SHAPES, LARGE, SMALL, cut_layers, fit_profile, make_chunk
+from cuvee.eval.bench.cpu.coders import compare_coders, import_constriction
+from cuvee.eval.bench.cpu.comparison import COMPARED_TOKENS, check_threads, compare
+from cuvee.eval.bench.cpu.first_use import measure_first_use
+from cuvee.eval.bench.cpu.memory import MEMORY_TOKENS, measure_memory
+from cuvee.eval.bench.cpu.stages import measure_stages
+from cuvee.eval.bench.cpu.whole import measure_whole
+from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.progress import timed_lines
+from cuvee.eval.timing import Effort
+
+__all__ = ["COMPARED_THREADS", "ROUNDS", "RUNS", "RUN_SECONDS", "run_cpu_bench"]
+
+RUN_SECONDS = 0.25  # a call is repeated for this long …
+RUNS = (5, 40)  # … but at least and at most this often
+COMPARED_THREADS = (1, 2)
+ROUNDS, QUICK_ROUNDS = 15, 5  # of the comparison
+_COMPARED_PACKAGES = [method.package for method in ALTERNATIVES if method.package]
+FIRST_USES, QUICK_FIRST_USES = 5, 2  # processes
+
+
+def run_cpu_bench(
+    quick: bool = False,
+    models: Sequence[str] = (),
+    threads: Sequence[int] = COMPARED_THREADS,
+    progress: Console | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        quick: measure fewer cases, and repeat them less.
+        models: whose caches to compare on, by the names `load_model` takes. Default: books-3m, and smollm2 if it has
+            been downloaded, but not with `quick`. What is left out is named in the report.
+        threads: of the comparison, rising.
+        progress: where to list what is being measured; None for nowhere.
+
+    Returns:
+        The report, as a dict for JSON.
+
+    Raises:
+        InputError: constriction is not installed, or `threads` out of order or range.
+        CuveeError: something did not come back as it went in, so nothing is reported.
+        ImportError, OSError: a model that was asked for cannot be loaded, see `load_model`.
+    """
+    import_constriction()  # if it is missing, say so at once
+    check_threads(threads)
+    effort = Effort(0.05, 3, 10) if quick else Effort(RUN_SECONDS, *RUNS)
+    began, say = time.perf_counter(), timed_lines(progress)
+    cases: list[tuple[str, str]] = [(SMALL, "layer"), (LARGE, "head")]
+    if not quick:
+        cases.insert(1, (SMALL, "all"))
+    profiles: dict[tuple[str, str], Profile] = {}
+    for shape, group in cases:
+        say(f"a profile for {shape}, group {group}")
+        with torch_threads(1):
+            profiles[shape, group] = fit_profile(CPU_SHAPES[shape].layout(), group)
+    report: dict[str, Any] = {"quick": quick, "hardware": hardware(*_COMPARED_PACKAGES), "backend": BACKEND}
+
+    say("entropy coders")
+    report["coders"] = compare_coders(effort, 2048 if quick else 16384)
+    report["stages"], report["whole"] = [], []
+    for (shape, group), profile in profiles.items():
+        say(f"stages: {shape}, group {group}")
+        with torch_threads(1):
+            report["stages"].append({"shape": shape, "group": group, **measure_stages(effort, profile, 256)})
+        for tokens in (64, 256) if quick else (64, 256, 1024):
+            say(f"whole: {shape}, group {group}, {tokens} tokens")
+            for count in sorted({1, os.cpu_count() or 1}):
+                entry = {"shape": shape, "group": group, **measure_whole(effort, profile, tokens, count)}
+                report["whole"].append(entry)
+    say("scaling")
+    small = profiles[SMALL, "layer"]
+    lengths = (16, 256, 2048) if quick else (16, 64, 256, 1024, 4096, 16384)
+    report["scaling"] = {
+        "tokens": {
+            "shape": SMALL,
+            "group": "layer",
+            "points": [measure_whole(effort, small, tokens, 1) for tokens in lengths],
+        },
+        "layers": {
+            "shape": f"{CPU_SHAPES[SMALL].heads} x {CPU_SHAPES[SMALL].size}",
+            "group": "layer",
+            "points": [
+                {"layers": layers, **measure_whole(effort, cut_layers(small, layers), 256, 1)}
+                for layers in ((1, 6) if quick else (1, 2, 4, 6))
+            ],
+        },
+    }
+    rounds = QUICK_ROUNDS if quick else ROUNDS
+    report["comparison"] = _compare_on_models(models, quick, threads, rounds, say)
+    large = make_chunk(CPU_SHAPES[LARGE].layout(), max(COMPARED_TOKENS))
+    synthetic = BenchCache(LARGE, False, large, {"head": profiles[LARGE, "head"]})
+    report["comparison"] += _compare(synthetic, threads, rounds, say)
+    say("first use")
+    report["first_use"] = measure_first_use(small, 256, QUICK_FIRST_USES if quick else FIRST_USES)
+    say("memory")
+    tokens = 512 if quick else MEMORY_TOKENS
+    report["memory"] = [
+        {"shape": shape, "group": group, **measure_memory(profile, tokens)}
+        for (shape, group), profile in profiles.items()
+        if not quick or shape == LARGE
+    ]
+    report["seconds"] = time.perf_counter() - began
+    return report
+
+
+def _compare(
+    cache: BenchCache, threads: Sequence[int], rounds: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    out = []
+    for tokens in COMPARED_TOKENS:
+        say(f"comparison: {cache.name}, {tokens} tokens")
+        out.append(compare(cache, tokens, threads, rounds))
+    return out
+
+
+def _compare_on_models(
+    models: Sequence[str], quick: bool, threads: Sequence[int], rounds: int, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """The comparison on each model's cache. A model that nobody asked for and that is not here is named as skipped."""
+    out: list[dict[str, Any]] = []
+    for model in models or (BUNDLED_MODEL, REAL_MODEL):
+        why = None
+        if not models and model == REAL_MODEL:
+            if quick:
+                why = f"left out by --quick; --model {REAL_MODEL} measures it"
+            elif not smollm2_at_hand():
+                why = f"not downloaded; --model {REAL_MODEL} does that"
+        if why is None:
+            say(f"{model}: its cache, and profiles")
+            try:
+                with torch_threads(1):
+                    cache = real_cache(model, quick)
+            except ImportError as error:
+                if models:
+                    raise
+                why = str(error)
+        if why is not None:
+            out.append({"cache": model, "skipped": why})
+            continue
+        out += _compare(cache, threads, rounds, say)
+    return out

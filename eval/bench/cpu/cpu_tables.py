@@ -1,0 +1,201 @@
+"""The report of the CPU bench as tables, on a terminal or in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cuvee.eval.bench.cpu.alternatives import MEMCPY
+from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
+from cuvee.eval.bench.cpu.stages import STAGE_FUNCTIONS
+from cuvee.eval.bench.table_style import new_table
+from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
+from cuvee.eval.formatting import format_bits, format_number
+
+__all__ = ["cpu_markdown", "print_cpu_report"]
+
+COMPARISON_NOTE = (
+    "GB/s of bfloat16, by the number of threads, and how many times as fast the most threads are as the fewest. "
+    "The last columns: speed of decoding over that of memcpy and of cuvee at each quality, with the fewest threads, "
+    "within rounds. Small caches stay in the CPU's own, which makes memcpy faster than a large one would let it be. "
+    "error: of the values, root of squared error over squared values; 0 means bit for bit. It is not what a model "
+    "loses: cuvee's transform moves its error to where predictions do not depend on it. cuvee restores into new "
+    "tensors, all others into tensors that exist. In chunks of less than a million values cuvee uses one thread. Where "
+    "other processes use a core, torch's threads wait for each other, and the columns of several threads mean little."
+)
+
+
+def print_cpu_report(report: dict[str, Any], console: Console) -> None:
+    """Print a report as tables."""
+    console.print(_machine(report), style="dim", highlight=False)
+    for table in _tables(report):
+        for shown in _for_terminal(table):
+            console.print(shown)
+
+
+def cpu_markdown(report: dict[str, Any]) -> str:
+    """A report as GitHub-flavored Markdown."""
+    sections = [
+        ReportSection("", table.title, [ReportTable(table.columns, table.rows, "", table.note, table.strong)])
+        for table in _tables(report)
+    ]
+    return markdown_document("cuvee bench cpu", [_machine(report)], sections, {})
+
+
+def _machine(report: Mapping[str, Any]) -> str:
+    machine = report["hardware"]
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, torch {machine['torch']}, "
+        f"numba {machine['numba']}; commit {machine['commit']}, {machine['date']}"
+    )
+
+
+def _for_terminal(table: ReportTable) -> list[Table | Text]:
+    """A table for a terminal. Rows that stand out are headings, which would make its first column too wide: each
+    begins a table of its own.
+    """
+    first = min(table.strong, default=None)
+    shown: list[Table | Text] = []
+    if first is None:
+        shown.append(_rich_table(table.title, table.columns, table.rows))
+    else:
+        shown.append(Text(table.title, style="italic"))
+        ends = [*sorted(table.strong)[1:], len(table.rows)]
+        for start, end in zip(sorted(table.strong), ends, strict=True):
+            title, rows = table.rows[start][0], table.rows[start + 1 : end]
+            shown.append(_rich_table(title, table.columns, rows) if rows else Text(f"{title}\n"))
+    return [*shown, Text(f"{table.note}\n")] if table.note else shown
+
+
+def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    shown = new_table(title, *(column.strip() for column in columns), tight=len(columns) > 8)
+    for row in rows:
+        shown.add_row(*map(Text, row))
+    return shown
+
+
+def _tables(report: Mapping[str, Any]) -> list[ReportTable]:
+    return [
+        _coders(report["coders"]),
+        *map(_stages, report["stages"]),
+        _whole(report["whole"]),
+        _scaling(report["scaling"]),
+        _comparison(report["comparison"]),
+        _first_use(report["first_use"]),
+        _memory(report["memory"]),
+    ]
+
+
+def _coders(coders: Mapping[str, Any]) -> ReportTable:
+    speed = {name: f"{value['median']:.0f}" for name, value in coders["msymbols_per_s"].items()}
+    bits, ratios = coders["bits_per_symbol"], coders["ratios"]
+    theirs = [speed["constriction_encode"], speed["constriction_decode"], f"{bits['constriction']:.3f}"]
+    return ReportTable(
+        ["coder ", "encode", "decode", "bits/symbol"],
+        [
+            ["cuvee", speed["encode"], speed["decode"], f"{bits['rans']:.3f}"],
+            ["constriction AnsCoder", *theirs],
+            ["vectorized torch", "", speed["torch_decode"], ""],
+        ],
+        "Entropy coder, one core, M symbols/s",
+        f"cuvee / constriction: encode {ratios['encode_over_constriction']:.1f}x, decode "
+        f"{ratios['decode_over_constriction']:.1f}x; cuvee / torch: decode {ratios['decode_over_torch']:.1f}x",
+    )
+
+
+def _stages(entry: Mapping[str, Any]) -> ReportTable:
+    names = [*STAGE_FUNCTIONS, "container", "other"]
+    rows = []
+    for what in ("encode", "decode"):
+        seconds = entry[what]["seconds"]
+        rows.append([what, *(f"{1e6 * seconds[name]:,.0f}" if name in seconds else "" for name in names)])
+    title = f"Stages, one core: {entry['shape']}, group {entry['group']}, {entry['tokens']} tokens, µs"
+    shares = (f"{what} {entry[what]['share_of_other']:.0%}" for what in ("encode", "decode"))
+    return ReportTable([" ", *names], rows, title, f"Time that no stage accounts for: {', '.join(shares)}.")
+
+
+_WHOLE_COLUMNS = ["cache ", "group", "tokens", "threads", "bits/value", "encode", "decode"]
+
+
+def _whole(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    rows = [[entry["shape"], entry["group"], *_whole_row(entry)] for entry in entries]
+    return ReportTable(_WHOLE_COLUMNS, rows, "Whole codec, GB/s of bfloat16")
+
+
+def _scaling(scaling: Mapping[str, Mapping[str, Any]]) -> ReportTable:
+    rows = []
+    for over in (scaling["tokens"], scaling["layers"]):
+        for entry in over["points"]:
+            shape = f"{entry['layers']} layers of {over['shape']}" if "layers" in entry else over["shape"]
+            rows.append([shape, over["group"], *_whole_row(entry)])
+    return ReportTable(_WHOLE_COLUMNS, rows, "Whole codec over tokens and over layers, GB/s of bfloat16")
+
+
+def _whole_row(entry: Mapping[str, Any]) -> list[str]:
+    speeds = (f"{entry[name]['median']:.3f}" for name in ("encode_gb_per_s", "decode_gb_per_s"))
+    return [str(entry["tokens"]), str(entry["threads"]), f"{entry['bits_per_value']:.2f}", *speeds]
+
+
+def _comparison(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    measured = [entry for entry in entries if "skipped" not in entry]
+    threads = measured[0]["threads"]
+    several = ["2/1" if threads == [1, 2] else f"{threads[-1]}/{threads[0]}"] if len(threads) > 1 else []
+    columns = ["cache, method ", "bits", "error"]
+    for what in ("enc", "dec"):
+        columns += [*(f"{what} {count}" for count in threads), *several]
+    columns += [f"/{name}" for name in (MEMCPY, "lossless", "balanced")]
+    rows: list[list[str]] = []
+    strong = set()
+    for entry in entries:
+        strong.add(len(rows))
+        if "skipped" in entry:
+            rows.append([f"{entry['cache']}: skipped, {entry['skipped']}", *[""] * (len(columns) - 1)])
+            continue
+        made = f"profile {next(iter(entry['profiles'].values()))} by {', '.join(entry['profiles'])}"
+        made += "" if entry["real"] else ", synthetic cache"
+        others = entry["cores_used_by_others"]
+        made += "" if others is None else f"; others used {others:.1f} cores"
+        rows.append([f"{entry['cache']}, {entry['tokens']} tokens ({made})", *[""] * (len(columns) - 1)])
+        rows += [_compared(method, entry["references"], len(columns)) for method in entry["methods"]]
+    return ReportTable(columns, rows, "The same bytes otherwise", COMPARISON_NOTE, frozenset(strong))
+
+
+def _compared(method: Mapping[str, Any], references: Sequence[str], columns: int) -> list[str]:
+    if "skipped" in method:
+        return [f"{method['method']}: skipped, {method['skipped']}", *[""] * (columns - 1)]
+    row = [method["method"], format_bits(method["bits_per_value"]), format_number(method["relative_error"], 2)]
+    for what in ("encode", "decode"):
+        row += [_speed(entry[f"{what}_gb_per_s"]["median"]) for entry in method["by_threads"]]
+        if method["most_over_fewest_threads"] is not None:
+            row.append(f"{method['most_over_fewest_threads'][what]['median']:.2f}")
+    return row + [format_number(method["by_threads"][0]["decode_over"][name]["median"], 2) for name in references]
+
+
+def _speed(gb_per_s: float) -> str:
+    return format_number(gb_per_s, 3 if gb_per_s >= 0.1 else 2)
+
+
+def _first_use(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    rows = [
+        [entry["quality"], *(f"{entry['seconds'][step]['median']:.3f}" for step in FIRST_USE_STEPS)]
+        for entry in entries
+    ]
+    columns = ["quality ", "start", "import cuvee", "import codec", "open", "1st decode", "2nd decode", "total"]
+    note = (
+        "start: until the first line runs. import codec: with torch and Numba. open: profile and codec. 1st decode: "
+        "with compiled code from Numba's cache. total: all but the 2nd decode."
+    )
+    return ReportTable(columns, rows, "First use, seconds from starting Python", note)
+
+
+def _memory(entries: Sequence[Mapping[str, Any]]) -> ReportTable:
+    rows = []
+    for entry in entries:
+        peaks = (entry["encode_over_raw"], entry["decode_over_raw"])
+        shown = ("unknown" if peak is None else f"{peak:.2f}" for peak in peaks)
+        rows.append([entry["shape"], entry["group"], str(entry["tokens"]), *shown])
+    return ReportTable(["cache ", "group", "tokens", "encode", "decode"], rows, "Peak memory over the raw chunk")

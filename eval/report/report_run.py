@@ -1,0 +1,609 @@
+"""`cuvee report`: what compression costs a model, next to the baselines, in one folder that anyone can rerun.
+
+    model, texts --> profiles --> quality of each method --> each method at each cache length --> each task score
+                        |                   |                             |                            |
+                     profiles/              +-----------------------------+------> report.json <-------+
+                                                                                        |
+                                                        equal-KL ratios, report.md, report.html, plots
+
+Everything is in `report.json`, which is written after every single measurement and is also the state of an unfinished
+run: with the same configuration, a second run continues where the first one stopped. A folder with the results of
+another configuration is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+import cuvee
+from cuvee.codec.chunk import KVChunk
+from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_model, read_corpus, sequences_by_text
+from cuvee.codec.errors import InputError, ProfileError
+from cuvee.codec.layout import KVLayout
+from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
+from cuvee.codec.learning.sequences import LENGTH, reread
+from cuvee.codec.models.fingerprint import model_fingerprint
+from cuvee.codec.models.forward import check_tokens, prefill
+from cuvee.codec.profiles.profile import Profile
+from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.methods import UNCOMPRESSED
+from cuvee.eval.progress import Plan, ProgressBar, progress_bar
+from cuvee.eval.quality import Method, QualityBench
+from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, select
+from cuvee.eval.report.learning import all_sequences, cached_tokens, learning_corpora, learning_sequences
+from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
+from cuvee.eval.report.load import REPORT_FORMAT, REPORT_VERSION
+from cuvee.eval.report.render import write_report
+from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
+from cuvee.eval.report.scoring import TaskScorer
+from cuvee.eval.runs import (
+    check_folder,
+    interruptible,
+    load_matching_profile,
+    resume,
+    run_digest,
+    save_results,
+    text_entry,
+    writing,
+)
+from cuvee.eval.stats import compare_at_equal_kl, of_sequences, paired_difference, sizes_at_kl
+
+__all__ = ["ANCHORS", "run_report"]
+
+ANCHORS = ("fp8-e4m3", "kivi4", "cachegen")  # everything is compared at the KL of these; with the other …
+FURTHER_ANCHORS = ("int8", "fp8-e5m2", "kivi3", "kivi2", "cachegen-tables-free")  # … baselines, at their own KL
+USUAL_KLS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05)  # nats per token, at which the size of each curve is read off
+LEAST_OF_KIND = 4  # sequences; of fewer an interval would say nothing
+WORST_KL = 0.3  # nats per token: once a step costs more, coarser ones are not measured
+SCORED = (UNCOMPRESSED, "fp8-e4m3", "kivi4", "kivi2", "cachegen", "destroyed")  # baselines whose tasks are run
+WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is learned without being asked for
+LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
+LEARNED_BASELINES = ("pca", "kvtc")
+REPORT_FILE = "report.json"
+_PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
+
+
+def run_report(
+    config: ReportConfig, out: Path, console: Console, *, force: bool = False, command: str = ""
+) -> dict[str, Any]:
+    """Measure a model, or continue an unfinished report, and write the folder `out`.
+
+    Args:
+        config: what to measure.
+        out: the folder. If it holds an unfinished report of the same configuration, that is finished; a finished one
+            is only rendered again.
+        console: where to list the steps.
+        force: replace the report of another configuration.
+        command: what a reader would type to get the same report.
+
+    Returns:
+        The report, as a dict for JSON.
+
+    Ctrl-C and SIGTERM raise `Interrupted` and leave a folder that can be continued.
+
+    Raises:
+        InputError: `out` holds something else or cannot be written, a method is not known, or texts, tasks, lengths or
+            sizes do not fit the model.
+        Interrupted: somebody wants it to end.
+        UnsupportedModelError: cuvee does not support the model.
+        ProfileMismatchError, ProfileError: a profile is of another model, or cannot be learned.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from rich.console import Console
+        >>> from cuvee.eval.report.report_config import ReportConfig, quick_config
+        >>> from cuvee.eval.report.report_run import run_report
+        >>> config = quick_config(ReportConfig(tasks=()))
+        >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
+    """
+    # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
+    few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
+
+    def farewell() -> None:
+        kept = f"{out} keeps what was measured, and the same command goes on from there"
+        console.print(f"interrupted: {kept}", highlight=False, markup=False, soft_wrap=True)
+
+    with few, interruptible(farewell):
+        return _ReportRun(config, out, console, force, command).run()
+
+
+class _ReportRun:
+    """One run: `data` holds what has been measured so far, and the methods measure the rest."""
+
+    def __init__(self, config: ReportConfig, out: Path, console: Console, force: bool, command: str) -> None:
+        self.config = config
+        self.out = out
+        self.console = console
+        check_folder(out, force, resumed=REPORT_FILE)
+        dtype = ("float32" if config.device == "cpu" else "auto") if config.dtype == "auto" else config.dtype
+        self.model = load_model(config.model, dtype, config.device)
+        self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
+        self.fingerprint = model_fingerprint(self.model)
+        self.given = self._given()
+        self.groups = self._groups()
+        self.candidates = self._candidates()
+        learned = any(c.family.partition("/")[0] in LEARNED_BASELINES for c in self.candidates)
+        self.calibration = self._learning_corpora if learned or not self.given else []
+        self.evaluation = [read_corpus(text, config.model) for text in config.evaluation]
+        tokens, self.texts = sequences_by_text(self.evaluation, config.length, config.sequences)
+        self.prefix = check_tokens(self.model, tokens, config.prefix)
+        self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
+        self.long_tokens = self._long_tokens() if config.lengths else {}
+        parameters = sum(p.numel() for p in self.model.parameters())
+        self.limit = config.limit or (None if parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
+        self.scorer = self._scorer() if config.tasks else None
+        self.data = resume(out / REPORT_FILE, self._describe(command), console, force, _measurements)
+        self._profiles: dict[str, Profile] = {}
+
+    # What is measured --------------------------------------------------------------------------------------------
+
+    def _given(self) -> dict[str, Profile]:
+        """The profiles given as files, by the names of the files."""
+        profiles: dict[str, Profile] = {}
+        for path in self.config.profiles:
+            name = Path(path).stem
+            if name in profiles or "@" in name:
+                raise InputError(f"profiles: {path} must have a name of its own without an @, which names its methods")
+            profiles[name] = load_matching_profile(path, self.layout, self.fingerprint, self.config.model)
+        return profiles
+
+    def _scorer(self) -> TaskScorer:
+        config = self.config
+        return TaskScorer(
+            self.model,
+            config.model,
+            config.tasks,
+            include_path=config.include_path,
+            metadata=dict(pair.split("=", 1) for pair in config.metadata),
+            limit=self.limit,
+            num_fewshot=config.num_fewshot,
+            chat_template=config.chat_template,
+            chunk_tokens=config.chunk_tokens,
+            cache_dtype=config.cache_dtype,
+            batch_size=config.batch_size,
+            seed=config.seed,
+        )
+
+    def _long_tokens(self) -> dict[int, torch.Tensor]:
+        config = self.config
+        return length_tokens(
+            self.evaluation,
+            config.lengths,
+            config.length - self.prefix,
+            config.length_sequences,
+            self.layout.max_positions,
+            config.reread,
+            config.seed,
+        )
+
+    def _groups(self) -> tuple[str, ...]:
+        """What one basis spans: of the profiles to learn or those given, and of the baselines that learn."""
+        if self.given:
+            return tuple(dict.fromkeys(profile.group for profile in self.given.values() if profile.learned))
+        small = self.layout.values_per_token <= WHOLE_CACHE_VALUES
+        groups = self.config.groups or (("layer", "all") if small else ("auto",))
+        return tuple(dict.fromkeys(self._chosen_group() if group == "auto" else group for group in groups))
+
+    def _chosen_group(self) -> str:
+        """What `cuvee profile learn` would choose."""
+        config = self.config
+        prefix = 3 * config.length // 4 if config.prefix is None else config.prefix
+        flops = CPU_FLOPS if torch.device(config.device).type == "cpu" else GPU_FLOPS
+        return choose_group(self.layout, cached_tokens(config, self._learning_corpora, prefix), flops)[0]
+
+    @cached_property
+    def _learning_corpora(self) -> list[Corpus]:
+        return learning_corpora(self.config)
+
+    def _describe(self, command: str) -> dict[str, Any]:
+        """The report before anything has been measured."""
+        config = self.config
+        machine = hardware()
+        on_gpu = torch.device(config.device).type == "cuda"
+        environment = {**machine, "gpu": torch.cuda.get_device_name(config.device) if on_gpu else None}
+        texts = {
+            "calibration": [text_entry(corpus) for corpus in self.calibration],
+            "evaluation": [text_entry(corpus) for corpus in self.evaluation],
+        }
+        decided = {
+            **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "include_path")},
+            **texts,
+            "calibration_sequences": config.learned_sequences,
+            "model": Path(config.model).name,
+            "model_fingerprint": self.fingerprint,
+            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "prefix": self.prefix,
+            "groups": [] if self.given else list(self.groups),
+            "profiles": {name: profile.id.hex() for name, profile in self.given.items()},
+            "methods": list(config.methods),
+            "tasks": list(config.tasks),
+            "limit": self.limit if config.tasks else None,
+            "lengths": list(self.long_tokens),
+            "gpu": environment["gpu"],
+            "software": {k: v for k, v in machine.items() if k not in ("commit", "date", "cores")},
+        }
+        decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
+        parameters = sum(p.numel() for p in self.model.parameters())
+        return {
+            "format": REPORT_FORMAT,
+            "version": REPORT_VERSION,
+            "complete": False,
+            "digest": run_digest(decided, b"cuvee-report"),
+            "command": command,
+            "configuration": decided,
+            "environment": environment,
+            "model": {
+                "name": Path(config.model).name,
+                "fingerprint": self.fingerprint,
+                "model_type": self.layout.model_type,
+                "parameters": parameters,
+                "dtype": decided["dtype"],
+                "layers": self.layout.num_layers,
+                "values_per_token": self.layout.values_per_token,
+                "positions": self.layout.max_positions,
+            },
+            "text": {
+                **texts,
+                "calibration_sequences": None,
+                "sequences": len(self.tokens),
+                "length": config.length,
+                "prefix": self.prefix,
+                "reread": config.reread,
+                "tokens_sha256": _sha256(self.tokens),
+                "kinds": self._kinds(),
+                "lengths": [
+                    {"cached": length, "sequences": len(rows), "tokens_sha256": _sha256(rows)}
+                    for length, rows in self.long_tokens.items()
+                ],
+            },
+            "profiles": {},
+            "exact": None,
+            "quality": [],
+            "lengths": [],
+            "tasks": [],
+            "scores": [],
+            "skipped": [],
+            "comparison": [],
+            "by_kind": [],
+            "sizes": [],
+            "seconds": 0.0,
+        }
+
+    # Measuring ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything that is missing, then make the comparison and the documents."""
+        self._began, self._before = time.perf_counter(), self.data["seconds"]
+        self._save()
+        if not self.data["complete"]:
+            with progress_bar(self.console, 44) as progress:
+                self._measure(progress)
+            self.data |= self._comparisons()
+            self.data["complete"] = True
+            self._save()
+        with writing(self.out):
+            write_report(self.data, self.out)
+        return self.data
+
+    def _save(self) -> None:
+        self.data["seconds"] = self._before + time.perf_counter() - self._began
+        save_results(self.out / REPORT_FILE, self.data)
+
+    def _measure(self, progress: ProgressBar) -> None:
+        scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
+        names = self.scorer.names if self.scorer else []
+        progress.expect(self._plan(len(scored) * len(names)))
+        self._learn(progress)
+        for candidate in self.candidates:
+            if self._has("quality", candidate.key) or self._is_too_coarse(candidate):
+                progress.skip("quality")
+                continue
+            with progress.step(f"quality: {candidate.key}", "quality"):
+                self._measure_quality(candidate)
+                self._save()
+        self._measure_lengths(progress)
+        for candidate in scored:
+            for name in names:
+                if self.scorer is None or self._has("scores", candidate.key, name):
+                    progress.skip("task")
+                    continue
+                with progress.step(f"{name}: {candidate.key}", "task"):
+                    self._score(self.scorer, candidate, name)
+                    self._save()
+
+    def _plan(self, scores: int) -> Plan:
+        """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
+        config = self.config
+        share = config.length / LENGTH
+        guess = {
+            "profile": 4.0 * share * (config.learned_sequences + config.samples),
+            "quality": 0.8 * share * config.sequences,
+            "task": 0.5 * (self.limit or 190),
+        }
+        left = {"profile": len(self._missing_profiles()), "quality": len(self.candidates), "task": scores}
+        # How many it will be is known once their KL is: see `length_candidates`.
+        kinds = len({c.family if c.kind == "curve" else c.key for c in self.candidates})
+        for length, rows in self.long_tokens.items():
+            guess[f"length {length}"] = len(rows) * (0.5 + length / 2000)
+            guess[f"exact {length}"] = len(rows) * length / 200
+            left |= {f"length {length}": kinds, f"exact {length}": 1}
+        return Plan(guess, left)
+
+    def _measure_lengths(self, progress: ProgressBar) -> None:
+        if not self.long_tokens:
+            return
+        chosen = length_candidates(self.candidates, self.config.methods, self.data["quality"])
+        known = {(entry["length"], entry["key"]) for entry in self.data["lengths"]}
+        missing = {n: [c for c in chosen if (n, c.key) not in known] for n in self.long_tokens}
+        progress.amend({f"length {n}": len(methods) for n, methods in missing.items()})
+        for length, methods in missing.items():
+            if not methods:
+                progress.skip(f"exact {length}")
+                continue
+            with progress.step(f"the exact cache of {length} tokens", f"exact {length}"):
+                bench = self._bench_of(self.long_tokens[length], length)
+            for candidate in methods:
+                with progress.step(f"{length} tokens: {candidate.key}", f"length {length}"):
+                    method = self._make(candidate)
+                    if method is None:
+                        continue
+                    try:
+                        quality = bench.run(candidate.label, method, self.config.chunk_tokens)
+                    except InputError as refused:
+                        self._skip(f"{candidate.key} at {length} tokens", refused)
+                        continue
+                    self.data["lengths"].append(length_entry(candidate, length, quality))
+                    self._save()
+
+    def _kinds(self) -> list[dict[str, Any]]:
+        """Which sequences are of which text, and which of them repeat a part of their cache."""
+        found: dict[tuple[int, bool], list[int]] = {}
+        for row, text in enumerate(self.texts):
+            # `reread` changes rows 0, 2, 4 …
+            found.setdefault((text, self.config.reread and row % 2 == 0), []).append(row)
+        names = [text_entry(corpus)["name"] for corpus in self.evaluation]
+        return [{"text": names[text], "reread": again, "rows": rows} for (text, again), rows in sorted(found.items())]
+
+    def _comparisons(self) -> dict[str, list[dict[str, Any]]]:
+        """What is read off the curves in the end."""
+        quality, seed = self.data["quality"], self.config.seed
+        anchors = [key for key in ANCHORS if any(entry["key"] == key for entry in quality)]
+        kinds = self.data["text"]["kinds"]
+        by_kind = [
+            {
+                **{name: kind[name] for name in ("text", "reread")},
+                "sequences": len(kind["rows"]),
+                "comparison": compare_at_equal_kl(of_sequences(quality, kind["rows"]), anchors, seed),
+            }
+            for kind in kinds
+            if len(kinds) > 1 and len(kind["rows"]) >= LEAST_OF_KIND
+        ]
+        return {
+            "comparison": self._comparison(),
+            "by_kind": by_kind,
+            "sizes": sizes_at_kl(quality, USUAL_KLS, seed),
+        }
+
+    def _comparison(self) -> list[dict[str, Any]]:
+        measured = {entry["key"] for entry in self.data["quality"]}
+        anchors = [key for key in (*ANCHORS, *FURTHER_ANCHORS) if key in measured]
+        comparison = compare_at_equal_kl(self.data["quality"], anchors, self.config.seed)
+        for entry in comparison:
+            if entry["anchor"] in FURTHER_ANCHORS:
+                entry["ratios"] = [ratio for ratio in entry["ratios"] if ratio["against"] == entry["anchor"]]
+        return comparison
+
+    def _is_too_coarse(self, candidate: Candidate) -> bool:
+        """Whether a finer step of the same family already costs too much."""
+        if not candidate.setting.startswith("2^"):
+            return False
+        steps = [e for e in self.data["quality"] if e["family"] == candidate.family and e["setting"].startswith("2^")]
+        return bool(steps) and steps[-1]["kl"] > WORST_KL
+
+    def _has(self, block: str, key: str, task: str | None = None) -> bool:
+        if any(entry["key"] in (key, task) for entry in self.data["skipped"]):
+            return True
+        return any(entry["key"] == key and (task is None or entry["task"] == task) for entry in self.data[block])
+
+    def _missing_profiles(self) -> list[str]:
+        """The groups to learn: those that a method needs."""
+        if self.given:
+            return []
+        needed = {c.family.partition("/")[2] for c in self.candidates if c.family.startswith("cuvee/")}
+        return [group for group in self.groups if group in needed]
+
+    def _learn(self, progress: ProgressBar) -> None:
+        for name, profile in self.given.items():
+            self._profiles[name] = profile
+            self.data["profiles"].setdefault(name, self._profile_entry(profile, None, None))
+        for group in self._missing_profiles():
+            path = self.out / "profiles" / f"{group.replace(':', '-')}.safetensors"
+            known = self.data["profiles"].get(group)
+            if known is not None and path.exists():
+                progress.skip("profile")
+                profile = Profile.load(path)
+                if profile.id.hex() != known["id"]:
+                    raise InputError(f"out: {path} is not the profile this report was measured with: use --force")
+            else:
+                with progress.step(f"learning a profile, group {group}", "profile"):
+                    profile = self._learn_group(group, path, known)
+            self._profiles[group] = profile
+
+    def _learn_group(self, group: str, path: Path, known: dict[str, Any] | None) -> Profile:
+        began = time.perf_counter()
+        profile = cuvee.calibrate(
+            self.model,
+            self._learning,
+            group,
+            prefix=self.prefix,
+            batch_size=self._rows(LEARNING_ROWS),
+            seed=self.config.seed,
+            progress=False,
+        )
+        seconds = time.perf_counter() - began
+        if known is not None and known["id"] != profile.id.hex():
+            raise InputError(f"out: the profile {group} is gone and cannot be learned again the same: --force")
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            profile.save(path)
+        self.data["profiles"][group] = self._profile_entry(profile, path, seconds)
+        self.data["text"]["calibration_sequences"] = len(all_sequences(self._learning))
+        self._save()
+        return profile
+
+    def _rows(self, most: int) -> int:
+        """Sequences per forward pass."""
+        return max(1, min(most, _PASS_TOKENS // self.config.length))
+
+    def _profile_entry(self, profile: Profile, path: Path | None, seconds: float | None) -> dict[str, Any]:
+        size = path.stat().st_size if path is not None else _saved_size(profile)
+        return {
+            "id": profile.id.hex(),
+            "group": profile.group,
+            "source": profile.source,
+            "bytes": size,
+            "seconds": seconds,
+            "bits_per_value_over_1m_tokens": 8 * size / (1e6 * self.layout.values_per_token),
+        }
+
+    @cached_property
+    def _learning(self) -> torch.Tensor | dict[str, torch.Tensor]:
+        return learning_sequences(self.config, self.calibration, self.model, self.prefix)
+
+    @property
+    def _cache_layout(self) -> KVLayout:
+        """The layout of the caches that are coded."""
+        return replace(self.layout, dtype=self.config.cache_dtype)
+
+    @cached_property
+    def _learning_caches(self) -> list[KVChunk]:
+        """The caches of those sequences, on which the baselines are fitted."""
+        layout = self._cache_layout
+        chunks = []
+        with torch.no_grad():
+            for batch in all_sequences(self._learning).split(self._rows(self.config.batch_size)):
+                chunks += prefill(self.model, batch[:, : self.prefix].to(self.model.device), layout, self.config.device)
+        return chunks
+
+    @cached_property
+    def _bench(self) -> QualityBench:
+        return self._bench_of(self.tokens, self.prefix)
+
+    def _bench_of(self, tokens: torch.Tensor, prefix: int) -> QualityBench:
+        config = self.config
+        return QualityBench(
+            self.model,
+            tokens,
+            prefix,
+            dtype=config.cache_dtype,
+            batch_size=max(1, min(config.batch_size, _PASS_TOKENS // tokens.shape[1])),
+            device=config.device,
+        )
+
+    # Methods -----------------------------------------------------------------------------------------------------
+
+    def _candidates(self) -> list[Candidate]:
+        """Every method of this report, in order."""
+        names, methods = tuple(self.given) or self.groups, self.config.methods
+        baselines = LearnedBaselines(self._cache_layout, lambda: self._learning_caches)
+
+        def found(quick: bool) -> list[Candidate]:
+            # With profiles given, the baselines that learn are measured only if they are asked for.
+            learned = [] if self.given and not methods else baselines.candidates(self.groups, quick)
+            coded = codec_candidates(self.layout, names, lambda name: self._profiles[name], quick)
+            return fixed_baselines(quick) + learned + coded
+
+        return select(found(False), methods, found(self.config.quick))
+
+    def _measure_quality(self, candidate: Candidate) -> None:
+        method = self._make(candidate)
+        if method is None:
+            return
+        try:
+            quality = self._bench.run(candidate.label, method, self.config.chunk_tokens)
+        except InputError as refused:  # the method cannot store some of the values
+            self._skip(candidate.key, refused)
+            return
+        entry = {
+            "key": candidate.key,
+            "family": candidate.family,
+            "label": candidate.label,
+            "kind": candidate.kind,
+            "setting": candidate.setting,
+            **quality.to_dict(),
+        }
+        self.data["quality"].append(entry)
+        if candidate.key == UNCOMPRESSED:
+            nll = quality.nll - quality.delta_nll
+            self.data["exact"] = {"nll": nll, "perplexity": float(np.exp(nll))}
+
+    def _make(self, candidate: Candidate) -> Method | None:
+        """The method, or None if it cannot be made; then the report says why."""
+        try:
+            return candidate.make()
+        except (InputError, ProfileError) as error:
+            self._skip(candidate.key, error)
+            return None
+
+    def _skip(self, key: str, error: Exception) -> None:
+        """Leave a method or a task out, and say so in the report and at once."""
+        self.data["skipped"].append({"key": key, "reason": str(error)})
+        self.console.print(f"left out {key}: {error}", style="yellow", highlight=False)
+
+    # Tasks -------------------------------------------------------------------------------------------------------
+
+    def _is_scored(self, candidate: Candidate) -> bool:
+        if self.config.quick:
+            return candidate.key in (UNCOMPRESSED, "kivi2", "destroyed") or candidate.setting == "balanced"
+        return candidate.key in SCORED or candidate.kind == "preset"
+
+    def _score(self, scorer: TaskScorer, candidate: Candidate, name: str) -> None:
+        method = self._make(candidate)
+        if method is None:
+            return
+        try:
+            task, score = scorer.score(method, name)
+        except InputError as refused:
+            # The exact cache comes first: if it fails, the model cannot do the task. Later it is the method that fails.
+            self._skip(name if candidate.key == UNCOMPRESSED else candidate.key, refused)
+            return
+        exact = next((s for s in self.data["scores"] if (s["key"], s["task"]) == (UNCOMPRESSED, name)), None)
+        difference, error = None, None
+        if exact is not None:
+            difference = score["score"] - exact["score"]
+            if exact["per_doc"] and score["per_doc"]:
+                difference, error = paired_difference(score["per_doc"], exact["per_doc"])
+        self.data["scores"].append(
+            {"key": candidate.key, **score, "difference": difference, "difference_stderr": error}
+        )
+        if all(known["name"] != name for known in self.data["tasks"]):
+            self.data["tasks"].append(task)
+
+
+def _measurements(data: Mapping[str, Any]) -> int:
+    return sum(len(data[block]) for block in ("quality", "lengths", "scores"))
+
+
+def _saved_size(profile: Profile) -> int:
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "profile"
+        profile.save(path)
+        return path.stat().st_size
+
+
+def _sha256(tokens: torch.Tensor) -> str:
+    return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()

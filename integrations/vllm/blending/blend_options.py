@@ -1,0 +1,161 @@
+"""What a user may ask of blending: for the engine (`BlendOptions`), and for one request (`BlendRequest`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cuvee.blend.segmentation import ContentChunker, Span
+from cuvee.codec.errors import InputError
+from cuvee.codec.support.suggest import suggestion
+
+_REQUEST_FIELDS = ("blend", "segments", "cost")
+_MOST_SHOWN = 40  # characters of what a client sent that go into a message, and with it into the log
+
+
+@dataclass(frozen=True, slots=True)
+class BlendOptions:
+    """Option `blend` of the connector, by the names of the JSON that sets it; `{}` is all defaults.
+
+    Attributes:
+        cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all.
+        separator: a text or token ids that stand between the parts of prompts; None: parts are found by their content.
+        least_tokens, mean_tokens, most_tokens: of the segments that are found by content. No shorter ones are used at
+            all, however they were found.
+        harvest: store the segments of prompts that were computed and not reused.
+        min_context: tokens that must stand before a segment to be stored, unless the request itself names it. What was
+            computed at the beginning of a prompt knows too little of what usually stands before it.
+        min_reused: tokens that a blend must reuse; below, a prompt is computed.
+        check_every: also compute every n-th blend exactly, and export how far the next token's distribution moved
+            (`blend_kl`). That takes a whole prefill, in slices like the blend's own. 0: never.
+        most_segments: of a prompt, that are looked up and stored. Of more, the longest are kept, of equal ones the
+            first: clients choose how many there are, and the longest save the most per question to the store.
+
+    Raises:
+        InputError: a value of the wrong type or range.
+    """
+
+    cost: float = 0.15
+    separator: str | tuple[int, ...] | None = None
+    least_tokens: int = 64
+    mean_tokens: int = 192
+    most_tokens: int = 768
+    harvest: bool = True
+    min_context: int = 128
+    min_reused: int = 256
+    check_every: int = 0
+    most_segments: int = 1024
+
+    def __post_init__(self) -> None:
+        _check_cost("blend.cost", self.cost)
+        given: Any = self.separator
+        if isinstance(given, list | tuple):
+            if not given or not all(type(token) is int and token >= 0 for token in given):
+                raise InputError(f"blend.separator: must hold token ids, at least one, got {given!r}")
+            object.__setattr__(self, "separator", tuple(given))
+        elif given is not None and not (isinstance(given, str) and given):
+            raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
+        if not isinstance(self.harvest, bool):
+            raise InputError(f"blend.harvest: must be true or false, got {self.harvest!r}")
+        for name, least in (("most_segments", 1), ("min_reused", 1), ("min_context", 0), ("check_every", 0)):
+            value = getattr(self, name)
+            if type(value) is not int or value < least:
+                raise InputError(f"blend.{name}: must be a whole number of at least {least}, got {value!r}")
+        try:
+            self.chunker()
+        except InputError as error:
+            raise InputError(f"blend: least_tokens, mean_tokens and most_tokens do not fit: {error}") from None
+
+    @classmethod
+    def from_json(cls, given: Any) -> BlendOptions:
+        """Options from the engine's JSON.
+
+        Raises:
+            InputError: not an object, an unknown name, or a value of the wrong type or range.
+        """
+        if not isinstance(given, Mapping):
+            raise InputError(f'blend: must be an object such as {{}} or {{"cost": 0.3}}, got {given!r}')
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise InputError(f"blend: has no option {name!r}: {suggestion(name, known)}")
+        return cls(**given)
+
+    def chunker(self) -> ContentChunker:
+        """What finds segments by their content."""
+        return ContentChunker(self.least_tokens, self.mean_tokens, self.most_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class BlendRequest:
+    """What a request asks for, in `kv_transfer_params`: `{"cuvee": {"segments": [[0, 512], …], "cost": 0.3}}`.
+
+    Attributes:
+        blend: False: compute this request, or load it exactly.
+        segments: token positions `[start, end)` of its parts, rising, not overlapping; None: they are found.
+        cost: as in `BlendOptions`; None: that of the engine.
+    """
+
+    blend: bool = True
+    segments: tuple[Span, ...] | None = None
+    cost: float | None = None
+
+    @classmethod
+    def of(cls, params: Any, tokens: int) -> BlendRequest:
+        """What `kv_transfer_params` say of a prompt of so many tokens.
+
+        Raises:
+            InputError: something else than the above.
+        """
+        given = params.get("cuvee") if isinstance(params, Mapping) else None
+        if given is None:
+            return cls()
+        if not isinstance(given, Mapping):
+            raise InputError(f"kv_transfer_params.cuvee: must be an object, got {type(given).__name__}")
+        for name in given:
+            if name not in _REQUEST_FIELDS:
+                raise InputError(
+                    f"kv_transfer_params.cuvee: has no field {_shown(name)}: "
+                    f"{suggestion(_shown(name), _REQUEST_FIELDS)}"
+                )
+        blend, cost = given.get("blend", True), given.get("cost")
+        if not isinstance(blend, bool):
+            raise InputError(f"kv_transfer_params.cuvee.blend: must be true or false, got {_shown(blend)}")
+        if cost is not None:
+            _check_cost("kv_transfer_params.cuvee.cost", cost)
+        segments = given.get("segments")
+        return cls(blend, None if segments is None else _spans(segments, tokens), cost)
+
+
+def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
+    name = "kv_transfer_params.cuvee.segments"
+    if not isinstance(given, list | tuple):
+        raise InputError(f"{name}: must be a list of [start, end], got {type(given).__name__}")
+    spans: list[Span] = []
+    for number, pair in enumerate(given):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(at) is int for at in pair):
+            raise InputError(f"{name}[{number}]: must be [start, end], two token positions")
+        start, end = pair
+        before = spans[-1][1] if spans else 0
+        if not before <= start < end <= tokens:
+            raise InputError(
+                f"{name}[{number}]: must be a span of tokens {before} … {tokens}, after those before it, got "
+                f"[{_shown(start)}, {_shown(end)}]"
+            )
+        spans.append((start, end))
+    return tuple(spans)
+
+
+def _check_cost(name: str, cost: object) -> None:
+    if isinstance(cost, bool) or not isinstance(cost, int | float) or not 0 <= cost <= 1:
+        raise InputError(f"{name}: must be a number from 0 to 1, got {_shown(cost)}")
+
+
+def _shown(value: object) -> str:
+    """A value as messages show it: short, whatever it is."""
+    if isinstance(value, int) and not -(10**_MOST_SHOWN) < value < 10**_MOST_SHOWN:  # Python may refuse to write it
+        return f"an integer of {value.bit_length()} bits"
+    if isinstance(value, str):
+        return repr(value[:_MOST_SHOWN]) + "…" * (len(value) > _MOST_SHOWN)
+    return repr(value) if value is None or isinstance(value, bool | int | float) else type(value).__name__

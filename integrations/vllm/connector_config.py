@@ -1,0 +1,175 @@
+"""What a user may write into `kv_connector_extra_config`, checked when the engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from cuvee.codec.errors import InputError
+from cuvee.codec.format.keys import Key, make_keys, read_secret
+from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.stores.redaction import redacted
+from cuvee.integrations.vllm.blending.blend_options import BlendOptions
+
+_QUALITIES = ("quality", "kl", "bits", "ratio", "step")
+_DECISIONS = ("measured", "always")
+# A request that loads waits for at least one step of the engine, which this many more tokens hardly lengthen.
+_LEAST_TOKENS = 64
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Options:
+    """Options of the connector, by the names of the JSON that sets them.
+
+    Attributes:
+        store: where the blobs go: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
+        profile: path of the model's profile; None: the generic profile, which knows nothing about the model.
+        quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
+            profile, `"lossless"` without one.
+        chunk_tokens: tokens per blob; a multiple of the engine's block size.
+        min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
+        load_async: load while other requests run; False: the engine waits for its loads.
+        decide: "measured": load where that is expected to beat recompute; "always": load whatever is found.
+        store_generated: store what the model generated, too: the next turn of a conversation begins with it.
+        tenant: of requests that carry no `cache_salt`.
+        model_id: names the weights; default: computed from the checkpoint's files.
+        check_model: refuse a profile that was calibrated on other weights.
+        threads: CPU threads that encode and decode.
+        max_pending_mb: uncompressed chunks that may wait to be stored, in 10^6 bytes; more are not stored.
+        lookup_timeout: seconds that a request waits for the answer whether it is cached.
+        load_timeout: seconds after which a load is given up and the tokens are recomputed.
+        close_timeout: seconds that the engine's stop waits for what is being stored; what is left then is lost.
+        tenant_metrics: count what each tenant stores and loads; off, because every tenant makes series of its own.
+        key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
+            authenticated: written with the first secret, accepted with any.
+        key_file: instead: path of a file that holds the secret, or a list of them.
+        blend: reuse cached segments at any position, recomputing a part of their tokens; answers are approximations
+            then (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
+    """
+
+    store: tuple[str, ...] = ("memory://?max_gb=4",)
+    profile: str | None = None
+    quality: str | None = None
+    kl: float | None = None
+    bits: float | None = None
+    ratio: float | None = None
+    step: float | None = None
+    chunk_tokens: int = 256
+    min_tokens: int | None = None
+    load_async: bool = True
+    decide: str = "measured"
+    store_generated: bool = True
+    tenant: str = ""
+    model_id: str | None = None
+    check_model: bool = True
+    threads: int = 2
+    max_pending_mb: float = 1024
+    lookup_timeout: float = 2.0
+    load_timeout: float = 30.0
+    close_timeout: float = 30.0
+    tenant_metrics: bool = False
+    key_env: tuple[str, ...] | None = None
+    key_file: tuple[str, ...] | None = None
+    blend: BlendOptions | None = None
+
+    def __post_init__(self) -> None:
+        given: Any = self.store
+        urls = tuple(given) if isinstance(given, list | tuple) else (given,)
+        if not urls or not all(isinstance(url, str) and url for url in urls):
+            shown = ", ".join(repr(redacted(url)) if isinstance(url, str) else type(url).__name__ for url in urls)
+            raise InputError(f"store: must be a store URL or a list of them, got {shown or 'none'}")
+        object.__setattr__(self, "store", urls)
+        for name in ("key_env", "key_file"):
+            value: Any = getattr(self, name)
+            if value is None:
+                continue
+            names = tuple(value) if isinstance(value, list | tuple) else (value,)
+            if not names or not all(isinstance(each, str) and each for each in names):
+                # The value is not shown: it may be the secret itself.
+                raise InputError(f"{name}: must be a name or a list of them, or left out")
+            object.__setattr__(self, name, names)
+        if self.key_env and self.key_file:
+            raise InputError("key_file: give key_env or key_file, not both")
+        for name in ("profile", "quality", "model_id"):
+            value = getattr(self, name)
+            if value is not None and not (isinstance(value, str) and value):
+                raise InputError(f"{name}: must be a string that is not empty, or left out, got {value!r}")
+        if not isinstance(self.tenant, str):
+            raise InputError(f"tenant: must be a string, got {type(self.tenant).__name__}")
+        for name in ("load_async", "store_generated", "check_model", "tenant_metrics"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputError(f"{name}: must be true or false, got {getattr(self, name)!r}")
+        for name in ("chunk_tokens", "min_tokens", "threads"):
+            value = getattr(self, name)
+            if not (name == "min_tokens" and value is None) and (type(value) is not int or value < 1):
+                raise InputError(f"{name}: must be a whole number of at least 1, got {value!r}")
+        for name in ("max_pending_mb", "lookup_timeout", "load_timeout", "close_timeout"):
+            value = getattr(self, name)
+            if type(value) not in (int, float) or not 0 < value < float("inf"):
+                raise InputError(f"{name}: must be a number above 0, got {value!r}")
+        if self.decide not in _DECISIONS:
+            raise InputError(f"decide: must be one of {', '.join(_DECISIONS)}, got {self.decide!r}")
+        blend: Any = self.blend
+        if not isinstance(blend, BlendOptions | None):
+            object.__setattr__(self, "blend", BlendOptions.from_json(blend))
+        if len(self.codec_quality) > 1:
+            raise InputError(
+                f"quality: give at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
+            )
+
+    def __repr__(self) -> str:
+        """All options; of the store's URLs what messages may show, and not the tenant, which is as good as a secret."""
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown["store"] = tuple(map(redacted, self.store))
+        shown["tenant"] = "***" if self.tenant else ""
+        return f"Options({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @classmethod
+    def from_dict(cls, extra: Mapping[str, Any]) -> Options:
+        """Options from the engine's JSON.
+
+        Raises:
+            InputError: an unknown name (with the nearest known one), or a value of the wrong type or range.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in extra:
+            if name not in known:
+                raise InputError(f"kv_connector_extra_config: has no option {name!r}: {suggestion(name, known)}")
+        return cls(**extra)
+
+    @property
+    def codec_quality(self) -> dict[str, Any]:
+        """The one quality asked for, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
+        return {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
+
+    @property
+    def least_tokens(self) -> int:
+        """Shortest load worth a look."""
+        return min(self.chunk_tokens, _LEAST_TOKENS) if self.min_tokens is None else self.min_tokens
+
+    def secrets(self) -> tuple[bytes, ...]:
+        """The keys of authenticated blobs, the one that writes first; none without `key_env` and `key_file`.
+
+        Raises:
+            InputError: a variable is not set, a file cannot be read, or a secret is not 16 to 64 bytes.
+        """
+        sources = [("key_env", name) for name in self.key_env or ()]
+        sources += [("key_file", path) for path in self.key_file or ()]
+        secrets = []
+        for option, source in sources:
+            secret = read_secret(option, **{option.removeprefix("key_"): source})
+            try:
+                Key.of(secret)
+            except InputError as error:
+                raise InputError(f"{option}: {error}") from None
+            secrets.append(secret)
+        return tuple(secrets)
+
+    def key_ids(self) -> tuple[bytes, ...]:
+        """Names of the secrets, as `Codec.key_ids`.
+
+        Raises:
+            InputError: as `secrets`.
+        """
+        return tuple(key.id for key in make_keys(self.secrets() or None))

@@ -1,0 +1,214 @@
+"""Lower bounds of the time that kernels take, before any GPU runs them: `cuvee kernels --model`.
+
+    counts.json      what each kernel does per value: executed PTX, sectors, passes over shared memory, FLOPs
+    static.report    how many machine instructions a PTX instruction becomes, and how many of those are integer work
+    Machine          what a GPU can do per second
+
+A kernel takes at least the longest of the times that its instructions, its integer instructions, its first-level cache
+and shared memory, its second-level cache, its memory and its tensor cores need. Nothing is known of latency, of cache
+misses on loads, or of launches that do not fill the device: that is what is left to a GPU.
+
+`counts.json` was counted on one chunk of 256 tokens of Llama-3.1-8B's shape, bfloat16, whose spectrum falls by 2.5 %
+per component, at 1.4 bits per value where there is a profile. `python -m tests.kernels.counting` counts again; tests
+hold the kernels to it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cuvee.codec.errors import CuveeError
+
+LIMITS = ("issue", "integer", "L1", "L2", "DRAM", "tensor")
+SECTOR = 32  # bytes
+ELEMENT = 2  # bytes of a value of bfloat16
+_ISSUED = 4  # instructions of warps per clock and multiprocessor: one of each of its four schedulers
+_INTEGER = 2  # likewise, of the pipe for additions, logic, shifts and comparisons, which has 64 lanes
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A GPU.
+
+    Attributes:
+        target: whose counts and machine instructions stand for it.
+        multiprocessors: how many.
+        clock: GHz.
+        l2: TB/s that the second-level cache gives to all multiprocessors.
+        dram: TB/s.
+        tensor: TFLOP/s of dense products of bfloat16.
+    """
+
+    target: str
+    multiprocessors: int
+    clock: float
+    l2: float
+    dram: float
+    tensor: float
+
+
+# Multiprocessors, memory and products: NVIDIA's data sheets ("H200 Tensor Core GPU", SXM; "A100 Tensor Core GPU", SXM,
+# 80 GB; "L4 Tensor Core GPU"; "HGX B200", one GPU of eight, whose multiprocessors and clock follow from its products).
+# Clocks: those at which the products of the data sheets come about. Data sheets do not give the second-level cache:
+# that of the A100 is the 5,120 bytes per clock of its white paper, the others are assumed.
+MACHINES = {
+    "H200": Machine("sm_90", 132, 1.83, 5.5, 4.8, 989.0),
+    "A100": Machine("sm_80", 108, 1.41, 7.2, 2.04, 312.0),
+    "L4": Machine("sm_80", 58, 2.04, 2.0, 0.3, 121.0),
+    "B200": Machine("sm_100", 148, 1.85, 8.0, 8.0, 2250.0),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """What a kernel does for one value, on average over a chunk.
+
+    Attributes:
+        instructions: PTX instructions that warps run.
+        lanes: of these, how many of 32 take part.
+        requests: accesses of warps to global memory.
+        sectors: of 32 bytes that they touch; `least_sectors`: that as many bytes need.
+        through: of these, what the first-level cache passes on in any case: of stores, atomics, asynchronous copies.
+        transfers: clocks that the first-level cache takes for the requests, at four sectors per clock.
+        written: bytes stored to global memory.
+        passes: clocks that shared memory takes; `least_passes`: without conflicts of banks.
+        barriers: that warps meet.
+        flops: of tensor cores; those of TF32, which take twice as long as those of bfloat16, count twice.
+    """
+
+    instructions: float
+    lanes: float
+    requests: float
+    sectors: float
+    least_sectors: float
+    through: float
+    transfers: float
+    written: float
+    passes: float
+    least_passes: float
+    barriers: float
+    flops: float
+
+
+# Of what a kernel reads, whose output it is: the bytes that come from memory at least, in launches whose arrays exceed
+# the second-level cache. "cache": the cache of the engine, "blob": the blob.
+_READS = {
+    "gather": ("cache",), "sum_bytes": ("cache",), "count_symbols": ("cache",), "split_planes": ("cache",),
+    "analyze": ("gather",), "channel_statistics": ("gather",), "normalize_channels": ("gather",),
+    "quantize": ("analyze", "normalize_channels"), "rans_encode": ("quantize",), "write_coded": ("rans_encode",),
+    "rans_decode": ("blob",), "dequantize": ("rans_decode",), "synthesize": ("dequantize",),
+    "place_channels": ("dequantize",), "merge_planes": ("rans_decode",),
+}  # fmt: skip
+
+
+def counts(target: str) -> dict[str, dict[str, Any]]:
+    """What was counted for a target: by scheme `values`, `bits` per value, and `encode` and `decode`: Count by kernel.
+
+    Raises:
+        CuveeError: nothing was, or the file is missing or at fault.
+    """
+    try:
+        read = json.loads(Path(__file__).with_name("counts.json").read_text())[target]
+        return {
+            scheme: {
+                **found,
+                **{way: {name: Count(**own) for name, own in found[way].items()} for way in ("encode", "decode")},
+            }
+            for scheme, found in read.items()
+        }
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CuveeError(
+            f"kernels/analysis/counts.json has no counts for {target}: {error!r}; reinstall cuvee"
+        ) from error
+
+
+def bounds(count: Count, read: float, expansion: float, integer: float, machine: Machine) -> dict[str, float]:
+    """Picoseconds per value that each of LIMITS allows at least, of a launch that fills the device.
+
+    Args:
+        count: of the kernel.
+        read: bytes per value that come from memory.
+        expansion: machine instructions per PTX instruction.
+        integer: share of these that the integer pipe takes.
+        machine: which GPU.
+    """
+    clocks = machine.multiprocessors * machine.clock * 1e-3  # of all multiprocessors, per picosecond
+    issued = count.instructions * expansion
+    return {
+        "issue": issued / _ISSUED / clocks,
+        "integer": issued * integer / _INTEGER / clocks,
+        "L1": (count.transfers + count.passes) / clocks,
+        "L2": count.through * SECTOR / machine.l2,
+        "DRAM": (read + count.written) / machine.dram,
+        "tensor": count.flops / machine.tensor,
+    }
+
+
+def model(report: Mapping[str, Any], names: Sequence[str] = tuple(MACHINES)) -> list[dict[str, Any]]:
+    """Bounds of every kernel, and of encoding and decoding as a whole: their kernels one after the other.
+
+    Args:
+        report: of `static.report`, for the targets of the machines.
+        names: of MACHINES.
+
+    Returns:
+        per machine, scheme and way (`encode`, `decode`): `bits` per value; `kernels`, each with its `kernel`, its
+        `bounds` in picoseconds per value, the `limit` that is largest, and `gb_per_s` of bfloat16; and `ps` and
+        `gb_per_s` of all. JSON can hold it.
+
+    Raises:
+        CuveeError: the report lacks a kernel.
+    """
+    compiled = {(entry["kernel"], entry["target"]): entry for entry in report["kernels"]}
+    out = []
+    for name in names:
+        machine = MACHINES[name]
+        for scheme, found in counts(machine.target).items():
+            for way in ("decode", "encode"):
+                kernels = []
+                for kernel, count in found[way].items():
+                    entry = compiled.get((kernel, machine.target))
+                    if entry is None or not entry.get("expansion"):
+                        raise CuveeError(f"the report says nothing of {kernel} on {machine.target}")
+                    read = _read(kernel, found, way)
+                    limits = bounds(count, read, entry["expansion"], entry["integer_share"], machine)
+                    longest = max(limits, key=lambda limit: limits[limit])
+                    speed = ELEMENT * 1e3 / limits[longest]
+                    kernels.append({"kernel": kernel, "bounds": limits, "limit": longest, "gb_per_s": speed})
+                total = sum(own["bounds"][own["limit"]] for own in kernels)
+                out.append(
+                    {
+                        "machine": name, "scheme": scheme, "way": way, "bits": found["bits"], "kernels": kernels,
+                        "ps": total, "gb_per_s": ELEMENT * 1e3 / total,
+                    }
+                )  # fmt: skip
+    return out
+
+
+def _read(kernel: str, found: Mapping[str, Any], way: str) -> float:
+    """Bytes per value that a kernel reads of what another one wrote."""
+    read = 0.0
+    for source in _READS.get(_plain(kernel), ()):
+        if source == "cache":
+            read += ELEMENT
+        elif source == "blob":
+            # Stored byte planes go past the entropy coder.
+            read += found["bits"] / 8 - _stored(found)
+        else:
+            read += sum(own.written for name, own in found[way].items() if _plain(name) == source)
+    return read + (_stored(found) if kernel == "merge_planes" else 0)
+
+
+def _stored(found: Mapping[str, Any]) -> float:
+    """Bytes per value that a lossless blob stores as they are."""
+    decode = found["decode"]
+    return ELEMENT - decode["rans_decode"].written if "merge_planes" in decode else 0.0
+
+
+def _plain(kernel: str) -> str:
+    """The name of a kernel without what tells its variants apart."""
+    return kernel.split(" ", maxsplit=1)[0].removesuffix("_classes")

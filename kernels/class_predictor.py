@@ -1,0 +1,117 @@
+"""The profile's predictors of token classes on the device: offsets of all sections and chunks of a batch at once.
+
+`codec/profiles/class_predictor.py` says what is computed. The leading components of a section are one block over all of
+its columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR
+from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
+from cuvee.kernels.ops.arguments import ChunkBatch
+from cuvee.kernels.ops.transform import analyze
+from cuvee.kernels.tiles import TileLayout
+
+ARRAYS = 5  # of the size of the components, that computing offsets takes
+
+
+class DevicePredictor:
+    """The predictors of those sections that have one, S of them; components are padded to the K of the largest.
+
+    Args:
+        learned: all sections of a profile, one of which has a predictor.
+        layout: their tiles.
+        device: where the arrays go.
+
+    Attributes:
+        sections: int64 `[S]` which sections.
+        components: K.
+    """
+
+    def __init__(self, learned: Sequence[SectionProfile], layout: TileLayout, device: torch.device) -> None:
+        found = [(i, section, section.predictor) for i, section in enumerate(learned) if section.predictor is not None]
+        self.sections = np.array([i for i, _, _ in found], np.int64)
+        self.components = max(len(predictor.components) for _, _, predictor in found)
+        self._of_all, self._device = len(learned), device
+        sinks = max(len(predictor.sinks) for _, _, predictor in found)
+        shape = (len(found), self.components)
+        scale, linear, square = np.ones(shape, np.float32), np.zeros(shape, np.float32), np.zeros(shape, np.float32)
+        # Beyond the sinks there is no limit.
+        limits = np.full((len(found), sinks + 1), np.inf, np.float32)
+        self._blocks = np.zeros((len(found), len(BlockField)), np.int64)
+        packed, at = [], 0
+        for row, (index, section, predictor) in enumerate(found):
+            count = len(predictor.components)
+            scale[row, :count], linear[row, :count] = predictor.scale, predictor.linear
+            square[row, :count] = predictor.square
+            limits[row, : len(predictor.sinks)] = predictor.sinks
+            basis = layout.pack(_rows(section, predictor.components), index)
+            first, end = layout.bounds[index], layout.bounds[index + 1]
+            self._blocks[row] = (index, 0, count, at, first, end - first)
+            packed.append(basis.flatten())
+            at += basis.numel()
+        self._basis = torch.cat(packed).to(device)
+        self._device_blocks = torch.from_numpy(self._blocks).to(device)
+        self._scale, self._linear, self._square = (
+            torch.from_numpy(array).to(device) for array in (scale[:, :, None], linear[:, None], square[:, None])
+        )
+        self._limits = torch.from_numpy(limits).to(device)
+        self._energy, self._bias = (
+            torch.tensor([[getattr(predictor, name)] for _, _, predictor in found], dtype=torch.float32).to(device)
+            for name in ("energy", "bias")
+        )
+
+    def place(self, chunks: I64) -> tuple[I64, npt.NDArray[np.int64]]:
+        """What goes to the device before `offsets`: jobs, and for each token the place of its limit.
+
+        Args:
+            chunks: int64 `[chunks, len(ChunkField)]`.
+        """
+        tokens = int(chunks[:, ChunkField.TOKENS].sum())
+        jobs = np.zeros((len(chunks), self._of_all, len(JobField)), np.int64)
+        jobs[:, self.sections, JobField.LEVELS] = np.arange(len(self.sections)) * self.components * tokens
+        jobs[:, :, JobField.LEVELS] += chunks[:, None, ChunkField.FIRST]
+        jobs[:, :, JobField.STRIDE] = tokens
+        last = self._limits.shape[1] - 1
+        positions = [
+            np.minimum(source + np.arange(count), last)
+            for source, count in chunks[:, [ChunkField.SOURCE, ChunkField.TOKENS]].tolist()
+        ]
+        return jobs.reshape(-1, len(JobField)), np.concatenate(positions)
+
+    def offsets(self, x: torch.Tensor, jobs: torch.Tensor, batch: ChunkBatch, positions: torch.Tensor) -> torch.Tensor:
+        """Octaves `[S, tokens]` float32 by which the step of each token may be coarser.
+
+        Args:
+            x: float32 `[tokens, M]` of `gather`.
+            jobs: of `place`, on the device, as `positions`.
+            batch: all sections of the chunks.
+            positions: int64 `[tokens]`.
+        """
+        y = torch.zeros(len(self.sections), self.components, len(x), dtype=torch.float32, device=self._device)
+        analyze(x, jobs, self._device_blocks, self._basis, batch, y.flatten(), max_rank=self.components)
+        u = y / self._scale
+        out = torch.matmul(self._linear, u.clamp(-CLAMP, CLAMP))[:, 0]
+        out += torch.matmul(self._square, (u.square() + SQUARE_FLOOR).log())[:, 0]
+        out += self._energy * (y.square().sum(1) + 1e-9).log() + self._bias
+        return torch.minimum(out, self._limits[:, positions])
+
+
+def _rows(section: SectionProfile, components: npt.NDArray[np.int32]) -> torch.Tensor:
+    """Rows `[K, N]` of the forward bases as maps of all of a section's values."""
+    rows = torch.zeros(len(components), len(section.basis.mean))
+    first = column = 0
+    for matrix in section.basis.forward:
+        rank, size = matrix.shape
+        inside = np.flatnonzero((components >= first) & (components < first + rank))
+        wanted = torch.from_numpy(components[inside] - first).long()
+        rows[torch.from_numpy(inside), column : column + size] = matrix[wanted]
+        first, column = first + rank, column + size
+    return rows

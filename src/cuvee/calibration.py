@@ -1,0 +1,56 @@
+"""What a profile is learned from: texts, mixtures of them, sequences of tokens, and the models that come with cuvee.
+
+    load_bundled_model, load_smollm2     a small model that is part of cuvee; a real one that is fetched once
+    load_model, load_tokenizer           any model by name or path, the two above included
+    bundled_text, mixture_text           texts that are part of cuvee
+    read_corpus, spread_sequences        texts of your own, and sequences drawn evenly from them
+    mixture                              the default: sequences of eight kinds of text, by kind
+    split_sequences, reread, sample_text sequences cut from one text, made to re-read, or sampled from the model
+
+`cuvee.calibrate` takes the tokens that these return.
+
+Example:
+    >>> from cuvee.calibration import bundled_text, load_bundled_model, split_sequences
+    >>> import torch
+    >>> model, tokenizer = load_bundled_model()
+    >>> split_sequences(torch.tensor(tokenizer(bundled_text("harbour")).input_ids), 2).shape
+    torch.Size([2, 512])
+"""
+
+from cuvee.codec.data.bundled import (
+    CALIBRATION_TEXTS,
+    EVALUATION_TEXTS,
+    bundled_model_path,
+    bundled_text,
+    load_bundled_model,
+    load_smollm2,
+)
+from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_model, load_tokenizer, read_corpus, spread_sequences
+from cuvee.codec.data.real_model import ModelUnavailableError
+from cuvee.codec.learning.mixture import KINDS, mixture, mixture_text, tokenized
+from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread, sample_text, split_sequences
+
+__all__ = [
+    "BUNDLED_MODEL",
+    "CALIBRATION_TEXTS",
+    "EVALUATION_TEXTS",
+    "KINDS",
+    "LENGTH",
+    "PREFIX",
+    "Corpus",
+    "ModelUnavailableError",
+    "bundled_model_path",
+    "bundled_text",
+    "load_bundled_model",
+    "load_model",
+    "load_smollm2",
+    "load_tokenizer",
+    "mixture",
+    "mixture_text",
+    "read_corpus",
+    "reread",
+    "sample_text",
+    "split_sequences",
+    "spread_sequences",
+    "tokenized",
+]
