@@ -273,7 +273,7 @@ class _Run:
                 if header.tokens != end - start:
                     raise InputError(f"segments[{index}]: {end - start} tokens, its blob holds {header.tokens}")
                 blobs.append(segment.chunk)
-                bound.append(segment.associated)
+                bound.append(segment.associated_data)
                 slots.append(torch.arange(start, end, device=device))
                 starts.append(start)
                 made_at.append(header.start)
@@ -283,7 +283,7 @@ class _Run:
                 [keys[None].transpose(1, 2) for keys in self.keys],
                 [v[None].transpose(1, 2) for v in self.values],
             )
-            self.codec.decode_paged(blobs, pages, slots, starts, associated=bound).check()
+            self.codec.decode_paged(blobs, pages, slots, starts, associated_data=bound).check()
         return self.segments[0].chunk is not None and made_at[0] == 0
 
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:

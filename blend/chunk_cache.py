@@ -183,7 +183,7 @@ class ChunkCache:
         """
         ids, contexts, digest = self._named(tokens, leading)
         blob = self._get_or_compute(ids, contexts, digest, leading)
-        return Segment(tokens, blob, associated=self._bound_to(digest))
+        return Segment(tokens, blob, associated_data=self._bound_to(digest))
 
     def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
         """The blob of a chunk, from the store or newly computed and stored.
@@ -195,7 +195,7 @@ class ChunkCache:
 
         Returns:
             A blob of T tokens. They start at position 0 if they were computed alone, else at C, behind the contexts. If
-            the codec has a key, the blob only decodes with the `associated` of `segment`.
+            the codec has a key, the blob only decodes with the `associated_data` of `segment`.
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with
@@ -247,13 +247,13 @@ class ChunkCache:
 
     def _find_or_make(self, digest: bytes, ids: torch.Tensor, contexts: torch.Tensor | None, leading: bool) -> bytes:
         keys = [store_key(self._scope.tenant, digest, key_id=key_id) for key_id in self._codec.key_ids or (b"",)]
-        associated = self._bound_to(digest)
+        associated_data = self._bound_to(digest)
         for key in keys:
             stored = self._ask(partial(self._store.get, key), None)
             if stored is None:
                 continue
             try:
-                start = self._check_blob(stored, len(ids), None if self._shared else _start(contexts), associated)
+                start = self._check_blob(stored, len(ids), None if self._shared else _start(contexts), associated_data)
             except CuveeError as error:
                 _log.info("cuvee: the entry of a chunk is deleted: %s", error)
                 self._count("rejected")
@@ -268,7 +268,7 @@ class ChunkCache:
         # All tokens get the same importance. A profile predicts importance from how caches are usually read, but a
         # blend reads them behind other text. On books-3m, at `balanced`, classes more than double the KL of a blend.
         alike = torch.ones(chunk.tokens) if self._codec.profile.learned else None
-        blob = self._codec.encode(chunk, importance=alike, associated=associated)
+        blob = self._codec.encode(chunk, importance=alike, associated_data=associated_data)
         self._count("misses")
         # What an engine computed behind something serves better elsewhere, so it is not replaced.
         if not (leading and self._shared) and self._ask(lambda: self._store.put(keys[0], blob), False):
@@ -299,9 +299,11 @@ class ChunkCache:
         ]
         return KVChunk(means[::2], means[1::2], self._layout, start)
 
-    def _check_blob(self, blob: bytes, tokens: int, start: int | None, associated: bytes) -> int:
+    def _check_blob(self, blob: bytes, tokens: int, start: int | None, associated_data: bytes) -> int:
         """Where the blob was computed; raises CuveeError unless it is undamaged and is what its key promises."""
-        opened = self._codec.open_own(blob, tokens=tokens, start=start, dtype=self._layout.dtype, associated=associated)
+        opened = self._codec.open_expected(
+            blob, tokens=tokens, start=start, dtype=self._layout.dtype, associated_data=associated_data
+        )
         read_sections(blob, opened.header, range(len(opened.header.section_bytes)))
         return opened.start
 

@@ -27,7 +27,7 @@ class Segment:
         chunk: their cache: a blob, a `KVChunk`, or None for text. It may have been computed at any position. One that
             was computed with nothing before it starts at position 0. Only such a chunk is exact at the beginning of a
             prompt.
-        associated: what a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
+        associated_data: what a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
 
     Raises:
         InputError: there are no tokens, they are not a row of integers, or the chunk has another number of tokens.
@@ -36,10 +36,14 @@ class Segment:
 
     tokens: torch.Tensor
     chunk: bytes | KVChunk | None = field(repr=False)
-    associated: bytes = field(repr=False)
+    associated_data: bytes = field(repr=False)
 
     def __init__(
-        self, tokens: Sequence[int] | torch.Tensor, chunk: bytes | KVChunk | None = None, *, associated: bytes = b""
+        self,
+        tokens: Sequence[int] | torch.Tensor,
+        chunk: bytes | KVChunk | None = None,
+        *,
+        associated_data: bytes = b"",
     ) -> None:
         if isinstance(tokens, torch.Tensor):
             ids = tokens.detach().cpu()
@@ -58,7 +62,7 @@ class Segment:
             raise InputError(f"chunk: holds {chunk.tokens} tokens, the segment has {len(ids)}")
         object.__setattr__(self, "tokens", ids.long())
         object.__setattr__(self, "chunk", chunk)
-        object.__setattr__(self, "associated", associated)
+        object.__setattr__(self, "associated_data", associated_data)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -92,8 +92,8 @@ class Codec:
         backend: `"auto"` (by the tensors' device), `"numba"` or `"reference"` on the CPU, `"triton"` on a GPU.
         threads: sections coded at the same time, in chunks of a million values or more. Default: the number of CPUs.
         key: 16 to 64 secret bytes; blobs then carry an authentication tag, and only blobs with a valid one decode. Or
-            several secrets: blobs get a tag of the first, and are accepted with a tag of any. `associated=` binds a
-            blob to where it belongs. Such a codec refuses to be pickled: the bytes would hold the secret.
+            several secrets: blobs get a tag of the first, and are accepted with a tag of any. `associated_data=` binds
+            a blob to where it belongs. Such a codec refuses to be pickled: the bytes would hold the secret.
 
     Raises:
         InputError: an argument out of range, or several qualities at once; `profile` is no `Profile`.
@@ -196,7 +196,7 @@ class Codec:
         """8 bytes that name each key and do not tell it, the one that writes first; empty without `key=`."""
         return tuple(key.id for key in self._keys)
 
-    def encode(self, chunk: KVChunk, *, importance: object = None, associated: bytes = b"") -> bytes:
+    def encode(self, chunk: KVChunk, *, importance: object = None, associated_data: bytes = b"") -> bytes:
         """Compress a chunk into one blob, on the device where the chunk is.
 
         Args:
@@ -204,18 +204,20 @@ class Codec:
             importance: how much a squared error on each token counts, `[T]` non-negative numbers of which only the
                 ratios matter: attention received, say. Takes the place of the profile's own prediction. Default: the
                 profile says. A lossless codec needs none.
-            associated: with a key, what the blob is bound to, such as the name under which a store keeps it: the blob
-                does not hold it, and decodes only where the same bytes are given.
+            associated_data: with a key, what the blob is bound to, such as the name under which a store keeps it. The
+                blob does not contain these bytes, and decodes only where the same bytes are given.
 
         Raises:
             ProfileMismatchError: the chunk's layout is not the profile's.
             InputError: values that a lossy quality cannot code (NaN, infinite); importance of another length,
-                negative, or not finite, or with a profile that is not learned; `associated` without a key.
+                negative, or not finite, or with a profile that is not learned; `associated_data` without a key.
         """
         self.profile.check_layout(chunk.layout)
         cache = PagedCache.dense(chunk.layout, chunk.keys, chunk.values)
         slots = torch.arange(chunk.tokens, device=chunk.device)
-        return self.encode_paged(cache, [slots], [chunk.start], importance=[importance], associated=[associated])[0]
+        return self.encode_paged(
+            cache, [slots], [chunk.start], importance=[importance], associated_data=[associated_data]
+        )[0]
 
     def decode(
         self,
@@ -224,7 +226,7 @@ class Codec:
         *,
         tokens: range | None = None,
         device: torch.device | str = "cpu",
-        associated: bytes = b"",
+        associated_data: bytes = b"",
         max_tokens: int | None = MAX_DECODED_TOKENS,
     ) -> KVChunk:
         """Restore a chunk. Any blob of this codec's profile will do, whatever quality it was encoded at.
@@ -234,20 +236,20 @@ class Codec:
             start: position of the first restored token; None leaves it where it was.
             tokens: restore only these tokens of the chunk, without gaps. Default: all.
             device: where the chunk is restored.
-            associated: what the blob was bound to when it was encoded; with an `OpenBlob`, `open` was given it.
+            associated_data: what the blob was bound to when it was encoded; with an `OpenBlob`, `open` was given it.
             max_tokens: refuse to restore more: a small blob may claim a huge cache. Give what you expect where blobs
                 come from others: the default, 131072, is 17 GB for a model of 8 B parameters. None: whatever it says.
 
         Raises:
             FormatError, VersionError, CorruptError: bytes that are not a whole, undamaged blob; with a key, bytes that
-                were changed or bound to something else than `associated`.
+                were changed or bound to something else than `associated_data`.
             KeyMismatchError: a tag of another key, a tag and no key, or a key and no tag.
             ProfileMismatchError: a blob of another profile or model.
             InputError: a target position the model does not have, or a run outside the chunk; more than `max_tokens`;
-                `associated` without a key.
+                `associated_data` without a key.
             OutOfMemoryError: the tensors cannot be allocated.
         """
-        opened = self._opened(blob, associated)
+        opened = self._opened(blob, associated_data)
         wanted = _within("tokens", range(opened.tokens) if tokens is None else tokens, opened.tokens, "of the blob")
         layers = range(self.profile.layout.num_layers)
         keys, values, start = self._restore(opened, layers, wanted, start, torch.device(device), max_tokens)
@@ -260,7 +262,7 @@ class Codec:
         start: int | None = None,
         *,
         device: torch.device | str = "cpu",
-        associated: bytes = b"",
+        associated_data: bytes = b"",
         max_tokens: int | None = MAX_DECODED_TOKENS,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Restore only some layers, reading only their sections: layer-wise restoring.
@@ -270,7 +272,7 @@ class Codec:
             layers: without gaps.
             start: see `decode`.
             device: see `decode`.
-            associated: see `decode`.
+            associated_data: see `decode`.
             max_tokens: see `decode`.
 
         Returns:
@@ -279,7 +281,7 @@ class Codec:
         Raises:
             as `decode`; InputError for layers the model does not have.
         """
-        opened = self._opened(blob, associated)
+        opened = self._opened(blob, associated_data)
         layers = self._check_layers(layers)
         keys, values, _ = self._restore(opened, layers, range(opened.tokens), start, torch.device(device), max_tokens)
         return keys[layers.start : layers.stop], values[layers.start : layers.stop]
@@ -295,18 +297,18 @@ class Codec:
         kind = torch.device(device).type
         return has_backend(self._backend_name, kind) and self._backend(kind).batched
 
-    def open(self, blob: bytes | memoryview, *, associated: bytes = b"") -> OpenBlob:
+    def open(self, blob: bytes | memoryview, *, associated_data: bytes = b"") -> OpenBlob:
         """Verify a blob once: its header, its tag and whose it is. Sections are looked at when they are decoded.
 
         Every method that decodes takes the result in place of the bytes, and does not verify them again.
 
         Args:
             blob: what `encode` made. Bytes that change after they were opened are not noticed.
-            associated: what the blob was bound to when it was encoded.
+            associated_data: what the blob was bound to when it was encoded.
 
         Raises:
             FormatError, VersionError, CorruptError, KeyMismatchError, ProfileMismatchError: as `decode`.
-            InputError: `associated` without a key; `blob` is no bytes.
+            InputError: `associated_data` without a key; `blob` is no bytes.
 
         Example:
             >>> import torch
@@ -314,18 +316,18 @@ class Codec:
             >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
             >>> chunk = KVChunk(torch.randn(3, 64, 2, 8), torch.randn(3, 64, 2, 8), layout)
             >>> codec = Codec(Profile.generic(layout), "lossless", key=bytes(range(16)))
-            >>> opened = codec.open(codec.encode(chunk, associated=b"chunk 7"), associated=b"chunk 7")
+            >>> opened = codec.open(codec.encode(chunk, associated_data=b"chunk 7"), associated_data=b"chunk 7")
             >>> opened.tokens, codec.decode(opened, tokens=range(10, 20)).tokens
             (64, 10)
         """
-        self._check_associated(associated)
+        self._check_associated(associated_data)
         blob = plain_bytes(blob)
         header = read_header(blob)
-        verify_tag(blob, header, self._keys, associated)
+        verify_tag(blob, header, self._keys, associated_data)
         return OpenBlob(blob, header, self._check_header(header), self._identity)
 
-    def open_own(
-        self, blob: bytes | memoryview, *, tokens: int, start: int | None, dtype: str, associated: bytes = b""
+    def open_expected(
+        self, blob: bytes | memoryview, *, tokens: int, start: int | None, dtype: str, associated_data: bytes = b""
     ) -> OpenBlob:
         """Open a blob that says that this very codec wrote it for so many tokens from `start` on.
 
@@ -337,13 +339,13 @@ class Codec:
             tokens: that it must hold.
             start: position that the first of them must have; None: any.
             dtype: that the tokens must have had.
-            associated: as in `open`.
+            associated_data: as in `open`.
 
         Raises:
             CorruptError: it holds other tokens, or was coded by another scheme or at another step.
             FormatError, VersionError, KeyMismatchError, ProfileMismatchError: as `decode`.
         """
-        self._check_associated(associated)
+        self._check_associated(associated_data)
         blob = plain_bytes(blob)
         header = read_header(blob)
         layout = self._check_header(header)
@@ -351,7 +353,7 @@ class Codec:
         wanted = (tokens, header.start if start is None else start, dtype, self._own, self.step_index)
         if found != wanted:
             raise CorruptError(f"the entry holds {_told(*found)}; expected {_told(*wanted)}")
-        verify_tag(blob, header, self._keys, associated)
+        verify_tag(blob, header, self._keys, associated_data)
         return OpenBlob(blob, header, layout, self._identity)
 
     def encode_paged(
@@ -361,7 +363,7 @@ class Codec:
         starts: Sequence[int],
         *,
         importance: Sequence[object] | None = None,
-        associated: Sequence[bytes] | None = None,
+        associated_data: Sequence[bytes] | None = None,
     ) -> list[bytes]:
         """Compress chunks straight out of a serving engine's cache, all in one go.
 
@@ -370,7 +372,7 @@ class Codec:
             slots: of each chunk, int64 `[T]` on the cache's device: the slots of its tokens, in order.
             starts: of each chunk, the position of its first token.
             importance: of each chunk, as in `encode`.
-            associated: of each chunk, as in `encode`.
+            associated_data: of each chunk, as in `encode`.
 
         Returns:
             one blob per chunk. They hold values of `cache.layout.dtype`, whatever the cache stores.
@@ -384,7 +386,7 @@ class Codec:
         weights = [None] * len(slots) if importance is None else list(importance)
         if len(weights) != len(slots):
             raise InputError(f"importance is given for {len(weights)} chunks, slots for {len(slots)}")
-        bound = self._each_associated(associated, len(slots))
+        bound = self._each_associated(associated_data, len(slots))
         for at, start in zip(slots, starts, strict=True):
             if not len(cache.check_slots(at)):
                 raise InputError("slots name no tokens: a chunk needs at least one")
@@ -405,7 +407,7 @@ class Codec:
         starts: Sequence[int] | None = None,
         layers: range | None = None,
         *,
-        associated: Sequence[bytes] | None = None,
+        associated_data: Sequence[bytes] | None = None,
     ) -> PendingDecode:
         """Restore chunks straight into a serving engine's cache, all in one go.
 
@@ -419,7 +421,7 @@ class Codec:
                 blobs may hold.
             starts: of each blob, the position that its first token gets; default: where it was.
             layers: restore only these, reading only their sections; default all.
-            associated: of each blob, as in `decode`.
+            associated_data: of each blob, as in `decode`.
 
         Raises:
             as `decode`, at once for what headers and checksums tell, from `check()` for damaged streams.
@@ -428,7 +430,7 @@ class Codec:
         layers = self._check_layers(range(cache.layout.num_layers) if layers is None else layers)
         if len(slots) != len(blobs) or (starts is not None and len(starts) != len(blobs)):
             raise InputError(f"blobs, slots and starts must be of one length; there are {len(blobs)} blobs")
-        bound = self._each_associated(associated, len(blobs))
+        bound = self._each_associated(associated_data, len(blobs))
         opened = [self._opened(blob, to) for blob, to in zip(blobs, bound, strict=True)]
         for one, at in zip(opened, slots, strict=True):
             cache.check_slots(at, one.tokens)
@@ -475,15 +477,15 @@ class Codec:
     def _own_coding(self, dtype: str) -> Coding:
         return Coding(self.profile, self._own, self.step_index, dtype)
 
-    def _opened(self, blob: bytes | memoryview | OpenBlob, associated: bytes) -> OpenBlob:
+    def _opened(self, blob: bytes | memoryview | OpenBlob, associated_data: bytes) -> OpenBlob:
         if not isinstance(blob, OpenBlob):
-            return self.open(blob, associated=associated)
+            return self.open(blob, associated_data=associated_data)
         if blob.opened_by is not self._identity:
             raise InputError(
                 "blob: this OpenBlob was opened by another codec, with other keys maybe: open it with this one"
             )
-        if associated:
-            raise InputError("associated= belongs to open(): an OpenBlob was verified there")
+        if associated_data:
+            raise InputError("associated_data= belongs to open(): an OpenBlob was verified there")
         return blob
 
     def _offsets(self, importance: object, tokens: int) -> torch.Tensor | None:
@@ -494,11 +496,13 @@ class Codec:
             raise InputError("importance needs a learned profile: a generic one quantizes all tokens alike")
         return offsets
 
-    def _blob(self, layout: KVLayout, tokens: int, start: int, sections: Sequence[bytes], associated: bytes) -> bytes:
+    def _blob(
+        self, layout: KVLayout, tokens: int, start: int, sections: Sequence[bytes], associated_data: bytes
+    ) -> bytes:
         profile = bytes(ID_BYTES) if self.lossless else self.profile.id
         return write_blob(
             self._own, layout.dtype, tokens, start, self.step_index, layout.values_per_token, layout.fingerprint,
-            profile, sections, self._keys[0] if self._keys else None, associated,
+            profile, sections, self._keys[0] if self._keys else None, associated_data,
         )  # fmt: skip
 
     def _coding(self, header: Header) -> Coding:
@@ -523,20 +527,20 @@ class Codec:
         if self._check_start(start, tokens) != kept and not layout.relocatable:
             raise InputError(f"{layout.model_type} has no RoPE: its cache cannot move from position {kept} to {start}")
 
-    def _check_associated(self, associated: object) -> None:
-        if not isinstance(associated, bytes):
-            raise InputError(f"associated must be bytes, got {type(associated).__name__}")
-        if associated and not self._keys:
-            raise InputError("associated= binds a blob by its tag, which only a Codec with a key= writes")
+    def _check_associated(self, associated_data: object) -> None:
+        if not isinstance(associated_data, bytes):
+            raise InputError(f"associated_data must be bytes, got {type(associated_data).__name__}")
+        if associated_data and not self._keys:
+            raise InputError("associated_data= binds a blob by its tag, which only a Codec with a key= writes")
 
-    def _each_associated(self, associated: Sequence[bytes] | None, count: int) -> Sequence[bytes]:
-        if associated is None:
+    def _each_associated(self, associated_data: Sequence[bytes] | None, count: int) -> Sequence[bytes]:
+        if associated_data is None:
             return [b""] * count
-        if len(associated) != count:
-            raise InputError(f"associated is given for {len(associated)} chunks, there are {count}")
-        for own in associated:
+        if len(associated_data) != count:
+            raise InputError(f"associated_data is given for {len(associated_data)} chunks, there are {count}")
+        for own in associated_data:
             self._check_associated(own)
-        return associated
+        return associated_data
 
     def _check_header(self, header: Header) -> KVLayout:
         layout = self._layout(header.dtype)

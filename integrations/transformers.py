@@ -48,7 +48,7 @@ def encode_cache(
     chunk_tokens: int = 256,
     *,
     attention_mask: torch.Tensor | None = None,
-    associated: Sequence[bytes] | None = None,
+    associated_data: Sequence[bytes] | None = None,
 ) -> list[bytes]:
     """Compress a transformers cache: on its own device if the codec serves that one, else a copy of it on the CPU.
 
@@ -73,22 +73,22 @@ def encode_cache(
         attention_mask: [B, T], needed for a left-padded batch. Padding is not stored. Positions must count from the
             first real token of each row, as `generate` counts them. A plain forward call counts columns instead,
             unless it is given `position_ids`.
-        associated: for a codec with a key, what the blobs of each row are bound to, such as the name under which they
-            are stored (see `Codec.encode`); B entries. `decode_cache` has to be given the same.
+        associated_data: for a codec with a key, what the blobs of each row are bound to, such as the name under which
+            they are stored (see `Codec.encode`); B entries. `decode_cache` has to be given the same.
 
     Returns:
         Blobs, row by row, each row in token order.
 
     Raises:
         InputError: the cache is empty or its shapes are not those of the profile's layout; the mask is not left
-            padding; `associated` has another number of entries than the cache has rows, or the codec has no key.
+            padding; `associated_data` has another number of entries than the cache has rows, or the codec has no key.
         UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
     """
     tensors = _plain_tensors(cache)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     paddings = _paddings(attention_mask, rows, width)
-    bound = _bound_rows(associated, rows)
+    bound = _bound_rows(associated_data, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not codec.on_device(*devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
@@ -103,7 +103,7 @@ def decode_cache(
     *,
     attention_mask: torch.Tensor | None = None,
     max_tokens: int | None = MAX_DECODED_TOKENS,
-    associated: Sequence[bytes] | None = None,
+    associated_data: Sequence[bytes] | None = None,
 ) -> DynamicCache:
     """Rebuild a cache from the blobs of `encode_cache`.
 
@@ -130,15 +130,15 @@ def decode_cache(
         attention_mask: [B, T] of a left-padded batch. Padded columns are filled with zeros.
         max_tokens: refuse to rebuild more than B * T tokens, padding included, since small blobs may claim a huge
             cache. If blobs come from others, give what you expect. None means no limit.
-        associated: what the blobs of each row were bound to when they were encoded; B entries.
+        associated_data: what the blobs of each row were bound to when they were encoded; B entries.
 
     Returns:
         `DynamicCache` in the dtype of the cache that was encoded.
 
     Raises:
         InputError: there are no blobs, or some are missing, repeated or out of order (the message names the index);
-            they hold more than `max_tokens`; `associated` has another number of entries than they hold rows, or the
-            codec has no key.
+            they hold more than `max_tokens`; the number of entries of `associated_data` is not the number of rows, or
+            the codec has no key.
         OutOfMemoryError: the cache cannot be allocated.
         ProfileMismatchError: `model` is another one than the profile's, or a blob decodes to another layout.
         FormatError, VersionError, CorruptError: a blob is damaged, or bound to something else.
@@ -147,7 +147,7 @@ def decode_cache(
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs: must be a non-empty list of bytes, as encode_cache returns it")
     config = _config_of(model)
-    bound = _bound_blobs(associated, blobs)
+    bound = _bound_blobs(associated_data, blobs)
     _check_config(config, codec.profile.layout)
     target = torch.device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
@@ -268,15 +268,15 @@ def _encode_batch(
     """Encode all chunks of all rows in one go, on their device; the blobs of each row are `bound` to its bytes."""
     width = tensors[0][0].shape[2]
     all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
-    slots, starts, associated = [], [], []
+    slots, starts, associated_data = [], [], []
     for row, padding in enumerate(paddings):
         first = row * width + padding
         for start, end in _spans(_whole_row(tensors, layout, row, padding).tokens, chunk_tokens):
             slots.append(all_slots[first + start : first + end])
             starts.append(start)
-            associated.append(bound[row])
+            associated_data.append(bound[row])
     cache = PagedCache(layout, [keys.transpose(1, 2) for keys, _ in tensors], [v.transpose(1, 2) for _, v in tensors])
-    return codec.encode_paged(cache, slots, starts, associated=associated)
+    return codec.encode_paged(cache, slots, starts, associated_data=associated_data)
 
 
 def _decode_batch(
@@ -289,7 +289,7 @@ def _decode_batch(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values `[B, H, T, D]` of each layer in turn, decoded in one go on `device`."""
     # Nothing is allocated before all headers agree.
-    opened = [codec.open(blob, associated=to) for blob, to in zip(blobs, bound, strict=True)]
+    opened = [codec.open(blob, associated_data=to) for blob, to in zip(blobs, bound, strict=True)]
     headers = [one.header for one in opened]
     layout = replace(codec.profile.layout, dtype=headers[-1].dtype)
     rows = _Rows(layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens)
@@ -312,24 +312,24 @@ def _decode_batch(
     return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
 
 
-def _bound_rows(associated: Sequence[bytes] | None, rows: int) -> list[bytes]:
+def _bound_rows(associated_data: Sequence[bytes] | None, rows: int) -> list[bytes]:
     """What the blobs of each row are bound to."""
-    if associated is None:
+    if associated_data is None:
         return [b""] * rows
-    given: object = associated
-    if isinstance(given, bytes) or len(associated) != rows:
-        got = "bytes" if isinstance(given, bytes) else f"{len(associated)} entries"
-        raise InputError(f"associated: must be a list with one entry per row, {rows} in all, got {got}")
-    return list(associated)
+    given: object = associated_data
+    if isinstance(given, bytes) or len(associated_data) != rows:
+        got = "bytes" if isinstance(given, bytes) else f"{len(associated_data)} entries"
+        raise InputError(f"associated_data: must be a list with one entry per row, {rows} in all, got {got}")
+    return list(associated_data)
 
 
-def _bound_blobs(associated: Sequence[bytes] | None, blobs: Sequence[bytes]) -> list[bytes]:
+def _bound_blobs(associated_data: Sequence[bytes] | None, blobs: Sequence[bytes]) -> list[bytes]:
     """What each blob is bound to: the entry of its row."""
-    if associated is None:
+    if associated_data is None:
         return [b""] * len(blobs)
     # Starts may be forged. Then the tag, which covers them, does not verify.
     begun = list(accumulate(int(read_header(blob).start == 0) for blob in blobs))
-    rows = _bound_rows(associated, begun[-1])
+    rows = _bound_rows(associated_data, begun[-1])
     return [rows[max(count, 1) - 1] if rows else b"" for count in begun]
 
 

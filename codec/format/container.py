@@ -136,10 +136,10 @@ class BlobInfo:
         return self.raw_bytes / self.total_bytes
 
 
-def _tag(key: Key, associated: bytes, *parts: bytes | memoryview) -> bytes:
+def _tag(key: Key, associated_data: bytes, *parts: bytes | memoryview) -> bytes:
     digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
     # The length goes first, so that no bytes can move from the associated data to the blob or back.
-    digest.update(_CHECKSUM.pack(len(associated)) + associated)
+    digest.update(_CHECKSUM.pack(len(associated_data)) + associated_data)
     for part in parts:
         digest.update(part)
     return digest.digest()
@@ -156,9 +156,9 @@ def write_blob(
     profile: bytes,
     sections: Sequence[bytes],
     key: Key | None,
-    associated: bytes = b"",
+    associated_data: bytes = b"",
 ) -> bytes:
-    """Put the sections into a blob. A `key` adds an authentication tag over the blob and over `associated`."""
+    """Put the sections into a blob. A `key` adds an authentication tag over the blob and over `associated_data`."""
     if tokens > MAX_TOKENS:
         raise InputError(f"a chunk holds at most {MAX_TOKENS} tokens, not {tokens}: encode it in pieces")
     if start >= 1 << 32:
@@ -175,7 +175,7 @@ def write_blob(
     body = [head, *sections]
     if key:
         body.append(key.id)
-        body.append(_tag(key, associated, *body))
+        body.append(_tag(key, associated_data, *body))
     return b"".join(body)
 
 
@@ -247,17 +247,17 @@ def read_header(blob: bytes | memoryview) -> Header:
     return header
 
 
-def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated: bytes = b"") -> None:
+def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], associated_data: bytes = b"") -> None:
     """Verify the keyed tag.
 
     Args:
         blob: the blob with its tag.
         header: its header.
         keys: the accepted keys. If there are none, the blob must have no tag.
-        associated: what the blob must have been bound to.
+        associated_data: what the blob must have been bound to.
 
     Raises:
-        CorruptError: the tag does not belong to these bytes bound to `associated`.
+        CorruptError: the tag does not belong to these bytes bound to `associated_data`.
         KeyMismatchError: the blob has a tag and there are no keys, or there are keys and its tag is none of theirs.
     """
     if not keys and not header.tagged:
@@ -274,7 +274,7 @@ def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], as
     if key is None:
         known = ", ".join(key.id.hex() for key in keys)
         raise KeyMismatchError(f"the blob was made with the key of id {name.hex()}, this Codec has {known}")
-    if not hmac.compare_digest(_tag(key, associated, body), tag):
+    if not hmac.compare_digest(_tag(key, associated_data, body), tag):
         raise CorruptError("the authentication tag does not match: the bytes were changed, or belong somewhere else")
 
 

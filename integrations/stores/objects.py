@@ -40,7 +40,7 @@ from cuvee.integrations.stores.base import (
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
 from cuvee.integrations.stores.forks import tell_after_fork
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 
 try:
     from fsspec import get_filesystem_class
@@ -111,7 +111,7 @@ class ObjectStore(Store):
         """Make new locks, threads and connections: the present ones belong to the parent."""
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
-        self._threads: Crew | None = None
+        self._threads: ThreadPool | None = None
         self._place: tuple[Any, str] | None = None
 
     def get(self, key: str) -> bytes | None:
@@ -294,7 +294,7 @@ class ObjectStore(Store):
             return [function(item) for item in items]
         with self._lock:
             if self._threads is None:
-                self._threads = Crew(_THREADS, "cuvee-object-store")
+                self._threads = ThreadPool(_THREADS, "cuvee-object-store")
             futures = [self._threads.submit(function, item) for item in items]
         return [future.result() for future in futures]
 

@@ -1,7 +1,7 @@
 """Threads that wait for stores. A call that hangs costs one thread; the process can still work, and still end.
 
 A pool of `concurrent.futures` keeps a thread that hangs: a few of those stop all work, and the interpreter waits for
-them when it exits. A `Crew` starts another thread in place of one that is stuck in a job, and leaves stuck threads
+them when it exits. A `ThreadPool` starts another thread in place of one that is stuck in a job, and leaves stuck threads
 behind when it is dismissed.
 """
 
@@ -18,11 +18,11 @@ from typing import Any, TypeVar
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# How many threads of one crew may be replaced because they hang. More replacements would only hang, too.
+# How many threads of one pool may be replaced because they hang. More replacements would only hang, too.
 MAX_STUCK = 32
 
 
-class Crew:
+class ThreadPool:
     """A thread pool whose `submit` is that of an `Executor`. Safe to call from several threads.
 
     Its threads are daemons. They start with the first jobs and end once they are dismissed and idle.
@@ -59,7 +59,7 @@ class Crew:
         """Run `work(*arguments)` in one of the threads.
 
         Raises:
-            RuntimeError: the crew was dismissed, or not even one thread can be started.
+            RuntimeError: the pool was dismissed, or not even one thread can be started.
         """
         future: Future[_T] = Future()
         with self._changed:

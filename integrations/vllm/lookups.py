@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 
 T = TypeVar("T")
 
@@ -108,7 +108,7 @@ class Lookups:
     """Asks the store for all requests of an engine. Safe to call from several threads.
 
     Args:
-        crew: threads that wait for the store.
+        pool: threads that wait for the store.
         contains: asks the store for digests of a tenant.
         shards: keys per digest.
         patience: seconds after which a call counts as stuck, and no more as one of its tenant's.
@@ -117,13 +117,13 @@ class Lookups:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: ThreadPool,
         contains: Callable[[str, Sequence[bytes]], list[bool]],
         shards: int,
         patience: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._crew = crew
+        self._crew = pool
         self._contains = contains
         self._shards = shards
         self._patience = patience

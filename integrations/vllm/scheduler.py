@@ -38,7 +38,7 @@ from uuid import uuid4
 from cuvee.codec.identity import Identity, Media, PrefixChain, Scope, store_key
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.integrations.stores import Store
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented, least_slice
 from cuvee.integrations.vllm.decision import BlendPays, BreakEven, Estimate, load_work
 from cuvee.integrations.vllm.guard import Guard
@@ -156,7 +156,7 @@ class SchedulerSide:
         self._own_store = own_store
         self._troubles: dict[str, tuple[int, int]] = {}  # errors and skipped operations by tier, as counted so far
         self._clock = clock
-        self._pool = Crew(THREADS, "cuvee-lookup", self._options.lookup_timeout)
+        self._pool = ThreadPool(THREADS, "cuvee-lookup", self._options.lookup_timeout)
         self._lookups = Lookups(self._pool, self._contains, setup.shards, self._options.lookup_timeout)
         self._guard = Guard(recorder)
         self._requests: dict[str, _Tracked] = {}

@@ -29,7 +29,7 @@ from cuvee.codec.errors import CorruptError, CuveeError, OutOfMemoryError, alloc
 from cuvee.codec.identity import store_key, tenant_id
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.integrations.stores import Store
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm.cores import free_cores, move_to
 from cuvee.integrations.vllm.decision import BlendCost, load_work
 from cuvee.integrations.vllm.guard import Guard
@@ -105,13 +105,13 @@ class WorkerSide:
         self._tenant_metrics = options.tenant_metrics
         # Those that wait for a store are replaced when it hangs.
         self._cores: frozenset[int] = frozenset()
-        self._loaders = Crew(options.threads, "cuvee-load", self._timeout, begin=self._begin_thread)
-        self._encoders = Crew(options.threads, "cuvee-encode", self._timeout, begin=self._begin_thread)
-        self._writers = Crew(options.threads, "cuvee-write", self._timeout, begin=self._begin_thread)
-        self._fetchers = Crew(_FETCHERS, "cuvee-fetch", self._timeout, begin=self._begin_thread)
+        self._loaders = ThreadPool(options.threads, "cuvee-load", self._timeout, begin=self._begin_thread)
+        self._encoders = ThreadPool(options.threads, "cuvee-encode", self._timeout, begin=self._begin_thread)
+        self._writers = ThreadPool(options.threads, "cuvee-write", self._timeout, begin=self._begin_thread)
+        self._fetchers = ThreadPool(_FETCHERS, "cuvee-fetch", self._timeout, begin=self._begin_thread)
         # No pool of `concurrent.futures`: where the system refuses a thread, its `submit` raises and the job runs later
         # all the same, when its pages may be those of another request.
-        self._coders = Crew(options.threads, "cuvee-decode", self._timeout, begin=self._begin_thread)
+        self._coders = ThreadPool(options.threads, "cuvee-decode", self._timeout, begin=self._begin_thread)
         self._lock = threading.Lock()  # of what follows
         self._ended = threading.Condition(self._lock)  # told of every load that is over
         self._jobs: dict[str, _Job] = {}
@@ -450,12 +450,12 @@ class WorkerSide:
             CuveeError: it is another one's, damaged, or without a valid tag.
         """
         try:
-            return self._codec.open_own(
+            return self._codec.open_expected(
                 blob,
                 tokens=self._tokens_of_entry(load, at),
                 start=self._start_of_entry(load, at) if at < len(load.digests) else None,
                 dtype=self._pages.layout.dtype,
-                associated=self._bound_to(load.tenant, _digest(load, at)),
+                associated_data=self._bound_to(load.tenant, _digest(load, at)),
             )
         except CorruptError as error:
             raise CorruptError(f"{_name(load, at)}: {error}") from error
@@ -647,7 +647,7 @@ class WorkerSide:
                 [rows[at] for at in which],
                 [self._start(batch[at]) for at in which],
                 importance=[self._importance(batch[at]) for at in which],
-                associated=[self._bound_to(batch[at].tenant, batch[at].digest) for at in which],
+                associated_data=[self._bound_to(batch[at].tenant, batch[at].digest) for at in which],
             )
         except Exception as error:
             if len(which) == 1:

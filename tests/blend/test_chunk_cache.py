@@ -513,7 +513,7 @@ def test_segments_of_a_codec_with_a_key_are_blended(model: Any) -> None:
     want: Any = Blender(model, exact(model), selector=Nothing()).blend(expected)
     for one, other in zip(got.cache.layers, want.cache.layers, strict=True):
         assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
-    swapped = [Segment(TOKENS, prompt[0].chunk, associated=prompt[1].associated), prompt[2]]
+    swapped = [Segment(TOKENS, prompt[0].chunk, associated_data=prompt[1].associated_data), prompt[2]]
     with pytest.raises(CorruptError, match="belong somewhere else"):
         Blender(model, codec).blend(swapped)
 

@@ -64,7 +64,9 @@ class Fields:
     total: int | None = None
     lengths: tuple[int, ...] | None = None
 
-    def seal(self, sections: tuple[bytes, ...] = SECTIONS, key: bytes | None = None, associated: bytes = b"") -> bytes:
+    def seal(
+        self, sections: tuple[bytes, ...] = SECTIONS, key: bytes | None = None, associated_data: bytes = b""
+    ) -> bytes:
         total = 72 + 12 * len(sections) + 8 + sum(map(len, sections)) + (24 if key else 0)
         head = struct.pack(
             FIXED, self.magic, self.version, self.scheme, self.dtype, self.flags | bool(key), self.tokens, self.start,
@@ -77,7 +79,7 @@ class Fields:
         blob = head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)) + b"".join(sections)
         if key:
             blob += hashlib.blake2b(key=key, digest_size=8, person=b"cuvee-key-id").digest()
-            bound = struct.pack("<Q", len(associated)) + associated + blob
+            bound = struct.pack("<Q", len(associated_data)) + associated_data + blob
             blob += hashlib.blake2b(bound, key=key, digest_size=16, person=b"cuvee-tag").digest()
         return blob
 
@@ -101,7 +103,7 @@ def written(key: bytes | None = None, **changes: Any) -> bytes:
 def test_the_bytes_are_those_of_the_specification(key: bytes | None) -> None:
     assert written(key) == GOOD.seal(key=key)
     if key:
-        assert written(key, associated=b"its place") == GOOD.seal(key=key, associated=b"its place")
+        assert written(key, associated_data=b"its place") == GOOD.seal(key=key, associated_data=b"its place")
 
 
 @pytest.mark.parametrize("key", [None, KEY])
@@ -252,8 +254,8 @@ def test_writing_refuses_what_reading_would() -> None:
 # --- the keyed tag
 
 
-def verified(blob: bytes, *keys: bytes, associated: bytes = b"") -> None:
-    verify_tag(blob, read_header(blob), make_keys(keys or None), associated)
+def verified(blob: bytes, *keys: bytes, associated_data: bytes = b"") -> None:
+    verify_tag(blob, read_header(blob), make_keys(keys or None), associated_data)
 
 
 def test_the_right_key_verifies() -> None:
@@ -272,15 +274,15 @@ def test_a_tag_of_any_accepted_key_verifies() -> None:
 
 @pytest.mark.parametrize("place", [b"", b"her", b"here ", b"there"])
 def test_a_blob_verifies_only_where_it_belongs(place: bytes) -> None:
-    blob = written(KEY, associated=b"here")
-    verified(blob, KEY, associated=b"here")
+    blob = written(KEY, associated_data=b"here")
+    verified(blob, KEY, associated_data=b"here")
     with pytest.raises(CorruptError, match="belong somewhere else"):
-        verified(blob, KEY, associated=place)
+        verified(blob, KEY, associated_data=place)
 
 
 def test_no_byte_moves_between_the_blob_and_what_it_is_bound_to() -> None:
-    """Without the length in front, a tag over `associated` and blob would also be one over another cut of both."""
-    blob = written(KEY, associated=b"x")
+    """Without the length in front, a tag over `associated_data` and blob would also be one over another cut of both."""
+    blob = written(KEY, associated_data=b"x")
     header = read_header(blob)
     with pytest.raises(CorruptError):
         verify_tag(b"x" + blob, header, make_keys(KEY), b"")
@@ -385,21 +387,21 @@ def test_a_codec_with_several_keys_writes_with_the_first_and_reads_all() -> None
 
 def test_a_codec_binds_a_blob_to_its_place() -> None:
     codec = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
-    blob = codec.encode(chunk(), associated=b"here")
-    assert torch.equal(codec.decode(blob, associated=b"here").keys[1], chunk().keys[1])
-    assert codec.open(blob, associated=b"here").tokens == chunk().tokens
-    assert len(codec.decode_layers(blob, range(1), associated=b"here")[0]) == 1
+    blob = codec.encode(chunk(), associated_data=b"here")
+    assert torch.equal(codec.decode(blob, associated_data=b"here").keys[1], chunk().keys[1])
+    assert codec.open(blob, associated_data=b"here").tokens == chunk().tokens
+    assert len(codec.decode_layers(blob, range(1), associated_data=b"here")[0]) == 1
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
     slots = [torch.arange(chunk().tokens)] * 2
-    blobs = codec.encode_paged(cache, slots, [0, 0], associated=[b"here", b"there"])
+    blobs = codec.encode_paged(cache, slots, [0, 0], associated_data=[b"here", b"there"])
     assert blobs[0] == blob
-    codec.decode_paged(blobs, cache, slots, associated=[b"here", b"there"]).check()
+    codec.decode_paged(blobs, cache, slots, associated_data=[b"here", b"there"]).check()
     for wrong in (b"", b"there"):
         for call in (
-            lambda wrong=wrong: codec.decode(blob, associated=wrong),
-            lambda wrong=wrong: codec.decode_layers(blob, range(1), associated=wrong),
-            lambda wrong=wrong: codec.open(blob, associated=wrong),
-            lambda: codec.decode_paged(blobs[::-1], cache, slots, associated=[b"here", b"there"]),
+            lambda wrong=wrong: codec.decode(blob, associated_data=wrong),
+            lambda wrong=wrong: codec.decode_layers(blob, range(1), associated_data=wrong),
+            lambda wrong=wrong: codec.open(blob, associated_data=wrong),
+            lambda: codec.decode_paged(blobs[::-1], cache, slots, associated_data=[b"here", b"there"]),
         ):
             with pytest.raises(CorruptError, match="belong somewhere else"):
                 call()
@@ -409,47 +411,49 @@ def test_what_cannot_be_bound_is_refused() -> None:
     """Without a key nothing would be bound, and nobody would notice."""
     plain = Codec(Profile.generic(LAYOUT), "lossless")
     for call in (
-        lambda: plain.encode(chunk(), associated=b"here"),
-        lambda: plain.decode(plain.encode(chunk()), associated=b"here"),
-        lambda: plain.open(plain.encode(chunk()), associated=b"here"),
+        lambda: plain.encode(chunk(), associated_data=b"here"),
+        lambda: plain.decode(plain.encode(chunk()), associated_data=b"here"),
+        lambda: plain.open(plain.encode(chunk()), associated_data=b"here"),
     ):
         with pytest.raises(InputError, match="key="):
             call()
     keyed = Codec(Profile.generic(LAYOUT), "lossless", key=KEY)
-    with pytest.raises(InputError, match="associated must be bytes, got str"):
-        keyed.encode(chunk(), associated="here")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="associated_data must be bytes, got str"):
+        keyed.encode(chunk(), associated_data="here")  # type: ignore[arg-type]
     cache = PagedCache.dense(LAYOUT, chunk().keys, chunk().values)
-    with pytest.raises(InputError, match="associated is given for 2 chunks, there are 1"):
-        keyed.encode_paged(cache, [torch.arange(3)], [0], associated=[b"", b""])
-    with pytest.raises(InputError, match="associated is given for 0 chunks, there are 1"):
-        keyed.decode_paged([keyed.encode(chunk())], cache, [torch.arange(chunk().tokens)], associated=[])
+    with pytest.raises(InputError, match="associated_data is given for 2 chunks, there are 1"):
+        keyed.encode_paged(cache, [torch.arange(3)], [0], associated_data=[b"", b""])
+    with pytest.raises(InputError, match="associated_data is given for 0 chunks, there are 1"):
+        keyed.decode_paged([keyed.encode(chunk())], cache, [torch.arange(chunk().tokens)], associated_data=[])
 
 
 def test_a_blob_of_another_quality_is_not_the_codecs_own() -> None:
     generic = Profile.generic(LAYOUT)
     codec = Codec(generic, step=0.1)
-    assert codec.open_own(codec.encode(chunk()), tokens=9, start=0, dtype="float32").tokens == 9
+    assert codec.open_expected(codec.encode(chunk()), tokens=9, start=0, dtype="float32").tokens == 9
     for other, wrong in ((Codec(generic, "lossless"), "lossless"), (Codec(generic, step=0.2), "step index")):
         blob = other.encode(chunk())
         assert codec.decode(blob).tokens == 9, "any quality decodes"
         with pytest.raises(CorruptError, match=f"holds .*{wrong}.*; expected "):
-            codec.open_own(blob, tokens=9, start=0, dtype="float32")
+            codec.open_expected(blob, tokens=9, start=0, dtype="float32")
     for tokens, start, dtype in ((8, 0, "float32"), (9, 1, "float32"), (9, 0, "float16")):
         with pytest.raises(CorruptError, match="the entry holds 9 tokens from 0 on in float32"):
-            codec.open_own(codec.encode(chunk()), tokens=tokens, start=start, dtype=dtype)
+            codec.open_expected(codec.encode(chunk()), tokens=tokens, start=start, dtype=dtype)
 
 
 def test_a_blob_may_be_opened_wherever_it_was_made() -> None:
     codec, made = Codec(Profile.generic(LAYOUT), step=0.1), chunk()
     moved = KVChunk(made.keys, made.values, LAYOUT, 5)
     for each, start in ((made, 0), (moved, 5)):
-        opened = codec.open_own(codec.encode(each), tokens=9, start=None, dtype="float32")
+        opened = codec.open_expected(codec.encode(each), tokens=9, start=None, dtype="float32")
         assert (opened.start, opened.tokens) == (start, 9)
     for tokens, dtype in ((8, "float32"), (9, "float16")):
         with pytest.raises(CorruptError, match="the entry holds 9 tokens from 5 on in float32"):
-            codec.open_own(codec.encode(moved), tokens=tokens, start=None, dtype=dtype)
+            codec.open_expected(codec.encode(moved), tokens=tokens, start=None, dtype=dtype)
     with pytest.raises(CorruptError, match="expected 9 tokens from 5 on"):
-        codec.open_own(Codec(Profile.generic(LAYOUT), step=0.2).encode(moved), tokens=9, start=None, dtype="float32")
+        codec.open_expected(
+            Codec(Profile.generic(LAYOUT), step=0.2).encode(moved), tokens=9, start=None, dtype="float32"
+        )
 
 
 @pytest.mark.parametrize("key", [b"", b"short", b"x" * (MIN_KEY_BYTES - 1), b"x" * 65, "a" * 16, [], [KEY, b"short"]])

@@ -53,7 +53,7 @@ def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: C
         views += [memoryview(blob).cast("I"), memoryview(blob).cast("B", (4, len(blob) // 4))]
     for view in views:
         assert same(codec.decode(view), chunk if scheme == "lossless" else codec.decode(blob))
-        assert codec.open_own(view, tokens=40, start=7, dtype="float32").tokens == 40
+        assert codec.open_expected(view, tokens=40, start=7, dtype="float32").tokens == 40
         assert inspect(view) == inspect(blob) and read_header(view) == read_header(blob)
     with pytest.raises(FormatError, match="too few"):
         codec.decode(memoryview(b""))
@@ -72,9 +72,9 @@ def test_every_decode_takes_it_and_verifies_nothing_again(
     chunk: KVChunk, scheme: str, make_codec: Callable[..., Codec], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codec = make_codec("gqa", scheme, key=KEY, **({} if scheme == "lossless" else {"step": 0.1}))
-    blob = codec.encode(chunk, associated=b"here")
-    plain = codec.decode(blob, associated=b"here")
-    opened = codec.open(blob, associated=b"here")
+    blob = codec.encode(chunk, associated_data=b"here")
+    plain = codec.decode(blob, associated_data=b"here")
+    opened = codec.open(blob, associated_data=b"here")
     monkeypatch.setattr(module, "verify_tag", lambda *_: pytest.fail("the tag was verified again"))
     monkeypatch.setattr(module, "read_header", lambda *_: pytest.fail("the header was read again"))
     assert same(codec.decode(opened), plain)
@@ -101,11 +101,11 @@ def test_only_the_codec_that_opened_it_takes_it(chunk: KVChunk, make_codec: Call
 
 def test_what_it_is_bound_to_is_said_when_it_is_opened(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
     codec = make_codec("gqa", "lossless", key=KEY)
-    blob = codec.encode(chunk, associated=b"here")
+    blob = codec.encode(chunk, associated_data=b"here")
     with pytest.raises(CorruptError, match="belong somewhere else"):
-        codec.open(blob, associated=b"there")
-    with pytest.raises(InputError, match=r"associated= belongs to open"):
-        codec.decode(codec.open(blob, associated=b"here"), associated=b"here")
+        codec.open(blob, associated_data=b"there")
+    with pytest.raises(InputError, match=r"associated_data= belongs to open"):
+        codec.decode(codec.open(blob, associated_data=b"here"), associated_data=b"here")
 
 
 def test_another_profiles_blob_is_not_opened(

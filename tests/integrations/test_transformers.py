@@ -312,19 +312,19 @@ def test_blobs_are_bound_to_their_row(
     if where == "device":
         codec, to = both("lossless", key=bytes(range(32))).device, device
     cache, names = filled(layout, 2, 7, torch.float32, to), [b"aa/one", b"aa/two"]
-    blobs = encode_cache(codec, cache, 4, associated=names)
-    same(decode_cache(codec, blobs, model.config, to, associated=names), cache)
+    blobs = encode_cache(codec, cache, 4, associated_data=names)
+    same(decode_cache(codec, blobs, model.config, to, associated_data=names), cache)
     for stored, bound in ((blobs, names[::-1]), (blobs[2:] + blobs[:2], names), (blobs, None)):
         with pytest.raises(CorruptError, match="tag"):
-            decode_cache(codec, stored, model.config, to, associated=bound)
+            decode_cache(codec, stored, model.config, to, associated_data=bound)
     with pytest.raises(
-        InputError, match=r"^associated: must be a list with one entry per row, 2 in all, got 1 entries"
+        InputError, match=r"^associated_data: must be a list with one entry per row, 2 in all, got 1 entries"
     ):
-        encode_cache(codec, cache, 4, associated=names[:1])
-    with pytest.raises(InputError, match=r"^associated: must be .*, got bytes"):
-        decode_cache(codec, blobs, model.config, to, associated=names[0])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"^associated= binds a blob by its tag"):
-        encode_cache(lossless_codec(layout), filled(layout, 1, 7, torch.float32, to), associated=names[:1])
+        encode_cache(codec, cache, 4, associated_data=names[:1])
+    with pytest.raises(InputError, match=r"^associated_data: must be .*, got bytes"):
+        decode_cache(codec, blobs, model.config, to, associated_data=names[0])  # type: ignore[arg-type]
+    with pytest.raises(InputError, match=r"^associated_data= binds a blob by its tag"):
+        encode_cache(lossless_codec(layout), filled(layout, 1, 7, torch.float32, to), associated_data=names[:1])
 
 
 def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:

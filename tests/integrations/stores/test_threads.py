@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from cuvee.integrations.stores import threads
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 
 LONG = 10.0  # seconds until a test that hangs fails
 
@@ -33,8 +33,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def crew(clock: Clock) -> Iterator[Crew]:
-    made = Crew(2, "crew", patience=5.0, clock=clock)
+def pool(clock: Clock) -> Iterator[ThreadPool]:
+    made = ThreadPool(2, "pool", patience=5.0, clock=clock)
     yield made
     made.dismiss(0, cancel=True)
 
@@ -64,7 +64,7 @@ def hang() -> Iterator[Callable[[], Hang]]:
         each.go.set()
 
 
-def alive(name: str = "crew-") -> int:
+def alive(name: str = "pool-") -> int:
     return sum(thread.name.startswith(name) for thread in threading.enumerate())
 
 
@@ -75,100 +75,100 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.005)
 
 
-def test_jobs_are_done_and_their_errors_kept(crew: Crew) -> None:
-    futures = [crew.submit(lambda x, y: x * y, number, 3) for number in range(50)]
+def test_jobs_are_done_and_their_errors_kept(pool: ThreadPool) -> None:
+    futures = [pool.submit(lambda x, y: x * y, number, 3) for number in range(50)]
     assert [future.result(LONG) for future in futures] == [3 * number for number in range(50)]
 
     def fail() -> None:
         raise KeyError("x")
 
-    assert isinstance(crew.submit(fail).exception(LONG), KeyError)
-    assert crew.submit(lambda: 1).result(LONG) == 1 and alive() <= 2
+    assert isinstance(pool.submit(fail).exception(LONG), KeyError)
+    assert pool.submit(lambda: 1).result(LONG) == 1 and alive() <= 2
 
 
-def test_no_more_at_a_time_than_threads(crew: Crew, hang: Callable[[], Hang]) -> None:
+def test_no_more_at_a_time_than_threads(pool: ThreadPool, hang: Callable[[], Hang]) -> None:
     one, two, three = hang(), hang(), hang()
-    futures = [crew.submit(job) for job in (one, two, three)]
+    futures = [pool.submit(job) for job in (one, two, three)]
     assert one.begun.wait(LONG) and two.begun.wait(LONG) and not three.begun.wait(0.05)
-    assert crew.waiting == 1 and alive() == 2
+    assert pool.waiting == 1 and alive() == 2
     one.go.set()
     assert three.begun.wait(LONG) and futures[0].result(LONG) == "late"
 
 
-def test_threads_start_as_they_are_needed(crew: Crew) -> None:
+def test_threads_start_as_they_are_needed(pool: ThreadPool) -> None:
     until(lambda: alive() == 0)  # those of the test before are on their way out
     for _ in range(5):
-        assert crew.submit(lambda: 1).result(LONG) == 1
-        until(lambda: crew._idle == 1)
+        assert pool.submit(lambda: 1).result(LONG) == 1
+        until(lambda: pool._idle == 1)
     assert alive() == 1
 
 
 def test_a_stuck_thread_is_replaced(
-    crew: Crew, clock: Clock, hang: Callable[[], Hang], caplog: pytest.LogCaptureFixture
+    pool: ThreadPool, clock: Clock, hang: Callable[[], Hang], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
     stuck = [hang(), hang()]
-    late = [crew.submit(job) for job in stuck]
+    late = [pool.submit(job) for job in stuck]
     assert all(job.begun.wait(LONG) for job in stuck)
-    waiting = crew.submit(lambda: "queued")
+    waiting = pool.submit(lambda: "queued")
     clock.now += 5.1
     for turn in range(20):
-        assert crew.submit(lambda turn=turn: turn).result(LONG) == turn
+        assert pool.submit(lambda turn=turn: turn).result(LONG) == turn
     assert waiting.result(LONG) == "queued" and alive() <= 4
-    assert len(caplog.messages) == 1 and "crew: a job has not ended within 5 s" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "pool: a job has not ended within 5 s" in caplog.messages[0]
     # They were only slow: their answers count, and the threads that are too many go.
     for job in stuck:
         job.go.set()
     assert [future.result(LONG) for future in late] == ["late", "late"]
     until(lambda: alive() <= 2)
-    assert crew.submit(lambda: 1).result(LONG) == 1
+    assert pool.submit(lambda: 1).result(LONG) == 1
 
 
 def test_no_more_than_so_many_are_left_behind(
-    crew: Crew, clock: Clock, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch
+    pool: ThreadPool, clock: Clock, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(threads, "MAX_STUCK", 3)
     for number in range(10):
         job = hang()
-        crew.submit(job)
+        pool.submit(job)
         assert job.begun.wait(LONG if number < 5 else 0.01) is (number < 5)
         clock.now += 6
     assert alive() == 5
 
 
-def test_what_is_cancelled_is_not_done(crew: Crew, hang: Callable[[], Hang]) -> None:
+def test_what_is_cancelled_is_not_done(pool: ThreadPool, hang: Callable[[], Hang]) -> None:
     stuck = [hang(), hang()]
     for job in stuck:
-        crew.submit(job)
+        pool.submit(job)
     done: list[int] = []
-    futures = [crew.submit(done.append, number) for number in range(4)]
+    futures = [pool.submit(done.append, number) for number in range(4)]
     assert futures[1].cancel()
     for job in stuck:
         job.go.set()
     futures[3].result(LONG)
-    assert crew.dismiss(LONG) and sorted(done) == [0, 2, 3]
+    assert pool.dismiss(LONG) and sorted(done) == [0, 2, 3]
 
 
-def test_dismissal_waits_for_the_jobs_there_are(crew: Crew, hang: Callable[[], Hang]) -> None:
+def test_dismissal_waits_for_the_jobs_there_are(pool: ThreadPool, hang: Callable[[], Hang]) -> None:
     slow = hang()
-    futures: list[Future[Any]] = [crew.submit(slow), *(crew.submit(lambda: 2) for _ in range(10))]
+    futures: list[Future[Any]] = [pool.submit(slow), *(pool.submit(lambda: 2) for _ in range(10))]
     threading.Timer(0.1, slow.go.set).start()
-    assert crew.dismiss(LONG) and all(future.done() for future in futures) and alive() == 0
-    with pytest.raises(RuntimeError, match="crew: no new jobs"):
-        crew.submit(lambda: 1)
-    assert crew.dismiss(LONG)
+    assert pool.dismiss(LONG) and all(future.done() for future in futures) and alive() == 0
+    with pytest.raises(RuntimeError, match="pool: no new jobs"):
+        pool.submit(lambda: 1)
+    assert pool.dismiss(LONG)
 
 
 @pytest.mark.parametrize("cancel", [False, True])
-def test_dismissal_is_bounded_in_time(crew: Crew, hang: Callable[[], Hang], cancel: bool) -> None:
+def test_dismissal_is_bounded_in_time(pool: ThreadPool, hang: Callable[[], Hang], cancel: bool) -> None:
     stuck = [hang(), hang()]
-    futures = [crew.submit(job) for job in stuck]
+    futures = [pool.submit(job) for job in stuck]
     assert all(job.begun.wait(LONG) for job in stuck)
     told: list[Future[int]] = []
-    waiting = crew.submit(lambda: 1)
+    waiting = pool.submit(lambda: 1)
     waiting.add_done_callback(told.append)
     begun = time.monotonic()
-    assert crew.dismiss(0.1, cancel=cancel) is False
+    assert pool.dismiss(0.1, cancel=cancel) is False
     assert time.monotonic() - begun < 5
     with pytest.raises(CancelledError):
         waiting.result(0)
@@ -178,39 +178,39 @@ def test_dismissal_is_bounded_in_time(crew: Crew, hang: Callable[[], Hang], canc
     until(lambda: alive() == 0)
 
 
-def test_dismissal_replaces_stuck_threads_for_what_waits(crew: Crew, clock: Clock, hang: Callable[[], Hang]) -> None:
+def test_dismissal_replaces_stuck_threads_for_what_waits(pool: ThreadPool, clock: Clock, hang: Callable[[], Hang]) -> None:
     stuck = [hang(), hang()]
     for job in stuck:
-        crew.submit(job)
+        pool.submit(job)
         assert job.begun.wait(LONG)
-    waiting = crew.submit(lambda: "saved")
+    waiting = pool.submit(lambda: "saved")
     clock.now += 6
-    assert not crew.dismiss(0.5) and waiting.result(0) == "saved"
+    assert not pool.dismiss(0.5) and waiting.result(0) == "saved"
 
 
-def test_no_thread_can_be_started(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_can_be_started(pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
-            crew.submit(lambda: 1)
-    assert crew.waiting == 0 and crew.submit(lambda: 2).result(LONG) == 2
+            pool.submit(lambda: 1)
+    assert pool.waiting == 0 and pool.submit(lambda: 2).result(LONG) == 2
 
 
 def test_a_process_ends_while_a_job_hangs() -> None:
     script = """
 import threading
-from cuvee.integrations.stores.threads import Crew
-crew = Crew(1, "crew")
+from cuvee.integrations.stores.threads import ThreadPool
+pool = ThreadPool(1, "pool")
 begun = threading.Event()
 def hang():
     begun.set()
     threading.Event().wait()
-crew.submit(hang)
+pool.submit(hang)
 begun.wait()
-crew.dismiss(0.1)
+pool.dismiss(0.1)
 print("end")
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)

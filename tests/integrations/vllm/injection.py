@@ -39,7 +39,7 @@ WORKER = (
     "_importance", "_loaders.submit", "_fetchers.submit", "_encoders.submit", "_writers.submit", "_recorder.count",
     "_recorder.gauge", "_recorder.record_store", "_recorder.drain", "_store.overdue", "_store.counters",
     "_store.contains", "_store.get_many", "_store.put", "_store.delete", "_codec.encode_paged", "_codec.decode_paged",
-    "_codec.open_own", "_codec.on_device",
+    "_codec.open_expected", "_codec.on_device",
 )  # fmt: skip
 CHAIN = ("digests", "tails")
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))

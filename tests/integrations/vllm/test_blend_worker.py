@@ -618,7 +618,7 @@ def test_a_tagged_segment_of_another_tenant_is_not_placed(bench: Callable[..., B
     load = b.load_blend(PAGES, [b.piece(5, 20, 3)], 23)
     run_blend(b, load, FakeBlender())
     assert not b.worker.take_invalid_blocks()
-    b.store.entries[key] = b.codec.encode(b.sequence.slice(5, 25), associated=theirs)
+    b.store.entries[key] = b.codec.encode(b.sequence.slice(5, 25), associated_data=theirs)
     b.worker.start_loads([load], synchronous=False)
     b.wait()
     assert b.worker.take_invalid_blocks() == set(PAGES[:3]) and key not in b.store.entries

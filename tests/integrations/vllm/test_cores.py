@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tests.integrations.vllm.sides import Bench
 
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import cores, worker
 from cuvee.integrations.vllm.cores import free_cores, move_to
 
@@ -85,9 +85,9 @@ def test_a_core_that_there_is_not_is_logged_and_the_thread_stays(caplog: pytest.
 
 def test_a_thread_of_a_crew_begins_before_its_first_job() -> None:
     begun: list[int] = []
-    crew = Crew(1, "test", begin=lambda: begun.append(threading.get_ident()))
-    assert [crew.submit(threading.get_ident).result() for _ in range(3)] == begun * 3
-    assert crew.dismiss(5)
+    pool = ThreadPool(1, "test", begin=lambda: begun.append(threading.get_ident()))
+    assert [pool.submit(threading.get_ident).result() for _ in range(3)] == begun * 3
+    assert pool.dismiss(5)
 
 
 @needs_two_cores

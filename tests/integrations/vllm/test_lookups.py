@@ -13,7 +13,7 @@ from tests.integrations.vllm.sides import CHUNK, Desk, make_request
 
 from cuvee.codec.identity import store_key
 from cuvee.integrations.stores.guard import GuardedStore
-from cuvee.integrations.stores.threads import Crew
+from cuvee.integrations.stores.threads import ThreadPool
 from cuvee.integrations.vllm import lookups
 from cuvee.integrations.vllm.lookups import CALL_KEYS, THREADS, THREADS_PER_TENANT, Asking, Lookup, Lookups, Question
 
@@ -58,17 +58,17 @@ def asking(*questions: int) -> Asking[list[int]]:
 
 @pytest.fixture
 def made() -> Iterator[Callable[..., tuple[Lookups, Counter]]]:
-    every: list[tuple[Crew, Counter]] = []
+    every: list[tuple[ThreadPool, Counter]] = []
 
     def make(threads: int = THREADS, shards: int = 1, **options: Any) -> tuple[Lookups, Counter]:
-        crew, store = Crew(threads, "test", 60.0), Counter()
-        every.append((crew, store))
-        return Lookups(crew, store, shards, options.pop("patience", 60.0), **options), store
+        pool, store = ThreadPool(threads, "test", 60.0), Counter()
+        every.append((pool, store))
+        return Lookups(pool, store, shards, options.pop("patience", 60.0), **options), store
 
     yield make
-    for crew, store in every:
+    for pool, store in every:
         store.release(10_000)
-        assert crew.dismiss(20)
+        assert pool.dismiss(20)
 
 
 def test_questions_are_asked_one_after_the_other(made: Callable[..., tuple[Lookups, Counter]]) -> None:

@@ -242,7 +242,7 @@ def test_a_tagged_entry_does_not_decode_in_anothers_place(bench: Callable[..., B
     }[place]
     chunk = b.sequence.slice(CHUNK, 2 * CHUNK)
     foreign = b.codec.encode(
-        KVChunk(chunk.keys, chunk.values, LAYOUT), associated=store_key(attacker, digest, rank).encode()
+        KVChunk(chunk.keys, chunk.values, LAYOUT), associated_data=store_key(attacker, digest, rank).encode()
     )
     b.store.entries[b.key(0)] = foreign
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
@@ -273,7 +273,7 @@ def test_an_entry_under_our_key_without_our_tag_is_deleted(bench: Callable[..., 
     b.store_all(1)
     chunk, place = b.sequence.slice(0, CHUNK), store_key(TENANT, b.digests[0], 0).encode()
     b.store.entries[b.key(0)] = Codec(Profile.generic(LAYOUT), "lossless", key=key).encode(
-        chunk, associated=place if key else b""
+        chunk, associated_data=place if key else b""
     )
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == {10, 11} and b.store.entries == {}
