@@ -10,7 +10,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ENGINE_STAMP := $(VENV)/.engine
-# The tested torch, installed before anything else can pull another one. Any torch>=2.4 will do; TORCH is
+# The tested torch, installed before anything else can pull another one. Any torch>=2.8 will do; TORCH is
 # handed to pip as it is, so it may carry pip options.
 TORCH  ?= torch==2.13.0
 EXTRAS ?= dev
@@ -37,7 +37,11 @@ CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blending eval/report blend/test_
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo "$$p"; break; }; done)
 
-.PHONY: help setup model demo check test lint format docs dist report bench fuzz soak chaos ptx redis compiler real clean
+# For `make compat`.
+NEWEST_PYTHON ?= $(shell for p in python3.14 python3.13 python3.12 $(PYTHON); do \
+	"$$p" -c pass 2>/dev/null && { echo "$$p"; break; }; done)
+
+.PHONY: help setup model demo check quick compat test lint format docs dist report bench fuzz soak chaos ptx redis compiler real clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -85,7 +89,9 @@ lint: setup  ## ruff check, ruff format --check, mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-check: lint  ## lint, types and the quick tests: two minutes, no engine, no network
+check: lint quick  ## lint, types and the quick tests: no engine, no network
+
+quick: setup
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder -m "$(CHECK_MARKS)" \
 		$(CHECK_LEFT:%=--ignore=tests/%) $(PYTEST_ARGS)
 
@@ -95,6 +101,13 @@ test: setup  ## lint and the whole test suite
 	$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint real
 	$(MAKE) --no-print-directory $(ENGINE_STAMP)
 	$(THREADS) $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+# Each environment is made once; remove it to install anew. The newest torch may be a build of several gigabytes.
+compat:  ## the quick tests on the oldest dependencies that pyproject.toml admits, then on the newest and NEWEST_PYTHON
+	mkdir -p out
+	$(PYTHON) tests/package/oldest.py > out/oldest.txt
+	PIP_CONSTRAINT=$(CURDIR)/out/oldest.txt $(MAKE) --no-print-directory quick VENV=.venv-oldest TORCH=torch
+	$(MAKE) --no-print-directory quick VENV=.venv-newest TORCH="--upgrade torch" PYTHON=$(NEWEST_PYTHON)
 
 format: setup  ## rewrite the sources in the house format
 	$(BIN)/ruff check --fix .
@@ -133,6 +146,6 @@ ptx: setup compiler  ## the kernels' tests on PTX of all targets, programs and w
 	done
 
 clean:  ## remove what the other targets made, .venv included
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist out .mypy_cache .ruff_cache .pytest_cache .hypothesis .numba_cache
 	rm -rf src/cuvee.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
