@@ -1,0 +1,58 @@
+"""The paths that the documentation names exist in the tree."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+ROOMS = ("codec", "kernels", "blend", "integrations", "eval", "src", "docs", "tests", "notebooks", ".github", ".ci")
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "docs/**/*.md", "*/README.md", "codec/FORMAT.md")
+    for path in ROOT.glob(pattern)
+)
+PATH = re.compile(r"(?<![`\w])`(\.?[\w<>*{},.-]+(?:/[\w<>*{},.-]+)*/?)`(?![`\w])")
+# Names with a slash that are no paths of the tree, by pattern.
+EXCEPTIONS = (
+    "out/*",  # what make and the tests write
+    "dist/",  # what `make dist` writes
+    "*<*>*",  # a placeholder: `tests/codec/test_<scheme>.py`
+    "tenant/id",  # a key of a store
+    "*sqlite.py", "*sums.py",  # what recipes add
+)  # fmt: skip
+
+
+def named_paths(text: str) -> list[str]:
+    """Paths in backticks: names with a slash, and names of Python files."""
+    return [name for name in PATH.findall(text) if "/" in name or name.endswith(".py")]
+
+
+@cache
+def python_files() -> frozenset[str]:
+    return frozenset(path.name for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+
+
+def exists(name: str, page: str) -> bool:
+    """Whether the tree has a path, seen from the root or from the page's folder, or any Python file of a bare name."""
+    if any(fnmatch(name, pattern) for pattern in EXCEPTIONS):
+        return True
+    if "/" not in name and page.endswith("/README.md"):
+        return any((ROOT / page).parent.rglob(name))
+    return any((base / name).exists() for base in (ROOT, (ROOT / page).parent)) or name in python_files()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_paths_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert [name for name in named_paths(text) if not exists(name, page)] == []
+
+
+def test_stale_paths_are_found() -> None:
+    text = "`codec/cpu.py`, `codec/`, `nowhere.py`, `a b/c`, `file:///var/x`, `out/site` and ```codec/none.py```"
+    assert named_paths(text) == ["codec/cpu.py", "codec/", "nowhere.py", "out/site"]
+    assert [name for name in named_paths(text) if not exists(name, "README.md")] == ["codec/cpu.py", "nowhere.py"]
