@@ -1,14 +1,14 @@
-"""Hooks of MkDocs: pages that show a file of the repository, links between both, and the reference of commands.
+"""MkDocs hooks: include files of the repository in pages, rewrite links between both, list the commands.
 
-A line `<!-- include: blend/README.md -->` in a page is replaced by that file, so that a text stands in one place:
-beside the code it describes. Its first heading goes, as the page has one, and the others go below the heading that it
-stands under. Then, in every page,
+A line `<!-- include: blend/README.md -->` in a page is replaced by that file, so that the text exists once, beside the
+code that it describes. The file's first heading is dropped, because the page has one; the other headings are nested
+below the page's current heading. Then, in every page,
 
-- a link to a file that some page shows leads to that page, and so does the file's name in backticks;
-- a link to any other file of the repository becomes its name: the site holds no sources;
+- a link to a file that a page includes leads to that page, and so does the file's name in backticks;
+- a link to any other file of the repository becomes the file's name, because the site holds no sources;
 - a picture of the repository is copied to the site.
 
-A line `<!-- commands -->` is replaced by what `cuvee --help` says of every command.
+A line `<!-- commands -->` is replaced by the help of every `cuvee` command.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ ROOT = Path(__file__).parents[1]
 INCLUDE = re.compile(r"^<!-- include: (\S+) -->$", re.MULTILINE)
 COMMANDS = "<!-- commands -->"
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
-_LINK = re.compile(r"(!?)\[([^\]\n]*)\]\(([^)\s]+)\)")
+_LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 _NAME = re.compile(r"(?<!\[)`([\w./-]+\.md)`(?!\])")
 _CODE = re.compile(r"(`+[^`]+`+)")
 
 
 def shown_files(docs: Path) -> dict[str, str]:
-    """By file of the repository: the page that shows it, both as POSIX paths."""
+    """Return the page that includes each file of the repository, both as POSIX paths."""
     pages = {}
     for page in sorted(docs.rglob("*.md")):
         for name in INCLUDE.findall(page.read_text(encoding="utf-8")):
@@ -40,14 +40,14 @@ def shown_files(docs: Path) -> dict[str, str]:
 
 
 def on_page_markdown(markdown: str, /, *, page: Any, config: Any, files: Any) -> str:
-    """Replace what the module's docstring says, before Markdown is read."""
+    """Expand includes, links and the list of commands before Markdown is parsed."""
     docs = Path(config.docs_dir)
     shown = shown_files(docs)
 
     def included(match: re.Match[str]) -> str:
         path = ROOT / match[1]
         if not path.is_file():
-            raise PluginError(f"{page.file.src_uri}: includes {match[1]}, which the repository does not have")
+            raise PluginError(f"{page.file.src_uri}: include: must name a file of the repository, got {match[1]}")
         text = re.sub(r"\A# .*\n", "", path.read_text(encoding="utf-8"))
         before = re.findall(r"^(#+) ", markdown[: match.start()], re.MULTILINE)
         text = _below(text, len(before[-1]) - 1 if before else 0)
@@ -61,7 +61,7 @@ def on_page_markdown(markdown: str, /, *, page: Any, config: Any, files: Any) ->
 
 
 def _linked(text: str, folder: str, page: str, shown: dict[str, str], files: Any, config: Any) -> str:
-    """`text`, whose links are relative to a folder of the repository, with links that hold in a page."""
+    """Rewrite the links of `text`, which are relative to a folder of the repository, for a page of the site."""
 
     def to_page(name: str) -> str:
         return posixpath.relpath(shown[name], posixpath.dirname(page) or ".")
@@ -72,10 +72,11 @@ def _linked(text: str, folder: str, page: str, shown: dict[str, str], files: Any
             return match[0]
         path, mark, anchor = target.partition("#")
         name = posixpath.normpath(posixpath.join(folder, path))
-        if name.startswith("docs/"):
-            return match[0]
         if not (ROOT / name).exists():
-            raise PluginError(f"{page}: {target} leads to {name}, which the repository does not have")
+            raise PluginError(f"{page}: {target}: must be in the repository, got {name}")
+        if name.startswith("docs/"):
+            other = posixpath.relpath(name.removeprefix("docs/"), posixpath.dirname(page) or ".")
+            return f"{picture}[{label}]({other}{mark}{anchor})"
         if name in shown:
             return f"[{label}]({to_page(name)}{mark}{anchor})"
         if picture:
@@ -95,7 +96,7 @@ def _linked(text: str, folder: str, page: str, shown: dict[str, str], files: Any
 
 
 def _below(text: str, levels: int) -> str:
-    """`text` with its headings so many levels deeper; `a[i][j]` is an index, not a link."""
+    """Nest the headings of `text` this many levels deeper; keep `a[i][j]`, which is an index and not a link."""
     parts, at = [], 0
     for fence in [*_FENCE.finditer(text), None]:
         plain = text[at : fence.start() if fence else len(text)]
@@ -108,7 +109,7 @@ def _below(text: str, levels: int) -> str:
 
 
 def commands() -> str:
-    """Markdown of every command: what it does, what it takes."""
+    """Return Markdown that describes every command and its options."""
     import typer
 
     from cuvee.cli import app
@@ -135,9 +136,9 @@ def _command(command: Any, name: str) -> list[str]:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "/")  # no table of Markdown holds a bar in code
+    return " ".join(text.split()).replace("|", "/")  # a bar in code would end the cell of a Markdown table
 
 
 def _text(text: str) -> str:
-    """Help as Markdown: what it would take for emphasis, links or HTML stays as it is."""
+    """Escape help text, so that Markdown does not read emphasis, links or HTML into it."""
     return re.sub(r"([*_\[\]<>])", r"\\\1", text)
