@@ -1,7 +1,9 @@
-"""The command line. Exit codes: 0 done, 1 the input or the files at fault (one line says how), 2 wrong usage.
+"""The command line.
 
-Each command has a module of its own, which imports what is slow inside the command, so that `cuvee --help` is quick.
-What a program would read goes to standard output as JSON (`--json`); progress and errors go to standard error.
+Exit codes: 0 success; 1 wrong input or files, which one line on standard error explains; 2 wrong usage.
+
+Each command has a module of its own and imports slow modules inside the command, so that `cuvee --help` is quick.
+With `--json` a command prints JSON on standard output; progress and errors go to standard error.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ __all__ = ["app", "main"]
 
 
 class _Commands(typer.core.TyperGroup):
-    """Turns the errors a user can mend into one line on standard error and exit code 1."""
+    """A command group that turns errors users can fix into one line on standard error and exit code 1."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override, unused-ignore]
         """Run a command."""
@@ -73,7 +75,7 @@ app.add_typer(store.app, name="store")
 
 
 def main() -> None:
-    """Entry point of the `cuvee` script."""
+    """Run the `cuvee` script."""
     app(prog_name="cuvee")
 
 
@@ -94,7 +96,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:

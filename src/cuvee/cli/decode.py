@@ -1,4 +1,4 @@
-"""`cuvee decode`: blobs become a saved cache again."""
+"""`cuvee decode`: restore a saved cache from blobs."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
 
 def decode(
     source: Annotated[
-        Path, typer.Argument(metavar="IN", help="What encode wrote: a .cuvee file, or a folder of them.")
+        Path, typer.Argument(metavar="IN", help="Blobs that encode wrote: a .cuvee file, or a folder of them.")
     ],
     target: Annotated[Path, typer.Argument(metavar="OUT", help="The safetensors file to write.")],
     profile: ProfileFile = None,
     config: Config = None,
     start: Annotated[
-        int | None, typer.Option(min=0, help="Position of the first token. Default: where it was.")
+        int | None, typer.Option(min=0, help="Position of the first token. Default: its original position.")
     ] = None,
     max_tokens: Annotated[
-        int, typer.Option(min=1, help="Refuse to restore more: a small file may claim a huge cache.")
+        int, typer.Option(min=1, help="Refuse to restore more tokens: a small file may claim a huge cache.")
     ] = 1 << 17,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Restore a cache, where it was or at another position.
+    """Restore a cache, at its original position or at another one.
 
     Example: cuvee decode blobs cache.safetensors --profile model.safetensors
     """
@@ -54,16 +54,16 @@ def decode(
             tokens += info.tokens
             check_tokens(tokens, max_tokens)
             if codec is None:
-                # A codec decodes blobs of any quality of its profile; this one is always to be had.
+                # A codec decodes blobs of any quality of its profile; every profile has this quality.
                 codec = Codec(read_profile(profile, config, info.dtype), "lossless")
                 moved = 0 if start is None else start - info.start
             chunks.append(codec.decode(blob, info.start + moved, max_tokens=max_tokens))
     with named(source):
         whole = KVChunk.concat(chunks)
-    check_absent(target, force)  # once more: decoding takes a while
+    check_absent(target, force)  # again: the file may have appeared while decoding
     write_cache_file(target, whole.keys, whole.values, whole.start)
     report = {"out": str(target), "chunks": len(chunks), "tokens": whole.tokens, "start": whole.start}
     if as_json:
         print_json(report)
     else:
-        print(f"{target}: {whole.tokens} tokens from position {whole.start} on, {counted(len(chunks), 'chunk')}")
+        print(f"{target}: {whole.tokens} tokens from position {whole.start}, {counted(len(chunks), 'chunk')}")

@@ -1,4 +1,4 @@
-"""`cuvee encode`: a saved cache becomes blobs."""
+"""`cuvee encode`: compress a saved cache into blobs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from cuvee.codec.chunk import KVChunk
     from cuvee.codec.codec import Codec
 
-_NAME_DIGITS = 5  # of a blob's number in a folder: 00000.cuvee
+_NAME_DIGITS = 5  # blobs in a folder are numbered: 00000.cuvee
 
 
 def encode(
@@ -24,14 +24,14 @@ def encode(
         Path,
         typer.Argument(
             metavar="CACHE",
-            help="A safetensors file: layer.0.keys [T, H, D], after RoPE; layer.0.values; …. Its metadata says start, "
-            "the position of the first token.",
+            help="A safetensors file with the tensors layer.0.keys [T, H, D], after RoPE, layer.0.values, …. Its "
+            "metadata may give start, the position of the first token.",
         ),
     ],
     target: Annotated[
         Path,
         typer.Argument(
-            metavar="OUT", help="A folder for 00000.cuvee, 00001.cuvee, …; or x.cuvee if one chunk holds everything."
+            metavar="OUT", help="A folder for the blobs 00000.cuvee, 00001.cuvee, …; or x.cuvee for a single blob."
         ),
     ],
     profile: ProfileFile = None,
@@ -43,11 +43,9 @@ def encode(
             show_default=False,
         ),
     ] = None,
-    kl: Annotated[
-        float | None, typer.Option(help="Instead of a quality: how far predictions may move, nats per token.")
-    ] = None,
-    bits: Annotated[float | None, typer.Option(help="Instead: bits per value.")] = None,
-    ratio: Annotated[float | None, typer.Option(help="Instead: how many times smaller.")] = None,
+    kl: Annotated[float | None, typer.Option(help="Instead of a quality: at most this KL, in nats per token.")] = None,
+    bits: Annotated[float | None, typer.Option(help="Instead: at most this many bits per value.")] = None,
+    ratio: Annotated[float | None, typer.Option(help="Instead: at least this many times smaller.")] = None,
     step: Annotated[float | None, typer.Option(help="Instead: the quantizer step.")] = None,
     chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens per blob.")] = DEFAULT_CHUNK_TOKENS,
     force: Force = False,
@@ -60,7 +58,7 @@ def encode(
     asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
     given = [f"--{name}" for name, value in asked.items() if value is not None]
     if len(given) > 1:
-        raise typer.BadParameter(f"give one of them, not {' and '.join(given)}")
+        raise typer.BadParameter(f"must be one option for the quality, got {' and '.join(given)}")
     need_one_of_profile_and_config(profile, config)
 
     from cuvee.codec.cache_file import cache_file_dtype, read_cache_file
@@ -74,8 +72,8 @@ def encode(
     single = target.suffix == SUFFIX
     if single and len(pieces) > 1:
         raise InputError(
-            f"{target} can hold one chunk, the cache has {chunk.tokens} tokens and so {len(pieces)} chunks: "
-            f"name a folder, or give --chunk-tokens {chunk.tokens}"
+            f"{target}: must be a folder for {len(pieces)} chunks, got a {SUFFIX} file: "
+            f"name a folder, or pass --chunk-tokens {chunk.tokens}"
         )
     check_absent(target, force)
     with named(source):

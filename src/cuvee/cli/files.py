@@ -1,4 +1,4 @@
-"""The files that commands read and write: blobs, profiles, outputs that are replaced only when asked."""
+"""Files that commands read and write: blobs, profiles, and outputs that only --force replaces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SUFFIX = ".cuvee"
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Put the file's name before an error about its contents."""
+    """Prefix errors about a file's contents with its name."""
     try:
         yield
     except CuveeError as error:
@@ -30,30 +30,30 @@ def named(path: Path) -> Iterator[None]:
 
 
 def blob_files(source: Path) -> list[Path]:
-    """The blobs of a folder in order, or the file itself.
+    """Return the blobs of a folder in order, or the file itself.
 
     Raises:
-        InputError: a folder without blobs.
+        InputError: the folder holds no blobs.
     """
     if not source.is_dir():
         return [source]
     files = sorted(source.glob(f"*{SUFFIX}"))
     if not files:
-        raise InputError(f"{source} holds no {SUFFIX} files")
+        raise InputError(f"{source}: must hold {SUFFIX} files, got a folder without any")
     return files
 
 
 def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
-    """The profile in a file, or the generic one for the model of a config.
+    """Load a profile, or make the generic profile of a model from its configuration.
 
     Args:
         file: the profile.
-        config: instead, a folder with a config.json, or that file.
-        dtype: of the caches, where there is a config.
+        config: instead of a profile, a config.json or the folder that holds it.
+        dtype: the dtype of the caches; used with `config` only.
 
     Raises:
         CuveeError, OSError: the file cannot be read.
-        ImportError: a config needs transformers.
+        ImportError: `config` is given and transformers is not installed.
     """
     from cuvee.codec.layout import KVLayout
     from cuvee.codec.profiles.profile import Profile
@@ -61,38 +61,40 @@ def read_profile(file: Path | None, config: Path | None, dtype: str) -> Profile:
     if file is not None:
         return Profile.load(file)
     if config is None:
-        raise InputError("config: give a profile, or the config of the model")
+        raise InputError("config: must be given without a profile, got neither: pass --profile or --config")
     if not config.exists():
         raise FileNotFoundError(errno.ENOENT, "no such config", str(config))
     try:
         from transformers import AutoConfig
     except ImportError as error:
-        raise ImportError("--config needs transformers: install cuvee[transformers], or use --profile") from error
+        raise ImportError("config: needs transformers: install cuvee[transformers], or pass --profile") from error
     try:
-        # Never the code of a repository that the file names, and no question whether it may run.
+        # Never run code of a repository that the file names, and never ask whether to.
         read = AutoConfig.from_pretrained(str(config), trust_remote_code=False).get_text_config(decoder=True)
         return Profile.generic(KVLayout.from_config(read, dtype=dtype))
     except (CuveeError, OSError, ImportError):
         raise
-    except Exception as error:  # transformers has no class of its own for a configuration that makes no sense
-        raise InputError(f"{config}: {error}") from error
+    except Exception as error:  # transformers raises errors of any class for an invalid configuration
+        raise InputError(f"{config}: must be a configuration that transformers reads, got {error}") from error
 
 
 def check_absent(path: Path, force: bool) -> None:
-    """Refuse to replace what exists, unless forced.
+    """Refuse to replace an existing file or folder, unless forced.
 
     Raises:
-        InputError: it exists.
+        InputError: `path` exists.
     """
     if path.exists() and not force:
-        raise InputError(f"{path} exists already: choose another name, or --force to replace it")
+        raise InputError(
+            f"{path}: must be new, got a path that exists: choose another name, or pass --force to replace it"
+        )
 
 
 def write_file(path: Path, data: bytes, force: bool) -> None:
-    """Write a file in one step: nobody reads half of it.
+    """Write a file atomically.
 
     Raises:
-        InputError: it exists.
+        InputError: `path` exists.
     """
     from cuvee.codec.support.files import write_atomically
 
@@ -101,14 +103,14 @@ def write_file(path: Path, data: bytes, force: bool) -> None:
 
 
 def write_folder(path: Path, files: dict[str, bytes], force: bool) -> None:
-    """Write a folder in one step. Only a folder that holds nothing but blobs is ever replaced.
+    """Write a folder of files atomically. Only a folder that holds blobs alone is ever replaced.
 
     Raises:
-        InputError: it exists, or holds other things.
+        InputError: `path` exists, or holds other files.
     """
     check_absent(path, force)
     if path.exists() and not (path.is_dir() and all(file.suffix == SUFFIX for file in path.iterdir())):
-        raise InputError(f"{path} is not a folder of {SUFFIX} files alone, so --force leaves it as it is")
+        raise InputError(f"{path}: must hold only {SUFFIX} files for --force to replace it: choose another name")
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = (path.with_name(f".{path.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
     new.mkdir()

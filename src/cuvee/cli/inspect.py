@@ -1,4 +1,4 @@
-"""`cuvee inspect`: what blobs hold."""
+"""`cuvee inspect`: describe blobs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from cuvee.cli.output import make_console, make_table, print_json
 
 
 def inspect(
-    sources: Annotated[list[Path], typer.Argument(metavar="FILE", help="Blobs, or folders of them.")],
+    sources: Annotated[list[Path], typer.Argument(metavar="FILE", help="Blobs (.cuvee), or folders of them.")],
     as_json: Json = False,
 ) -> None:
-    """Say what blobs hold. Needs no profile.
+    """Describe blobs: tokens, size, scheme, step. Needs no profile.
 
     Example: cuvee inspect blobs
     """

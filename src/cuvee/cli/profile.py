@@ -1,4 +1,4 @@
-"""`cuvee profile`: learn a profile for a model, or look at one."""
+"""`cuvee profile`: learn the profile of a model, or show one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cuvee.codec.profiles.profile import Profile
     from cuvee.codec.profiles.quality import CurvePoint
 
-app = typer.Typer(no_args_is_help=True, help="Learn a profile for a model, or look at one.")
+app = typer.Typer(no_args_is_help=True, help="Learn the profile of a model, or show one.")
 
 
 @app.command("learn")
@@ -30,59 +30,63 @@ def profile_learn(
         list[str] | None,
         typer.Argument(
             metavar="TEXT",
-            help="Learn from these alone: text files; .jsonl files, where a line is a list of token ids or an object "
-            "with input_ids or text; hf:DATASET:SPLIT:COLUMN; or bundled texts by name. Default: a mixture of kinds "
-            "that come with cuvee and of the model's own samples.",
+            help="Learn from these texts alone: text files; .jsonl files whose lines are lists of token ids, or "
+            "objects with input_ids or text; hf:DATASET:SPLIT:COLUMN; or bundled texts by name. Default: a mixture of "
+            "several kinds of text that come with cuvee and of the model's own samples.",
         ),
     ] = None,
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write.")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="The profile to write, such as model.safetensors.")],
     own: Annotated[
         list[str] | None,
         typer.Option(
             "--text",
             metavar="TEXT[=SHARE]",
-            help="Add a text to the mixture, as a kind of its own. SHARE of the sequences; default 0.25. Repeatable.",
+            help="Add a text to the mixture, as a kind of its own, with SHARE times --sequences sequences (default "
+            "0.25). Repeatable.",
         ),
     ] = None,
     group: Annotated[
         str,
         typer.Option(
-            help="What one basis spans: head, unit, layer, layers:n, all, or auto, which is as many layers as decode "
-            "within --flops. A larger group makes smaller blobs."
+            help="What one basis spans: head, unit, layer, layers:n, all, or auto: as many layers as decode within "
+            "--flops. A larger group makes smaller blobs but a larger profile: SmolLM2's takes 36 MB with layer, 136 "
+            "MB with auto."
         ),
     ] = "auto",
     flops: Annotated[
         float | None,
-        typer.Option(min=1, help="With auto: operations per decoded value. Default: 1536 on a CPU, else 4096."),
+        typer.Option(
+            min=1, help="With auto: at most this many operations per decoded value. Default: 1536 on a CPU, else 4096."
+        ),
     ] = None,
     sequences: Annotated[
-        int | None, typer.Option(min=3, help="At most this many sequences. Default: 96, or 128 with TEXT.")
+        int | None, typer.Option(min=3, help="Learn from at most this many sequences. Default: 96, or 128 with TEXT.")
     ] = None,
     length: Annotated[int, typer.Option(min=8, help="Tokens per sequence.")] = 512,
     prefix: Annotated[
-        int | None, typer.Option(min=1, help="How many of them count as cached. Default: three quarters.")
+        int | None, typer.Option(min=1, help="How many tokens of a sequence count as cached. Default: three quarters.")
     ] = None,
     repeat: Annotated[
         bool,
         typer.Option(
             "--reread/--no-reread",
-            help="With TEXT: let the rest of every second sequence repeat a part of its cache, so that the cache "
-            "matters. The mixture has such a kind already.",
+            help="With TEXT: let every second sequence end by repeating part of its cache, so that the cache matters. "
+            "The mixture includes such a kind.",
         ),
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of the sampled texts and targets, and of --reread.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled texts and targets, and of --reread.")] = 0,
     batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward and backward pass.")] = 4,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the model. auto: what its files say; on a CPU float32, which is faster there.")
+        Dtype, typer.Option(help="Dtype of the model. auto: that of its files; on a CPU float32, which is faster.")
     ] = Dtype.auto,
-    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, cuda:1, …")] = "cpu",
+    device: Annotated[str, typer.Option(help="Device of the model: cpu, cuda, cuda:1, …")] = "cpu",
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Learn a profile: which directions of the cache the model's loss depends on, and what each quality costs.
+    """Learn which directions of the cache a model's loss depends on, and measure what each quality costs.
 
-    Under torchrun, processes share the work. Each holds the whole model; with --device cuda, each has its own GPU.
+    Under torchrun, processes share the work. Each holds the whole model; with --device cuda, each uses its own GPU.
 
     Example: cuvee profile learn smollm2 -o smollm2.safetensors
     """
@@ -92,7 +96,7 @@ def profile_learn(
 
     check_absent(out, force)
     if texts and own:
-        raise InputError("--text adds to the mixture, TEXT takes its place: give one of them")
+        raise InputError("--text: must be given without TEXT, got both: --text adds to the mixture, TEXT replaces it")
     rank, distributed = _process_of_torchrun(device)
     if distributed and device == "cuda":
         device = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -105,14 +109,14 @@ def profile_learn(
             tokens = reread(tokens, 3 * length // 4 if prefix is None else prefix, seed)
     else:
         count = sequences or MIXTURE_SEQUENCES
-        check_mixture_size(count, length)  # before a model is loaded
+        check_mixture_size(count, length)  # before loading the model
         shares = [_text_and_share(text) for text in own or []]
         added = {
             Path(name).name: spread_sequences([read_corpus(name, model_path)], length, max(round(share * count), 3))
             for name, share in shares
         }
         model = load_model(model_path, chosen, device)
-        # Before the added kinds, so that one of the same name takes the place of the mixture's.
+        # The mixture comes first, so that an added kind replaces one of the same name.
         tokens = mixture(model, load_tokenizer(model_path), count, length, seed, progress=rank == 0) | added
     profile = cuvee.calibrate(
         model, tokens, group, prefix=prefix, batch_size=batch_size, seed=seed, flops=flops, distributed=distributed
@@ -125,7 +129,7 @@ def profile_learn(
 
 
 def _process_of_torchrun(device: str) -> tuple[int, bool]:
-    """Rank of this process, and whether torchrun started it, in which case it joins the others."""
+    """Return this process's rank and whether torchrun started it; if so, join the other processes."""
     from torch import distributed
 
     if not distributed.is_torchelastic_launched():
@@ -141,25 +145,25 @@ def _process_of_torchrun(device: str) -> tuple[int, bool]:
 
 
 def _text_and_share(text: str) -> tuple[str, float]:
-    """NAME or NAME=SHARE, as --text gives it."""
+    """Parse the NAME or NAME=SHARE of --text."""
     name, found, share = text.rpartition("=")
     if not found:
         return text, 0.25
     try:
         value = float(share)
     except ValueError:
-        return text, 0.25  # a name with an equals sign in it
+        return text, 0.25  # the name contains an equals sign
     if not 0 < value <= 100:
-        raise InputError(f"--text {text}: the share must lie above 0 and be at most 100")
+        raise InputError(f"--text: SHARE must be above 0 and at most 100, got {text}")
     return name, value
 
 
 @app.command("show")
 def profile_show(
-    file: Annotated[Path, typer.Argument(help="A profile.")],
+    file: Annotated[Path, typer.Argument(help="A profile (.safetensors).")],
     as_json: Json = False,
 ) -> None:
-    """Say which model a profile is for and what each quality costs with it.
+    """Show a profile: its model, its size, and what each quality costs.
 
     Example: cuvee profile show smollm2.safetensors
     """
@@ -219,7 +223,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         grid.add_row(f"[dim]{name}[/dim]", str(value))
     console.print(grid)
     if not profile.curve:
-        console.print("No curve was measured: ask for a quality by step.")
+        console.print("No curve was measured: choose a quality with --step.")
         return
     presets = make_table("quality", "KL at most", "step", "bits/value")
     for row in data["presets"]:
@@ -239,19 +243,19 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
     console.print(table)
     console.print("Ratios count a cache of 16 bits per value.", highlight=False)
     if profile.curves:
-        # No more steps than fit beside the names.
+        # At most as many steps as fit beside the names.
         steps = sorted({point.step_index for points in profile.curves.values() for point in points})
         steps = steps[:: -(-len(steps) // 6)]
         kinds = make_table("kind of text", *(f"{step_value(step):.3g}" for step in steps))
         for kind, points in profile.curves.items():
             known = {point.step_index: point.kl for point in points if point.kl is not None}
             kinds.add_row(kind, *(f"{known[step]:.2g}" if step in known else "" for step in steps))
-        console.print("KL by kind and step; kl= and the presets go by the worst:")
+        console.print("KL by kind and step; kl= and the presets go by the worst kind:")
         console.print(kinds)
 
 
 def _presets(profile: Profile) -> list[dict[str, Any]]:
-    """What each preset is with this profile: its KL, step (None: lossless) and bits per value."""
+    """Return the KL, step (None: lossless) and bits per value of each preset with this profile."""
     from cuvee.codec.codec import Codec
     from cuvee.codec.entropy.family import step_value
     from cuvee.codec.profiles.quality import PRESET_KL
@@ -275,7 +279,7 @@ def _figure(value: float | None) -> str:
 
 
 def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
-    """The points of a curve for JSON: steps as values, and what a cache of 16 bits per value shrinks by."""
+    """Return the points of a curve for JSON, with steps as values and the ratio to 16 bits per value."""
     from cuvee.codec.entropy.family import step_value
 
     return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]

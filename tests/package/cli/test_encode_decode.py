@@ -134,7 +134,17 @@ def test_force_spares_a_folder_of_other_things(files: Files) -> None:
     out = files.folder / "home"
     out.mkdir()
     (out / "thesis.tex").write_text("x")
-    fails("encode", files.cache, out, "--profile", files.profile, "--quality", "lossless", "--force", match="leaves it")
+    fails(
+        "encode",
+        files.cache,
+        out,
+        "--profile",
+        files.profile,
+        "--quality",
+        "lossless",
+        "--force",
+        match="for --force to replace it",
+    )
     assert (out / "thesis.tex").read_text() == "x"
 
 
@@ -172,7 +182,7 @@ def test_a_missing_chunk_is_noticed(files: Files) -> None:
     fails("decode", out, files.folder / "b", "--profile", files.profile, match="adjacent")
     empty = files.folder / "empty"
     empty.mkdir()
-    fails("decode", empty, files.folder / "b", "--profile", files.profile, match="holds no .cuvee files")
+    fails("decode", empty, files.folder / "b", "--profile", files.profile, match="must hold .cuvee files")
 
 
 def test_a_cache_of_another_model_is_refused(files: Files) -> None:

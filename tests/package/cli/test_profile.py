@@ -122,9 +122,9 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     tokens, _, _ = learned(tmp_path / "prose", "--sequences", "12")
     assert tokens.shape == (12, 64)
     for bad, match in (
-        ((tmp_path / "prose", "--text", tmp_path / "prose"), "give one of them"),
-        (("--text", f"{tmp_path / 'prose'}=0"), "the share must lie above 0"),
-        (("--text", f"{tmp_path / 'prose'}=101"), "the share must lie above 0"),
+        ((tmp_path / "prose", "--text", tmp_path / "prose"), "must be given without TEXT, got both"),
+        (("--text", f"{tmp_path / 'prose'}=0"), "SHARE must be above 0"),
+        (("--text", f"{tmp_path / 'prose'}=101"), "SHARE must be above 0"),
         (("--text", f"{tmp_path / 'none'}=1"), "no such text"),
     ):
         fails(*learn, "-o", tmp_path / "q", *bad, match=match)
