@@ -231,9 +231,6 @@ def test_files_that_pages_show_and_targets_that_they_name_exist() -> None:
             assert f"\n{target}:" in makefile, f"{page}: make {target}"
         for names in re.findall(r"--targets ([\w,]+)", text):
             assert set(names.split(",")) <= set(TARGETS), f"{page}: --targets {names}"
-        for name in re.findall(r"`((?:codec|kernels|blend|integrations|eval|tests)/[\w./]+)`", text):
-            planned = "sqlite" in name or name.endswith("/sums.py")
-            assert planned or (ROOT / name).exists(), f"{page}: {name}"
 
 
 def test_what_make_check_leaves_out_exists() -> None:
@@ -245,6 +242,7 @@ def test_what_make_check_leaves_out_exists() -> None:
 
 
 def test_modules_that_the_changelog_says_things_moved_to_exist() -> None:
+    """In the newest table. Those of older releases may have moved again."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     table = text[text.index("| was | is |") :].split("\n\n")[0]
     moved = [name for row in table.splitlines()[2:] for name in re.findall(r"`(cuvee[\w.]+)`", row.split("|")[2])]
