@@ -1,4 +1,4 @@
-"""The documentation: its Python runs, its commands parse, all its pages are reached, it builds without a warning."""
+"""Test the documentation: its Python runs, its commands parse, the navigation lists every page, the site builds."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ OF_THEIR_DAY = ("eval/results/README.md", "CHANGELOG.md")
 
 
 def blocks(page: str, *kinds: str) -> list[str]:
-    """The code of a page's fenced blocks of some kinds, "" being those that name none."""
+    """Return the code of a page's fenced blocks of some languages; "" stands for blocks without one."""
     text = (DOCS / page).read_text(encoding="utf-8")
     return [code for _, kind, code in BLOCK.findall(text) if kind in kinds]
 
@@ -52,16 +52,16 @@ def within(folder: Path) -> Iterator[None]:
 
 
 def run(page: str, folder: Path) -> dict[str, Any]:
-    """Run the Python of a page in `folder`, one block after the other; returns its names."""
+    """Run the Python of a page in `folder`, block by block, and return its names."""
     name = "docs_" + re.sub(r"\W", "_", page)
     module = ModuleType(name)
-    sys.modules[name] = module  # where dataclasses look for the names of annotations
+    sys.modules[name] = module  # dataclasses resolve annotations there
     text = (DOCS / page).read_text(encoding="utf-8")
     try:
         with within(folder):
             for block in BLOCK.finditer(text):
                 if block[2] == "python":
-                    # Lines are those of the page: tracebacks show them, and Triton reads its kernels there.
+                    # Keep the page's line numbers: tracebacks show them, and Triton reads its kernels there.
                     before = "\n" * text.count("\n", 0, block.start(3))
                     exec(compile(before + block[3], str(DOCS / page), "exec"), module.__dict__)
     finally:
@@ -71,7 +71,7 @@ def run(page: str, folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the pages run, after the one that makes their profile."""
+    """Make the folder that the pages run in, and run the page that makes their profile."""
     made = tmp_path_factory.mktemp("docs")
     assert run(FIRST, made)["moved"].start == 1000
     return made
@@ -93,7 +93,7 @@ def test_every_guide_and_recipe_has_python_that_runs() -> None:
 
 
 def contract_tests() -> list[Callable[..., None]]:
-    """The tests of the contract of stores that take a store and nothing else."""
+    """Return the tests of the stores' contract that take a store alone."""
     found = [test for name, test in vars(contract).items() if name.startswith("test_")]
     return [test for test in found if list(signature(test).parameters) == ["store"]]
 
@@ -137,7 +137,7 @@ def test_the_store_of_the_recipe_refuses_damage(recipe: dict[str, Any], tmp_path
 
 
 def commands(text: str) -> list[str]:
-    """The lines of blocks without a language that call `cuvee`, continued ones joined, comments gone."""
+    """Return the lines that call `cuvee` in blocks of shell or without a language, with continued lines joined."""
     found = []
     for _, kind, code in BLOCK.findall(text):
         if kind in ("", "sh", "bash"):
@@ -147,7 +147,7 @@ def commands(text: str) -> list[str]:
 
 
 def of_pages() -> list[tuple[str, str]]:
-    """(file, command) of every page and of every file that a page shows."""
+    """Return (file, command) for every page and every file that a page includes."""
     files = {f"docs/{page}" for page in PAGES}
     files |= {name for page in PAGES for name in INCLUDE.findall((DOCS / page).read_text(encoding="utf-8"))}
     files -= set(OF_THEIR_DAY)
@@ -155,7 +155,7 @@ def of_pages() -> list[tuple[str, str]]:
 
 
 def parse(line: str) -> None:
-    """Read a command line as the program does, values apart.
+    """Parse a command line as the program does, except for the values of options.
 
     Raises:
         ValueError: no such command or option, or arguments that it does not take.
@@ -242,7 +242,7 @@ def test_what_make_check_leaves_out_exists() -> None:
 
 
 def test_modules_that_the_changelog_says_things_moved_to_exist() -> None:
-    """In the newest table. Those of older releases may have moved again."""
+    """Check the newest table alone: modules in older tables may have moved again."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     table = text[text.index("| was | is |") :].split("\n\n")[0]
     moved = [name for row in table.splitlines()[2:] for name in re.findall(r"`(cuvee[\w.]+)`", row.split("|")[2])]

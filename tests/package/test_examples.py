@@ -1,4 +1,4 @@
-"""The examples of docstrings run, and everything that `cuvee` exports has one."""
+"""Test that docstrings' examples run, and that everything that `cuvee` exports has one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODULES = sorted(
     for room in SOURCES.iterdir() if room.is_dir()
     for path in room.glob("**/*.py") if ">>> " in path.read_text()
 )  # fmt: skip
-WITHOUT = {  # what is plain data that another's example shows, or an error
+WITHOUT = {  # plain data that another name's example shows, and errors
     "BlobInfo", "OpenBlob", "__version__",
     *(name for name in cuvee.__all__ if isinstance(getattr(cuvee, name), type) and
       issubclass(getattr(cuvee, name), Exception)),

@@ -1,4 +1,4 @@
-"""Which module imports which: packages point one way, modules in no circle, and private names stay at home."""
+"""Test imports: packages point one way, modules form no circle, and private names stay in their folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FACADES = ("cuvee", "cuvee.calibration")
 
 @dataclass(frozen=True)
 class Import:
-    """One module imports another, or a name of it.
+    """An import of a module, or of a name from it.
 
     Attributes:
         line: where, for messages.
@@ -38,7 +38,7 @@ class Import:
 
 @cache
 def sources() -> dict[str, Path]:
-    """The file of each module, without the facade and `python -m cuvee`."""
+    """Return the file of each module, except the facade and `python -m cuvee`."""
     folders = [ROOT / name for name in PACKAGES[:-1]] + [ROOT / "src" / "cuvee" / PACKAGES[-1]]
     found = {}
     for folder in folders:
@@ -53,7 +53,7 @@ def under_type_checking(node: ast.AST) -> bool:
 
 
 def statements(node: ast.AST, typing: bool = False) -> Iterator[tuple[ast.AST, bool]]:
-    """Everything below a node, wherever it stands, and whether only a type checker sees it."""
+    """Yield every node below a node, and whether only a type checker sees it."""
     for child in ast.iter_child_nodes(node):
         hidden = typing or (under_type_checking(node) and child in getattr(node, "body", ()))
         yield child, hidden
@@ -61,7 +61,7 @@ def statements(node: ast.AST, typing: bool = False) -> Iterator[tuple[ast.AST, b
 
 
 def imports_of(module: str, path: Path) -> Iterator[Import]:
-    """Of modules of ours, in functions and under TYPE_CHECKING, too, and `import_module` of a literal name."""
+    """Yield the imports of cuvee's modules, also in functions, under TYPE_CHECKING, and by `import_module("name")`."""
     package = module if path.stem == "__init__" else module.rpartition(".")[0]
     for node, typing in statements(ast.parse(path.read_text(encoding="utf-8"))):
         where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
@@ -101,7 +101,7 @@ def package_of(module: str) -> str:
 
 
 def circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """The strongly connected components of more than one node, or of one that points at itself (Tarjan)."""
+    """Return the strongly connected components of several nodes, or of a node that points at itself (Tarjan)."""
     number: dict[str, int] = {}
     low: dict[str, int] = {}
     stack: list[str] = []
@@ -138,7 +138,7 @@ def test_the_parser_sees_what_there_is() -> None:
 
 
 def test_packages_point_one_way() -> None:
-    """What only a type checker sees counts as well: a signature is a dependency."""
+    """Imports that only a type checker sees count too: a signature is a dependency."""
     rank = {name: number for number, name in enumerate(PACKAGES)}
     wrong = [
         f"{found.line}: {found.source} imports {found.target}"
@@ -149,7 +149,7 @@ def test_packages_point_one_way() -> None:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """Of what runs, imports within functions included; a type checker may go in circles.
+    """Imports within functions count; imports that only a type checker sees may form circles.
 
     A package's `__init__` is a module like others: one that imports its own members must not be imported by them.
     """
@@ -177,7 +177,7 @@ def is_private(name: str) -> bool:
 
 
 def test_private_names_stay_in_their_folder() -> None:
-    """A name with a leading underscore is imported by modules of the same folder at most."""
+    """Only modules of the same folder import a name with a leading underscore."""
     wrong = []
     for found in imports():
         private = [part for part in (*found.target.split("."), found.name or "") if is_private(part)]

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom without a word on standard error, and are committed with their outputs.
+"""Test that notebooks run without output on standard error, and are committed with their outputs.
 
     python tests/package/test_notebooks.py NOTEBOOK...
 
@@ -35,25 +35,25 @@ Notebook = Any  # nbformat's nodes have no attributes that a type checker knows
 
 
 def main(paths: list[Path]) -> None:
-    """Execute notebooks and write them back. A folder of their own holds what they leave and what tools would keep."""
+    """Execute notebooks and write them back. A temporary folder takes the files that they and their tools write."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
             PYTHONPATH=os.pathsep.join(filter(None, (str(ROOT / "src"), os.environ.get("PYTHONPATH")))),
-            OMP_NUM_THREADS="1",  # sums come out the same on any number of cores
+            OMP_NUM_THREADS="1",  # sums do not depend on the number of cores
             MPLBACKEND="module://matplotlib_inline.backend_inline",
             PYTHONWARNINGS="ignore:IProgress not found",  # tqdm, imported by transformers, wants a widget for its bars
-            # A person's own settings might interfere.
+            # A user's own settings might interfere.
             **dict.fromkeys(("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR"), folder),
             **dict.fromkeys(("IPYTHONDIR", "MPLCONFIGDIR"), folder),
         )
-        # Whoever imports it first lists the fonts for all that follow, and on a slow machine says so aloud.
+        # Its first import builds the list of fonts, and on a slow machine writes that to standard error.
         importlib.import_module("matplotlib.font_manager")
         for path in paths:
             execute(path, folder)
 
 
 def execute(path: Path, folder: str) -> None:
-    """Execute a notebook in a kernel of its own and write it back with its outputs; on any failure it stays as it was.
+    """Execute a notebook in a kernel of its own and write it back with its outputs. On failure, the file is unchanged.
 
     Raises:
         CellExecutionError: a cell raised.
@@ -67,9 +67,9 @@ def execute(path: Path, folder: str) -> None:
         timeout=CELL_SECONDS,
         kernel_name="python3",
         record_timing=False,
-        coalesce_streams=True,  # how often a stream was flushed is a matter of time
+        coalesce_streams=True,  # flushes depend on timing
         resources={"metadata": {"path": folder}},
-        # Its only warning is that what goes between processes of this machine is not encrypted.
+        # Its only warning is that traffic between local processes is not encrypted.
         extra_arguments=["--IPKernelApp.log_level=ERROR"],
     ).execute()
     for cell in code_cells(notebook):
@@ -93,17 +93,17 @@ def code_cells(notebook: Notebook) -> list[Notebook]:
 
 
 def printed(cell: Notebook) -> str:
-    """All text of a cell's outputs."""
+    """Return all text of a cell's outputs."""
     return "\n".join(o.text if o.output_type == "stream" else str(o.data.get("text/plain", "")) for o in cell.outputs)
 
 
 def shape(cell: Notebook) -> list[list[str]]:
-    """What kinds of output a cell has, whatever they say."""
+    """Return the kinds of a cell's outputs, without their content."""
     return [[o.name] if o.output_type == "stream" else sorted(o.data) for o in cell.outputs]
 
 
 def run(path: Path) -> subprocess.CompletedProcess[str]:
-    """`main` in a process of its own: neither pytest's filters nor its threads reach the kernel."""
+    """Run `main` in a new process, so that neither pytest's filters nor its threads reach the kernel."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONWARNINGS"}
     command = [sys.executable, str(Path(__file__).resolve()), str(path)]
     return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
@@ -127,7 +127,7 @@ def test_a_notebook_runs_from_top_to_bottom(name: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [original.name]  # a notebook leaves nothing behind
     before, after = read(original), read(copy)
     assert [cell.source for cell in after.cells] == [cell.source for cell in before.cells]
-    # What is committed came out of this very source. Figures may differ in their last digits between machines.
+    # The committed outputs came from this source. Figures may differ in their last digits between machines.
     assert [shape(cell) for cell in code_cells(after)] == [shape(cell) for cell in code_cells(before)]
 
 

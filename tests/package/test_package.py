@@ -1,4 +1,4 @@
-"""The package as a user meets it: lazy names, importable modules, a wheel with everything in it."""
+"""Test the package as users see it: lazy names, importable modules, a complete wheel."""
 
 import ast
 import importlib
@@ -43,7 +43,7 @@ DATA_FILES = (
 
 
 def module_names() -> list[str]:
-    """Every module below src/cuvee, through the symlinks, which `rglob` does not follow."""
+    """Return every module below src/cuvee, through the symlinks, which `rglob` does not follow."""
     names = []
     for folder, _, files in os.walk(ROOT / "src" / "cuvee", followlinks=True):
         parts = Path(folder).relative_to(ROOT / "src").parts
@@ -90,7 +90,7 @@ def test_public_names_agree_with_the_typed_ones() -> None:
 
 
 def test_unknown_name() -> None:
-    """The ignore is a test too: mypy reports it as unused once it no longer knows the names."""
+    """The ignore is a test as well: mypy reports it as unused if it no longer knows the names."""
     with pytest.raises(AttributeError, match="module 'cuvee' has no attribute 'Codek'"):
         _ = cuvee.Codek  # type: ignore[attr-defined]
 
@@ -120,7 +120,7 @@ def test_module_imports(name: str) -> None:
 
 
 def test_nothing_that_is_shipped_asserts() -> None:
-    """`python -O` leaves asserts out: what must hold is checked by an error, what cannot fail is a test."""
+    """`python -O` drops asserts: raise an error for a check, and write a test for an invariant."""
     found = []
     for name in module_names():
         path = ROOT / "src" / name.replace(".", "/")
@@ -131,7 +131,7 @@ def test_nothing_that_is_shipped_asserts() -> None:
 
 
 def test_kernels_is_a_namespace_package() -> None:
-    """With an __init__.py, a program started in the root makes transformers take the folder for its own."""
+    """With an __init__.py, transformers would mistake the folder for its own in a program started in the root."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
@@ -140,7 +140,7 @@ def test_kernels_is_a_namespace_package() -> None:
 
 @pytest.fixture(scope="module")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Build the sdist, and the wheel from it, out of a copy: the build writes into the tree it runs in."""
+    """Build the sdist, and the wheel from it, in a copy of the tree, because a build writes into its tree."""
     source = tmp_path_factory.mktemp("source") / "cuvee"
     source.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):

@@ -1,4 +1,4 @@
-"""The paths that the documentation names exist in the tree."""
+"""Test that the paths that the documentation names exist in the tree."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ PAGES = sorted(
     for path in ROOT.glob(pattern)
 )
 PATH = re.compile(r"(?<![`\w])`(\.?[\w<>*{},.-]+(?:/[\w<>*{},.-]+)*/?)`(?![`\w])")
-# Names with a slash that are no paths of the tree, by pattern.
+# Patterns of names that need not exist.
 EXCEPTIONS = (
-    "out/*",  # what make and the tests write
-    "dist/",  # what `make dist` writes
+    "out/*",  # written by make and the tests
+    "dist/",  # written by `make dist`
     "*<*>*",  # a placeholder: `tests/codec/test_<scheme>.py`
     "tenant/id",  # a key of a store
-    "*sqlite.py", "*sums.py",  # what recipes add
+    "*sqlite.py", "*sums.py",  # files that recipes add
 )  # fmt: skip
 
 
 def named_paths(text: str) -> list[str]:
-    """Paths in backticks: names with a slash, and names of Python files."""
+    """Return the paths in backticks: names with a slash, and names of Python files."""
     return [name for name in PATH.findall(text) if "/" in name or name.endswith(".py")]
 
 
@@ -38,7 +38,7 @@ def python_files() -> frozenset[str]:
 
 
 def exists(name: str, page: str) -> bool:
-    """Whether the tree has a path, seen from the root or from the page's folder, or any Python file of a bare name."""
+    """Return whether a path exists, relative to the root or the page's folder; a bare name may be in any folder."""
     if any(fnmatch(name, pattern) for pattern in EXCEPTIONS):
         return True
     if "/" not in name and page.endswith("/README.md"):

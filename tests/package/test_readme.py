@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and says what is true."""
+"""Test that the README's Python runs, and that its figures are those of the committed runs."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_figures_of_the_real_model_are_those_of_the_committed_run() -> None:
         assert cells[1] == f"{size or quality[key[0]]['bits_per_value']:.2f}", cells[0]
     for cells, key in zip(rows("baseline", page), expected, strict=True):
         assert cells[1:] == expected[key], cells[0]
-    # What FP8 costs, cuvee has for so many bits.
+    # The bits per value at which cuvee has the KL of FP8.
     bits = [8 / ratio(kind, "fp8-e4m3", ours, "fp8-e4m3")["ratio"] for kind in kinds]
     assert f"{min(bits):.1f} to {max(bits):.1f} bits per" in README.replace("\n", " ")
     assert report["seconds"] < 3600 and "an hour on two cores" in README
@@ -228,7 +228,7 @@ def test_security_names_what_exists() -> None:
 
 
 def rows(heading: str, text: str = RESULTS) -> list[list[str]]:
-    """The cells of the table whose first cell is `heading`; by default, of the page of results."""
+    """Return the cells of the table whose first cell is `heading`, by default on the page of results."""
     table = text[text.index(f"| {heading} |") :].split("\n\n", maxsplit=1)[0]
     return [[cell.strip(" *") for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 

@@ -214,7 +214,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "id": data["id"],
         "model": f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}",
         "weights": profile.model or "not recorded",
-        "learned by": profile.source,
+        "source": profile.source,
         "group": f"{profile.group}: {len(profile.sections)} sections, {_predictions(profile)}",
     }
     console = make_console()
@@ -223,7 +223,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         grid.add_row(f"[dim]{name}[/dim]", str(value))
     console.print(grid)
     if not profile.curve:
-        console.print("No curve was measured: choose a quality with --step.")
+        console.print("No curve was measured: no quality promises a KL with this profile.")
         return
     presets = make_table("quality", "KL at most", "step", "bits/value")
     for row in data["presets"]:

@@ -1,4 +1,4 @@
-"""What the commands read."""
+"""Files that the commands read."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def files(
     make_chunk: Callable[..., KVChunk],
     layouts: dict[str, KVLayout],
 ) -> Files:
-    """A cache of 150 tokens from position 20 on, and a fitted profile without a curve."""
+    """Make a cache of 150 tokens from position 20, and a fitted profile without a curve."""
     chunk = make_chunk(layouts["bfloat16"], 150, start=20)
     fitted("bfloat16", "layer").save(tmp_path / "p")
     return Files(tmp_path, tmp_path / "p", save_cache(chunk, tmp_path / "cache.safetensors"), chunk)

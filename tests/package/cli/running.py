@@ -1,4 +1,4 @@
-"""Commands in this process, and files for them."""
+"""Run commands in this process, and make files for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def run(*args: str | Path, code: int = 0, answer: str | None = None) -> Result:
 
 
 def fails(*args: str | Path, match: str) -> str:
-    """Exit code 1, nothing on standard output, one line on standard error."""
+    """Expect exit code 1, nothing on standard output, one line on standard error."""
     done = run(*args, code=1)
     assert done.stdout == "" and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.output
     assert match in done.stderr and "Traceback" not in done.stderr
@@ -29,7 +29,7 @@ def fails(*args: str | Path, match: str) -> str:
 
 
 def misused(*args: str | Path) -> str:
-    """Exit code 2, nothing on standard output; returns what stands on standard error."""
+    """Expect exit code 2 and nothing on standard output; return standard error."""
     done = run(*args, code=2)
     assert done.stdout == "" and "Traceback" not in done.stderr
     return done.stderr

@@ -1,4 +1,4 @@
-"""The command line as a whole: usage, errors, help, how it starts, and options that have moved."""
+"""Test the command line as a whole: usage, errors, help, startup, and options that have moved."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ def test_wrong_usage_is_exit_code_two(files: Files) -> None:
 def test_debug_shows_the_traceback(files: Files) -> None:
     done = RUN.invoke(app, ["--debug", "inspect", str(files.cache)])
     assert isinstance(done.exception, cuvee.FormatError)
-    fails("inspect", files.cache, match="not a cuvee blob")  # … and only where asked
+    fails("inspect", files.cache, match="not a cuvee blob")  # … and only with --debug
 
 
 def commands(command: Any, name: str = "") -> Iterator[str]:
-    """Every command that does something: "encode", "profile learn"."""
+    """Yield every command without subcommands, such as "encode" and "profile learn"."""
     if not hasattr(command, "commands"):
         yield name.strip()
     for word, below in getattr(command, "commands", {}).items():
         yield from commands(below, f"{name} {word}")
 
 
-COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-eval explains that one
+COMMANDS = sorted(set(commands(typer.main.get_command(app))) - {"eval"})  # lm-eval prints its help
 
 
 def test_the_commands() -> None:

@@ -1,4 +1,4 @@
-"""`cuvee encode` and `cuvee decode`: what they write and print, and what they refuse."""
+"""Test `cuvee encode` and `cuvee decode`: their files, output and errors."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_lossless_needs_no_profile_but_the_config(
         run("encode", cache, blob, "--config", where, "--quality", "lossless")
         run("decode", blob, tmp_path / "back", "--config", where, "--force")
         assert_same(tmp_path / "back", chunk)
-    # The default without a profile; with one it is balanced.
+    # Lossless is the default without a profile; with a profile it is balanced.
     run("encode", cache, tmp_path / "default.cuvee", "--config", tmp_path)
     assert cuvee.inspect((tmp_path / "default.cuvee").read_bytes()).scheme == "lossless"
     _warn_of_no_promise.cache_clear()
@@ -204,7 +204,7 @@ def test_a_ratio_is_that_of_the_cache_that_is_encoded(
     make_chunk: Callable[..., KVChunk],
     fitted: Callable[[str, str], Profile],
 ) -> None:
-    """Not that of the dtype in which the profile was learned."""
+    """The dtype in which the profile was learned does not matter."""
     points = [CurvePoint(64 * k, 4.0 - k, 1e-2 * 4.0**k) for k in range(-4, 2)]
     for learned, saved in (("bfloat16", "float32"), ("float32", "bfloat16")):
         known = fitted("bfloat16", "layer")

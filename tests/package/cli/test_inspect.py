@@ -1,4 +1,4 @@
-"""`cuvee inspect`."""
+"""Test `cuvee inspect`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What commands have in common."""
+"""Test the options that commands share."""
 
 from __future__ import annotations
 

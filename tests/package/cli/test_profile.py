@@ -1,4 +1,4 @@
-"""`cuvee profile`: what is learned from which texts, and what a profile says of itself."""
+"""Test `cuvee profile`: learning from texts and mixtures, and showing a profile."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_profile_show(files: Files) -> None:
 
 
 def test_ratios_are_those_of_a_16_bit_cache(tmp_path: Path, books: Any) -> None:
-    """Learned on a CPU, and so in float32."""
+    """The profile was learned on a CPU and therefore in float32."""
     assert books.profile.layout.dtype == "float32"
     books.profile.save(tmp_path / "p")
     data = json.loads(run("profile", "show", tmp_path / "p", "--json").stdout)
@@ -39,7 +39,7 @@ def test_ratios_are_those_of_a_16_bit_cache(tmp_path: Path, books: Any) -> None:
 
 
 def test_under_torchrun_no_gpu_can_be_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """All processes would compute on one, while NCCL adds up what lies on their own."""
+    """All processes would compute on one GPU, while NCCL sums tensors on their own GPUs."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
     options = ("-o", tmp_path / "p", "--device", "cuda:1")
     fails("profile", "learn", bundled_model_path(), *options, match="--device: must be cuda under torchrun")
@@ -67,7 +67,7 @@ def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any
 
 
 def test_a_profile_is_learned_without_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the mixture and a text of one's own, kind by kind."""
+    """Learn from the mixture and an added text, kind by kind."""
     monkeypatch.setattr("cuvee.codec.learning.curve.CURVE_STEP_INDICES", (-256, -128, 0))  # a few, for speed
     (tmp_path / "own.txt").write_text("It rained. " * 300)
     out = tmp_path / "profile"
@@ -102,7 +102,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
         run(*learn, "-o", tmp_path / f"p{next(number)}", *options)
         return calls[-1]
 
-    # The default: the mixture, whose kinds an added one of the same name replaces.
+    # The default is the mixture; an added kind replaces one of the same name.
     tokens, group, arguments = learned("--sequences", "40", "--text", tmp_path / "prose", "--text", tmp_path / "a=b")
     assert list(tokens) == [*KINDS, "a=b"] and group == "auto"
     defaults = {"prefix": None, "batch_size": 4, "seed": 0, "flops": None, "distributed": False}
@@ -118,7 +118,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     assert (group, arguments["flops"], arguments["prefix"], arguments["dtype"]) == (
         "layers:2", 4096.0, 40, torch.bfloat16,
     )  # fmt: skip
-    # Texts take the mixture's place, as one kind.
+    # Texts replace the mixture, as one kind.
     tokens, _, _ = learned(tmp_path / "prose", "--sequences", "12")
     assert tokens.shape == (12, 64)
     for bad, match in (
@@ -128,7 +128,7 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
         (("--text", f"{tmp_path / 'none'}=1"), "no such text"),
     ):
         fails(*learn, "-o", tmp_path / "q", *bad, match=match)
-    # Before a model is looked for.
+    # These fail before a model is looked for.
     missing = ("profile", "learn", tmp_path / "none", "-o", tmp_path / "q")
     few = run(*missing, "--sequences", "23", "--length", "64", code=1)
     assert few.stderr.endswith("error: sequences must be at least 24 and length 8, got 23 and 64\n")
