@@ -56,3 +56,16 @@ def test_stale_paths_are_found() -> None:
     text = "`codec/cpu.py`, `codec/`, `nowhere.py`, `a b/c`, `file:///var/x`, `out/site` and ```codec/none.py```"
     assert named_paths(text) == ["codec/cpu.py", "codec/", "nowhere.py", "out/site"]
     assert [name for name in named_paths(text) if not exists(name, "README.md")] == ["codec/cpu.py", "nowhere.py"]
+
+
+def test_the_picture_of_data_flow_names_files_and_definitions_that_exist() -> None:
+    """Names in it are those with an underscore or with two capitals."""
+    text = (ROOT / "docs" / "concepts" / "data-flow.md").read_text(encoding="utf-8")
+    picture = text.split("```\n")[1]
+    files = re.findall(r"\w+(?:/\w+)*/(?:\w+\.py)?", picture)
+    assert len(files) > 10 and [name for name in files if not (ROOT / name).exists()] == []
+    names = set(re.findall(r"\b(?:[A-Z][a-z]+){2,}\b|\b[a-z]+_[a-z]+\b", picture.translate({ord("/"): " /"})))
+    names -= {Path(name).stem for name in files}
+    sources = "\n".join(path.read_text(encoding="utf-8") for room in ROOMS[:4] for path in (ROOT / room).rglob("*.py"))
+    assert len(names) > 15
+    assert [name for name in sorted(names) if not re.search(rf"(?:class|def) {name}\b", sources)] == []
