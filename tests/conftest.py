@@ -32,7 +32,7 @@ LONGEST = (
     "eval/report/test_report", "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate",
     "kernels/test_backend", "eval/bench/test_engine", "eval/blending/test_report", "kernels/test_hostile",
     "eval/test_tasks", "integrations/vllm/test_docs", "kernels/test_launches", "fuzz/test_soak",
-    "integrations/vllm/test_pages", "package/test_docs", "codec/test_together",
+    "integrations/vllm/test_pages", "package/test_docs", "codec/test_distributed",
 )  # fmt: skip
 
 _SMALL: dict[str, Any] = {

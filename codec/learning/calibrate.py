@@ -15,7 +15,13 @@ from cuvee.codec.entropy.family import step_value
 from cuvee.codec.errors import InputError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.curve import MEASURE_BATCH, by_kind, default_step_indices, measure_curve, round_trip
-from cuvee.codec.learning.distributed import Alone, Processes, Together, agreeing, same_everywhere
+from cuvee.codec.learning.distributed import (
+    ProcessGroup,
+    SingleProcess,
+    TorchProcessGroup,
+    check_same_arguments,
+    raise_on_all_ranks,
+)
 from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SINKS, Moments, add_sample, need_tokens, new_moments
@@ -92,19 +98,19 @@ def calibrate(
         >>> profile.source, len(profile.learned)
         ('calibrated', 2)
     """
-    together: Together = Processes() if distributed else Alone()
-    with agreeing(together, "reading the model"):
+    processes: ProcessGroup = TorchProcessGroup() if distributed else SingleProcess()
+    with raise_on_all_ranks(processes, "reading the model"):
         fingerprint = model_fingerprint(model)
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
     arguments = {
-        "the model's fingerprint": fingerprint, "group": group, "prefix": prefix,
+        "model": fingerprint, "group": group, "prefix": prefix,
         "batch_size": batch_size, "seed": seed, "flops": flops,
     }  # fmt: skip
-    same_everywhere(together, arguments)
-    token_ids = together.from_first(token_ids)
-    progress = progress and together.rank == 0
+    check_same_arguments(processes, arguments)
+    token_ids = processes.broadcast(token_ids)
+    progress = progress and processes.rank == 0
     learning, testing = [], {}
-    with agreeing(together, "preparing"):
+    with raise_on_all_ranks(processes, "preparing"):
         for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
             held_out = held_out_count(len(tokens))
             if len(tokens) <= held_out:
@@ -116,28 +122,28 @@ def calibrate(
         if group == "auto":
             budget = flops or (CPU_FLOPS if model.device.type == "cpu" else GPU_FLOPS)
             group, why = choose_group(layout, seen, budget)
-            if together.rank == 0:
+            if processes.rank == 0:
                 _log.info("group=%r: %s", group, why)
-    group = together.from_first(group)  # another rank's device may have another budget
-    with agreeing(together, "calibrating"):
+    group = processes.broadcast(group)  # another rank's device may have another budget
+    with raise_on_all_ranks(processes, "calibrating"):
         need_tokens(layout, group, seen)
-        moments = new_moments(layout, group, together.size, _device_of_moments(model, layout, group))
-        generator = torch.Generator().manual_seed(seed + together.rank)
+        moments = new_moments(layout, group, processes.size, _device_of_moments(model, layout, group))
+        generator = torch.Generator().manual_seed(seed + processes.rank)
         with frozen(model):
-            for batch, cached in tracked(learning[together.rank :: together.size], "calibrating", progress):
+            for batch, cached in tracked(learning[processes.rank :: processes.size], "calibrating", progress):
                 sample = sample_gradients(model, batch.to(model.device), cached, generator)
                 add_sample(moments, layout, sample, cached)
-    together.add_up(moments)
+    processes.all_reduce(moments)
     profile = None
-    with agreeing(together, "building the profile"):
-        if together.rank == 0:  # elsewhere arithmetic may differ in the last bit
+    with raise_on_all_ranks(processes, "building the profile"):
+        if processes.rank == 0:  # elsewhere arithmetic may differ in the last bit
             profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint)
-    profile = cast(Profile, together.from_first(profile))
+    profile = cast(Profile, processes.broadcast(profile))
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
     return profile.with_curve(
         measure_curve(
             profile, model, measured, prefix=prefix, step_indices=None, batch_size=MEASURE_BATCH, progress=progress,
-            together=together,
+            processes=processes,
         )
     )  # fmt: skip
 

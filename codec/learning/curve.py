@@ -14,7 +14,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.entropy.family import OCTAVE, finest_step_index, step_value
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.learning.distributed import Alone, Together, agreeing
+from cuvee.codec.learning.distributed import ProcessGroup, SingleProcess, raise_on_all_ranks
 from cuvee.codec.learning.divergence import compare, stderr
 from cuvee.codec.learning.learned_sections import MIN_STEP_INDEX
 from cuvee.codec.learning.progress import tracked
@@ -50,10 +50,10 @@ def measure_curve(
     step_indices: Iterable[int] | None,
     batch_size: int,
     progress: bool,
-    together: Together,
+    processes: ProcessGroup,
 ) -> list[CurvePoint]:
-    """The points of `measure`, with the work shared by several processes."""
-    with agreeing(together, "measuring"):
+    """Measure the points of `measure`, with the work split between processes."""
+    with raise_on_all_ranks(processes, "measuring"):
         kinds = by_kind(model, token_ids, prefix)
         layout = KVLayout.from_config(model.config, dtype=model.dtype)
         profile.check_layout(layout)
@@ -65,7 +65,7 @@ def measure_curve(
         tallies |= {kind: {step_index: _Tally() for step_index in codecs} for kind in kinds}
         work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
         with frozen(model), torch.no_grad():
-            for kind, batch, cached in tracked(work[together.rank :: together.size], "measuring", progress):
+            for kind, batch, cached in tracked(work[processes.rank :: processes.size], "measuring", progress):
                 tokens = batch.to(model.device)
                 chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
                 exact = score(model, chunks, rest)
@@ -75,7 +75,7 @@ def measure_curve(
                     for name in dict.fromkeys((None, kind)):
                         tallies[name][step_index].add(coded, exact, other, rest[:, 1:])
     return [
-        _Tally.joined(together.gather(tally)).point(step_index, kind)
+        _Tally.merged(processes.all_gather(tally)).point(step_index, kind)
         for kind, own in tallies.items()
         for step_index, tally in own.items()
     ]
@@ -144,13 +144,13 @@ class _Tally:
             kept.extend(new)
 
     @classmethod
-    def joined(cls, tallies: Iterable[_Tally]) -> _Tally:
-        """Those of several processes as one."""
-        whole = cls()
+    def merged(cls, tallies: Iterable[_Tally]) -> _Tally:
+        """Return the tallies of several processes as one."""
+        merged = cls()
         for tally in tallies:
             for name in cls.__slots__:
-                getattr(whole, name).extend(getattr(tally, name))
-        return whole
+                getattr(merged, name).extend(getattr(tally, name))
+        return merged
 
     def point(self, step_index: int, kind: str | None) -> CurvePoint:
         return CurvePoint(
@@ -195,6 +195,6 @@ def measure(
     """
     points = measure_curve(
         profile, model, token_ids, prefix=prefix, step_indices=step_indices, batch_size=batch_size, progress=progress,
-        together=Alone(),
+        processes=SingleProcess(),
     )  # fmt: skip
     return profile.with_curve(points)

@@ -1,9 +1,10 @@
-"""How several processes learn one profile together: they split the sequences, and exchange what they measure.
+"""Collective operations for learning one profile in several processes.
 
-Second moments are sums, so they are added up. Samples and measurements are gathered. What may come out otherwise on
-another device is decided by rank 0, and all take its profile. A process does its own work within `agreeing`: if that
-fails, all of them raise, and none waits for what never comes. They are the processes of PyTorch's default group, as
-`torchrun` starts them and `torch.distributed.init_process_group` joins them.
+The processes split the sequences and exchange what they measure: second moments are added up, samples and measurements
+are gathered. Rank 0 makes every decision that could differ on another device, and all processes take its profile. Each
+process does its own work inside `raise_on_all_ranks`: if one process fails there, all of them raise, so none waits for
+a message that never comes. The processes are those of PyTorch's default group, started by `torchrun` and joined by
+`torch.distributed.init_process_group`.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Together(Protocol):
-    """What calibration needs of the processes that take part in it."""
+class ProcessGroup(Protocol):
+    """The processes that calibrate one profile. Every process must call each method, in the same order."""
 
     @property
     def rank(self) -> int:
@@ -33,134 +34,135 @@ class Together(Protocol):
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """The number of processes."""
         ...
 
-    def gather(self, own: T) -> list[T]:
-        """What every process gave, by rank. Every process must call this."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank."""
         ...
 
-    def from_first(self, own: T) -> T:
-        """What rank 0 gave."""
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
         ...
 
-    def add_up(self, moments: list[Moments]) -> None:
-        """Replace the sums and the sample of each process by those of all, in place."""
+    def all_reduce(self, moments: list[Moments]) -> None:
+        """Replace the sums and samples of each process by those of all processes, in place."""
         ...
 
 
-class Alone:
-    """A process on its own."""
+class SingleProcess:
+    """A group of one process."""
 
     rank, size = 0, 1
 
-    def gather(self, own: T) -> list[T]:
-        """The only one."""
-        return [own]
+    def all_gather(self, value: T) -> list[T]:
+        """Return a list of the one value."""
+        return [value]
 
-    def from_first(self, own: T) -> T:
-        """The only one."""
-        return own
+    def broadcast(self, value: T) -> T:
+        """Return the value."""
+        return value
 
-    def add_up(self, moments: list[Moments]) -> None:
-        """Do nothing: there is nothing to add."""
+    def all_reduce(self, moments: list[Moments]) -> None:
+        """Do nothing: the sums are complete."""
 
 
-class Processes:
-    """All processes of PyTorch's default group.
+class TorchProcessGroup:
+    """PyTorch's default process group.
 
     Raises:
-        InputError: there is no such group.
+        InputError: the group is not initialized.
     """
 
     def __init__(self) -> None:
         if not (distributed.is_available() and distributed.is_initialized()):
             raise InputError(
-                "distributed=True needs a process group: start the script with torchrun, and call "
+                "distributed: must be called within a process group: start the script with torchrun, and call "
                 "torch.distributed.init_process_group() first"
             )
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
-        # NCCL only adds up what lies on GPUs.
+        # NCCL only reduces tensors on GPUs.
         on_gpu = "nccl" in distributed.get_backend()
         self._device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else None
 
-    def gather(self, own: T) -> list[T]:
-        """What every process gave, by rank."""
-        everything: list[Any] = [None] * self.size
-        distributed.all_gather_object(everything, own)
-        return everything
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all processes, by rank."""
+        values: list[Any] = [None] * self.size
+        distributed.all_gather_object(values, value)
+        return values
 
-    def from_first(self, own: T) -> T:
-        """What rank 0 gave."""
-        held: list[Any] = [own if self.rank == 0 else None]
-        distributed.broadcast_object_list(held, src=0)
-        return held[0]  # type: ignore[no-any-return]
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0."""
+        values: list[Any] = [value if self.rank == 0 else None]
+        distributed.broadcast_object_list(values, src=0)
+        return values[0]  # type: ignore[no-any-return]
 
-    def add_up(self, moments: list[Moments]) -> None:
-        """Add up the sums of all processes. They first need a common origin, which is the mean of their origins."""
-        with agreeing(self, "adding up"):
+    def all_reduce(self, moments: list[Moments]) -> None:
+        """Add up the sums of all processes, after moving them to a common origin: the mean of their origins."""
+        with raise_on_all_ranks(self, "adding up"):
             counts = [section.total.new_tensor([section.count]) for section in moments]
             origins = [section.origin.double() * count for section, count in zip(moments, counts, strict=True)]
         for sums in (*counts, *origins):
             self._sum(sums)
-        with agreeing(self, "adding up"):
+        with raise_on_all_ranks(self, "adding up"):
             for section, count, origin in zip(moments, counts, origins, strict=True):
                 section.move_origin((origin / count.clamp_min(1)).float())
                 section.count = round(float(count))
         for section in moments:
             for sums in (section.total, section.sink_total, section.sink_count, *section.products, *section.metrics):
                 self._sum(sums)
-            section.sample = [run for runs in self.gather(section.sample) for run in runs]
+            section.sample = [run for runs in self.all_gather(section.sample) for run in runs]
 
-    def _sum(self, own: torch.Tensor) -> None:
-        if self._device is None or own.device == self._device:
-            distributed.all_reduce(own)
+    def _sum(self, tensor: torch.Tensor) -> None:
+        if self._device is None or tensor.device == self._device:
+            distributed.all_reduce(tensor)
             return
-        there = own.to(self._device)
-        distributed.all_reduce(there)
-        own.copy_(there)
+        on_gpu = tensor.to(self._device)
+        distributed.all_reduce(on_gpu)
+        tensor.copy_(on_gpu)
 
 
 @contextmanager
-def agreeing(together: Together, what: str) -> Iterator[None]:
-    """Do this process' own work in this block, and learn at its end whether all others did theirs.
+def raise_on_all_ranks(processes: ProcessGroup, task: str) -> Iterator[None]:
+    """Run this process's own work in the block; at its end, raise in every process if the work failed in any.
 
-    Every process must come to it, in the same order. Nothing may be exchanged within the block, because a process that
-    fails leaves it at once.
+    All processes must enter the block, in the same order. The block must not communicate, because a process that fails
+    leaves it at once.
 
     Args:
-        together: the processes.
-        what: they do, for the message.
+        processes: the group.
+        task: the name of the work, for the message.
 
     Raises:
-        ProfileError: another process failed; the message names its rank and says why. One that failed itself raises its
-            own error.
+        ProfileError: another process failed; the message names its rank and its error. A process that failed itself
+            raises its own error.
     """
     try:
         yield
     except Exception as error:
-        together.gather(f"{type(error).__name__}: {error}")
-        if together.size > 1:
-            error.add_note(f"in the process of rank {together.rank} of {together.size}, while {what}")
+        processes.all_gather(f"{type(error).__name__}: {error}")
+        if processes.size > 1:
+            error.add_note(f"in the process of rank {processes.rank} of {processes.size}, while {task}")
         raise
-    for rank, failure in enumerate(together.gather("")):
+    for rank, failure in enumerate(processes.all_gather("")):
         if failure:
             raise ProfileError(
-                f"distributed: the process of rank {rank} failed while {what} ({failure:.500}), so none has a profile; "
-                "mend that and start all processes anew"
+                f"distributed: the process of rank {rank} failed while {task} ({failure:.500}), so no process has a "
+                "profile; fix the cause and restart all processes"
             )
 
 
-def same_everywhere(together: Together, arguments: Mapping[str, object]) -> None:
+def check_same_arguments(processes: ProcessGroup, arguments: Mapping[str, object]) -> None:
     """Check that all processes were called with the same arguments.
 
     Raises:
-        InputError: one was not. It is raised in every process.
+        InputError: an argument differs. Every process raises it.
     """
-    told = together.gather(arguments)
-    for rank, theirs in enumerate(told):
-        for name, first in told[0].items():
-            if theirs[name] != first:
+    by_rank = processes.all_gather(arguments)
+    for rank, others in enumerate(by_rank):
+        for name, first in by_rank[0].items():
+            if others[name] != first:
                 raise InputError(
-                    f"{name} is {theirs[name]!r} in the process of rank {rank}, {first!r} in that of rank 0"
+                    f"{name}: must be the same in all processes, got {others[name]!r} in rank {rank} and {first!r} in "
+                    "rank 0"
                 )

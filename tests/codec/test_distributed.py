@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.codec.learn_together import FAILURES, small_model, some_moments, tokens
+from tests.codec.learn_distributed import FAILURES, small_model, some_moments, tokens
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import _device_of_moments, calibrate
-from cuvee.codec.learning.distributed import Alone, agreeing
+from cuvee.codec.learning.distributed import SingleProcess, raise_on_all_ranks
 from cuvee.codec.models.forward import score
 from cuvee.codec.profiles.profile import Profile
 
@@ -27,8 +27,8 @@ PROCESSES = 3
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three processes wrote."""
-    folder = tmp_path_factory.mktemp("together")
-    script = Path(__file__).parent / "learn_together.py"
+    folder = tmp_path_factory.mktemp("processes")
+    script = Path(__file__).parent / "learn_distributed.py"
     ran = subprocess.run(
         [sys.executable, str(script), str(folder), str(PROCESSES)],
         capture_output=True, text=True, timeout=300, check=False,
@@ -64,7 +64,7 @@ def test_all_get_one_profile_which_is_about_that_of_one_process(folder: Path) ->
 def test_arguments_that_differ_are_refused_in_every_process(folder: Path) -> None:
     for rank in range(PROCESSES):
         refused = json.loads((folder / f"refused-{rank}.json").read_text())
-        assert refused == "group is 'layer' in the process of rank 1, 'head' in that of rank 0"
+        assert refused == "group: must be the same in all processes, got 'layer' in rank 1 and 'head' in rank 0"
 
 
 def test_the_first_process_chooses_the_group_for_all(folder: Path) -> None:
@@ -88,8 +88,8 @@ def test_all_processes_end_if_one_fails(folder: Path, where: str) -> None:
             assert message.startswith(f"distributed: the process of rank {failing} failed while {where} {cause}")
 
 
-def test_alone_an_error_is_as_it_was() -> None:
-    with pytest.raises(RuntimeError, match="mine") as caught, agreeing(Alone(), "calibrating"):
+def test_a_single_process_raises_its_error_unchanged() -> None:
+    with pytest.raises(RuntimeError, match="mine") as caught, raise_on_all_ranks(SingleProcess(), "calibrating"):
         raise RuntimeError("mine")
     assert not hasattr(caught.value, "__notes__")
 

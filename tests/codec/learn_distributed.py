@@ -1,4 +1,4 @@
-"""What `tests/codec/test_together.py` runs: `learn_together.py FOLDER PROCESSES`.
+"""What `tests/codec/test_distributed.py` runs: `learn_distributed.py FOLDER PROCESSES`.
 
 The processes are forked once everything is imported, which takes longer than all they do. torchrun is tested with the
 command.
@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning import calibrate, curve
-from cuvee.codec.learning.distributed import Processes
+from cuvee.codec.learning.distributed import TorchProcessGroup
 from cuvee.codec.learning.moments import Moments
 from cuvee.codec.stages.reference.transform import partition
 
@@ -104,29 +104,29 @@ def learn(folder: Path, rank: int, processes: int) -> None:
     distributed.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=60)
     )
-    together = Processes()
+    processes = TorchProcessGroup()
     model = small_model()
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
     # Three processes, nine runs; the last process has none.
-    moments = some_moments(layout, slice(together.rank, 9, 2) if together.rank < 2 else slice(0))
-    together.add_up([moments])
+    moments = some_moments(layout, slice(processes.rank, 9, 2) if processes.rank < 2 else slice(0))
+    processes.all_reduce([moments])
     torch.save(
         {
             "count": moments.count, "mean": moments.mean(), "covariances": moments.covariances(),
             "metrics": moments.loss_metrics(), "sinks": moments.sink_total, "sink_count": moments.sink_count,
             "sample": sum(len(run) for _, run, _ in moments.sample),
         },
-        folder / f"moments-{together.rank}.pt",
+        folder / f"moments-{processes.rank}.pt",
     )  # fmt: skip
     # Only the first process' sequences count.
-    own = tokens() if together.rank == 0 else tokens()[:4]
+    own = tokens() if processes.rank == 0 else tokens()[:4]
     profile = calibrate.calibrate(model, own, "layer", progress=False, distributed=True)
-    profile.save(folder / f"profile-{together.rank}.safetensors")
-    refused = refusal(group="layer" if together.rank else "head")
-    (folder / f"refused-{together.rank}.json").write_text(json.dumps(refused))
+    profile.save(folder / f"profile-{processes.rank}.safetensors")
+    refused = refusal(group="layer" if processes.rank else "head")
+    (folder / f"refused-{processes.rank}.json").write_text(json.dumps(refused))
     chosen = auto(rank)
     failed = {where: failure(rank, where) for where in FAILURES}
-    (folder / f"ended-{together.rank}.json").write_text(json.dumps({"group": chosen, "failed": failed}))
+    (folder / f"ended-{processes.rank}.json").write_text(json.dumps({"group": chosen, "failed": failed}))
     distributed.destroy_process_group()
 
 
