@@ -2,11 +2,11 @@
 
     cache.layers[l].keys [B, H, T, D]  --row b, tokens t0..t1-->  KVChunk [T, H, D] views  --codec-->  blob
 
-On a device that the codec serves, nothing is copied to the CPU, and all chunks of all rows are coded in one go. There
-the cache is treated as a `PagedCache` of B blocks: slot b * T + t is column t of row b.
+On a device that the codec serves, nothing is copied to the CPU, and all chunks of all rows are coded in one call. The
+cache is then treated as a `PagedCache` of B blocks: slot b * T + t is column t of row b.
 
 A list of blobs is row-major: all chunks of row 0 in order, then those of row 1, and so on. The first chunk of each row
-starts at position 0, which is how `decode_cache` tells the rows apart. The blobs themselves know nothing of the batch.
+starts at position 0, which is how `decode_cache` tells the rows apart. The blobs do not record the batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     Cache,
     DynamicCache,
@@ -38,7 +38,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
 
-# Compared as exact types: subclasses keep further state (quantized, indexed, recurrent) beside keys and values.
+# Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
@@ -50,7 +50,7 @@ def encode_cache(
     attention_mask: torch.Tensor | None = None,
     associated_data: Sequence[bytes] | None = None,
 ) -> list[bytes]:
-    """Compress a transformers cache: on its own device if the codec serves that one, else a copy of it on the CPU.
+    """Compress a transformers cache, on its own device if the codec serves it, else from a copy on the CPU.
 
         >>> import cuvee
         >>> from transformers import LlamaConfig
@@ -60,34 +60,37 @@ def encode_cache(
         >>> for layer in range(2):
         ...     _ = cache.update(*torch.randn(2, 1, 2, 300, 16).bfloat16(), layer)
         >>> blobs = encode_cache(codec, cache)
-        >>> len(blobs)  # 256 tokens, and the other 44
+        >>> len(blobs)  # 256 tokens, then 44
         2
         >>> again = decode_cache(codec, blobs, config)
         >>> torch.equal(again.layers[1].keys, cache.layers[1].keys)
         True
 
     Args:
-        codec: whose profile belongs to the model. The cache may have another dtype than the profile.
+        codec: a codec whose profile belongs to the model. The dtypes of cache and profile may differ.
         cache: `DynamicCache` or `StaticCache`, keys and values [B, H, T, D] per layer, from position 0 on.
         chunk_tokens: tokens per blob. The last blob of a row may hold fewer.
-        attention_mask: [B, T], needed for a left-padded batch. Padding is not stored. Positions must count from the
-            first real token of each row, as `generate` counts them. A plain forward call counts columns instead,
+        attention_mask: [B, T] of a left-padded batch, which needs one. Padding is not stored. Positions must count from
+            the first real token of each row, as `generate` counts them. A plain forward call counts columns instead,
             unless it is given `position_ids`.
-        associated_data: for a codec with a key, what the blobs of each row are bound to, such as the name under which
-            they are stored (see `Codec.encode`); B entries. `decode_cache` has to be given the same.
+        associated_data: for a codec with a key, the bytes that the blobs of each row are bound to, such as their name
+            in a store (see `Codec.encode`); B entries. `decode_cache` needs the same entries.
 
     Returns:
         Blobs, row by row, each row in token order.
 
     Raises:
-        InputError: the cache is empty or its shapes are not those of the profile's layout; the mask is not left
-            padding; `associated_data` has another number of entries than the cache has rows, or the codec has no key.
+        InputError: the cache is empty or its shapes differ from the profile's layout; the mask is not left padding, or
+            is missing although rows begin with padding; `associated_data` does not have one entry per row, or the codec
+            has no key.
         UnsupportedModelError: a sliding-window layer has dropped tokens, or a layer holds no plain keys and values.
     """
     tensors = _plain_tensors(cache)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
     paddings = _paddings(attention_mask, rows, width)
+    if attention_mask is None and layout.layers[0].rope is not None:
+        _check_unpadded(tensors[0][0])
     bound = _bound_rows(associated_data, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not codec.on_device(*devices):
@@ -98,7 +101,7 @@ def encode_cache(
 def decode_cache(
     codec: Codec,
     blobs: Sequence[bytes],
-    model: Any,
+    model: PreTrainedModel | PreTrainedConfig,
     device: torch.device | str | None = None,
     *,
     attention_mask: torch.Tensor | None = None,
@@ -117,31 +120,31 @@ def decode_cache(
         300
 
     A new row begins with each chunk that starts at position 0. All rows must hold the same number of tokens, or, with
-    a mask, exactly the unmasked ones. If whole rows are missing, or the last blobs of a single row, the result is a
-    smaller cache and not an error. Pass the mask (all ones) if that has to be noticed.
+    a mask, as many tokens as their row of the mask has ones. Without a mask, missing rows or missing last blobs of a
+    single row give a smaller cache and no error. To detect them, pass a mask, all ones if nothing is padded.
 
     Args:
         codec: a codec with the profile that the blobs were made with.
         blobs: the list, in the order in which `encode_cache` returned it.
-        model: the transformers model, or its configuration. Sliding-window layers keep what the model itself would
-            keep.
-        device: where the cache goes; None: the CPU. On a device that the codec serves, all blobs are decoded there in
-            one go. For another, they are decoded on the CPU and copied.
-        attention_mask: [B, T] of a left-padded batch. Padded columns are filled with zeros.
-        max_tokens: refuse to rebuild more than B * T tokens, padding included, since small blobs may claim a huge
-            cache. If blobs come from others, give what you expect. None means no limit.
-        associated_data: what the blobs of each row were bound to when they were encoded; B entries.
+        model: the transformers model, or its configuration. Sliding-window layers keep the tokens that the model itself
+            would keep.
+        device: the device of the cache; None: the CPU. On a device that the codec serves, all blobs are decoded there
+            in one call. For other devices, they are decoded on the CPU and copied.
+        attention_mask: [B, T] of a left-padded batch, as given to `encode_cache`. Padded columns are filled with zeros.
+        max_tokens: the most tokens to rebuild, B * T with padding, since small blobs may claim a huge cache. For blobs
+            of others, give the size that you expect. None means no limit.
+        associated_data: the bytes that the blobs of each row were bound to by `encode_cache`; B entries.
 
     Returns:
-        `DynamicCache` in the dtype of the cache that was encoded.
+        `DynamicCache` in the dtype of the encoded cache.
 
     Raises:
         InputError: there are no blobs, or some are missing, repeated or out of order (the message names the index);
-            they hold more than `max_tokens`; the number of entries of `associated_data` is not the number of rows, or
-            the codec has no key.
+            the rows have different lengths and there is no mask, or it does not match them; the blobs hold more than
+            `max_tokens`; `associated_data` does not have one entry per row, or the codec has no key.
         OutOfMemoryError: the cache cannot be allocated.
-        ProfileMismatchError: `model` is another one than the profile's, or a blob decodes to another layout.
-        FormatError, VersionError, CorruptError: a blob is damaged, or bound to something else.
+        ProfileMismatchError: `model` is not the profile's model, or a blob decodes to another layout.
+        FormatError, VersionError, CorruptError: a blob is damaged, or bound to other data.
         KeyMismatchError: a blob has the tag of another key, or only one of blob and codec has a key.
     """
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
@@ -167,7 +170,7 @@ def save_cache(
     row: int | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> None:
-    """Save one sequence of a cache in a file, uncompressed, as `cuvee encode` reads it.
+    """Save one sequence of a cache, uncompressed, to the file format that `cuvee encode` reads.
 
         >>> from transformers import LlamaConfig
         >>> config = LlamaConfig(num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2)
@@ -180,19 +183,19 @@ def save_cache(
 
     Args:
         cache: as for `encode_cache`.
-        path: of the file, which is replaced as a whole.
-        row: which sequence of a batch. A cache of one sequence needs none.
+        path: path of the file, which is replaced atomically.
+        row: index of the sequence in a batch; not needed for a cache of one sequence.
         attention_mask: `[B, T]` of a left-padded batch. Padding is not saved.
 
     Raises:
-        InputError: a batch without `row`, a row that there is not, an empty cache, or a mask that is not left padding.
+        InputError: a batch without `row`, a `row` out of range, an empty cache, or a mask that is not left padding.
         UnsupportedModelError: as for `encode_cache`.
-        OSError: the file cannot be written; nothing is left of it then.
+        OSError: the file cannot be written; no partial file is left.
     """
     tensors = _plain_tensors(cache)
     rows, _, width, _ = tensors[0][0].shape
     if row is None and rows != 1:
-        raise InputError(f"row: the cache holds {rows} sequences and a file one: save each with row=")
+        raise InputError(f"row: must be given for a cache of {rows} sequences, since a file holds one: save each row")
     at = 0 if row is None else row
     if type(at) is not int or not 0 <= at < rows:
         raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
@@ -204,7 +207,11 @@ def save_cache(
     )
 
 
-def load_cache(path: str | os.PathLike[str], model: Any, device: torch.device | str | None = None) -> DynamicCache:
+def load_cache(
+    path: str | os.PathLike[str],
+    model: PreTrainedModel | PreTrainedConfig,
+    device: torch.device | str | None = None,
+) -> DynamicCache:
     """Load a cache that `save_cache` or `cuvee decode` wrote.
 
         >>> from transformers import LlamaConfig
@@ -216,43 +223,43 @@ def load_cache(path: str | os.PathLike[str], model: Any, device: torch.device | 
         300
 
     Args:
-        path: of the file.
-        model: whose cache it is, or its configuration.
-        device: where the cache goes. None: the CPU.
+        path: path of the file.
+        model: the transformers model that the cache belongs to, or its configuration.
+        device: the device of the cache; None: the CPU.
 
     Returns:
-        a cache of one sequence, in the file's dtype.
+        A cache of one sequence, in the file's dtype.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        FormatError: it is not a safetensors file.
-        InputError: it holds no cache of this model, or one that begins behind position 0.
+        FileNotFoundError: the file does not exist.
+        FormatError: the file is not a safetensors file.
+        InputError: the file holds no cache of this model, or one that does not begin at position 0.
     """
     config = _config_of(model)
     layout = KVLayout.from_config(config.get_text_config(decoder=True), dtype=cache_file_dtype(path))
     chunk = read_cache_file(path, layout)
     if chunk.start:
-        raise InputError(f"{path}: begins at position {chunk.start}; a cache of transformers begins at 0")
-    cache, place = DynamicCache(config=config), "cpu" if device is None else device
+        raise InputError(f"{path}: must begin at position 0 for a transformers cache, got {chunk.start}")
+    cache, target = DynamicCache(config=config), "cpu" if device is None else device
     for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
-        cache.update(keys.transpose(0, 1)[None].to(place), values.transpose(0, 1)[None].to(place), layer)
+        cache.update(keys.transpose(0, 1)[None].to(target), values.transpose(0, 1)[None].to(target), layer)
     return cache
 
 
 def chunks_from_cache(
     cache: Cache, layout: KVLayout, chunk_tokens: int = 256, row: int = 0, padding: int = 0
 ) -> list[KVChunk]:
-    """One row of a cache as chunks of at most `chunk_tokens` tokens, in order (views, no copies).
+    """Split one row of a cache into chunks of at most `chunk_tokens` tokens, in order (views, no copies).
 
     Args:
         cache: as for `encode_cache`.
         layout: layout of the model.
         chunk_tokens: tokens per chunk. The last may hold fewer.
         row: index into the batch.
-        padding: how many leading columns to skip. The column after them is position 0.
+        padding: number of leading columns to skip. The next column is position 0.
 
     Raises:
-        InputError, UnsupportedModelError: as for `encode_cache`; also a row or padding that is out of range.
+        InputError, UnsupportedModelError: as for `encode_cache`; also if `row` or `padding` is out of range.
     """
     return _row_chunks(_plain_tensors(cache), layout, chunk_tokens, row, padding)
 
@@ -265,7 +272,7 @@ def _encode_batch(
     paddings: list[int],
     bound: list[bytes],
 ) -> list[bytes]:
-    """Encode all chunks of all rows in one go, on their device; the blobs of each row are `bound` to its bytes."""
+    """Encode all chunks of all rows in one call, on their device, and bind the blobs of row b to `bound[b]`."""
     width = tensors[0][0].shape[2]
     all_slots = torch.arange(len(paddings) * width, device=tensors[0][0].device)
     slots, starts, associated_data = [], [], []
@@ -287,10 +294,10 @@ def _decode_batch(
     attention_mask: torch.Tensor | None,
     max_tokens: int | None,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values `[B, H, T, D]` of each layer in turn, decoded in one go on `device`."""
+    """Decode all blobs in one call on `device`; yield keys and values `[B, H, T, D]` layer by layer."""
     # Nothing is allocated before all headers agree.
-    opened = [codec.open(blob, associated_data=to) for blob, to in zip(blobs, bound, strict=True)]
-    headers = [one.header for one in opened]
+    opened = [codec.open(blob, associated_data=data) for blob, data in zip(blobs, bound, strict=True)]
+    headers = [blob.header for blob in opened]
     layout = replace(codec.profile.layout, dtype=headers[-1].dtype)
     rows = _Rows(layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens)
     places = [rows.take(index, h.layout, h.start, h.tokens) for index, h in enumerate(headers)]
@@ -313,7 +320,7 @@ def _decode_batch(
 
 
 def _bound_rows(associated_data: Sequence[bytes] | None, rows: int) -> list[bytes]:
-    """What the blobs of each row are bound to."""
+    """Return the bytes that the blobs of each row are bound to."""
     if associated_data is None:
         return [b""] * rows
     given: object = associated_data
@@ -324,23 +331,23 @@ def _bound_rows(associated_data: Sequence[bytes] | None, rows: int) -> list[byte
 
 
 def _bound_blobs(associated_data: Sequence[bytes] | None, blobs: Sequence[bytes]) -> list[bytes]:
-    """What each blob is bound to: the entry of its row."""
+    """Return the bytes that each blob is bound to: the entry of its row."""
     if associated_data is None:
         return [b""] * len(blobs)
-    # Starts may be forged. Then the tag, which covers them, does not verify.
+    # A forged start is found out later: the tag covers it and does not verify.
     begun = list(accumulate(int(read_header(blob).start == 0) for blob in blobs))
     rows = _bound_rows(associated_data, begun[-1])
     return [rows[max(count, 1) - 1] if rows else b"" for count in begun]
 
 
 class _Rows:
-    """Finds the place of each blob of a list, in order, and refuses a list that does not make whole rows.
+    """Places the blobs of a list, in order, and refuses a list that does not make whole rows.
 
     Args:
         layout: the layout that every blob must have.
         width: columns per row, if there is no mask.
         attention_mask: `[B, T]` of a left-padded batch, or None.
-        max_tokens: limit of the columns of all rows together.
+        max_tokens: limit of the columns of all rows.
 
     Attributes:
         width: columns per row.
@@ -355,88 +362,108 @@ class _Rows:
         self._masked: list[int] | None = None
         self.width = width
         if attention_mask is not None:
-            self.width = attention_mask.shape[-1]
-            self._masked = _paddings(attention_mask, attention_mask.shape[0], self.width)
+            _check_mask(attention_mask)
+            rows, self.width = attention_mask.shape
+            self._masked = _paddings(attention_mask, rows, self.width)
         self.paddings: list[int] = []
-        self._position = 0  # how many tokens of the last row have come
-        self._missing = 0  # and how many have not
+        self._position = 0  # tokens of the last row placed so far
+        self._missing = 0  # tokens of the last row still to come
 
     @property
     def count(self) -> int:
-        """How many rows have begun so far."""
+        """The number of rows begun so far."""
         return len(self.paddings)
 
     def take(self, index: int, fingerprint: bytes, start: int, tokens: int) -> tuple[int, int]:
-        """Row and first column of the next blob, number `index`. `fingerprint` is that of its layout."""
+        """Return row and first column of the next blob, number `index`, whose layout has this `fingerprint`."""
         if fingerprint != self._fingerprint:
             raise ProfileMismatchError(
-                f"blobs[{index}] has another layout than the codec's profile, or another dtype than the last blob"
+                f"blobs[{index}]: must have the layout of the codec's profile and the dtype of the last blob"
             )
         if start == 0 and not self._missing:
             if self._masked is not None and self.count == len(self._masked):
-                raise InputError(f"blobs[{index}] starts row {self.count}, but attention_mask has {self.count} rows")
+                raise InputError(
+                    f"attention_mask: must have one row for each row of blobs, got {self.count} rows, but "
+                    f"blobs[{index}] starts another"
+                )
             check_tokens((self.count + 1) * self.width, self._max_tokens)
             self.paddings.append(0 if self._masked is None else self._masked[self.count])
             self._position, self._missing = 0, self.width - self.paddings[-1]
         if not self.count or start != self._position or tokens > self._missing:
+            row, length = max(self.count - 1, 0), self._position + self._missing if self.count else self.width
             raise InputError(
-                f"blobs[{index}] holds tokens {start} to {start + tokens} where token {self._position} of row "
-                f"{max(self.count - 1, 0)} comes next: blobs are missing, repeated, out of order or of other "
-                "lengths"
+                f"blobs[{index}]: must continue row {row} at token {self._position} of {length}, got tokens {start} to "
+                f"{start + tokens}; {self._remedy()}"
             )
         self._position += tokens
         self._missing -= tokens
         return self.count - 1, self.paddings[-1] + start
 
+    def _remedy(self) -> str:
+        order = "give all blobs in the order of encode_cache, each once"
+        if self._masked is None:
+            return f"{order}, and for rows of different lengths its attention_mask"
+        return f"{order}, and its attention_mask (cached tokens only)"
+
     def finish(self) -> None:
-        """Refuse a list that ends too early: rows are missing, or the last tokens of one."""
+        """Refuse a list that ends too early: rows are missing, or the last tokens of a row."""
         if self._missing:
             raise InputError(
-                f"row {self.count - 1} lacks its last {self._missing} tokens: blobs are missing at the end"
+                f"blobs: must hold {self._position + self._missing} tokens of row {self.count - 1}, got "
+                f"{self._position}: the last blobs are missing, or the attention_mask is not that of encode_cache"
             )
         if self._masked is not None and self.count != len(self._masked):
-            raise InputError(f"blobs hold {self.count} rows, attention_mask has {len(self._masked)}")
+            raise InputError(
+                f"attention_mask: must have one row for each row of blobs, {self.count}, got {len(self._masked)}: "
+                "whole rows of blobs are missing, or the mask is not that of encode_cache"
+            )
 
 
 def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [B, H, T, D] of every layer, from the first token on."""
+    """Return keys and values [B, H, T, D] of every layer, from the first token on."""
     if not isinstance(cache, Cache):
         raise InputError(f"cache: must be a transformers Cache, got {type(cache).__name__}; build a DynamicCache")
     if isinstance(cache, EncoderDecoderCache):
-        raise UnsupportedModelError("cache: is an EncoderDecoderCache; encoder-decoder models are not supported")
+        raise UnsupportedModelError(
+            "cache: must be that of a decoder-only model, got an EncoderDecoderCache; encoder-decoder models are not "
+            "supported"
+        )
     if getattr(cache, "offloading", False):
         raise InputError(
-            f"cache: {type(cache).__name__} offloads its layers; prefill with a DynamicCache that does not"
+            f"cache: must not offload its layers, as this {type(cache).__name__} does; prefill with a DynamicCache "
+            "that does not"
         )
     tensors = []
     layer: Any
     for index, layer in enumerate(cache.layers):
         if type(layer) not in _PLAIN_LAYERS:
             raise UnsupportedModelError(
-                f"cache: layer {index} is a {type(layer).__name__}, which does not hold plain keys and values; "
-                "prefill with a DynamicCache"
+                f"cache: must hold plain keys and values, but layer {index} is a {type(layer).__name__}; prefill with "
+                "a DynamicCache"
             )
         seen = int(layer.get_seq_length())
         if seen == 0:
-            raise InputError(f"cache: layer {index} is empty; run a forward pass first")
+            raise InputError(f"cache: must hold tokens, but layer {index} is empty; run a forward pass first")
         held = layer.keys.shape[-2]
         if seen > held:
             raise UnsupportedModelError(
-                f"cache: layer {index} is a sliding window that holds {held} of {seen} tokens; prefill with "
-                "past_key_values=DynamicCache() (no config), which keeps all of them"
+                f"cache: must hold all tokens, but layer {index} is a sliding window that holds {held} of {seen}; "
+                "prefill with past_key_values=DynamicCache() (no config), which keeps all"
             )
         tensors.append((layer.keys[:, :, :seen], layer.values[:, :, :seen]))
     if not tensors:
-        raise InputError("cache: is empty; run a forward pass first")
+        raise InputError("cache: must hold tokens, got an empty one; run a forward pass first")
     for index, (keys, values) in enumerate(tensors):
         for name, tensor in (("keys", keys), ("values", values)):
             if tensor.shape[0] != tensors[0][0].shape[0] or tensor.shape[2] != tensors[0][0].shape[2]:
                 raise InputError(
-                    f"cache: {name} of layer {index} have shape {list(tensor.shape)}, keys of layer 0 "
-                    f"{list(tensors[0][0].shape)}; batch and tokens must agree"
+                    f"cache: must hold the same batch and tokens in every layer, got {name} {list(tensor.shape)} in "
+                    f"layer {index} and keys {list(tensors[0][0].shape)} in layer 0"
                 )
             if tensor.is_meta:
-                raise InputError("cache: is on the meta device, which holds no values; load the model on a real one")
+                raise InputError(
+                    "cache: must be on a device that holds values, got the meta device; load the model on a real one"
+                )
     return tensors
 
 
@@ -465,16 +492,17 @@ def _whole_row(tensors: list[tuple[torch.Tensor, torch.Tensor]], layout: KVLayou
 
 
 def _spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """The first token of each chunk of a row, and the one after its last."""
+    """Return first and last token (exclusive) of each chunk of a row."""
     if type(chunk_tokens) is not int or chunk_tokens <= 0:
         raise InputError(f"chunk_tokens: must be an int above 0, got {chunk_tokens!r}")
     return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
 
 
 def _paddings(attention_mask: torch.Tensor | None, rows: int, width: int) -> list[int]:
-    """How many columns at the left of each row are padding."""
+    """Return the number of padded columns at the left of each row."""
     if attention_mask is None:
         return [0] * rows
+    _check_mask(attention_mask)
     if tuple(attention_mask.shape) != (rows, width):
         raise InputError(
             f"attention_mask: must have shape [B, T] = [{rows}, {width}] (cached tokens only), "
@@ -485,38 +513,61 @@ def _paddings(attention_mask: torch.Tensor | None, rows: int, width: int) -> lis
     for row, padding in enumerate(paddings):
         if padding == width or not bool(real[row, padding:].all()):
             raise InputError(
-                f"attention_mask: row {row} must be zeros, then at least one 1 (left padding); right padding, "
-                "holes and empty rows are not supported"
+                f"attention_mask: must be zeros, then at least one 1 in each row (left padding), but row {row} is not; "
+                "pad on the left (tokenizer.padding_side = 'left'), or compute the cache of each row by itself"
             )
     return paddings
 
 
+def _check_mask(attention_mask: object) -> None:
+    if not isinstance(attention_mask, torch.Tensor):
+        raise InputError(f"attention_mask: must be a tensor [B, T], got {type(attention_mask).__name__}")
+    if attention_mask.ndim != 2:
+        raise InputError(f"attention_mask: must have shape [B, T], got {list(attention_mask.shape)}")
+
+
+def _check_unpadded(keys: torch.Tensor) -> None:
+    """Refuse rows that begin with padding, given the rotated keys `[B, H, T, D]` of the first layer.
+
+    `generate` gives all padding of a row one position, so two padded columns have the same key in the first layer. Two
+    tokens at different positions have different keys. Padding of a single column is not detected.
+    """
+    first, second, last = keys[:, :, 0], keys[:, :, min(1, keys.shape[2] - 1)], keys[:, :, -1]
+    padded = (first == second).flatten(1).all(1) & (first != last).flatten(1).any(1)
+    if keys.shape[2] > 1 and bool(padded.any()):
+        row = int(padded.nonzero()[0, 0])
+        raise InputError(
+            f"attention_mask: must be given for a left-padded batch, and row {row} begins with padding: pass the mask "
+            "of the cached tokens, [B, T]"
+        )
+
+
 def _with_dtype(layout: KVLayout, dtype: torch.dtype) -> KVLayout:
-    """The layout for a cache of this dtype. It is left unchanged if `KVChunk` is going to refuse the dtype."""
+    """Return the layout with this dtype; unchanged for a dtype that `KVChunk` refuses."""
     names = {value: name for name, value in TORCH_DTYPES.items()}
     return replace(layout, dtype=names.get(dtype, layout.dtype))
 
 
-def _config_of(model: Any) -> Any:
+def _config_of(model: object) -> PreTrainedConfig:
     config = getattr(model, "config", model)
     if not isinstance(config, PreTrainedConfig):
         raise InputError(f"model: must be a transformers model or its configuration, got {type(model).__name__}")
     return config
 
 
-def _check_config(config: Any, layout: KVLayout) -> None:
+def _check_config(config: PreTrainedConfig, layout: KVLayout) -> None:
     decoder = config.get_text_config(decoder=True)
     if decoder.num_hidden_layers != layout.num_layers:
         raise ProfileMismatchError(
-            f"model: has {decoder.num_hidden_layers} layers, the codec's profile is for {layout.model_type} "
-            f"with {layout.num_layers}"
+            f"model: must be that of the codec's profile, {layout.model_type} with {layout.num_layers} layers, got "
+            f"{decoder.num_hidden_layers} layers"
         )
     try:
         expected = KVLayout.from_config(decoder, dtype=layout.dtype)
     except UnsupportedModelError:
-        return  # the layout was built by hand, so there is nothing to compare it with
+        return  # the layout was built by hand, so there is none to compare it with
     if expected.fingerprint != layout.fingerprint:
         raise ProfileMismatchError(
-            f"model: has other caches ({decoder.model_type}) than the codec's profile ({layout.model_type}); "
-            "heads, head sizes, RoPE, sliding windows or position limit differ"
+            f"model: must have caches like those of the codec's profile ({layout.model_type}), got "
+            f"{decoder.model_type} with other heads, head sizes, RoPE, sliding windows or position limit"
         )

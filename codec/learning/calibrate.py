@@ -1,4 +1,4 @@
-"""Learning a profile from a model (`calibrate`) or from samples of its cache (`fit`)."""
+"""Learn a profile from a model (`calibrate`) or from samples of its cache (`fit`)."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# Of the components, coded at `balanced`, mean over tokens: SmolLM2-135M 0.58 in group layer, 0.46 in layers:3.
+# Share of the components coded at `balanced`, mean over tokens. SmolLM2-135M: 0.58 in group layer, 0.46 in layers:3.
 CODED_SHARE = 0.5
-CPU_FLOPS, GPU_FLOPS = 1536.0, 4096.0  # per decoded value: what `group="auto"` may take where the model runs
-CARRIED_TOKENS = 8  # for each value, that `group="auto"` wants: the least possible makes bases that fit no other text
+CPU_FLOPS, GPU_FLOPS = 1536.0, 4096.0  # per decoded value: the budgets of `group="auto"` by the model's device
+CARRIED_TOKENS = 8  # per value, required by `group="auto"`: bases learned from the minimum fit no other text
 
 
 def calibrate(
@@ -65,26 +65,26 @@ def calibrate(
     Args:
         model: a transformers causal language model, in eval mode, on any device, or spread over several by
             `device_map=`.
-        token_ids: `[N, T]` int64: N sequences as the model will see them; or several kinds of text by name, each
-            with lengths of its own (`cuvee.calibration.mixture` makes such a dict). An eighth of each (2 to 32) is kept
-            apart to measure the curve, kind by kind.
-        group: what one basis spans: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or `"auto"`: as many
-            layers as `flops` and the number of tokens allow (`choose_group`).
-        prefix: how many leading tokens of a sequence count as cached; the loss of those after it is what the
-            metric measures. Default: three quarters of T.
-        flops: with `"auto"`, floating-point operations per decoded value that the inverse transform may take;
-            default 1536 where the model is on a CPU, 4096 elsewhere.
+        token_ids: `[N, T]` int64, N sequences as the model will see them; or a dict of several kinds of text by name,
+            whose shapes may differ (see `cuvee.calibration.mixture`). An eighth of the sequences of each kind (2 to 32)
+            is held out to measure the curve, kind by kind.
+        group: the layers or heads that share one basis: `"head"`, `"unit"`, `"layer"`, `"layers:n"`, `"all"`, or
+            `"auto"`: as many layers as `flops` and the number of tokens allow (`choose_group`).
+        prefix: number of leading tokens per sequence that count as cached; the metric measures the loss of the tokens
+            after them. Default: three quarters of T.
+        flops: with `"auto"`, the most floating-point operations per decoded value for the inverse transform; default
+            1536 for a model on a CPU, else 4096.
         batch_size: sequences per forward pass.
-        seed: of the sampled targets; the same arguments give the same profile on the same machine.
+        seed: seed of the sampled targets; the same arguments give the same profile on the same machine.
         progress: show a progress bar on standard error.
-        distributed: all processes of PyTorch's default group (`torchrun`) call this, each with the whole model and
-            the same arguments, and share the work; the sequences, and with `"auto"` the group, are those of rank 0.
-            All get the same profile; if one fails, all raise.
+        distributed: share the work between all processes of PyTorch's default group (`torchrun`). Each must call this
+            with the whole model and the same arguments; the sequences, and with `"auto"` the group, are those of
+            rank 0. All processes get the same profile; if one fails, all raise.
 
     Raises:
-        InputError: `token_ids` of another shape, dtype or range; `distributed` without a process group, or with
-            processes that were given other models or arguments.
-        ProfileError: too few tokens for the group; the message says how many it needs. With `distributed`, another
+        InputError: `token_ids` has the wrong shape, dtype or range; `distributed` without a process group, or with
+            models or arguments that differ between processes.
+        ProfileError: too few tokens for the group; the message gives the number it needs. With `distributed`, another
             process failed; the message names its rank.
         UnsupportedModelError: see `KVLayout.from_config`.
 
@@ -114,8 +114,11 @@ def calibrate(
         for name, (tokens, cached) in by_kind(model, token_ids, prefix).items():
             held_out = held_out_count(len(tokens))
             if len(tokens) <= held_out:
-                what = "token_ids" if name is None else f"token_ids of kind {name!r}"
-                raise InputError(f"{what} must hold at least three sequences: two are kept apart to measure the curve")
+                argument = "token_ids" if name is None else f"token_ids[{name!r}]"
+                raise InputError(
+                    f"{argument}: must hold at least three sequences, got {len(tokens)}: two are held out to measure "
+                    "the curve"
+                )
             learning += [(batch, cached) for batch in tokens[: len(tokens) - held_out].split(batch_size)]
             testing[name] = tokens[len(tokens) - held_out :]
         seen = sum(len(batch) * max(cached - SINKS, 0) for batch, cached in learning)
@@ -124,7 +127,7 @@ def calibrate(
             group, why = choose_group(layout, seen, budget)
             if processes.rank == 0:
                 _log.info("group=%r: %s", group, why)
-    group = processes.broadcast(group)  # another rank's device may have another budget
+    group = processes.broadcast(group)  # the budget depends on the rank's device
     with raise_on_all_ranks(processes, "calibrating"):
         need_tokens(layout, group, seen)
         moments = new_moments(layout, group, processes.size, _device_of_moments(model, layout, group))
@@ -136,7 +139,7 @@ def calibrate(
     processes.all_reduce(moments)
     profile = None
     with raise_on_all_ranks(processes, "building the profile"):
-        if processes.rank == 0:  # elsewhere arithmetic may differ in the last bit
+        if processes.rank == 0:  # other ranks may round differently
             profile = build_profile(layout, group, "calibrated", moments, Moments.loss_metrics, fingerprint)
     profile = cast(Profile, processes.broadcast(profile))
     measured = {name: tokens for name, tokens in testing.items() if name is not None} or testing[None]
@@ -149,12 +152,12 @@ def calibrate(
 
 
 def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> torch.device:
-    """Where sums are kept: with the model, if they take at most half of what is free there; else on the CPU."""
+    """Return the device of the sums: the model's, if they take at most half of its free memory, else the CPU."""
     device = model.device
     if device.type != "cuda":
         return torch.device("cpu")
     sizes = [size for section in partition(layout, group) for size in section.blocks]
-    # Two matrices of float64 for each block, and as much again while the largest is worked on.
+    # Two float64 matrices per block, and eight more while the largest block is processed.
     needed = 16 * sum(size * size for size in sizes) + 64 * max(sizes) ** 2
     free, _ = torch.cuda.mem_get_info(device)
     if 2 * needed <= free:
@@ -165,20 +168,20 @@ def _device_of_moments(model: PreTrainedModel, layout: KVLayout, group: str) -> 
 
 
 def choose_group(layout: KVLayout, tokens: int, flops: float) -> tuple[str, str]:
-    """The largest group of layers that decodes within a budget and that a calibration text can carry.
+    """Choose the largest group of layers that decodes within a budget and that the calibration text can support.
 
-    A decoded value takes two operations for each coded component of its group; at `balanced`, about half of the
-    components are coded (CODED_SHARE).
+    A decoded value takes two operations per coded component of its group; at `balanced`, about half of the components
+    are coded (CODED_SHARE).
 
     Args:
-        layout: of the model.
+        layout: the model's layout.
         tokens: cached tokens of the calibration text.
         flops: floating-point operations per decoded value.
 
     Returns:
-        the group, and why not a larger one, in words. At least `"layer"`.
+        The group, at least `"layer"`, and the reason why it is not larger.
     """
-    best, why = "layer", "a larger one"
+    best = "layer"
     sizes: dict[int, str] = {}
     for count in range(1, layout.num_layers + 1):
         name = "layer" if count == 1 else "all" if count == layout.num_layers else f"layers:{count}"
@@ -189,7 +192,7 @@ def choose_group(layout: KVLayout, tokens: int, flops: float) -> tuple[str, str]
             why = f"{name} would take about {cost:.0f} operations per value to decode, the budget is {flops:.0f}"
             break
         if tokens < CARRIED_TOKENS * values and name != "layer":
-            why = f"{name} wants {CARRIED_TOKENS * values} cached tokens to learn from, the text has {tokens}"
+            why = f"{name} needs {CARRIED_TOKENS * values} cached tokens to learn from, the text has {tokens}"
             break
         best = name
     else:
@@ -198,22 +201,22 @@ def choose_group(layout: KVLayout, tokens: int, flops: float) -> tuple[str, str]
 
 
 def held_out_count(sequences: int) -> int:
-    """How many of them, at the end, `calibrate` keeps apart to measure the curve."""
+    """Return how many of the last sequences `calibrate` holds out to measure the curve."""
     return min(max(sequences // 8, 2), 32)
 
 
 def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Profile:
-    """Learn a profile from KV samples alone: principal components, each unit's variance counted alike.
+    """Learn a profile from KV samples, without a model: principal components, with the variance of units equalized.
 
     Args:
         layout: the layout of all chunks.
-        chunks: samples; read once, in order, so a generator will do. Chunks should begin at different positions
-            of different sequences, as those to be coded will.
+        chunks: samples, read once and in order, so a generator will do. Like the chunks to be coded, they should begin
+            at various positions of various sequences.
         group: as in `calibrate`.
 
     Raises:
-        ProfileError: too few tokens for the group; the message says how many it needs.
-        ProfileMismatchError: a chunk of another layout.
+        ProfileError: too few tokens for the group; the message gives the number it needs.
+        ProfileMismatchError: a chunk has another layout.
 
     Example:
         >>> import torch
@@ -227,7 +230,7 @@ def fit(layout: KVLayout, chunks: Iterable[KVChunk], group: str = "layer") -> Pr
     held_out: list[KVChunk] = []
     for number, chunk in enumerate(chunks):
         if replace(chunk.layout, dtype=layout.dtype).fingerprint != layout.fingerprint:
-            raise ProfileMismatchError(f"chunk {number} has another layout than the one given")
+            raise ProfileMismatchError(f"chunks[{number}]: must have the given layout, got another one")
         if number % 8 == 7 and len(held_out) < 16:
             held_out.append(chunk)
             continue

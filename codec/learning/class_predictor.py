@@ -1,13 +1,13 @@
-"""Learns a `Predictor`: a regression from what the encoder sees of a token to what an error on it costs.
+"""Learn a `Predictor`: a regression from a token's coefficients to the cost of an error on it.
 
     e_t = |z_t|^2, z_t the gradient on token t in the section's coordinates: the cost of a unit of squared error there
     log e_t ~ weights . features(leading coefficients of t) + bias
 
-It is a least-squares fit of the logarithm with a ridge. e_t spans many orders of magnitude, and a few tokens hold
-nearly all of it. A likelihood of e_t itself would follow those few, and predict badly for text of another kind. This
-was measured by learning on five kinds of text and weighing the error by e_t on a sixth (SmolLM2-135M, mean of five
-layers). At equal bits the ridge gains 1.36 nats of squared error, a Gamma regression 1.32. On books-3m, whose tokens
-differ even more, the ridge gains 0.3, and the Gamma regression loses.
+The fit is ridge regression on the logarithm. e_t spans many orders of magnitude, and a few tokens hold nearly all of
+it. A likelihood of e_t itself would follow those tokens and generalize badly to other kinds of text. Measured by
+learning on five kinds of text and weighing the error by e_t on a sixth (SmolLM2-135M, mean of five layers): at equal
+bits the ridge gains 1.36 nats of squared error, a Gamma regression 1.32. On books-3m, whose tokens differ even more,
+the ridge gains 0.3 and the Gamma regression loses.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, class_freque
 from cuvee.codec.profiles.class_predictor import CLAMP, EXPONENT, SQUARE_FLOOR, Predictor, choose_classes
 from cuvee.codec.stages.reference.symbols import F32, I16, U8, U16
 
-LEADING = 96  # components that a predictor reads per layer of its section
+LEADING = 96  # components that a predictor reads, per layer of its section
 MOST_LEADING = 384
-RIDGE = 0.03  # as a share of the features' variance; 0.01 to 0.1 measured alike
-ENERGY_FLOOR = 1e-3  # as a share of the mean; differences between cheaper tokens do not matter
+RIDGE = 0.03  # as a share of the features' variance; 0.01 to 0.1 measured equal
+ENERGY_FLOOR = 1e-3  # as a share of the mean; below it, differences do not matter
 EXPONENTS = (0.0, 0.25, 0.5, EXPONENT)
-TRUST = 4000  # with this many tokens, half of the exponent that fits them best is used
-CLASS_PRIOR = 64.0  # with this many tokens, a class gets half of the scale that it measures
+TRUST = 4000  # tokens for which half of the best-fitting exponent is used
+CLASS_PRIOR = 64.0  # tokens for which a class gets half of its measured scale
 OCTAVES_PER_LOG = 0.5 * EXPONENT / math.log(2)  # octaves of step per unit of log e
 
 
@@ -40,9 +40,9 @@ class TokenSample:
 
     Attributes:
         y: `[R, t]` float32 coefficients of ordinary tokens.
-        energy: `[t]` float32, their e_t.
-        sink_energy: `[P]`, mean e of the leading positions, which have means of their own.
-        sink_count: `[P]`, how many tokens went into each of those means.
+        energy: `[t]` float32, e_t of these tokens.
+        sink_energy: `[P]`, mean e of the leading positions, whose coefficients have separate means.
+        sink_count: `[P]`, number of tokens in each of these averages.
     """
 
     y: F32
@@ -52,16 +52,16 @@ class TokenSample:
 
 
 def leading_components(scale: I16, layers: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    """The components of a section with the largest scales, in order."""
+    """Return the components of a section with the largest scales, in order."""
     count = min(LEADING * layers, MOST_LEADING, len(scale))
     chosen = np.argsort(-scale.astype(np.int32), kind="stable")[:count]
     return np.sort(chosen).astype(np.int32)
 
 
 def learn_predictors(samples: Sequence[TokenSample], scales: Sequence[I16], layers: Sequence[int]) -> list[Predictor]:
-    """One predictor per section. Their offsets are zero on average over the tokens of all sections."""
+    """Learn one predictor per section. The offsets average zero over the tokens of all sections."""
     raw = [_regress(sample, scale, count) for sample, scale, count in zip(samples, scales, layers, strict=True)]
-    # The mean is weighted by the sections' values. The blob's step is then the geometric mean of all steps used.
+    # Weighted by the sections' values, so that the blob's step is the geometric mean of all steps used.
     total = sum(float(offsets.mean()) * len(scale) for (_, offsets), scale in zip(raw, scales, strict=True))
     level = total / sum(len(scale) for scale in scales)
     return [
@@ -71,7 +71,7 @@ def learn_predictors(samples: Sequence[TokenSample], scales: Sequence[I16], laye
 
 
 def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, torch.Tensor]:
-    """The predictor of one section without the common level, and its offsets on the sample."""
+    """Return the predictor of one section, without the common level, and its offsets on the sample."""
     components = leading_components(scale, layers)
     y = torch.from_numpy(np.ascontiguousarray(sample.y[components]))
     deviation = y.square().mean(1).sqrt() + 1e-9
@@ -80,14 +80,14 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
         [u.clamp(-CLAMP, CLAMP), (u.square() + SQUARE_FLOOR).log(), (y.square().sum(0, keepdim=True) + 1e-9).log()]
     )
     center, spread = features.mean(1, keepdim=True), features.std(1, keepdim=True) + 1e-6
-    # In float64, because with few components the features of neighboring ones are close to collinear.
+    # In float64, because the features of neighboring components are nearly collinear if there are few.
     energy = torch.from_numpy(sample.energy).double()
     level = energy.mean().clamp_min(1e-30)
     scaled, relative = ((features - center) / spread).double(), energy / level
     weights, mean = _ridge(scaled, relative)
     share = _exponent(scaled, relative)
     plain = weights.float() / spread[:, 0]
-    # A small exponent makes the tokens of a section alike. The offset keeps the section's own level.
+    # A small exponent equalizes the tokens of a section. The constant keeps the section's level.
     constant = float(mean + level.log()) - share / EXPONENT * float(plain @ center[:, 0])
     plain = plain * (share / EXPONENT)
     count = len(components)
@@ -107,41 +107,41 @@ def _regress(sample: TokenSample, scale: I16, layers: int) -> tuple[Predictor, t
 
 
 def _ridge(features: torch.Tensor, relative: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights `[F]` of features `[F, t]` of mean zero that fit log `relative` `[t]` (e over its mean), and its mean."""
+    """Fit log `relative` `[t]` (e over its mean) with features `[F, t]` of mean zero; return weights `[F]` and mean."""
     target = (relative + ENERGY_FLOOR).log()
     normal = features @ features.T / features.shape[1] + RIDGE * torch.eye(len(features), dtype=torch.float64)
     return torch.linalg.solve(normal, features @ (target - target.mean()) / features.shape[1]), target.mean()
 
 
 def _exponent(features: torch.Tensor, relative: torch.Tensor) -> float:
-    """How strongly to tell tokens apart: the exponent that gives the smallest error on text that was not learned from.
+    """Return the exponent that gives the smallest error on held-out tokens: how strongly classes separate tokens.
 
-    This learns on one half of the tokens and weighs the error on the other, both ways. With little text, or if the cost
-    of a token does not show in it, the result is smaller than `EXPONENT`, down to zero.
+    Each half of the tokens is learned on and the error on the other half weighed. With little text, or if the
+    coefficients do not predict the cost, the result is smaller than `EXPONENT`, down to zero.
     """
     count = features.shape[1]
     halves = [torch.arange(count) < count // 2, torch.arange(count) >= count // 2]
     if count < 2 * len(features):
         return 0.0
     costs = dict.fromkeys(EXPONENTS, 0.0)
-    for own, other in (halves, halves[::-1]):
-        weights, _ = _ridge(features[:, own], relative[own])
-        told = weights @ features[:, other]
+    for learned, held_out in (halves, halves[::-1]):
+        weights, _ = _ridge(features[:, learned], relative[learned])
+        predicted = weights @ features[:, held_out]
         for exponent in EXPONENTS:
             # Bits are equal, since the logarithms of the steps add up to zero.
-            steps = torch.exp(-exponent * (told - told.mean()))
-            costs[exponent] += float((relative[other] * steps).mean().clamp_min(1e-300).log())
+            steps = torch.exp(-exponent * (predicted - predicted.mean()))
+            costs[exponent] += float((relative[held_out] * steps).mean().clamp_min(1e-300).log())
     best = min(costs, key=lambda exponent: costs[exponent])
-    # A mean over tokens hides the few that are predicted badly, yet those decide what single sequences lose. On
-    # books-3m with 4,300 tokens, halving the exponent took the KL of another text from 0.0076 to 0.0063.
+    # A mean over tokens hides the few badly predicted tokens, which decide the loss of single sequences. On books-3m
+    # with 4,300 tokens, halving the exponent reduced the KL of another text from 0.0076 to 0.0063.
     return best * count / (count + TRUST)
 
 
 def learn_classes(sample: TokenSample, predictor: Predictor, scale: I16) -> tuple[U8, U16, I16]:
-    """The classes of the sample's tokens, the frequencies that code them, and how wide each class's components are.
+    """Choose the classes of the sample's tokens; measure their frequencies and the scales of each class.
 
     Returns:
-        classes `[t]` uint8; frequencies `[16]` uint16; class scales `[16]` int16, in 1/64 octave relative to `scale`.
+        Classes `[t]` uint8; frequencies `[16]` uint16; class scales `[16]` int16, in 1/64 octave relative to `scale`.
     """
     offsets = predictor.offsets(torch.from_numpy(sample.y[predictor.components]), len(predictor.sinks), 0)
     classes = choose_classes(offsets, 0)
@@ -152,7 +152,7 @@ def learn_classes(sample: TokenSample, predictor: Predictor, scale: I16) -> tupl
     relative = np.square(sample.y / np.maximum(expected, 1e-30)[:, None])[predictor.components].mean(0)
     class_scale = np.zeros(CLASSES)
     for k in np.flatnonzero(counts):
-        # The arithmetic mean, because tables are chosen by the deviation. A geometric mean would be lower.
+        # The arithmetic mean, because the deviation selects the tables. A geometric mean would be lower.
         energy = relative[classes == k].mean()
         class_scale[k] = 0.5 * OCTAVE * math.log2(max(energy, 1e-9)) * counts[k] / (counts[k] + CLASS_PRIOR)
     seen = np.flatnonzero(counts)

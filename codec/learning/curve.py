@@ -1,4 +1,4 @@
-"""The curve of a profile: size, error and KL at each step, measured on text that nothing was learned from."""
+"""Measure the curve of a profile: size, error and KL at each step, on text that it was not learned from."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MEASURE_BATCH = 8  # sequences per forward pass
 def by_kind(
     model: PreTrainedModel, token_ids: torch.Tensor | Mapping[str, torch.Tensor], prefix: int | None
 ) -> dict[str | None, tuple[torch.Tensor, int]]:
-    """Calibration text by kind (one without a name: None), checked, with the length of its prefix."""
+    """Return checked calibration text by kind (None for a single one), with the length of its prefix."""
     if isinstance(token_ids, torch.Tensor):
         return {None: (token_ids, check_tokens(model, token_ids, prefix))}
     if not token_ids:
-        raise InputError("token_ids names no kind of text")
+        raise InputError("token_ids: must have at least one kind of text, got an empty mapping")
     return {kind: (tokens, check_tokens(model, tokens, prefix)) for kind, tokens in token_ids.items()}
 
 
@@ -76,13 +76,13 @@ def measure_curve(
                         tallies[name][step_index].add(coded, exact, other, rest[:, 1:])
     return [
         _Tally.merged(processes.all_gather(tally)).point(step_index, kind)
-        for kind, own in tallies.items()
-        for step_index, tally in own.items()
+        for kind, by_step in tallies.items()
+        for step_index, tally in by_step.items()
     ]
 
 
 def default_step_indices(profile: Profile) -> Sequence[int]:
-    """The steps of a curve, those left out that the widest components are too many steps large for."""
+    """Return the step indices of a curve, without those that are too fine for the widest components."""
     if not profile.learned:
         return tuple(s for s in CURVE_STEP_INDICES if s >= -5 * OCTAVE)
     finest = max((finest_step_index(section.scale) for section in profile.learned), default=MIN_STEP_INDEX)
@@ -91,7 +91,7 @@ def default_step_indices(profile: Profile) -> Sequence[int]:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """Chunks after a round trip, and what it cost."""
+    """Chunks after a round trip, with their size and error."""
 
     chunks: list[KVChunk]
     bits_per_value: float
@@ -113,7 +113,7 @@ def round_trip(codec: Codec, chunks: list[KVChunk]) -> Coded:
 
 
 def _relative_error(chunks: list[KVChunk], back: list[KVChunk]) -> float:
-    """Squared error over variance, mean over the units (K or V of a layer)."""
+    """Return squared error over variance, averaged over units (K or V of a layer)."""
     ratios = []
     for index in range(chunks[0].layout.num_layers):
         for name in ("keys", "values"):
@@ -126,7 +126,7 @@ def _relative_error(chunks: list[KVChunk], back: list[KVChunk]) -> float:
 
 @dataclass(slots=True)
 class _Tally:
-    """Figures of one point of the curve: of each sequence, then of each batch."""
+    """Measurements of one point of the curve: `kl`, `loss`, `same` per sequence, the others per batch."""
 
     kl: list[float] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
@@ -177,9 +177,9 @@ def measure(
     batch_size: int = 8,
     progress: bool = True,
 ) -> Profile:
-    """The profile with a curve measured on `token_ids` `[N, T]` or on several kinds; arguments as in `calibrate`.
+    """Return the profile with a curve measured on `token_ids`, `[N, T]` or several kinds; arguments as in `calibrate`.
 
-    The id stays: blobs written with either decode with both.
+    The id does not change: blobs of one profile decode with the other.
 
     Example:
         >>> import torch

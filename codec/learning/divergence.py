@@ -1,4 +1,4 @@
-"""How far predictions move, and the standard error of that figure."""
+"""How far predictions move, with standard errors."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 def compare(
     exact: torch.Tensor, other: torch.Tensor, targets: torch.Tensor
 ) -> tuple[list[float], list[float], list[float]]:
-    """How another cache changes predictions, as one number per sequence.
+    """Compare predictions after two caches, with one number per sequence.
 
     Args:
         exact: log-probabilities `[B, T, V]` after the exact cache.
-        other: the same after the other cache.
-        targets: `[B, T]` int64, the tokens that really came next.
+        other: log-probabilities `[B, T, V]` after the other cache.
+        targets: `[B, T]` int64, the true next tokens.
 
     Returns:
-        KL(exact || other) in nats per token; the log-likelihood that the targets lose, in nats per token; the share
-        of tokens whose most likely successor stays the same.
+        KL(exact || other) in nats per token; the loss of log-likelihood of the targets, in nats per token; the share of
+        tokens whose most likely successor stays the same.
     """
     chosen = targets[..., None].to(exact.device)
     kl = (exact.exp() * (exact - other)).sum(-1).mean(-1)
@@ -31,5 +31,5 @@ def compare(
 
 
 def stderr(values: Sequence[float]) -> float | None:
-    """Standard error of the mean; None for a single value."""
+    """Return the standard error of the mean; None for a single value."""
     return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else None

@@ -1,4 +1,4 @@
-"""How much each value of a cache matters: gradients of the predictions that follow it."""
+"""Gradients of a model's predictions on its cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CacheSample:
-    """The cache of a batch of sequences, and the gradient on it; per layer `[B, H, prefix, D]`."""
+    """The cache of a batch of sequences and its gradient; per layer `[B, H, prefix, D]`."""
 
     keys: list[torch.Tensor]
     values: list[torch.Tensor]
@@ -26,7 +26,7 @@ class CacheSample:
 def sample_gradients(
     model: PreTrainedModel, tokens: torch.Tensor, prefix: int, generator: torch.Generator
 ) -> CacheSample:
-    """The cache of the first `prefix` tokens, and the gradient on it of the log-likelihood of what follows.
+    """Compute the cache of the first `prefix` tokens, and its gradient of the log-likelihood of the tokens after them.
 
     The targets are drawn from the model's own distribution, so that E[g g^T] is the true Fisher information and not the
     empirical one (Amari, Natural gradient works efficiently in learning, 1998).
@@ -34,14 +34,14 @@ def sample_gradients(
     Args:
         model: a causal language model whose parameters need no gradients (`frozen`).
         tokens: `[B, T]` int64 on the model's device.
-        prefix: how many leading tokens count as cached.
+        prefix: number of leading tokens that count as cached.
         generator: draws the targets; on the CPU.
     """
     cache = empty_cache()
     with torch.no_grad():
         model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    # The cache is made of leaves, as a decoded cache does not change. In a single pass over all tokens a key would also
-    # move the states of the prefix, and with them all keys of the layers above. That gradient differs by factors.
+    # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
+    # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
     keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]
     values = [layer.values.detach().requires_grad_() for layer in cache.layers]
     cache = empty_cache()

@@ -1,10 +1,9 @@
-"""From moments to a profile: bases, scales, classes, entropy tables and prediction of each section."""
+"""Turn moments into a profile: bases, scales, classes, entropy tables and prediction of each section."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -34,14 +33,11 @@ from cuvee.codec.stages.reference.transform import (
     eigenbasis,
 )
 
-if TYPE_CHECKING:
-    pass
-
-FAMILY_VALUES = 2_000_000  # coefficients a step that the tables are fitted on
+FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
 MIN_STEP_INDEX = -8 * OCTAVE
 PREDICTION_STEP_INDICES = (-2 * OCTAVE, 0)
-PREDICTION_GAIN = 0.99  # a predictor must save this much, or the section does without
+PREDICTION_GAIN = 0.99  # prediction is used if it reduces the size to less than this share
 
 
 def build_profile(
@@ -52,7 +48,7 @@ def build_profile(
     metrics_of: Callable[[Moments], list[torch.Tensor]],
     model: str | None,
 ) -> Profile:
-    """Bases, scales, sinks, tables and prediction from the sums."""
+    """Learn bases, scales, sinks, tables and prediction from the sums."""
     bases, deviations = [], []
     for section in moments:
         pairs = zip(section.covariances(), metrics_of(section), strict=True)
@@ -63,11 +59,11 @@ def build_profile(
         section.to_cpu()
         bases.append(maps)
         deviations.append([deviation for _, _, deviation in maps])
-    # Step 1 is the root mean square of a coefficient, so that steps mean the same in every profile.
+    # Step 1 is the root mean square of the coefficients, so that steps are comparable between profiles.
     everything = torch.cat([d for section in deviations for d in section])
     unit = float(everything.square().mean().sqrt())
     if not 0 < unit < float("inf"):
-        raise ProfileError("the samples do not vary, or the loss does not depend on them: there is nothing to learn")
+        raise ProfileError("samples: must vary, and the loss must depend on them, or there is nothing to learn")
     built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
     if all(gradient is not None for m in moments for _, _, gradient in m.sample):
         built, samples = _with_classes(moments, built, layout)
@@ -93,7 +89,7 @@ def _section(
     scale = np.concatenate(scales)
     none = np.zeros(len(scale), np.int16)
     basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(forward), tuple(inverse))
-    # A leading position gets a mean of its own where that mean lies further out than ordinary tokens scatter.
+    # A leading position gets a separate mean if that mean is farther out than the spread of ordinary tokens.
     usable = 0 if not len(scale) else int((moments.sink_count >= 2).cumprod(0).sum())
     sink_means = (moments.sink_total[:usable] / moments.sink_count[:usable, None]).float()
     everything = slice(0, usable)
@@ -108,8 +104,8 @@ def _section(
 def _with_classes(
     moments: list[Moments], sections: list[SectionProfile], layout: KVLayout
 ) -> tuple[list[SectionProfile], list[tuple[F32, I16]]]:
-    """The sections with predictors and class tables, and what the family is fitted on: one pair a section and class."""
-    # A section that the loss does not see has no components, and nothing that a predictor could read.
+    """Add predictors and class tables to the sections; return them and one (coefficients, scales) pair per class."""
+    # A section that the loss does not depend on has no components, and its predictor would have no input.
     coded = [i for i, section in enumerate(sections) if len(section.scale)]
     samples = [_token_sample(moments[i], sections[i]) for i in coded]
     scales = [sections[i].scale for i in coded]
@@ -123,7 +119,7 @@ def _with_classes(
         stride = max(len(classes) // wanted, 1)
         y, classes = sample.y[:, ::stride], classes[::stride]
         for k in np.unique(classes):
-            # The family sees what the quantizer does: coefficients over their class's step.
+            # Like the quantizer, the family sees coefficients divided by the step of their class.
             units = class_step_index(0, int(k))
             scale = (section.scale.astype(np.int32) + int(class_scale[k]) - units).astype(np.int16)
             pairs.append((y[:, classes == k] / np.float32(step_value(units)), scale))
@@ -131,31 +127,31 @@ def _with_classes(
 
 
 def _token_sample(moments: Moments, section: SectionProfile) -> TokenSample:
-    """Coefficients of the sampled tokens and what errors on them cost."""
+    """Compute the coefficients of the sampled tokens and the costs of errors on them."""
     sinks = len(section.basis.sinks)
     ys, energies = [], []
     sink_energy, sink_count = np.zeros(sinks, np.float32), np.zeros(sinks, np.float32)
     for start, x, gradient in moments.sample:
         y, z = _coefficients(section, start, x), _pulled_back(section, gradient)
         energy = z.square().sum(1).numpy()
-        own = max(min(sinks - start, len(x)), 0)
-        sink_energy[start : start + own] += energy[:own]
-        sink_count[start : start + own] += 1
-        ys.append(y[:, own:])
-        energies.append(energy[own:])
+        leading = max(min(sinks - start, len(x)), 0)
+        sink_energy[start : start + leading] += energy[:leading]
+        sink_count[start : start + leading] += 1
+        ys.append(y[:, leading:])
+        energies.append(energy[leading:])
     joined = np.concatenate(ys, axis=1)
     means: F32 = (sink_energy / np.maximum(sink_count, 1)).astype(np.float32)
     return TokenSample(joined, np.concatenate(energies), means, sink_count)
 
 
 def _pulled_back(section: SectionProfile, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Gradients `[t, N]` in the section's coordinates, leading ones alone: `[t, K]`."""
+    """Map gradients `[t, N]` to the section's leading coordinates, `[t, K]`."""
     if gradient is None:
-        raise ProfileError("the samples have no gradients")
+        raise ProfileError("samples: must have gradients")
     parts, column = [], 0
     for inverse in section.basis.inverse:
         size, rank = inverse.shape
-        # What lies below the quantizer's usual steps is never coded, and its errors are no quantizer's.
+        # Components below the usual steps are never coded, so the quantizer does not cause their errors.
         parts.append(gradient[:, column : column + size].float() @ inverse[:, : max(rank // 4, min(rank, 1))])
         column += size
     return torch.cat(parts, dim=1)
@@ -179,7 +175,7 @@ def _family_samples(moments: list[Moments], sections: list[SectionProfile]) -> l
 
 
 def _with_prediction(moments: Moments, section: SectionProfile, family: Family) -> SectionProfile:
-    """Choose the section's prediction by measured size."""
+    """Return the section with the prediction that gives the smallest measured size."""
     runs = [_coefficients(section, start, x) for start, x, _ in moments.sample if len(x) >= 2 * PREDICTED_TOKENS]
     runs = [y[:, : y.shape[1] - y.shape[1] % PREDICTED_TOKENS] for y in runs]
     if not runs or not len(section.scale):
@@ -203,7 +199,7 @@ def _with_prediction(moments: Moments, section: SectionProfile, family: Family) 
 
 
 def _coded_bits(section: SectionProfile, y: F32, family: Family) -> float:
-    """Ideal size of `y` at the steps that decide about prediction."""
+    """Return the ideal size of `y`, summed over the steps that decide about prediction."""
     total = 0.0
     for step in PREDICTION_STEP_INDICES:
         _, chosen = section.select(step)

@@ -1,7 +1,7 @@
-"""The default calibration text: several kinds of text that come with cuvee, and samples of the model itself.
+"""The default calibration text: several kinds of bundled text, and samples of the model itself.
 
-A profile is good for the kind of text it was learned on: learned on one novel, it needs twice the bits on source code.
-A mixture costs nothing on the novel and holds up elsewhere; the model's own samples cover what nobody thought of.
+A profile fits the kind of text it was learned on: learned on one novel, it needs twice the bits on source code. A
+mixture costs nothing on the novel and works on other text; samples of the model cover the kinds that it leaves out.
 
 | kind | what | written for this project |
 |---|---|---|
@@ -37,43 +37,44 @@ __all__ = [
     "KINDS", "MIXTURE_SEQUENCES", "REREAD", "SAMPLES", "check_mixture_size", "mixture", "mixture_text", "tokenized",
 ]  # fmt: skip
 
-REREAD, SAMPLES = "reread", "samples"  # the kinds that are made rather than read
-# The share of the sequences that each kind gets.
+REREAD, SAMPLES = "reread", "samples"  # the kinds that are generated, not read from files
+# Each kind's share of the sequences.
 SHARES: Mapping[str, float] = {
     "prose": 0.15, "encyclopaedia": 0.15, "tokenized": 0.15, "code": 0.2, "dialogue": 0.1, "tables": 0.05,
     REREAD: 0.08, SAMPLES: 0.12,
 }  # fmt: skip
 KINDS = tuple(SHARES)
-MIXTURE_SEQUENCES = 96  # unless told otherwise
-LEAST = 3  # sequences of each kind: two of them are held out to measure the curve
+MIXTURE_SEQUENCES = 96  # default
+LEAST = 3  # sequences per kind, of which two are held out to measure the curve
 
 _FOLDER = TEXTS_FOLDER / "mixture"
 
 
 def mixture_text(kind: str, tokenizer: PreTrainedTokenizerBase | None = None) -> list[str]:
-    """The texts of one kind, each a document.
+    """Return the texts of one kind, each a document.
 
     Args:
         kind: any of `KINDS` except "reread" and "samples".
-        tokenizer: renders dialogues in its chat template. Without a tokenizer or a template they are plain text.
+        tokenizer: renders dialogues in its chat template. Without a tokenizer or a template, dialogues are plain text.
 
     Raises:
-        InputError: there is no such kind.
+        InputError: the kind is unknown.
     """
     if kind == "dialogue":
         return [_conversation(turns, tokenizer) for turns in json.loads(_read("dialogue.json"))]
     if kind not in SHARES or kind in (REREAD, SAMPLES):
-        raise InputError(f"kind: no text of kind {kind!r}; there are {', '.join(KINDS[:-2])}")
+        raise InputError(f"kind: must be one of {', '.join(KINDS[:-2])}, got {kind!r}")
     if kind == "tokenized":
         return [tokenized(_read("encyclopaedia.txt"))]
-    own = [_read(f"{kind}.txt")]
-    return own + [bundled_text(name) for name in CALIBRATION_TEXTS] if kind == "prose" else own
+    texts = [_read(f"{kind}.txt")]
+    return texts + [bundled_text(name) for name in CALIBRATION_TEXTS] if kind == "prose" else texts
 
 
 def check_mixture_size(sequences: int, length: int) -> None:
-    """Raise InputError if these are too few sequences for `mixture`, or too short ones."""
-    if sequences < len(KINDS) * LEAST or length < 8:
-        raise InputError(f"sequences must be at least {len(KINDS) * LEAST} and length 8, got {sequences} and {length}")
+    """Raise InputError if `mixture` needs more or longer sequences."""
+    for name, value, least in (("sequences", sequences, len(KINDS) * LEAST), ("length", length, 8)):
+        if value < least:
+            raise InputError(f"{name}: must be at least {least}, got {value}")
 
 
 def mixture(
@@ -85,24 +86,24 @@ def mixture(
     samples: bool = True,
     progress: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """Token sequences of every kind, for `cuvee.calibrate`.
+    """Make token sequences of every kind, for `cuvee.calibrate`.
 
     Args:
-        model: draws the samples; in evaluation mode.
-        tokenizer: of the model.
-        sequences: roughly how many to return in all; there are at least three of each kind.
-        length: tokens in each, T.
-        seed: of the samples.
+        model: the model, in evaluation mode; draws the samples.
+        tokenizer: the model's tokenizer.
+        sequences: approximate number of sequences to return; each kind has at least three.
+        length: tokens per sequence, T.
+        seed: seed of the samples.
         samples: whether to draw samples, which takes as long as generating `sequences / 7` texts of T tokens.
-        progress: show on standard error how far the sampling has come.
+        progress: show the progress of sampling on standard error.
 
     Returns:
-        int64 `[N, T]` on the CPU for each kind. Every sequence begins as the tokenizer begins a text (with BOS). A text
-        too short for its share gives what it has. `cuvee.calibrate` needs three sequences of each kind, so a text
-        with fewer is left out.
+        int64 `[N, T]` on the CPU for each kind. Every sequence begins with the tokens that the tokenizer puts before a
+        text (BOS). A text too short for its share gives fewer sequences. `cuvee.calibrate` needs three sequences per
+        kind, so shorter texts are left out.
 
     Raises:
-        InputError: sequences or length out of range.
+        InputError: `sequences` or `length` is out of range.
 
     Example:
         >>> from cuvee.codec.data.bundled import load_bundled_model
@@ -122,11 +123,11 @@ def mixture(
         if kind in (REREAD, SAMPLES):
             continue
         joined = torch.cat([token_ids(tokenizer, text, special=not leading) for text in mixture_text(kind, tokenizer)])
-        own = length - len(leading)
-        whole = len(joined) // own
+        body = length - len(leading)
+        whole = len(joined) // body
         if whole < LEAST:
             continue
-        rows = with_leading(leading, joined[: whole * own].view(whole, own))
+        rows = with_leading(leading, joined[: whole * body].view(whole, body))
         wanted = min(max(round(sequences * share), LEAST), whole)
         out[kind] = rows[torch.arange(wanted) * whole // wanted]
         starts.append(rows[:, : len(leading) + 1])
@@ -149,10 +150,10 @@ def mixture(
 
 
 def tokenized(text: str) -> str:
-    """A text as language-modeling corpora have it: spaces around punctuation, `@-@` within words, no rare words.
+    """Format a text like language-modeling corpora: spaces around punctuation, `@-@` within words, no rare words.
 
-    Models are measured on such files (Penn Treebank, WikiText), though these look nothing like what models usually
-    read. A profile that has never seen such punctuation loses several times as much on them.
+    Models are measured on such files (Penn Treebank, WikiText), although they look unlike the text that models usually
+    read. A profile learned without such punctuation loses several times as much on them.
 
     Example:
         >>> tokenized("A well-known river, 1,200 km long.")

@@ -1,11 +1,11 @@
-"""Sums over the tokens of a calibration text: means, covariances, and how much each direction counts.
+"""Sums over the tokens of a calibration text: means, covariances, and metrics of the loss.
 
 Only second moments and a bounded sample of tokens are kept, whatever the length of the text.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -21,19 +21,16 @@ from cuvee.codec.stages.reference.transform import (
     partition,
 )
 
-if TYPE_CHECKING:
-    pass
-
-SINKS = 4  # leading positions that may have means of their own
-SINK_EXCESS = 1.0  # … where the deviation of their mean outweighs an ordinary token's whole energy
-# Of the metric towards each unit's mean sensitivity. 0.003 to 0.03 need 4 % fewer bits at KL 0.0065, but then rare
-# directions that matter get none, single tokens cost much, and the KL on other text outruns the curve.
+SINKS = 4  # leading positions that may have separate means
+SINK_EXCESS = 1.0  # energy of the deviation of such a mean, over that of an ordinary token, from which it is kept
+# Shrinkage of the metric towards each unit's mean sensitivity. 0.003 to 0.03 need 4 % fewer bits at KL 0.0065, but then
+# rare directions that matter get none, single tokens cost much, and the KL on other text exceeds the curve.
 SHRINKAGE = 0.1
-TOKENS_PER_VALUE = 4  # tokens needed for each value in the largest block: below, the covariance is noise
-USUAL_SHARE = 0.99  # of the tokens, whose gradients say how much a section counts
-NORMALIZED_POWER = 0.5  # of a token's size, by which its gradient is divided in the metric
+TOKENS_PER_VALUE = 4  # tokens needed per value of the largest block; with fewer, the covariance is noise
+USUAL_SHARE = 0.99  # share of the tokens whose gradients determine the weight of a section
+NORMALIZED_POWER = 0.5  # power of a token's gradient norm that its gradient is divided by in the metric
 NORMALIZED_FLOOR = 1e-3  # tokens far below the mean gradient count less in the metric
-SAMPLE_BYTES = 1 << 30  # kept for the tables and the predictors, of values; half as much again of gradients
+SAMPLE_BYTES = 1 << 30  # values kept for the tables and the predictors; gradients take half as much again
 SAMPLE_TOKENS = 16384
 
 
@@ -43,8 +40,8 @@ class Moments:
     def __init__(self, section: Section, layout: KVLayout, limit: int, device: torch.device | str = "cpu") -> None:
         self.section = section
         self.count = 0
-        # Everything is summed relative to the mean of the first run: a channel's mean may be far larger than its
-        # deviation (the key biases of Qwen2), and the covariance would drown in the rounding of their squares.
+        # All sums are relative to the mean of the first run: a channel's mean may be far larger than its deviation (the
+        # key biases of Qwen2), and the rounding of its square would exceed the covariance.
         exact: dict[str, Any] = {"dtype": torch.float64, "device": device}
         self.origin = torch.zeros(section.values, device=device)
         self.total = torch.zeros(section.values, **exact)
@@ -87,17 +84,17 @@ class Moments:
         self._keep(x, start, gradient)
 
     def _keep(self, x: torch.Tensor, start: int, gradient: torch.Tensor | None) -> None:
-        """Keep an even selection of runs within the limit: whenever it is full, every second one goes."""
+        """Keep evenly spaced runs within the limit: whenever it is exceeded, drop every second run."""
         if self._seen % self._stride == 0:
-            own = None if gradient is None else gradient[: self._limit].bfloat16().cpu()
-            self.sample.append((start, x[: self._limit].clone().cpu(), own))
+            kept = None if gradient is None else gradient[: self._limit].bfloat16().cpu()
+            self.sample.append((start, x[: self._limit].clone().cpu(), kept))
             while sum(len(run) for _, run, _ in self.sample) > self._limit:
                 del self.sample[1::2]
                 self._stride *= 2
         self._seen += 1
 
     def move_origin(self, origin: torch.Tensor) -> None:
-        """Make the sums those of deviations from another origin `[N]`."""
+        """Convert the sums to deviations from another origin `[N]`."""
         offset = self.origin.double() - origin.double()
         column = 0
         for products in self.products:
@@ -109,17 +106,17 @@ class Moments:
         self.origin = origin.to(self.origin)
 
     def to_cpu(self) -> None:
-        """What is left to do is done there; the second moments have served."""
+        """Move the sums to the CPU and drop the second moments, which are no longer needed."""
         self.products, self.metrics = [], []
         self.origin, self.total = self.origin.cpu(), self.total.cpu()
         self.sink_total, self.sink_count = self.sink_total.cpu(), self.sink_count.cpu()
 
     def mean(self) -> torch.Tensor:
-        """`[N]` float64."""
+        """Return the mean, `[N]` float64."""
         return self.origin + self.total / self.count
 
     def covariances(self) -> list[torch.Tensor]:
-        """Covariance of each block, float64."""
+        """Return the covariance of each block, float64."""
         out, column, offset = [], 0, self.total / self.count
         for products in self.products:
             part = offset[column : column + len(products)]
@@ -128,7 +125,7 @@ class Moments:
         return out
 
     def loss_metrics(self) -> list[torch.Tensor]:
-        """Metric of each block from the gradients, shrunk towards each unit's mean sensitivity."""
+        """Return the metric of each block from the gradients, shrunk towards each unit's mean sensitivity."""
         out, column = [], 0
         for metric in self.metrics:
             size = len(metric)
@@ -141,13 +138,13 @@ class Moments:
         return out
 
     def variance_metrics(self) -> list[torch.Tensor]:
-        """Metric of each block that counts every unit's variance alike."""
+        """Return the metric of each block that equalizes the variance of units."""
         out, column = [], 0
         for covariance in self.covariances():
             size = len(covariance)
             weight = torch.ones_like(covariance[0])
             power = self.mean()[column : column + size].square()
-            # A unit that does not vary has nothing but rounding to its variance, which must not count as the others'.
+            # The variance of a constant unit is only rounding, which must not be scaled up to that of the others.
             most = float(covariance.diagonal().max()) * WEIGHT_RANGE
             for low, high in self._unit_runs(column, size):
                 floor = max(float(power[low:high].mean()) * 1e-12, most, 1e-30)
@@ -157,7 +154,7 @@ class Moments:
         return out
 
     def _unit_runs(self, column: int, size: int) -> list[tuple[int, int]]:
-        """The parts of the block at `column` that belong to different units, numbered within the block."""
+        """Return the column ranges, within the block at `column`, that belong to different units."""
         runs, edge = [], 0
         for unit in self._units:
             low, high = max(edge, column), min(edge + unit, column + size)
@@ -168,16 +165,16 @@ class Moments:
 
 
 def normalized(gradient: torch.Tensor) -> torch.Tensor:
-    """Gradients `[t, N]` of one section and sequence, each divided by the root of its token's size.
+    """Divide gradients `[t, N]` of one section and sequence by the square root of each token's norm.
 
-    A few tokens hold nearly all of the squared gradient (the first position of a sequence up to 95 %), and would be
-    the metric: its directions are to be those of all tokens, and what a token is worth goes into its class. Dividing
-    by the whole size instead takes 1 % more bits on SmolLM2-135M and 12 % on books-3m, whose heavy tokens are those
-    that it copies from. Not dividing at all takes an eighth more on SmolLM2-135M, in a prototype, but 3 to 14 % fewer
-    on books-3m by layer: the power could be chosen for each model by the KL on held-out text.
+    A few tokens hold nearly all of the squared gradient (the first position of a sequence up to 95 %) and would
+    dominate the metric. But its directions must serve all tokens, and the importance of a token belongs in its class.
+    Dividing by the full norm instead takes 1 % more bits on SmolLM2-135M and 12 % on books-3m, whose heavy tokens are
+    those that it copies from. Not dividing at all takes an eighth more on SmolLM2-135M, in a prototype, but 3 to 14 %
+    fewer on books-3m by layer: the power could be chosen per model by the KL on held-out text.
 
-    How much the section counts among others stays: the mean square, without the largest hundredth, so that a sink
-    does not decide it.
+    The weight of the section among others is kept: the mean square without the largest hundredth, so that a sink does
+    not determine it.
     """
     energy = gradient.square().sum(1, keepdim=True)
     usual = energy.clamp_max(torch.quantile(energy, USUAL_SHARE)).mean()
@@ -185,7 +182,7 @@ def normalized(gradient: torch.Tensor) -> torch.Tensor:
 
 
 def new_moments(layout: KVLayout, group: str, processes: int = 1, device: torch.device | str = "cpu") -> list[Moments]:
-    """Empty sums for each section of a group; `processes` share the sample of tokens."""
+    """Return empty sums for each section of a group; `processes` share the sample of tokens."""
     limit = min(SAMPLE_TOKENS, SAMPLE_BYTES // (4 * layout.values_per_token)) // processes
     return [Moments(section, layout, limit, device) for section in partition(layout, group)]
 
@@ -196,8 +193,8 @@ def need_tokens(layout: KVLayout, group: str, tokens: int) -> None:
     need = TOKENS_PER_VALUE * largest
     if tokens < need:
         raise ProfileError(
-            f"group={group!r} spans {largest} values here and needs at least {need} cached tokens to learn from, "
-            f"got {tokens}: give more text, or a smaller group"
+            f"group: {group!r} spans {largest} values and must have at least {need} cached tokens to learn from, got "
+            f"{tokens}: give more text, or a smaller group"
         )
 
 
@@ -218,7 +215,7 @@ def add_sample(moments: list[Moments], layout: KVLayout, sample: CacheSample, pr
         )
         everything = slice(0, prefix)
         unrotation = Rotation(layout, 0, prefix, x.device, inverse=True)
-        # With k' = s R k the gradient on k is s R^T k'-gradient: the transposed map, not the inverse one.
+        # With k' = s R k, the gradient on k is s R^T times the gradient on k': the transposed map, not the inverse.
         transposed = Transposed(layout, prefix, x.device)
         for section in moments:
             section.add(
@@ -229,7 +226,7 @@ def add_sample(moments: list[Moments], layout: KVLayout, sample: CacheSample, pr
 
 
 class Transposed(Rotation):
-    """Takes gradients on cached keys back to gradients on position-free keys."""
+    """Maps gradients on cached keys to gradients on position-free keys."""
 
     def __init__(self, layout: KVLayout, tokens: int, device: torch.device) -> None:
         super().__init__(layout, 0, tokens, device)

@@ -1,4 +1,4 @@
-"""Long work that tells how far it is: a bar on a terminal, lines in a log, or whoever listens."""
+"""Progress of long work: a bar on a terminal, lines in a log, or calls of a listener."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.progress import track
 
 T = TypeVar("T")
-PROGRESS_LINES = 10  # of a log file, for each piece of long work
+PROGRESS_LINES = 10  # lines per task in a log file
 _LISTENER: ContextVar[Callable[[str, int, int], None] | None] = ContextVar("listener", default=None)
 
 
 @contextmanager
 def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
-    """Within this block, tell `listener(what, done, total)` how far `tracked` work has come, and show nothing."""
+    """Within this block, call `listener(what, done, total)` for `tracked` work instead of showing progress."""
     token = _LISTENER.set(listener)
     try:
         yield
@@ -28,7 +28,7 @@ def listening(listener: Callable[[str, int, int], None]) -> Iterator[None]:
 
 
 def tracked(batches: Sequence[T], what: str, progress: bool) -> Iterator[T]:
-    """Show how far the work has come: a bar on a terminal, a line for every tenth elsewhere (a log file)."""
+    """Yield the batches and show progress: a bar on a terminal, else a line per tenth (in a log file)."""
     if (listener := _LISTENER.get()) is not None:
         for number, batch in enumerate(batches):
             listener(what, number, len(batches))

@@ -1,13 +1,13 @@
-"""The re-read protocol: the token sequences on which cuvee measures what compression costs.
+"""Token sequences on which cuvee measures the loss of compression: cut from a text, re-reading, or sampled.
 
-A sequence has `LENGTH` tokens. The KV cache of the first `PREFIX` tokens is coded, and the other tokens are scored
-after the decoded cache. In every second sequence the scored part repeats a span of the cached part:
+A sequence has `LENGTH` tokens. The KV cache of the first `PREFIX` tokens is coded, and the other tokens are scored with
+the decoded cache. In every second sequence, the scored part repeats a span of the cached part:
 
     even row   [ . . . . a b c d . . . . | a b c d ]    the model must read its cache to predict the tail
     odd row    [ . . . . . . . . . . . . | . . . . ]    ordinary text
                       cached and coded      scored
 
-Without the repeats a small model hardly looks at its cache, and then any codec looks perfect.
+Without the repeats, a small model hardly reads its cache, and every codec looks perfect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTH = 512
 PREFIX = 384
 SEED = 7
 
-# Rows sampled together: enough to keep a matrix product busy, few enough to bound the KV cache.
+# Rows sampled at once: enough for efficient matrix products, few enough to bound the KV cache.
 _SAMPLE_ROWS = 64
 
 
@@ -38,9 +38,9 @@ def split_sequences(token_ids: Tensor, count: int, length: int = LENGTH, offset:
 
     Args:
         token_ids: the text, integer [n].
-        count: sequences to cut, N.
-        length: tokens in each, T.
-        offset: tokens to skip at the beginning: the front matter of a book, or what another split has used.
+        count: number of sequences, N.
+        length: tokens per sequence, T.
+        offset: tokens to skip at the beginning, such as the front matter of a book or the tokens of another split.
 
     Returns:
         int64 [N, T], which may share memory with `token_ids`.
@@ -55,21 +55,22 @@ def split_sequences(token_ids: Tensor, count: int, length: int = LENGTH, offset:
     end = offset + count * length
     if end > len(token_ids):
         raise InputError(
-            f"token_ids: has {len(token_ids)} tokens, but {count} x {length} from offset {offset} need {end}"
+            f"token_ids: must have at least {end} tokens for {count} x {length} from offset {offset}, got "
+            f"{len(token_ids)}"
         )
     return token_ids[offset:end].to(torch.long).view(count, length)
 
 
 def reread(tokens: Tensor, prefix: int = PREFIX, seed: int = SEED) -> Tensor:
-    """Let the end of rows 0, 2, 4 … repeat a random span of their first `prefix` tokens.
+    """Make the end of rows 0, 2, 4 … repeat a random span of their first `prefix` tokens.
 
-    The span starts at s, uniform in [0, prefix - tail - 1) with tail = T - prefix, so it ends at least two
-    tokens before the tail begins: to copy it, the model always has to look back further than the last token.
+    The span starts at s, uniform in [0, prefix - tail - 1) with tail = T - prefix, so it ends at least two tokens
+    before the tail begins: to copy it, the model always has to look back farther than the last token.
 
     Args:
         tokens: integer [N, T]; left unchanged.
-        prefix: tokens of each row that are cached, at least T - prefix + 2 and less than T.
-        seed: for drawing s, once for each even row in order; the same on every device.
+        prefix: cached tokens per row, at least T - prefix + 2 and less than T.
+        seed: seed of the draws of s, one per even row in order; the same on every device.
 
     Returns:
         int64 [N, T].
@@ -102,20 +103,20 @@ def sample_text(
     starts: Tensor | None = None,
     progress: bool = False,
 ) -> Tensor:
-    """Sample sequences from the model itself: calibration text for when there is no other.
+    """Sample sequences from the model itself, as calibration text when there is no other.
 
-    Each row starts with its tokens in `starts`, else with the model's BOS token, or EOS if it has no BOS. An
-    end-of-text token that comes up later does not end the row: what follows is the model's next text.
+    Each row starts with its tokens in `starts`, else with the model's BOS token, or EOS if it has no BOS. A later
+    end-of-text token does not end the row; the model's next text follows.
 
     Args:
         model: a Hugging Face causal LM, in evaluation mode.
         count: rows, N.
-        length: tokens in each row, T, the first one included.
-        seed: of the draws. Equal arguments give equal rows on the same machine with the same number of
-            threads. Elsewhere a rounding difference in the logits may change a draw, and all of the row after it.
+        length: tokens per row, T, including the first.
+        seed: seed of the draws. Equal arguments give equal rows on the same machine with the same number of threads.
+            Elsewhere, a rounding difference in the logits may change a draw and the rest of its row.
         temperature: divides the logits; 1 is the model's own distribution.
         starts: integer [N, S], the first tokens of each row; None for the model's own first token.
-        progress: show on standard error how far it has come.
+        progress: show progress on standard error.
 
     Returns:
         int64 [N, T] on the CPU.
@@ -134,13 +135,13 @@ def sample_text(
     if starts.ndim != 2 or len(starts) != count or not 1 <= starts.shape[1] <= length:
         raise InputError(f"starts: must be [{count}, 1 … {length}] tokens, got shape {list(starts.shape)}")
     given = starts.shape[1]
-    # One uniform number per token, drawn on the CPU: the draws do not depend on the device.
+    # One uniform number per token, drawn on the CPU, so that the draws do not depend on the device.
     generator = torch.Generator().manual_seed(seed)
     uniform = torch.rand(length, count, generator=generator, dtype=torch.float64).to(model.device)
     tokens = torch.zeros((count, length), dtype=torch.long, device=model.device)
     tokens[:, :given] = starts.to(tokens)
     for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
-        # A cache that grows copies itself at every step, which would take most of a small model's time.
+        # A growing cache is copied at every step, which would take most of a small model's time.
         cache = StaticCache(config=model.config, max_cache_len=length)
         for t in tracked(range(1, length), "sampling", progress):
             logits = model(input_ids=rows[:, t - 1 : t], past_key_values=cache, use_cache=True).logits[:, -1]
@@ -159,7 +160,7 @@ def _first_token(model: PreTrainedModel) -> int:
         candidate = token[0] if isinstance(token, list) and token else token
         if isinstance(candidate, int):
             return candidate
-    raise InputError("model: its configuration names neither bos_token_id nor eos_token_id to start from")
+    raise InputError("model: must have a bos_token_id or eos_token_id in its configuration to start from")
 
 
 def _check_integers(field: str, tensor: Tensor, dimensions: int) -> None:

@@ -1,1 +1,1 @@
-"""Models and their caches: supported architectures, dtypes, RoPE, weights' fingerprints, forward passes."""
+"""Models and their caches: supported architectures, dtypes, RoPE, fingerprints of weights, forward passes."""

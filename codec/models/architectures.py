@@ -1,7 +1,7 @@
-"""The transformers models whose caches cuvee knows, and what their configurations say of the cache.
+"""Supported transformers models, and the cache layouts in their configurations.
 
-A family is here once its cached keys were checked against transformers. Everything else is refused by name: a wrong
-layout would decode to wrong keys and nobody would see it.
+A family is listed once its cached keys were checked against transformers. All others are refused by name: a wrong
+layout would silently decode to wrong keys.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES
 class _Family(NamedTuple):
     """A model family whose cached keys were checked against transformers.
 
-    rotary: "module.Class" of its rotary embedding, None for absolute positions.
-    grouped: the model reads num_key_value_heads and head_dim; others ignore such entries of a config.
+    rotary: "module.Class" of its rotary embedding; None for absolute positions.
+    grouped: whether the model reads num_key_value_heads and head_dim; other models ignore these entries.
     """
 
     rotary: str | None
@@ -60,7 +60,7 @@ _RECURRENT = frozenset(
 
 
 def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, Any]:
-    """What `KVLayout.from_dict` takes, read off a transformers configuration.
+    """Read the input of `KVLayout.from_dict` from a transformers configuration.
 
     Raises:
         UnsupportedModelError, InputError, ImportError: as `KVLayout.from_config`.
@@ -70,7 +70,7 @@ def describe_cache(config: Any, dtype: str | torch.dtype | None) -> dict[str, An
     except ImportError as error:
         raise ImportError("KVLayout.from_config needs transformers 5 or later: pip install transformers") from error
     if not isinstance(config, PreTrainedConfig):
-        raise InputError(f"hf_config must be a transformers PreTrainedConfig, got {type(config).__name__}")
+        raise InputError(f"hf_config: must be a transformers PreTrainedConfig, got {type(config).__name__}")
     _refuse_unsupported(config)
     max_positions = _max_positions(config)
     dtype_name = _dtype_name(config.dtype if dtype is None else dtype)
@@ -106,7 +106,8 @@ def _refuse_unsupported(config: Any) -> None:
         raise UnsupportedModelError(f"{kind}: encoder-decoder and cross-attention caches are not supported")
     if getattr(config, "text_config", None) is not None:
         raise InputError(
-            f"hf_config is a multimodal wrapper ({kind}): pass its text decoder, hf_config.get_text_config()"
+            f"hf_config: must be that of a text decoder, got a multimodal wrapper ({kind}); pass "
+            "hf_config.get_text_config()"
         )
     if getattr(config, "kv_lora_rank", None) is not None:
         raise UnsupportedModelError(f"{kind}: multi-head latent attention (MLA, kv_lora_rank) is not supported")
@@ -128,7 +129,7 @@ def _refuse_unsupported(config: Any) -> None:
         if rope_type in _SEQUENCE_DEPENDENT_ROPE:
             raise UnsupportedModelError(
                 f"{kind}: {_SEQUENCE_DEPENDENT_ROPE[rope_type]} (rope_type {rope_type!r}) is not supported: "
-                "its frequencies change with the sequence length, and a cached key does not tell which it got"
+                "its frequencies change with the sequence length, which cached keys do not record"
             )
         if rope_type not in _ROPE_TYPES:
             raise UnsupportedModelError(
@@ -137,17 +138,17 @@ def _refuse_unsupported(config: Any) -> None:
 
 
 def _rope_dicts(config: Any) -> list[Mapping[str, Any]]:
-    """The RoPE parameters of the config: one dict, or one per layer type."""
+    """Return the RoPE parameters of the config: one dict, or one per layer type."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, Mapping)]
     return nested or [parameters]
 
 
 def _max_positions(config: Any) -> int:
-    """How many positions the model can address.
+    """Return the number of positions that the model can address.
 
-    With linear scaling, `max_position_embeddings` counts the positions before they are stretched, in transformers as in
-    vLLM. With YaRN and Llama 3's scaling, and in Gemma 3 with any, it counts those after.
+    With linear scaling, `max_position_embeddings` counts positions before scaling, in transformers and vLLM. With YaRN
+    and Llama 3's scaling, and in Gemma 3 with any scaling, it counts positions after scaling.
     """
     positions: int = config.max_position_embeddings
     if config.model_type.startswith("gemma3"):
@@ -158,7 +159,7 @@ def _max_positions(config: Any) -> int:
             factor: Any = parameters.get("factor")
             if type(factor) not in (int, float) or not 0 < factor < math.inf:
                 raise InputError(
-                    "hf_config.rope_parameters: linear RoPE takes a factor, a finite number above 0, "
+                    "hf_config.rope_parameters: must have a factor for linear RoPE, a finite number above 0, "
                     f"got {factor!r}: correct the model's config.json"
                 )
             scaling = factor
@@ -183,7 +184,7 @@ def _ropes(config: Any, family: _Family, layer_types: list[str]) -> dict[str, di
         return dict.fromkeys(layer_types)
     module_name, class_name = family.rotary.split(".")
     module = importlib.import_module(f"transformers.models.{module_name}.modeling_{module_name}")
-    # A surrounding `torch.device` context (meta, cuda) must not decide where or how the table is computed.
+    # A surrounding `torch.device` context (meta, cuda) must not affect how the table is computed.
     with torch.device("cpu"):
         rotary = getattr(module, class_name)(config)
     ropes: dict[str, dict[str, Any] | None] = {}
@@ -200,10 +201,10 @@ def _ropes(config: Any, family: _Family, layer_types: list[str]) -> dict[str, di
 
 def _dtype_name(dtype: Any) -> str:
     if dtype is None:
-        raise InputError("hf_config names no dtype: pass dtype=, for example dtype=model.dtype")
+        raise InputError("dtype: must be given, since hf_config names none; for example dtype=model.dtype")
     name = str(dtype).removeprefix("torch.")
     if name not in TORCH_DTYPES:
         raise InputError(
-            f"dtype must be one of {', '.join(TORCH_DTYPES)}, got {dtype!r}: dequantize other caches by value first"
+            f"dtype: must be one of {', '.join(TORCH_DTYPES)}, got {dtype!r}: dequantize other caches by value first"
         )
     return name

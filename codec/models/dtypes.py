@@ -1,4 +1,4 @@
-"""The dtypes that a cache may have, by name, and what a ratio counts against."""
+"""The dtypes of caches, by name, and their bits per value."""
 
 import torch
 
@@ -15,11 +15,11 @@ def value_bits(dtype: str | None = None) -> int:
     """Return the bits per value of an uncompressed cache, which every ratio counts against.
 
     Args:
-        dtype: of the cache; None: not known, which counts as 16 bits. The dtype that a profile was learned in does not
-            tell: one learned in float32, as on a CPU, serves bfloat16 caches all the same.
+        dtype: the cache's dtype; None: unknown, which counts as 16 bits. The dtype of a profile does not matter: a
+            profile learned in float32, as on a CPU, also serves bfloat16 caches.
 
     Raises:
-        InputError: no dtype that a cache may have.
+        InputError: no cache has the dtype.
     """
     if dtype is None:
         return 16

@@ -1,4 +1,4 @@
-"""What cuvee does with a model of transformers: fill a cache, and get predictions after one."""
+"""Forward passes of transformers models: fill a cache, and predict after a cache."""
 
 from __future__ import annotations
 
@@ -17,32 +17,34 @@ if TYPE_CHECKING:
 
 
 def check_tokens(model: PreTrainedModel, token_ids: torch.Tensor, prefix: int | None) -> int:
-    """Validate calibration text; return the length of the prefix.
+    """Validate calibration text and return the length of the prefix.
 
     Raises:
-        InputError: wrong shape, dtype or range.
+        InputError: `token_ids` or `prefix` has the wrong shape, dtype or range.
     """
     if token_ids.ndim != 2 or token_ids.dtype not in (torch.int32, torch.int64):
-        raise InputError(f"token_ids must be an integer tensor [N, T], got {token_ids.dtype} {list(token_ids.shape)}")
+        raise InputError(f"token_ids: must be an integer tensor [N, T], got {token_ids.dtype} {list(token_ids.shape)}")
     length = token_ids.shape[1]
     if token_ids.shape[0] < 1 or length < 8:
-        raise InputError(f"token_ids must hold sequences of at least 8 tokens, got {list(token_ids.shape)}")
+        raise InputError(f"token_ids: must hold sequences of at least 8 tokens, got {list(token_ids.shape)}")
     vocabulary = len(cast(torch.nn.Embedding, model.get_input_embeddings()).weight)
     low, high = int(token_ids.min()), int(token_ids.max())
     if low < 0 or high >= vocabulary:
-        raise InputError(f"token_ids hold {low if low < 0 else high}; the model's vocabulary is 0 … {vocabulary - 1}")
+        raise InputError(f"token_ids: must lie in the vocabulary 0 … {vocabulary - 1}, got {low if low < 0 else high}")
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length > limit:
-        raise InputError(f"token_ids are {length} long, the model has {limit} positions: cut them shorter")
+        raise InputError(
+            f"token_ids: must be at most {limit} long, the model's positions, got {length}: cut them shorter"
+        )
     prefix = 3 * length // 4 if prefix is None else prefix
     if not 1 <= prefix <= length - 2:
-        raise InputError(f"prefix={prefix} must leave at least two of the {length} tokens to score")
+        raise InputError(f"prefix: must lie in 1 … {length - 2}, to leave two tokens to score, got {prefix}")
     return prefix
 
 
 @contextmanager
 def frozen(model: PreTrainedModel) -> Iterator[None]:
-    """Put the model in eval mode, with no gradients for its parameters; restore both on the way out."""
+    """Put the model in eval mode without parameter gradients; restore both afterwards."""
     training = [(module, module.training) for module in model.modules()]
     required = [p.requires_grad for p in model.parameters()]
     try:
@@ -58,7 +60,7 @@ def frozen(model: PreTrainedModel) -> Iterator[None]:
 
 
 def empty_cache() -> Any:
-    """A cache of transformers whose layers keep every token, where a model's own sliding windows would drop some."""
+    """Return a transformers cache that keeps every token, also in sliding-window layers."""
     from transformers import DynamicCache
 
     return DynamicCache()
@@ -67,9 +69,9 @@ def empty_cache() -> Any:
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout, device: torch.device | str = "cpu"
 ) -> list[KVChunk]:
-    """The cache of `tokens [B, T]` as one chunk per sequence, on `device` and in the layout's dtype."""
+    """Return the cache of `tokens [B, T]`, one chunk per sequence, on `device` and in the layout's dtype."""
     cache = empty_cache()
-    # Logits of all tokens of a long prompt would take more memory than its cache.
+    # The logits of all tokens of a long prompt would take more memory than its cache.
     model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return [
         KVChunk(
@@ -82,7 +84,7 @@ def prefill(
 
 
 def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities `[B, T - 1, V]` float32 of the model as it reads `tokens [B, T]` after these caches."""
+    """Return log-probabilities `[B, T - 1, V]` float32 of `tokens [B, T]` after these caches."""
     cache = empty_cache()
     for index, device in enumerate(cache_devices(model, chunks[0].layout.num_layers)):
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
@@ -93,10 +95,10 @@ def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -
 
 
 def cache_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
-    """Where the model keeps the keys and values of each layer. With `device_map=` they are not all in one place."""
+    """Return the device of each layer's keys and values, which `device_map=` may spread."""
     if not getattr(model, "hf_device_map", None):
         return [model.device] * layers
-    # The map names modules but does not say where offloaded ones run, so the model itself is asked.
+    # The map does not tell where offloaded modules run, so a forward pass does.
     cache = empty_cache()
     with torch.no_grad():
         model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)

@@ -16,18 +16,18 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES
 
 
 def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotation tables, including `attention_scaling`.
+    """Compute rotation tables, including `attention_scaling`.
 
     Args:
         rope: the layer's rotary embedding.
-        positions: int64 [T]. Checking their range waits for the device.
-        limit: number of positions the model has (`KVLayout.max_positions`), or None.
+        positions: int64 [T]. Checking their range synchronizes with the device.
+        limit: the model's number of positions (`KVLayout.max_positions`), or None.
 
     Returns:
         cos and sin, float32 [T, rotary_dim / 2], on the device of `positions`.
 
     Raises:
-        InputError: the positions have another shape or dtype, or are negative or not below `limit`.
+        InputError: the positions have the wrong shape or dtype, or are negative or not below `limit`.
     """
     _check_positions(positions, limit)
     inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=positions.device)
@@ -36,19 +36,19 @@ def cos_sin(rope: Rope, positions: torch.Tensor, limit: int | None = None) -> tu
 
 
 def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit: int | None = None) -> torch.Tensor:
-    """Position-free keys -> keys at `positions`.
+    """Rotate position-free keys to `positions`.
 
     Args:
         keys: bfloat16, float16 or float32 [T, H, D]. Dimensions from `rotary_dim` on pass through unchanged.
         rope: the layer's rotary embedding. None only converts to float32.
         positions: int64 [T], on the device of `keys`.
-        limit: number of positions the model has, or None.
+        limit: the model's number of positions, or None.
 
     Returns:
         float32 [T, H, D]; `keys` itself if it is float32 and `rope` is None.
 
     Raises:
-        InputError: a wrong shape, dtype or device, or a position out of range.
+        InputError: a shape, dtype or device is wrong, or a position is out of range.
     """
     _check_keys(keys, rope, positions)
     if rope is None:
@@ -59,19 +59,19 @@ def rotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit
 
 
 def unrotate(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor, limit: int | None = None) -> torch.Tensor:
-    """Keys at `positions` -> position-free keys: the inverse of `rotate`, with the same arguments and errors."""
+    """Rotate keys at `positions` to position-free keys: the inverse of `rotate`, with the same arguments and errors."""
     _check_keys(keys, rope, positions)
     if rope is None:
         _check_positions(positions, limit)
         return keys.float()
     cos, sin = cos_sin(rope, positions, limit)
-    # Since cos and sin include the scaling s, the transpose of the rotation is s^2 times its inverse.
+    # cos and sin include the scaling s, so the transpose of the rotation is s^2 times its inverse.
     square = rope.attention_scaling**2
     return turn(keys, rope, cos[:, None] / square, sin[:, None] / -square)
 
 
 def turn(keys: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Keys `[T, H, D]` rotated by tables that broadcast to `[T, H, rotary_dim / 2]`; float32 `[T, H, D]`."""
+    """Rotate keys `[T, H, D]` by tables that broadcast to `[T, H, rotary_dim / 2]`; return float32 `[T, H, D]`."""
     width = rope.rotary_dim
     rotated = keys[..., :width].float()
     if rope.interleaved:
@@ -88,24 +88,24 @@ def turn(keys: torch.Tensor, rope: Rope, cos: torch.Tensor, sin: torch.Tensor) -
 
 def _check_keys(keys: torch.Tensor, rope: Rope | None, positions: torch.Tensor) -> None:
     if keys.ndim != 3:
-        raise InputError(f"keys must have shape [T, H, D], got {list(keys.shape)}")
+        raise InputError(f"keys: must have shape [T, H, D], got {list(keys.shape)}")
     if keys.dtype not in TORCH_DTYPES.values():
-        raise InputError(f"keys must be {', '.join(TORCH_DTYPES)}, got {keys.dtype}: convert them by value first")
+        raise InputError(f"keys: must be {', '.join(TORCH_DTYPES)}, got {keys.dtype}: convert them by value first")
     if rope is not None and rope.rotary_dim > keys.shape[-1]:
-        raise InputError(f"rope rotates {rope.rotary_dim} dimensions, keys have D = {keys.shape[-1]}")
+        raise InputError(f"keys: must have D of at least {rope.rotary_dim}, the rotary_dim, got {keys.shape[-1]}")
     if positions.shape != keys.shape[:1]:
-        raise InputError(f"positions must have shape [T] = [{keys.shape[0]}], got {list(positions.shape)}")
+        raise InputError(f"positions: must have shape [T] = [{keys.shape[0]}], got {list(positions.shape)}")
     if positions.device != keys.device:
-        raise InputError(f"positions are on {positions.device}, keys on {keys.device}: move them to one device")
+        raise InputError(f"positions: must be on {keys.device} like the keys, got {positions.device}: move them")
 
 
 def _check_positions(positions: torch.Tensor, limit: int | None) -> None:
     if positions.ndim != 1 or positions.dtype != torch.int64:
-        raise InputError(f"positions must be int64 [T], got {positions.dtype} {list(positions.shape)}")
+        raise InputError(f"positions: must be int64 [T], got {positions.dtype} {list(positions.shape)}")
     if positions.numel() == 0:
         return
     low, high = (int(bound) for bound in torch.stack(torch.aminmax(positions)).tolist())
     if low < 0:
-        raise InputError(f"positions must be >= 0, got {low}")
+        raise InputError(f"positions: must be at least 0, got {low}")
     if limit is not None and high >= limit:
-        raise InputError(f"position {high} is beyond the {limit} positions of the model")
+        raise InputError(f"positions: must be below {limit}, the positions of the model, got {high}")

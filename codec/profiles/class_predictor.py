@@ -1,14 +1,14 @@
-"""Chooses the class of a token: predicts from its coefficients what an error on it will cost.
+"""`Predictor`: chooses the class of a token from its coefficients, which predict the cost of an error on it.
 
-The cost of an error differs by factors of a thousand between tokens, and it shows in the token itself. A regression
-that is learned with the profile reads the token's leading coefficients. Let e be the squared gradient on a token in the
-section's coordinates, which is what a unit of squared error there costs. The step that spends bits best is then
-proportional to e^-1/2 (reverse water-filling). The profile's exponent is somewhat flatter, because e is only predicted.
+The cost of an error differs by factors of a thousand between tokens, and the token's coefficients predict it. The
+profile holds a regression on the leading coefficients. Let e be the squared gradient on a token in the section's
+coordinates, which is the cost of a unit of squared error. The best step is then proportional to e^-1/2 (reverse
+water-filling). The profile's exponent is flatter, because e is only predicted.
 
     offset [octaves of step]  =  bias - weights . features(leading coefficients),   class = 8 + round(2 offset)
 
-Only the encoder does this. The decoder reads the classes. So a profile may change its predictor, or a caller replace
-it, without any effect on blobs that were written before.
+Only the encoder predicts; the decoder reads the classes. A profile may therefore change its predictor, and a caller may
+override it, without any effect on earlier blobs.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from cuvee.codec.errors import FormatError, InputError
 from cuvee.codec.stages.reference.symbols import F32, U8
 
 CLASSES_PER_OCTAVE = OCTAVE // CLASS_UNITS
-CLAMP = 6.0  # in deviations; values further out tell nothing more
-SQUARE_FLOOR = 1e-2  # in squared deviations; below it the logarithm of a coefficient tells nothing
+CLAMP = 6.0  # in deviations; larger values predict nothing more
+SQUARE_FLOOR = 1e-2  # in squared deviations; below it the logarithm of a coefficient predicts nothing
 MAX_SINKS = 1 << 10
 EXPONENT = 0.75  # the squared step goes with e to this negative power; 0.5 and 1 measured worse (SmolLM2-135M)
 
 
 @dataclass(frozen=True, slots=True)
 class Predictor:
-    """Predicts from a token's leading coefficients by how many octaves its step may be coarser than the blob's.
+    """Predicts, from a token's leading coefficients, how many octaves coarser than the blob's its step may be.
 
     Attributes:
-        components: `[K]` int32, the components of the section that it reads.
+        components: `[K]` int32, the section's components that the predictor reads.
         scale: `[K]` float32, their deviations.
-        linear: `[K]` float32, weights of the coefficients, which are counted in deviations and clamped to ±6.
+        linear: `[K]` float32, weights of the coefficients, in deviations and clamped to ±6.
         square: `[K]` float32, weights of the logarithms of their squares.
         energy: weight of the logarithm of the sum of the squared coefficients.
         bias: in octaves.
-        sinks: `[P]` float32, in octaves; at the first P positions of a sequence the offset is at most this.
-        means: `[K + 1]` float32, the average logarithms of the squares and of their sum. They stand in for components
-            that a shard does not have. Empty if unknown.
+        sinks: `[P]` float32, in octaves; upper limits of the offset at the first P positions of a sequence.
+        means: `[K + 1]` float32, the average logarithms of the squares and of their sum. A shard uses them in place of
+            components that it lacks. Empty if unknown.
     """
 
     components: npt.NDArray[np.int32]
@@ -58,7 +58,7 @@ class Predictor:
     means: F32 = field(default_factory=lambda: np.empty(0, np.float32))
 
     def arrays(self) -> dict[str, npt.NDArray[np.generic]]:
-        """The arrays that the file of a profile holds; `read_predictor` is the inverse."""
+        """Return the arrays of a profile's file; `read_predictor` is the inverse."""
         constants = np.array([self.energy, self.bias], np.float32)
         return {
             "components": self.components, "scale": self.scale, "linear": self.linear, "square": self.square,
@@ -66,10 +66,10 @@ class Predictor:
         }  # fmt: skip
 
     def take(self, rows: npt.NDArray[np.intp]) -> Predictor | None:
-        """The predictor of a section that is cut to the components `rows`, in this order; None if it cannot predict.
+        """Return the predictor of a section cut to the components `rows`, in this order; None if none are left.
 
-        Whatever it read of other components is replaced by its mean, and so is the sum over all of them. The classes of
-        a shard are then less sharp than those of the whole, but equally fine on average.
+        The mean replaces the terms of other components, and the sum over all components. The classes of a shard vary
+        less than those of the whole section, but are equally fine on average.
         """
         where = {int(row): index for index, row in enumerate(rows)}
         kept = np.array([int(c) in where for c in self.components])
@@ -90,12 +90,12 @@ class Predictor:
         )
 
     def offsets(self, y: torch.Tensor, start: int, first: int) -> torch.Tensor:
-        """The offsets of a run of tokens in octaves, `[t]` float32.
+        """Return the offsets of a run of tokens in octaves, `[t]` float32.
 
         Args:
             y: `[K, t]` float32 coefficients of `components`.
             start: position of the chunk's first token.
-            first: the run's first token, counted from there.
+            first: index of the run's first token in the chunk.
         """
         u = y / torch.from_numpy(self.scale)[:, None]
         logs = u.square().add_(SQUARE_FLOOR).log_()
@@ -108,37 +108,37 @@ class Predictor:
 
 
 def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], rows: int) -> Predictor:
-    """A predictor from the arrays `PREFIX.*` of a profile's file.
+    """Return the predictor in the arrays `PREFIX.*` of a profile's file.
 
     Args:
-        prefix: what the names of the arrays begin with.
+        prefix: prefix of the arrays' names.
         arrays: all arrays of the file.
         rows: number of components of the section.
 
     Raises:
-        FormatError: an array has another shape or dtype, is not finite, or names components that do not exist.
+        FormatError: an array has the wrong shape or dtype, is not finite, or names components that do not exist.
         KeyError: an array is missing.
     """
     components = arrays[f"{prefix}.components"]
     count = len(components) if components.ndim == 1 else -1
     if components.dtype != np.int32 or not 0 < count <= rows:
-        raise FormatError(f"{prefix}.components has the wrong shape or dtype")
+        raise FormatError(f"{prefix}.components: has the wrong shape or dtype")
     named = components.astype(np.int32)
     if named.min() < 0 or named.max() >= rows or np.any(np.diff(named) <= 0):
-        raise FormatError(f"{prefix}.components are out of order or out of range")
+        raise FormatError(f"{prefix}.components: are out of order or out of range")
 
     def numbers(name: str, size: int | None) -> F32:
         array = arrays[f"{prefix}.{name}"]
         if array.dtype != np.float32 or array.ndim != 1 or (size is not None and len(array) != size):
-            raise FormatError(f"{prefix}.{name} has the wrong shape or dtype")
+            raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
         if not np.isfinite(array.astype(np.float32)).all():
-            raise FormatError(f"{prefix}.{name} is not finite")
+            raise FormatError(f"{prefix}.{name}: is not finite")
         return array.astype(np.float32)
 
     scale, constants, sinks = numbers("scale", count), numbers("constants", 2), numbers("sinks", None)
     means = numbers("means", None)
     if len(means) not in (0, count + 1):
-        raise FormatError(f"{prefix}.means has the wrong shape or dtype")
+        raise FormatError(f"{prefix}.means: has the wrong shape or dtype")
     if scale.min() <= 0 or len(sinks) > MAX_SINKS:
         raise FormatError(f"{prefix}: scale must be above zero, and at most {MAX_SINKS} positions are sinks")
     return Predictor(
@@ -154,19 +154,19 @@ def read_predictor(prefix: str, arrays: Mapping[str, npt.NDArray[np.generic]], r
 
 
 def choose_classes(offsets: torch.Tensor, finest: int) -> U8:
-    """Offsets `[t]` in octaves -> classes `[t]` uint8, none finer than `finest`. NaN gives the neutral class."""
-    # Extreme weights or values give NaN, which as an integer may be anything. Compiled loops rely on valid classes.
+    """Round offsets `[t]` in octaves to classes `[t]` uint8, none finer than `finest`; NaN gives the neutral class."""
+    # Extreme inputs give NaN, whose conversion to an integer is undefined; compiled loops need valid classes.
     wanted = (offsets * CLASSES_PER_OCTAVE).round_().add_(NEUTRAL).nan_to_num_(nan=NEUTRAL)
     classes: U8 = wanted.clamp_(finest, CLASSES - 1).to(torch.uint8).numpy()
     return classes
 
 
 def importance_offsets(importance: object, tokens: int) -> torch.Tensor:
-    """Offsets in octaves, `[T]` float32, from a caller's weights of the tokens.
+    """Convert a caller's weights of the tokens to offsets in octaves, `[T]` float32.
 
     Args:
-        importance: `[T]` array, tensor or sequence of non-negative numbers: how much a squared error on each token
-            counts. Only their ratios matter. A weight of zero gives the token the coarsest class.
+        importance: `[T]` array, tensor or sequence of non-negative numbers, the weights of a squared error on each
+            token. Only their ratios matter. A weight of zero gives the token the coarsest class.
         tokens: T.
 
     Raises:
@@ -174,12 +174,12 @@ def importance_offsets(importance: object, tokens: int) -> torch.Tensor:
     """
     weight = torch.as_tensor(importance, dtype=torch.float64).detach().cpu()
     if weight.ndim != 1 or len(weight) != tokens:
-        raise InputError(f"importance must be one number for each of the {tokens} tokens, got {list(weight.shape)}")
+        raise InputError(f"importance: must be one number for each of the {tokens} tokens, got {list(weight.shape)}")
     if not bool(torch.isfinite(weight).all()) or bool((weight < 0).any()):
-        raise InputError("importance must be finite and not negative")
+        raise InputError("importance: must be finite and not negative")
     positive = weight > 0
     if not bool(positive.any()):
-        raise InputError("importance must be above zero for at least one token")
+        raise InputError("importance: must be above zero for at least one token")
     level = weight[positive].log2().mean()
     octaves: torch.Tensor = -0.5 * EXPONENT * (weight.clamp_min(1e-300).log2() - level)
     return octaves.float()

@@ -1,11 +1,11 @@
-"""How all sections of a profile are coded at one step, in flat arrays: what the compiled loops read.
+"""The coding plans of all sections of a profile at one step, in flat arrays for the compiled loops.
 
-Every section has two entries, since its tokens may have classes or not:
+Every section has two entries, because its tokens may have classes or not:
 
 | entry | classes |
 |---|---|
 | `2 * section` | 0: the first token of a stream; 1: the other tokens, which may be predicted from it |
-| `2 * section + 1` | those of `classes.py` |
+| `2 * section + 1` | the token classes of `token_classes.py` |
 
 A *level* is one component of one class: `entries[e, LEVELS] + k * entries[e, ROWS] + row`.
 """
@@ -24,14 +24,14 @@ from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.stages.reference.symbols import F32, I16, I32, U8, U16, U32, CodingPlan, Prediction
 
 # Fields of an entry.
-TABLES = 0  # where its tables begin; those of class k begin `k * PLANES` further on
+TABLES = 0  # start of its tables; those of class k begin `k * PLANES` later
 PLANES = 1  # planes of the finest class
 LEVELS = 2
 ROWS = 3  # components of the finest class
 FINEST = 4  # the finest class that can be used
 BLOCKS = 5
 PREDICTION = 6
-RHO = 7  # where its gains begin
+RHO = 7  # start of its gains
 ENTRY_FIELDS = 8
 
 
@@ -42,14 +42,14 @@ class CodingPlans:
     Attributes:
         entries: int64 `[E, 8]`, the fields named above.
         planes, rows: int32 `[16 E]`, byte planes and components of each class.
-        depth: int32 `[16 E]`, the most components that a block has of each class.
+        depth: int32 `[16 E]`, the largest number of components per block in each class.
         steps: float32 `[16 E]`, quantizer steps.
-        tables: uint32, where the decode table of each plane of each class begins.
+        tables: uint32, start of the decode table of each plane of each class.
         level_table, shift, low_plane: uint16, uint8 and int32 per level, as in `ClassedPlan`.
-        block, index: int32 per level: the block of the component, and its number there.
-        rho: int16, gains of the entries whose tokens are predicted.
+        block, index: int32 per level: the block of the component, and its number in the block.
+        rho: int16, gains of the entries with prediction.
         class_slots: uint32 `[S, 4096]`, the table that decodes the classes of each section.
-        class_bits: its probability bits.
+        class_bits: the probability bits of that table.
     """
 
     entries: npt.NDArray[np.int64]
@@ -69,26 +69,26 @@ class CodingPlans:
 
 
 class PlannedSection(Protocol):
-    """What `pack_plans` needs of a section."""
+    """A section as `pack_plans` reads it."""
 
     @property
     def plan(self) -> CodingPlan:
-        """How tokens without classes are coded."""
+        """The coding plan of tokens without classes."""
         ...
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """How many components of each block those have."""
+        """The number of components per block of tokens without classes."""
         ...
 
     @property
     def classed(self) -> ClassedPlan:
-        """How tokens of each class are coded."""
+        """The coding plan of each class."""
         ...
 
     @property
     def class_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """How many components of each block those have, by class."""
+        """The number of components per block, by class."""
         ...
 
     @property
@@ -98,12 +98,12 @@ class PlannedSection(Protocol):
 
 
 def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyTables) -> CodingPlans:
-    """The plans of all sections, for the tables of one family.
+    """Pack the plans of all sections, for the tables of one family.
 
     Args:
-        sections: in order.
+        sections: the sections, in order.
         step: the quantizer step of tokens without classes.
-        tables: the family that the plans index.
+        tables: the tables that the plans index.
     """
     entries = np.zeros((2 * len(sections), ENTRY_FIELDS), np.int64)
     per_class: dict[str, Any] = {
@@ -115,14 +115,16 @@ def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyT
     }
     at = {"tables": 0, "level_table": 0, "rho": 0}
     for e in range(len(entries)):
-        own = sections[e // 2]
+        section = sections[e // 2]
         if e % 2:
-            classed, ranks, steps, prediction = own.classed, own.class_ranks, own.classed.steps, Prediction.NONE
+            classed, ranks, prediction = section.classed, section.class_ranks, Prediction.NONE
+            steps = classed.steps
             rows, planes, tables_of = classed.rows, classed.planes, classed.tables
             level_table, shift, low_plane = classed.level_table, classed.shift, classed.low_plane
             finest, rho = classed.finest, np.empty(0, np.int16)
         else:
-            plan, ranks, prediction, finest, rho = own.plan, (own.ranks,) * 2, own.plan.prediction, 0, own.plan.rho
+            plan, ranks, finest = section.plan, (section.ranks,) * 2, 0
+            prediction, rho = plan.prediction, plan.rho
             count = len(plan.shift)
             rows, planes = np.full(2, count, np.int32), np.full(2, plan.planes, np.int32)
             steps = np.full(2, step, np.float32)
@@ -135,15 +137,15 @@ def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyT
         block = np.zeros(level_table.shape, np.int32)
         index = np.zeros(level_table.shape, np.int32)
         for k, of_class in enumerate(ranks):
-            own_blocks = np.repeat(np.arange(len(of_class), dtype=np.int32), of_class)
-            block[k, : len(own_blocks)] = own_blocks
-            index[k, : len(own_blocks)] = np.concatenate([np.arange(rank, dtype=np.int32) for rank in of_class])
+            blocks = np.repeat(np.arange(len(of_class), dtype=np.int32), of_class)
+            block[k, : len(blocks)] = blocks
+            index[k, : len(blocks)] = np.concatenate([np.arange(rank, dtype=np.int32) for rank in of_class])
             per_class["depth"][e, k] = max(of_class, default=0)
         for name, values in (("rows", rows), ("planes", planes), ("steps", steps)):
             per_class[name][e, : len(values)] = values
         entries[e] = (
             at["tables"], tables_of.shape[1], at["level_table"], int(rows.max(initial=0)), finest,
-            len(own.ranks), prediction, at["rho"],
+            len(section.ranks), prediction, at["rho"],
         )  # fmt: skip
         for name, array in (
             ("tables", tables_of.astype(np.uint32) << np.uint32(tables.prob_bits)),
@@ -162,6 +164,6 @@ def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyT
         entries=entries,
         **joined,
         **{name: array.ravel() for name, array in per_class.items()},
-        class_slots=np.concatenate([own.class_table.slots for own in sections]),
+        class_slots=np.concatenate([section.class_table.slots for section in sections]),
         class_bits=sections[0].class_table.prob_bits,
     )

@@ -1,7 +1,7 @@
-"""`Profile`: what is learned offline for one model, and how quality is asked for.
+"""`Profile`: what cuvee learns offline for one model, its file, and its qualities.
 
-A profile is to a blob what a zstd dictionary is to a frame: it has an id, a blob names it, and decoding with another
-one is an error that says so. It is a safetensors file whose metadata is one JSON string; nothing in it is executed.
+A profile is to a blob what a zstd dictionary is to a frame: it has an id, which the blob names, and decoding with
+another profile is an error. It is a safetensors file whose metadata is one JSON string; nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cuvee.codec.entropy.family import (
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.format.container import MAX_SECTIONS, MAX_STEP_INDEX
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profiles.quality import LOSSLESS, Curve, CurvePoint, one_request
+from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, one_request
 from cuvee.codec.profiles.section_profile import SectionProfile, read_section_profile
 from cuvee.codec.stages.reference.symbols import Prediction, Quantizer
 from cuvee.codec.stages.reference.transform import Section, partition
@@ -42,7 +42,7 @@ from cuvee.codec.support.plain_json import parse_json
 FORMAT = "cuvee-profile"
 VERSION = 2
 ID_BYTES = 16
-# Of a token, in a file: 128 layers of 128 heads of 512 have as many. Bounds what a file of a few bytes can ask for.
+# Values per token: 128 layers of 128 heads of 512 have this many. The limit bounds what a small file can claim.
 MAX_VALUES = 1 << 24
 
 
@@ -57,15 +57,15 @@ class Profile:
         ('unit', 'generic')
 
     Attributes:
-        layout: the model's KV layout. Its dtype is the one seen in training; chunks of another dtype may be coded.
-        group: what one basis spans (see `partition`).
+        layout: the model's KV layout, with the dtype it was learned in; chunks of other dtypes may be coded.
+        group: the layers or heads that share one basis (see `partition`).
         source: "calibrated", "fitted" or "generic".
         model: fingerprint of the weights it was calibrated on (hex), or None.
-        curve: measured points, by rising step, of all kinds of text together.
-        curves: by kind of text, the points measured on that kind alone; empty where there was one kind.
+        curve: points measured over all kinds of text, by rising step.
+        curves: points measured on each kind of text, by kind; empty if there was only one kind.
         family: entropy tables and quantizer.
-        learned: one `SectionProfile` a section; empty for a generic profile.
-        min_step_index: the smallest step index the stored components serve.
+        learned: one `SectionProfile` per section; empty for a generic profile.
+        min_step_index: the smallest step index that the stored components serve.
     """
 
     def __init__(
@@ -91,25 +91,38 @@ class Profile:
         self.curve = self._curve.overall
         self.curves = self._curve.kinds
         self.sections: tuple[Section, ...] = partition(layout, group)
-        self._known_layouts: set[bytes] = set()  # one for each dtype
+        self._known_layouts: set[bytes] = set()  # one per dtype
         if learned and len(learned) != len(self.sections):
-            raise FormatError(f"the profile has {len(learned)} sections, group {group!r} needs {len(self.sections)}")
+            raise FormatError(
+                f"learned: must have {len(self.sections)} sections for group {group!r}, got {len(learned)}"
+            )
 
     def __repr__(self) -> str:
         layout = self.layout
         model = f"{layout.model_type}, {layout.num_layers} layers, {layout.values_per_token} values per token"
-        kinds = f", of {len(self.curves)} kinds of text" if self.curves else ""
-        return f"Profile({model}; {self.source}, group {self.group!r}; {len(self.curve)} points{kinds})"
+        return f"Profile({model}; {self.source}, group {self.group!r}; {self._presets()})"
 
-    # Making one ------------------------------------------------------------------------------------------------
+    def _presets(self) -> str:
+        """Return the bits per value of each preset that the curve reaches."""
+        sizes = []
+        for quality in PRESET_KL if self.curve else ():
+            try:
+                bits = self.bits_at(self._curve.preset(quality, None))
+            except ProfileError:  # the preset is lossless here
+                continue
+            if bits is not None:
+                sizes.append(f"{quality} {bits:.2f}")
+        return f"{', '.join(sizes)} bits per value" if sizes else "no curve" if not self.curve else "no presets"
+
+    # Constructors ----------------------------------------------------------------------------------------------
 
     @classmethod
     def generic(cls, layout: KVLayout) -> Profile:
-        """A profile that knows nothing: per-chunk means and scales, three bytes per channel. Works on any model."""
+        """Return a profile without learning, for any model: means and scales per chunk, three bytes per channel."""
         return cls(layout, "unit", "generic", default_family())
 
     def with_curve(self, curve: Iterable[CurvePoint]) -> Profile:
-        """A copy with another curve."""
+        """Return a copy with another curve."""
         return Profile(
             self.layout, self.group, self.source, self.family, self.learned,
             min_step_index=self.min_step_index, model=self.model, curve=curve,
@@ -117,38 +130,38 @@ class Profile:
 
     @property
     def points(self) -> tuple[CurvePoint, ...]:
-        """All measured points: those of `curve`, then those of `curves`."""
+        """All measured points: `curve`, then `curves`."""
         return self.curve + tuple(point for points in self.curves.values() for point in points)
 
     def shard(self, rank: int, size: int) -> Profile:
-        """The profile of one tensor-parallel rank, which holds `layout.shard_heads(rank, size)` of each layer.
+        """Return the profile of one tensor-parallel rank, which holds `layout.shard_heads(rank, size)` of each layer.
 
-        At one step its codec codes those heads as this profile's codes them among all: same maps, scales and tables,
-        so the same levels, and the same decoded bits but where BLAS rounds a product otherwise at another alignment.
-        That holds where tokens have no classes, or those of `importance=`. A rank's own predictor sees its own heads
-        alone, so that it may choose a class that the whole would not.
-        A generic profile has nothing to cut: its steps are relative to the deviation of the rank's own heads.
+        At one step, the shard codes its heads as this profile codes them: with the same maps, scales and tables, and
+        therefore the same levels. The decoded bits are the same except where BLAS rounds a product differently at
+        another alignment. This holds for tokens without classes and for classes set by `importance=`. The predictor of
+        a rank sees only the rank's heads and may choose other classes. A generic profile is not cut: its steps are
+        relative to the deviation of the rank's heads.
 
-        The curve is kept, so that a quality means the same step on every rank. Its KL is that of all ranks together;
-        its bits per value are the mean over them, without the headers that each rank's blobs have of their own.
+        The curve is kept, so a quality means the same step on every rank. The curve's KL covers all ranks; its bits per
+        value are the mean over the ranks, without the headers of each rank's blobs.
 
-        The id is the shard's own: ranks that hold the same heads share one, as do all ranks of a generic profile.
+        The shard has its own id: ranks that hold the same heads share an id, as do all ranks of a generic profile.
 
         Args:
-            rank: of the group, 0 … size - 1.
-            size: ranks in the group; 1 gives this profile itself.
+            rank: rank in the group, 0 … size - 1.
+            size: ranks in the group; 1 returns this profile.
 
         Raises:
             InputError: see `KVLayout.shard_heads`.
-            ProfileError: bases that mix heads of several ranks: any group but `"head"`.
+            ProfileError: the bases mix heads of several ranks: any group but `"head"`.
         """
         layout = self.layout.shard(rank, size)
         if layout == self.layout:  # every rank holds all heads
             return self
         if self.learned and self.group != "head":
             raise ProfileError(
-                f"group {self.group!r} crosses tensor-parallel shards: its bases mix heads of several of the {size} "
-                "ranks. Learn a profile with group='head', or one for each rank with cuvee.fit on its own heads"
+                f"group: must be 'head' for tensor-parallel shards, got {self.group!r}, whose bases mix heads of "
+                f"several of the {size} ranks; learn a profile with group='head', or one per rank with cuvee.fit"
             )
         heads = self.layout.shard_heads(rank, size)
         parts = zip(self.learned, self.layout.layers, heads, strict=True) if self.learned else ()
@@ -162,7 +175,7 @@ class Profile:
 
     @lazy
     def id(self) -> bytes:
-        """16 bytes that name everything decoding depends on: BLAKE2b over the tensors and the identity."""
+        """16 bytes that identify everything decoding depends on: BLAKE2b over the tensors and the identity."""
         digest = hashlib.blake2b(digest_size=ID_BYTES, person=b"cuvee-profile")
         layout = replace(self.layout, dtype="bfloat16")  # chunks of any dtype may be coded
         identity = {**self._metadata(), "layout": layout.fingerprint.hex(), "curve": None, "id": None}
@@ -173,12 +186,12 @@ class Profile:
         return digest.digest()
 
     def check_layout(self, layout: KVLayout) -> None:
-        """Raise ProfileMismatchError unless chunks of `layout` are this profile's (the dtype apart)."""
-        if layout.fingerprint in self._known_layouts:  # a layout knows its own; that of another dtype takes a while
+        """Raise ProfileMismatchError unless `layout` is this profile's; the dtypes may differ."""
+        if layout.fingerprint in self._known_layouts:  # cached by the layout; that of another dtype is slow
             return
         if replace(layout, dtype=self.layout.dtype).fingerprint != self.layout.fingerprint:
             raise ProfileMismatchError(
-                f"the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
+                f"layout: the profile is for {_describe(self.layout)}, the chunk comes from {_describe(layout)}: "
                 "heads, sizes, RoPE or position limit differ"
             )
         self._known_layouts.add(layout.fingerprint)
@@ -196,20 +209,20 @@ class Profile:
         kind: str | None = None,
         dtype: str | None = None,
     ) -> int:
-        """The step index for a request; exactly one argument besides `kind` and `dtype`, none of them `"lossless"`.
+        """Return the step index for a request: exactly one argument besides `kind` and `dtype`, but not `"lossless"`.
 
-        A ratio counts against caches of `dtype`; by default against 16 bits per value, whatever the profile was
+        A ratio counts against caches of `dtype`, by default against 16 bits per value, whatever dtype the profile was
         learned in.
 
-        Each request but `step` is a limit, and the step that comes closest to it is taken: the coarsest that keeps a
-        KL, the finest that keeps a size. Where all of the curve keeps it, that is an end of the curve; where none does,
-        an error. A KL, and the KL that a preset stands for, holds for every kind of text on the curve: the worst kind
-        decides, or the one called `kind`.
+        All requests but `step` are limits, and the result is the step closest to the limit: the coarsest step that
+        keeps a KL, the finest that keeps a size. If all steps of the curve keep the limit, it is an end of the curve;
+        if none does, an error. A KL, including that of a preset, holds for every kind of text on the curve: the worst
+        kind decides, or only `kind` if it is given.
 
         Raises:
-            InputError: no request, several, one that is not a positive number, a kind that was not measured, or a dtype
-                that no cache has.
-            ProfileError: no step of the curve keeps what was asked, or the curve does not know it; the message says the
+            InputError: there is no request or several, or it is not a positive number, the kind was not measured, or no
+                cache has the dtype.
+            ProfileError: no step of the curve keeps the limit, or the curve does not measure it; the message gives the
                 range.
         """
         name, value = one_request(quality=quality, kl=kl, bits=bits, ratio=ratio, step=step)
@@ -227,37 +240,37 @@ class Profile:
         return self.check_step_index(index)
 
     def least_kl(self, kind: str | None = None) -> float | None:
-        """The smallest KL that the curve can promise, nats per token; None where it does not know any.
+        """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured.
 
         Raises:
-            InputError: a kind that was not measured.
+            InputError: `kind` was not measured.
         """
         return self._curve.least_kl(kind)
 
     def least_promise(self, name: str, value: str | float, kind: str | None) -> tuple[str, float, float] | None:
-        """What no step of the curve keeps and lossless coding does: see `Curve.least_promise`."""
+        """Return a limit that only lossless coding keeps: see `Curve.least_promise`."""
         return self._curve.least_promise(name, value, kind)
 
     def bits_at(self, step_index: int) -> float | None:
-        """Bits per value at a step, read off the curve; None where it was not measured."""
+        """Return the bits per value at a step, read off the curve; None outside the curve."""
         return self._curve.bits_at(step_index)
 
     @property
     def promises_kl(self) -> bool:
-        """Whether presets keep the KL they stand for: the curve knows KL, as after `calibrate` or `measure`."""
+        """Whether presets keep their KL: it was measured, as by `calibrate` or `measure`."""
         return self._curve.knows_kl
 
     @property
     def default_quality(self) -> str:
-        """The quality of a codec that none is asked of: `"balanced"`; `"lossless"` if nothing is known of the model."""
+        """The quality of a codec without one: `"balanced"`, or `"lossless"` for a generic profile without a curve."""
         return "balanced" if self.learned or self.curve else LOSSLESS
 
     def check_step_index(self, step_index: int) -> int:
-        """`step_index`, if it is an index this profile serves; else raises ProfileError."""
+        """Return `step_index`. Raise ProfileError if this profile does not serve it."""
         if not self.min_step_index <= step_index <= 8 * OCTAVE:
             raise ProfileError(
-                f"step={step_value(step_index):.4g} is outside what this profile serves, "
-                f"{step_value(self.min_step_index):.4g} … {step_value(8 * OCTAVE):.4g}"
+                f"step: must lie in {step_value(self.min_step_index):.4g} … {step_value(8 * OCTAVE):.4g} for this "
+                f"profile, got {step_value(step_index):.4g}"
             )
         return step_index
 
@@ -289,7 +302,7 @@ class Profile:
         return arrays
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the profile, atomically: a reader never sees half a file."""
+        """Write the profile, atomically: a reader never sees a partial file."""
         arrays = {name: np.ascontiguousarray(array) for name, array in self._arrays().items()}
         metadata = {"cuvee": sealed({**self._metadata(), "id": self.id.hex()})}
         with replacing(path) as temporary:
@@ -300,8 +313,8 @@ class Profile:
         """Read a profile and verify its id.
 
         Raises:
-            FormatError: not a profile, or a damaged one.
-            VersionError: a profile of a version this build does not read.
+            FormatError: the file is not a profile, or it is damaged.
+            VersionError: this build does not read the profile's version.
             OSError: the file cannot be read.
         """
         if not Path(path).is_file():
@@ -310,12 +323,12 @@ class Profile:
             with safe_open(path, "np") as file:
                 text = (file.metadata() or {}).get("cuvee")
                 if text is None:
-                    raise FormatError(f"{os.fspath(path)} is a safetensors file but not a cuvee profile")
+                    raise FormatError(f"{os.fspath(path)}: is a safetensors file but not a cuvee profile")
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
-            raise FormatError(f"{os.fspath(path)} is not a safetensors file: {error}") from error
+            raise FormatError(f"{os.fspath(path)}: is not a safetensors file: {error}") from error
         except TypeError as error:
-            raise FormatError(f"{os.fspath(path)} holds tensors of a dtype that no profile has: {error}") from error
+            raise FormatError(f"{os.fspath(path)}: holds tensors of a dtype that no profile has: {error}") from error
         try:
             profile, identity = cls._from_parts(unsealed(text), arrays)
         except FormatError:
@@ -329,9 +342,9 @@ class Profile:
             IndexError,
             ArithmeticError,
         ) as error:
-            raise FormatError(f"{os.fspath(path)} is not a well-formed profile: {error!r:.500}") from error
+            raise FormatError(f"{os.fspath(path)}: is not a well-formed profile: {error!r:.500}") from error
         if profile.id.hex() != identity:
-            raise FormatError(f"{os.fspath(path)} is damaged: its contents do not hash to its id")
+            raise FormatError(f"{os.fspath(path)}: is damaged, its contents do not hash to its id")
         return profile
 
     @classmethod
@@ -340,7 +353,7 @@ class Profile:
         _check_size(layout, arrays if data["prediction"] else None)
         freq = arrays["family.freq"]
         if freq.dtype != np.uint16:
-            raise FormatError("family.freq has the wrong dtype")
+            raise FormatError("family.freq: has the wrong dtype")
         quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
         family = make_family(freq, quantizer)
         learned = []
@@ -350,11 +363,11 @@ class Profile:
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
         min_step = data["min_step"]
         if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
-            raise FormatError(f"min_step must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
+            raise FormatError(f"min_step: must be a step index, {-MAX_STEP_INDEX} … {8 * OCTAVE}")
         if not isinstance(data["source"], str) or not isinstance(data["model"], str | None):
-            raise FormatError("source and model of a profile must be names")
+            raise FormatError("source, model: must be names")
         if not learned and data["group"] != "unit":
-            raise FormatError("a profile that learned nothing must have the group 'unit'")
+            raise FormatError(f"group: must be 'unit' in a profile without learned sections, got {data['group']!r}")
         profile = cls(
             layout, data["group"], data["source"], family, tuple(learned),
             min_step_index=min_step, model=data["model"], curve=curve,
@@ -363,43 +376,46 @@ class Profile:
 
 
 def _check_size(layout: KVLayout, arrays: Mapping[str, npt.NDArray[Any]] | None) -> None:
-    """Refuse a layout that the file cannot be of, before anything is made in its size.
+    """Refuse a layout that does not fit the file, before allocating anything of its size.
 
     Args:
-        layout: as the file's metadata say.
-        arrays: of the file, if it learned something: it then holds at least a mean of every value of a token.
+        layout: the layout in the file's metadata.
+        arrays: the file's arrays, if it has learned sections: they hold at least the mean of every value of a token.
     """
     values = layout.values_per_token
     if layout.num_layers > MAX_SECTIONS or values > MAX_VALUES:
-        raise FormatError(f"the profile is for {layout.num_layers} layers and more values of a token than there are")
+        raise FormatError(
+            f"layout: must have at most {MAX_SECTIONS} layers and {MAX_VALUES} values per token, got "
+            f"{layout.num_layers} and {values}"
+        )
     if arrays is not None and values > sum(array.size for array in arrays.values()):
-        raise FormatError("the profile's arrays are too small for the values of its layout")
+        raise FormatError(f"layout: has {values} values per token, more than the profile's arrays hold")
 
 
 def sealed(data: dict[str, Any]) -> str:
-    """Canonical JSON with its own BLAKE2b in it: the id does not cover all of a profile's metadata."""
+    """Return canonical JSON that contains its own BLAKE2b digest: the id does not cover all of the metadata."""
     digest = hashlib.blake2b(_canonical(data).encode(), digest_size=ID_BYTES).hexdigest()
     return _canonical({**data, "digest": digest})
 
 
 def unsealed(text: str) -> dict[str, Any]:
-    """The inverse of `sealed`.
+    """Return the data of `sealed` text.
 
     Raises:
-        FormatError: not a profile, or the digest does not match.
-        VersionError: a profile of another version, whose digest may be another.
-        ValueError: no JSON.
+        FormatError: the text is not that of a profile, or the digest does not match.
+        VersionError: this build does not read the profile's version, whose digest may differ.
+        ValueError: the text is not JSON.
     """
     data = parse_json(text)
     if not isinstance(data, dict):
-        raise FormatError("the metadata of a profile must be an object")
+        raise FormatError("metadata: must be an object")
     if data.get("format") != FORMAT:
-        raise FormatError(f"not a cuvee profile but {data.get('format')!r}")
+        raise FormatError(f"format: must be {FORMAT!r}, got {data.get('format')!r}")
     if data.get("version") != VERSION:
-        raise VersionError(f"profile version {data.get('version')}; this build reads version {VERSION}")
+        raise VersionError(f"version: must be {VERSION} for this build, got {data.get('version')}")
     digest = data.pop("digest", None)
     if json.loads(sealed(data))["digest"] != digest:
-        raise FormatError("the metadata of the profile are damaged: they do not hash to their digest")
+        raise FormatError("metadata: are damaged, they do not hash to their digest")
     return data
 
 

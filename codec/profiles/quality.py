@@ -1,4 +1,4 @@
-"""Qualities: what the presets promise, and how a profile's measured curve turns a wish into a step."""
+"""Qualities: the presets, and the measured curve of a profile, which turns a request into a step."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from cuvee.codec.models.dtypes import value_bits
 
 _log = logging.getLogger(__name__)
 
-_CURVE_LIMIT = 1e30  # beyond it, and below its inverse, a measurement is none, and interpolation would overflow
+_CURVE_LIMIT = 1e30  # larger values, and values below its inverse, are refused: interpolation would overflow
 
 LOSSLESS = "lossless"
-# What the presets promise where a profile's curve knows the KL (nats per token against the uncompressed cache), and
-# where it only knows the squared error (a share of the variance, in the profile's metric).
+# The limits of the presets: on the KL (nats per token against the uncompressed cache) where the profile's curve
+# measured it, else on the squared error (a share of the variance, in the profile's metric).
 PRESET_KL = {"high": 1e-3, "balanced": 5e-3, "small": 2e-2}
 PRESET_ERROR = {"high": 2e-3, "balanced": 1e-2, "small": 4e-2}
-# The curve comes from sequences kept apart, but of the text the profile was learned on. Calibrated on one novel,
-# measured on another, books-3m lost 1.1 to 1.9 times what the curve says: a request for a KL aims this much lower.
+# The curve is measured on held-out sequences of the text that the profile was learned on. Calibrated on one novel and
+# measured on another, books-3m lost 1.1 to 1.9 times the KL of the curve: a request for a KL aims this much lower.
 KL_MARGIN = 1.3
-# Without any curve: steps in units of a unit's deviation, for the generic profile. On SmolLM2-135M they keep PRESET_KL
-# on the worst of the mixture's kinds, at 6.8, 5.5 and 4.4 bits per value. The bundled model loses up to five times as
-# much on text foreign to it: what another model loses nobody knows, and a codec warns of that.
+# Steps for a generic profile without a curve, relative to each unit's deviation. On SmolLM2-135M they keep PRESET_KL on
+# the worst of the mixture's kinds, at 6.8, 5.5 and 4.4 bits per value. The bundled model loses up to five times as much
+# on unfamiliar text. The loss of other models is unknown, so a codec warns.
 PRESET_STEP_INDEX = {"high": -296, "balanced": -216, "small": -152}
 PRESETS = (LOSSLESS, *PRESET_KL)
-_IN_FILES = {"step_index": "step"}  # names of a point's fields that differ in files
+_IN_FILES = {"step_index": "step"}  # fields of a point that have other names in files
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class CurvePoint:
 
     Attributes:
         step_index: in units of 1/64 octave: the step is 2**(step_index / 64).
-        bits_per_value: all bytes of the blobs, chunks of 256 tokens.
+        bits_per_value: counts all bytes of the blobs, in chunks of 256 tokens.
         error: squared error over variance, in the profile's metric.
-        kl: nats per token against the uncompressed cache, or None where it was not measured (as all below).
+        kl: nats per token against the uncompressed cache; None, like the fields below, if it was not measured.
         kl_stderr: its standard error over sequences.
         delta_nll: nats per token lost on the real next tokens (paired), with `delta_nll_stderr`.
         top1: share of tokens whose most likely successor stays the same.
         kl_worst: KL of the worst sequence.
-        kind: of the text it was measured on; None: all kinds together.
+        kind: the kind of text it was measured on; None: all kinds.
     """
 
     step_index: int
@@ -62,19 +62,19 @@ class CurvePoint:
 
     @property
     def ratio(self) -> float:
-        """How many times smaller than a cache of 16 bits per value, whatever dtype the profile was learned in."""
+        """Size of a cache of 16 bits per value over this size, whatever dtype the profile was learned in."""
         return value_bits() / self.bits_per_value
 
     def to_dict(self) -> dict[str, Any]:
-        """The point as a profile's file holds it."""
+        """Return the point as stored in a profile's file."""
         return {_IN_FILES.get(name, name): value for name, value in asdict(self).items()}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CurvePoint:
-        """Inverse of `to_dict`. Raises FormatError for unknown, missing or ill-typed entries."""
+        """Return the point of `to_dict` data. Raise FormatError for unknown, missing or ill-typed entries."""
         known = {_IN_FILES.get(field.name, field.name): field.name for field in fields(cls)}
         if data.keys() - known.keys():
-            raise FormatError(f"unknown fields in the curve: {sorted(data.keys() - known.keys())}")
+            raise FormatError(f"curve: has unknown fields {sorted(data.keys() - known.keys())}")
         point = cls(**{known[name]: value for name, value in data.items()})
         required = (point.step_index, point.bits_per_value, point.error)
         optional = (
@@ -86,46 +86,47 @@ class CurvePoint:
             or abs(point.step_index) > MAX_STEP_INDEX
             or not all(map(_is_measured, numbers))
         ):
-            raise FormatError("a point of the curve is not made of finite numbers")
+            raise FormatError("curve: has a point that is not made of finite numbers")
         if point.bits_per_value <= 0:
-            raise FormatError("a point of the curve takes no bits per value")
+            raise FormatError("curve: has a point without bits per value")
         if point.kind is not None and type(point.kind) is not str:
-            raise FormatError("the kind of a point of the curve is not a name")
+            raise FormatError("curve: has a point whose kind is not a name")
         return point
 
 
 def one_request(*, quality: object, kl: object, bits: object, ratio: object, step: object) -> tuple[str, str | float]:
-    """The one quality that is asked for: its name and its value.
+    """Return name and value of the one requested quality.
 
     Raises:
-        InputError: none, several, or a value of the wrong kind.
+        InputError: there is no request or several, or the value has the wrong type or range.
     """
     asked = {"quality": quality, "kl": kl, "bits": bits, "ratio": ratio, "step": step}
     given = {name: value for name, value in asked.items() if value is not None}
     if len(given) != 1:
-        raise InputError(f"give exactly one of quality=, kl=, bits=, ratio=, step=; got {', '.join(given) or 'none'}")
+        got = ", ".join(given) or "none"
+        raise InputError(f"quality: must be given as exactly one of quality=, kl=, bits=, ratio=, step=, got {got}")
     ((name, value),) = given.items()
     if name == "quality":
         if value not in PRESETS:
-            raise InputError(f"quality must be one of {', '.join(PRESETS)}, got {value!r}")
+            raise InputError(f"quality: must be one of {', '.join(PRESETS)}, got {value!r}")
         return name, str(value)
     number = float(value) if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if not (math.isfinite(number) and number > 0):
         meant = f"; did you mean quality={value!r}?" if value in PRESETS else ""
-        raise InputError(f"{name} must be a positive number, got {value!r}{meant}")
+        raise InputError(f"{name}: must be a positive number, got {value!r}{meant}")
     return name, number
 
 
 def _is_measured(value: object) -> bool:
-    """Whether a number of a curve is one that can be calculated with."""
-    # Compared as they are: an integer of a thousand digits cannot be converted.
+    """Return whether a value of a curve is a number within the limits."""
+    # Compared without conversion: an integer of a thousand digits has no float.
     return type(value) in (int, float) and (
         value == 0 or 1 / _CURVE_LIMIT <= abs(value) <= _CURVE_LIMIT  # type: ignore[arg-type]
     )
 
 
 def _positive(points: Iterable[tuple[int, float | None]]) -> list[tuple[int, float]]:
-    """The points of a curve that have a logarithm."""
+    """Return the points that have a logarithm."""
     return [(step_index, value) for step_index, value in points if value is not None and value > 0]
 
 
@@ -136,7 +137,7 @@ class Curve:
         points: in any order, of all kinds of text.
 
     Attributes:
-        overall: the points over all kinds together, by step.
+        overall: the points over all kinds, by step.
         kinds: the points of each kind, by step.
     """
 
@@ -148,26 +149,26 @@ class Curve:
 
     @property
     def knows_kl(self) -> bool:
-        """Whether KL was measured, without which no preset can promise any."""
+        """Whether KL was measured; presets promise a KL only then."""
         return any(point.kl is not None for point in self.overall)
 
     def least_kl(self, kind: str | None = None) -> float | None:
-        """The smallest KL that the curve can promise, nats per token; None where it does not know any.
+        """Return the smallest KL that the curve can promise, in nats per token; None if KL was not measured.
 
         Raises:
-            InputError: a kind that was not measured.
+            InputError: `kind` was not measured.
         """
         self.check_kind(kind)
         return min((kl for _, kl in self.expected_kl(kind) if kl is not None), default=None)
 
     def least_promise(self, name: str, value: str | float, kind: str | None) -> tuple[str, float, float] | None:
-        """What a request comes to that no step of the curve keeps and lossless coding does.
+        """Return the limit of a request that no step of the curve keeps, and only lossless coding does.
 
         Returns:
-            `("kl" or "error", what is asked for, the least that a step reaches)`; None for every other request.
+            `("kl" or "error", the limit, the smallest value on the curve)`; None for all other requests.
 
         Raises:
-            InputError: a kind that was not measured.
+            InputError: `kind` was not measured.
         """
         self.check_kind(kind)
         if name == "quality" and value != LOSSLESS:
@@ -181,20 +182,20 @@ class Curve:
         return (what, most, least) if least and most < least else None
 
     def check_kind(self, kind: str | None) -> None:
-        """Raise InputError unless text of this kind was measured; None stands for all kinds."""
+        """Raise InputError unless this kind of text was measured; None stands for all kinds."""
         if kind is not None and kind not in self.kinds:
-            known = ", ".join(self.kinds) or "none: it was measured on one kind of text"
-            raise InputError(f"kind={kind!r} is not on the profile's curve; its kinds are {known}")
+            known = ", ".join(self.kinds) or "None: the curve was measured on one kind of text"
+            raise InputError(f"kind: must be on the profile's curve, got {kind!r}; its kinds are {known}")
 
     def preset(self, quality: str, kind: str | None) -> int:
-        """The step index of a preset: by KL, by error where KL was not measured, fixed where nothing was.
+        """Return the step index of a preset: by KL, else by error, else the fixed step of an unmeasured profile.
 
         Raises:
-            InputError: no such preset.
+            InputError: the preset is unknown.
             ProfileError: the curve does not reach it.
         """
         if quality not in PRESET_KL:
-            raise InputError(f"quality={quality!r} is not known; choose one of {', '.join(PRESETS)}")
+            raise InputError(f"quality: must be one of {', '.join(PRESET_KL)} for a step, got {quality!r}")
         if self.knows_kl:
             return self.index_of_kl(PRESET_KL[quality], kind)
         if self.overall:
@@ -202,27 +203,27 @@ class Curve:
         return PRESET_STEP_INDEX[quality]
 
     def expected_kl(self, kind: str | None = None) -> list[tuple[int, float | None]]:
-        """Steps, and the KL that each may be expected to cost on other text: of the worst kind, or of one kind."""
+        """Return the KL to expect of each step on other text: of the worst kind, or of one kind."""
         curves = [self.kinds[kind]] if kind is not None else list(self.kinds.values()) or [self.overall]
         worst: dict[int, float | None] = {}
         for point in (point for curve in curves for point in curve):
             known = worst.get(point.step_index)
-            own = None if point.kl is None else KL_MARGIN * point.kl
-            worst[point.step_index] = own if known is None else known if own is None else max(known, own)
+            expected = None if point.kl is None else KL_MARGIN * point.kl
+            worst[point.step_index] = max((kl for kl in (known, expected) if kl is not None), default=None)
         return sorted(worst.items())
 
     def index_of_kl(self, most: float, kind: str | None = None) -> int:
-        """The coarsest step that may be expected to cost at most a KL, in nats per token.
+        """Return the coarsest step whose expected KL is at most `most`, in nats per token.
 
         Raises:
-            InputError: a kind that was not measured.
+            InputError: `kind` was not measured.
             ProfileError: every step costs more, or the KL was not measured.
         """
         self.check_kind(kind)
         return self.index_within("kl", most, self.expected_kl(kind))
 
     def index_of_bits(self, bits: float) -> int:
-        """The finest step at which blobs take at most so many bits per value.
+        """Return the finest step at which blobs take at most `bits` bits per value.
 
         Raises:
             ProfileError: every step takes more, or the size was not measured.
@@ -230,11 +231,11 @@ class Curve:
         return self.index_within("bits", bits, [(p.step_index, p.bits_per_value) for p in self.overall])
 
     def index_of_ratio(self, ratio: float, dtype: str | None = None) -> int:
-        """The finest step at which blobs are at least so many times smaller than a cache of `dtype`.
+        """Return the finest step at which blobs are at least `ratio` times smaller than a cache of `dtype`.
 
         Raises:
-            InputError: no dtype that a cache may have.
-            ProfileError: the curve does not reach it, or was not measured; the message names the range.
+            InputError: no cache has the dtype.
+            ProfileError: the curve does not reach the ratio, or was not measured; the message names the range.
         """
         width = value_bits(dtype)
         try:
@@ -242,27 +243,28 @@ class Curve:
         except ProfileError as error:
             cache = f"{dtype} cache" if dtype else "cache in bfloat16 or float16"
             sizes = [p.bits_per_value for p in self.overall if p.bits_per_value > 0]
-            reached = f"; ratio= reaches {width / max(sizes):.4g} … {width / min(sizes):.4g}" if len(sizes) > 1 else ""
+            if len(sizes) < 2:
+                raise ProfileError(f"ratio={ratio:.4g} of a {cache} means {error}") from error
             raise ProfileError(
-                f"ratio={ratio:.4g} is {width / ratio:.4g} of the {width} bits per value of a {cache}, but "
-                f"{error}{reached}"
+                f"ratio: must lie in {width / max(sizes):.4g} … {width / min(sizes):.4g} for this profile and a "
+                f"{cache}, got {ratio:.4g}"
             ) from error
 
     def index_within(self, what: str, most: float, points: Sequence[tuple[int, float | None]]) -> int:
-        """The step that keeps a limit and comes closest to it: an end of the curve where all of the curve keeps it.
+        """Return the step that keeps a limit and is closest to it: an end of the curve if all steps keep it.
 
         Raises:
-            ProfileError: no step keeps it, or the curve was not measured.
+            ProfileError: no step keeps the limit, or the curve was not measured.
         """
         known = _positive(points)
         if len(known) < 2 or most <= (reached := max(value for _, value in known)):
             return self.index_at(what, most, points)
         end, (index, _) = ("finest", known[0]) if what == "bits" else ("coarsest", known[-1])
-        _log.info("%s=%.3g is above %.3g, the most that the curve reaches: its %s step", what, most, reached, end)
+        _log.info("%s=%.3g is above the curve's maximum, %.3g: its %s step is used", what, most, reached, end)
         return index
 
     def bits_at(self, step_index: int) -> float | None:
-        """Bits per value at a step, linear between measured points; None outside of the curve."""
+        """Return the bits per value at a step, linear between measured points; None outside the curve."""
         for low, high in pairwise(self.overall):
             if low.step_index <= step_index <= high.step_index:
                 share = (step_index - low.step_index) / (high.step_index - low.step_index)
@@ -270,10 +272,10 @@ class Curve:
         return None
 
     def index_at(self, what: str, target: float, points: Sequence[tuple[int, float | None]]) -> int:
-        """The step at which the curve takes the value `target`: linear in the logarithm between measured points.
+        """Return the step at which the curve has the value `target`, linear in the logarithm between measured points.
 
         Raises:
-            ProfileError: it does not take it, or was not measured.
+            ProfileError: the curve does not have the value, or was not measured.
         """
         known = _positive(points)
         if len(known) < 2:
@@ -284,11 +286,11 @@ class Curve:
         low, high = min(v for _, v in known), max(v for _, v in known)
         if not low <= target <= high:
             raise ProfileError(
-                f"{what}={target:.4g} is outside the measured range {low:.4g} … {high:.4g} of this profile"
+                f"{what}: must lie in {low:.4g} … {high:.4g}, the measured range of this profile, got {target:.4g}"
                 + (": use quality='lossless'" if what == "kl" and target < low else "")
             )
         for (step0, value0), (step1, value1) in pairwise(known):
             if min(value0, value1) <= target <= max(value0, value1) and value0 != value1:
                 share = math.log(target / value0) / math.log(value1 / value0)
                 return round(step0 + share * (step1 - step0))
-        raise ProfileError(f"the curve of this profile does not pass {what}={target:.4g}")
+        raise ProfileError(f"{what}: must be a value of this profile's curve, got {target:.4g}")

@@ -1,4 +1,4 @@
-"""What a profile knows of one section: basis, scales, prediction, classes."""
+"""`SectionProfile`: basis, scales, prediction and token classes of one section of a profile."""
 
 from __future__ import annotations
 
@@ -30,13 +30,17 @@ from cuvee.codec.stages.reference.transform import Section, SectionBasis
 
 @dataclass(frozen=True, slots=True)
 class SectionProfile:
-    """What a profile knows of one section: its maps, and of each component (all blocks in a row, `[R]`) its scale,
-    the scale of its prediction error, and the predictor's gain.
+    """The learned data of one section.
 
     Attributes:
-        predictor: tells the class of a token; None: the tokens of this section have none unless a caller says so.
+        basis: the maps between values and components.
+        scale: `[R]` int16, the scale of each component, block after block.
+        prediction: how components are predicted from earlier tokens.
+        rest_scale: `[R]` int16, the scale of each component's prediction error.
+        rho: `[R]` int16, the gain of each component's prediction.
+        predictor: chooses the class of a token; without it, tokens have classes only if a caller gives `importance=`.
         class_freq: `[16]` uint16 frequencies that code the classes.
-        class_scale: `[16]` int16, 1/64 octaves: how much wider the components of a class's tokens are than `scale`.
+        class_scale: `[16]` int16, in 1/64 octaves: how much wider than `scale` the components of each class are.
     """
 
     basis: SectionBasis
@@ -49,7 +53,7 @@ class SectionProfile:
     class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
 
     def select(self, step_index: int) -> tuple[tuple[int, ...], npt.NDArray[np.intp]]:
-        """The components coded at a step: how many of each block, and their indices."""
+        """Return the components coded at a step: their number in each block, and their indices."""
         codes = scale_codes(self.scale, step_index)
         ranks, chosen, at = [], [], 0
         for size in self.basis.block_ranks:
@@ -60,7 +64,7 @@ class SectionProfile:
         return tuple(ranks), np.concatenate(chosen)
 
     def plan(self, step_index: int) -> tuple[tuple[int, ...], CodingPlan]:
-        """Ranks of the blocks and the coding plan at a step."""
+        """Return the ranks of the blocks and the coding plan at a step."""
         ranks, chosen = self.select(step_index)
         codes = scale_codes(self.scale[chosen], step_index)
         if self.prediction is Prediction.NONE:
@@ -69,7 +73,7 @@ class SectionProfile:
         return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
 
     def class_ranks(self, step_index: int, token_class: int) -> tuple[int, ...]:
-        """The components of each block that tokens of a class code in a blob of step index `step_index`."""
+        """Return the number of components per block that tokens of a class code in a blob of this step index."""
         codes = self._class_codes(step_index, token_class)
         ranks, at = [], 0
         for size in self.basis.block_ranks:
@@ -78,7 +82,7 @@ class SectionProfile:
         return tuple(ranks)
 
     def classed_plan(self, step_index: int) -> ClassedPlan:
-        """How tokens of each class are coded in a blob of step index `step_index`.
+        """Return the coding plan of every class in a blob of this step index.
 
         Raises:
             ProfileError: the step is too fine for all classes.
@@ -96,7 +100,7 @@ class SectionProfile:
         return scale_codes(self.scale, class_step_index(step_index, token_class) - int(self.class_scale[token_class]))
 
     def take(self, blocks: Sequence[int]) -> SectionProfile:
-        """What is known of some blocks of the section, in this order: each is coded as it is among the others."""
+        """Return the data of some blocks, in this order; each is coded as in the whole section."""
         basis = self.basis
         columns = torch.from_numpy(_members([matrix.shape[1] for matrix in basis.forward], blocks))
         rows = _members(basis.block_ranks, blocks)
@@ -113,7 +117,7 @@ class SectionProfile:
         )  # fmt: skip
 
     def arrays(self, prefix: str) -> dict[str, npt.NDArray[Any]]:
-        """What a file keeps of it, by name."""
+        """Return the arrays of a profile's file, by name."""
         basis = self.basis
         arrays: dict[str, npt.NDArray[Any]] = {
             f"{prefix}.mean": basis.mean.numpy(),
@@ -133,7 +137,7 @@ class SectionProfile:
 
 
 def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp]:
-    """The places that some of adjacent blocks of these sizes take up."""
+    """Return the indices that some of the adjacent blocks of these sizes cover."""
     ends = np.cumsum(sizes)
     return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
 
@@ -141,17 +145,17 @@ def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp
 def read_section_profile(
     prefix: str, section: Section, prediction: Prediction, arrays: dict[str, npt.NDArray[Any]]
 ) -> SectionProfile:
-    """Inverse of `SectionProfile.arrays`, of arrays that may be anything.
+    """Return the section of `SectionProfile.arrays`, from untrusted arrays.
 
     Raises:
-        FormatError, KeyError, ValueError: they are not those of a section like this.
+        FormatError, KeyError, ValueError: the arrays do not fit the section.
     """
 
     def tensor(name: str, *shape: int | None) -> torch.Tensor:
         array = arrays[f"{prefix}.{name}"]
         expected = tuple(have if want is None else want for have, want in zip(array.shape, shape, strict=True))
         if array.dtype != np.float32 or array.shape != expected or not np.isfinite(array).all():
-            raise FormatError(f"{prefix}.{name} has the wrong shape or dtype or is not finite")
+            raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype or is not finite")
         return torch.from_numpy(array)
 
     forward = tuple(tensor(f"forward.{b}", None, size) for b, size in enumerate(section.blocks))
@@ -163,20 +167,20 @@ def read_section_profile(
     for name in ("scale", "rest_scale", "rho"):
         array = arrays[f"{prefix}.{name}"]
         if array.dtype != np.int16 or array.shape != (sum(basis.block_ranks),):
-            raise FormatError(f"{prefix}.{name} has the wrong shape or dtype")
+            raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
         components.append(array)
     at = 0
     for rank in basis.block_ranks:
         if np.any(np.diff(components[0][at : at + rank].astype(np.int32)) > 0):
-            raise FormatError(f"{prefix}.scale does not fall within a block")
+            raise FormatError(f"{prefix}.scale: must fall within a block")
         at += rank
     class_freq = _class_array(prefix, "class_freq", np.uint16, arrays)
     class_scale = _class_array(prefix, "class_scale", np.int16, arrays)
     class_table(class_freq)
     if class_freq.min() < 1:
-        raise FormatError(f"{prefix}.class_freq has a class that cannot be coded")
+        raise FormatError(f"{prefix}.class_freq: must be at least 1 for every class")
     if np.any(np.diff(class_scale.astype(np.int32)) > CLASS_UNITS):
-        raise FormatError(f"{prefix}.class_scale lets a coarser class code more than a finer one")
+        raise FormatError(f"{prefix}.class_scale: lets a coarser class code more than a finer one")
     predictor = None
     if f"{prefix}.predictor.components" in arrays:
         predictor = read_predictor(f"{prefix}.predictor", arrays, sum(basis.block_ranks))
@@ -190,5 +194,5 @@ def _class_array(
 ) -> npt.NDArray[Any]:
     array = arrays[f"{prefix}.{name}"]
     if array.dtype != dtype or array.shape != (CLASSES,):
-        raise FormatError(f"{prefix}.{name} has the wrong shape or dtype")
+        raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
     return array

@@ -1,4 +1,4 @@
-"""What coding the sections of a profile at one step takes, whatever the scheme's stages or backend."""
+"""How the sections of a profile are coded at one step, for all schemes and backends."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from cuvee.codec.support.lazy import lazy
 
 
 class SectionCoding:
-    """What coding one section at one step takes, whatever the backend.
+    """How one section is coded at one step, for all backends.
 
     Args:
-        learned: of the section.
-        step_index: of the blob.
+        learned: the section's learned data.
+        step_index: the blob's step index.
 
     Attributes:
         learned: as given.
-        ranks, plan: of tokens without classes.
+        ranks, plan: ranks of the blocks and coding plan for tokens without classes.
     """
 
     def __init__(self, learned: SectionProfile, step_index: int) -> None:
@@ -36,15 +36,15 @@ class SectionCoding:
 
     @lazy
     def classed(self) -> ClassedPlan:
-        """How tokens of each class are coded: without prediction, which takes them in their own order."""
+        """The coding plan of each class. It has no prediction, which needs the tokens in order."""
         return self.learned.classed_plan(self._step_index)
 
     @lazy
     def class_ranks(self) -> tuple[tuple[int, ...], ...]:
-        """`[16]`, of each class the components of each block; those of classes that are not served are none."""
-        none = (0,) * len(self.ranks)
+        """`[16]`, the number of components per block for each class; zeros for classes that are not served."""
+        zeros = (0,) * len(self.ranks)
         return tuple(
-            none if plan is None else self.learned.class_ranks(self._step_index, k)
+            zeros if plan is None else self.learned.class_ranks(self._step_index, k)
             for k, plan in enumerate(self.classed.plans)
         )
 
@@ -61,23 +61,23 @@ class SectionCoding:
     def classes(
         self, x: torch.Tensor, start: int, at: slice, offsets: torch.Tensor | None
     ) -> tuple[U8, torch.Tensor | None]:
-        """The classes of the tokens `at` of a chunk that begins at position `start`.
+        """Return the classes of the tokens `at` of a chunk that begins at position `start`.
 
         Args:
-            x: `[t, N]` float32, less the means.
+            x: `[t, N]` float32, minus the means.
             start: position of the chunk's first token.
             at: the tokens.
-            offsets: octaves `[T]` of all tokens that the caller asks for; None: as the predictor says.
+            offsets: octaves `[T]` of all tokens, set by the caller; None: the predictor chooses.
 
         Returns:
-            the classes; and the first components `[K, t]` of the first block, if those are what the predictor read, so
-            that they need no second product.
+            The classes. Also the first components `[K, t]` of the first block, if the predictor read them, so that they
+            need no second product.
         """
         if offsets is not None:
             return choose_classes(offsets[at], self.classed.finest), None
         predictor = self.learned.predictor
         if predictor is None or self._leading is None:
-            raise ProfileError("a section without a predictor cannot tell its tokens' classes")
+            raise ProfileError("importance: must be given for a section without a class predictor")
         y = self._leading(x)
         classes = choose_classes(predictor.offsets(y, start, at.start), self.classed.finest)
         return classes, y if self._reads_first else None
@@ -95,9 +95,9 @@ class StepCoding:
     """How all sections of a profile are coded at one step.
 
     Args:
-        learned: the sections.
-        family: of the profile.
-        step_index: of the blob.
+        learned: the learned data of the sections.
+        family: the profile's family.
+        step_index: the blob's step index.
 
     Attributes:
         sections: how each section is coded.
@@ -111,5 +111,5 @@ class StepCoding:
 
     @lazy
     def plans(self) -> CodingPlans:
-        """The plans of all sections, for compiled loops."""
+        """The coding plans of all sections, for compiled loops."""
         return pack_plans(self.sections, step_value(self.step_index), self.family.tables)

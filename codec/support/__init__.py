@@ -1,1 +1,1 @@
-"""Small tools that any part of the codec may use: files, forks, JSON, lazy attributes, suggestions."""
+"""Utilities for all parts of the codec: files, forks, JSON, lazy attributes, suggestions."""

@@ -1,4 +1,4 @@
-"""Writing files so that nobody ever reads half of one."""
+"""Atomic writes, so that readers never see a partial file."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 __all__ = ["replacing", "write_atomically", "write_json"]
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[Path]:
-    """Hand out an empty temporary file beside `path`, and put it in the place of `path` if the block succeeds.
+    """Yield an empty temporary file beside `path`, and replace `path` with it if the block succeeds.
 
-    Readers see the old file until the end of the block, and the whole new one after it. If the block fails, the
-    temporary file is deleted and `path` is left as it was.
+    Readers see the old file until the block ends, then the complete new file. If the block fails, the temporary file is
+    deleted and `path` does not change.
 
     Args:
         path: the file to write. Its folder must exist.
-        fsync: wait until the data and the new name are on the disk, so that not even a power failure loses them.
+        fsync: wait until the data and the new name are on the disk, so that they survive a power failure.
 
     Yields:
         The temporary file, `.NAME.PID-RANDOM.tmp` in the same folder, with the permissions of any new file.
@@ -33,7 +32,7 @@ def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[
         with open(temporary, "xb"):
             mode = temporary.stat().st_mode
         yield temporary
-        temporary.chmod(mode)  # some writers, safetensors for one, leave their files readable to the owner alone
+        temporary.chmod(mode)  # some writers, such as safetensors, make their files readable by the owner only
         if fsync:
             _sync(temporary)
         os.replace(temporary, target)
@@ -45,7 +44,7 @@ def replacing(path: str | os.PathLike[str], *, fsync: bool = False) -> Iterator[
 
 
 def write_atomically(path: Path, data: bytes, *, fsync: bool = False) -> None:
-    """Write a file in one step, and make its folder if there is none. See `replacing`.
+    """Write a file atomically, and create its folder if it is missing. See `replacing`.
 
     Example:
         >>> import tempfile
@@ -60,8 +59,8 @@ def write_atomically(path: Path, data: bytes, *, fsync: bool = False) -> None:
         temporary.write_bytes(data)
 
 
-def write_json(path: Path, data: Any, *, fsync: bool = False) -> None:
-    """Write indented JSON in one step. See `replacing`.
+def write_json(path: Path, data: object, *, fsync: bool = False) -> None:
+    """Write indented JSON atomically. See `replacing`.
 
     Raises:
         ValueError: `data` holds NaN or infinities.

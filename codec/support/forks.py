@@ -1,4 +1,4 @@
-"""Forked processes: a child gets a copy of every lock, but none of the threads that would release them."""
+"""Forked processes: a child inherits every lock, but none of the threads that would release them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Protocol
 
 
 class Forked(Protocol):
-    """An object that has to know when it wakes up in a child process."""
+    """An object that must react to a fork in the child process."""
 
     def after_fork(self) -> None:
-        """Make new locks, and renew whatever else belongs to threads. Called in the child, which has one thread."""
+        """Replace locks and everything else that belongs to threads. Called in the child, which has one thread."""
 
 
 _OWNERS: weakref.WeakSet[Forked] = weakref.WeakSet()
 
 
 def tell_after_fork(owner: Forked) -> None:
-    """Have `owner.after_fork` called in every child that is forked while `owner` lives."""
+    """Call `owner.after_fork` in every child that is forked while `owner` lives."""
     _OWNERS.add(owner)
 
 

@@ -1,4 +1,4 @@
-"""Attributes that are made when they are first read."""
+"""Attributes that are computed when they are first read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ T = TypeVar("T")
 
 
 class lazy(cached_property[T]):
-    """`functools.cached_property` as it is from Python 3.12 on: without a lock.
+    """`functools.cached_property` without a lock, as in Python 3.12 and later.
 
-    Python 3.11 holds one lock per attribute, for all instances, while the value is made. Threads would wait for each
-    other's instances, and a child forked meanwhile would wait for ever. Without it two threads may both make the value,
-    and either is kept, so making it must have no other effect.
+    Python 3.11 holds one lock per attribute, for all instances, while it computes the value. Threads would wait for
+    each other's instances, and a child forked meanwhile would wait forever. Without the lock, two threads may both
+    compute the value and either result is kept, so the computation must have no side effects.
     """
 
     def __init__(self, func: Callable[[Any], T]) -> None:

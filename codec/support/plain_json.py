@@ -1,12 +1,13 @@
-"""JSON from others: files and metadata. Whatever is wrong with it is a ValueError, and nothing in it overflows."""
+"""Parse untrusted JSON of files and metadata: all faults are ValueErrors, and no number overflows."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any
 
-MAX_DEPTH = 64  # lists and objects within each other; what reads them may then call itself
+MAX_DEPTH = 64  # nested lists and objects; readers may then recurse
 
 
 def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
@@ -14,11 +15,11 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
 
     Args:
         text: the document; bytes are UTF-8, UTF-16 or UTF-32.
-        constants: whether NaN and infinities are accepted, which Python writes, though JSON does not have them.
+        constants: whether to accept NaN and infinities, which Python writes although JSON does not have them.
 
     Raises:
-        ValueError: no JSON; an int of more digits than Python converts; lists and objects nested deeper than
-            `MAX_DEPTH`; NaN or an infinity, be it a number too large for a float, unless `constants`.
+        ValueError: the text is not JSON; an int has more digits than Python converts; lists and objects are nested
+            deeper than `MAX_DEPTH`; without `constants`, NaN, an infinity, or a number too large for a float.
 
     Example:
         >>> parse_json('{"layers": [1, 2]}')
@@ -33,13 +34,13 @@ def parse_json(text: str | bytes, *, constants: bool = False) -> Any:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} lists and objects") from error
     level = [data]
     for _ in range(MAX_DEPTH):
-        level = [part for whole in level for part in _parts(whole) if isinstance(part, dict | list)]
+        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
         if not level:
             return data
     raise ValueError(f"it is nested deeper than {MAX_DEPTH} lists and objects")
 
 
-def _parts(data: Any) -> Any:
+def _children(data: Any) -> Iterable[Any]:
     if isinstance(data, dict):
         return data.values()
     return data if isinstance(data, list) else ()

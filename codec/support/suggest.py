@@ -11,13 +11,13 @@ _MOST_LISTED = 40
 
 
 def suggestion(name: object, known: Iterable[str], most: int = 1, form: str = "{!r}") -> str:
-    """The end of an error message: the known names closest to `name`, or all of them if none is close.
+    """Return the end of an error message: the known names closest to `name`, or all names if none is close.
 
     Args:
-        name: what was given.
-        known: the names there are.
-        most: how many names to suggest.
-        form: how a name is written, as a format string.
+        name: the unknown name.
+        known: the known names.
+        most: the largest number of names to suggest.
+        form: format string for each name.
 
     Example:
         >>> suggestion("kiwi4", ["kivi4", "kivi2", "int8"])

@@ -666,7 +666,7 @@ def test_chunks_of_other_weights(llama: Any, build: Build) -> None:
 
 
 def test_profiles_of_another_model(llama: Any, build: Build) -> None:
-    with pytest.raises(ProfileMismatchError, match=r"^the profile is for .*RoPE or position limit differ"):
+    with pytest.raises(ProfileMismatchError, match=r"^layout: the profile is for .*RoPE or position limit differ"):
         Blender(llama, lossless(build("llama-llama3")))
     other = build()
     texts = torch.stack([ids(64, seed) for seed in range(8)])

@@ -94,7 +94,7 @@ def test_what_the_predictor_reads_is_not_multiplied_again(group: str) -> None:
 
 def test_a_section_without_a_predictor_has_no_classes_of_its_own() -> None:
     coding = SectionCoding(replace(fitted().learned[0], predictor=None), 0)
-    with pytest.raises(ProfileError, match="without a predictor"):
+    with pytest.raises(ProfileError, match="without a class predictor"):
         coding.classes(torch.zeros(1, len(coding.learned.basis.mean)), 0, slice(0, 1), None)
 
 
@@ -181,7 +181,7 @@ def test_only_ratios_matter() -> None:
     ],
 )
 def test_bad_importance_is_refused(importance: object, message: str) -> None:
-    with pytest.raises(InputError, match=f"importance must be.*{message}"):
+    with pytest.raises(InputError, match=f"^importance: must be.*{message}"):
         importance_offsets(importance, 3)
     with pytest.raises(InputError, match="importance"):
         Codec(fitted(), step=0.1).encode(golden_chunk(1, 3, 0), importance=importance)

@@ -460,20 +460,20 @@ def test_quality_arguments(layouts: Layouts, fitted: Callable[[str, str], Profil
         for arguments in two:
             with pytest.raises(InputError, match=f"exactly one of .* got {', '.join(arguments)}$"):
                 Codec(profile, **arguments)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"^quality must be one of lossless, high, balanced, small, got 'best'"):
+        with pytest.raises(InputError, match=r"^quality: must be one of lossless, high, balanced, small, got 'best'"):
             Codec(profile, "best")
         for step in (1e-6, 300.0):
-            with pytest.raises(ProfileError, match=r"outside what this profile serves, 0\.0039\d* … 256"):
+            with pytest.raises(ProfileError, match=r"^step: must lie in 0\.0039\d* … 256 for this profile"):
                 Codec(profile, step=step)
         for value in (0.0, -1.0, float("nan"), float("inf")):
             for name in ("step", "kl", "bits", "ratio"):
-                with pytest.raises(InputError, match=f"^{name} must be a positive number, got {value}$"):
+                with pytest.raises(InputError, match=f"^{name}: must be a positive number, got {value}$"):
                     Codec(profile, **{name: value})  # type: ignore[arg-type]
         for name in ("step", "kl", "bits", "ratio"):
             for odd in ("2", True, [2.0]):
-                with pytest.raises(InputError, match=f"^{name} must be a positive number, got "):
+                with pytest.raises(InputError, match=f"^{name}: must be a positive number, got "):
                     Codec(profile, **{name: odd})  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"^kl must be .*, got 'small'; did you mean quality='small'\?$"):
+        with pytest.raises(InputError, match=r"^kl: must be .*, got 'small'; did you mean quality='small'\?$"):
             Codec(profile, kl="small")  # type: ignore[arg-type]
         with pytest.raises(InputError, match="threads=0"):
             Codec(profile, threads=0)

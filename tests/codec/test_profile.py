@@ -342,7 +342,7 @@ def test_metadata_that_breaks_a_rule(
 def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
-    with pytest.raises(VersionError, match="this build reads version 2"):
+    with pytest.raises(VersionError, match=r"^version: must be 2 for this build, got"):
         Profile.load(path)
 
 
@@ -520,7 +520,7 @@ def test_a_profile_that_learned_nothing_has_bounds_too(
     with pytest.raises(FormatError) as caught:
         Profile.load(rewrite(tmp_path / "p", tmp_path / "q", change))
     assert "hash to its id" not in str(caught.value)
-    with pytest.raises(FormatError, match="must have the group 'unit'"):
+    with pytest.raises(FormatError, match=r"^group: must be 'unit'"):
         Profile.load(rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(group="head")))
 
 
@@ -591,7 +591,7 @@ def test_the_id_forgives_the_last_bit_of_a_frequency(fitted: Fitted) -> None:
 
 def test_a_profile_needs_all_its_sections(fitted: Fitted) -> None:
     profile = fitted("gqa", "layer")
-    with pytest.raises(FormatError, match="has 2 sections, group 'layer' needs 3"):
+    with pytest.raises(FormatError, match=r"^learned: must have 3 sections for group 'layer', got 2"):
         Profile(profile.layout, "layer", "fitted", profile.family, profile.learned[:2])
 
 
@@ -625,16 +625,12 @@ def test_ratios_count_the_dtype_of_the_cache_and_not_that_of_the_profile(fitted:
         assert own.resolve(ratio=8.0, dtype="float32") == Codec(own, ratio=8.0, dtype="float32").step_index == 0
         assert Codec(own, ratio=4.0).step_index == 0
         assert [point.ratio for point in own.curve] == [16 / 7, 16 / 6, 16 / 5, 4.0, 16 / 3]
-        for dtype, width, cache, low, high in (
-            (None, 16, "cache in bfloat16 or float16", 2.286, 5.333),
-            ("bfloat16", 16, "bfloat16 cache", 2.286, 5.333),
-            ("float32", 32, "float32 cache", 4.571, 10.67),
+        for dtype, cache, low, high in (
+            (None, "cache in bfloat16 or float16", 2.286, 5.333),
+            ("bfloat16", "bfloat16 cache", 2.286, 5.333),
+            ("float32", "float32 cache", 4.571, 10.67),
         ):
-            bits = f"{width / 20:.4g}"
-            said = (
-                rf"^ratio=20 is {bits} of the {width} bits per value of a {cache}, but bits={bits} is outside the "
-                rf"measured range 3 … 7 of this profile; ratio= reaches {low} … {high}$"
-            )
+            said = rf"^ratio: must lie in {low} … {high} for this profile and a {cache}, got 20$"
             with pytest.raises(ProfileError, match=said):
                 own.resolve(ratio=20.0, dtype=dtype)
         with pytest.raises(InputError, match=r"^dtype: must be one of bfloat16, float16, float32, got 'int8'$"):
@@ -649,16 +645,29 @@ def test_presets(fitted: Fitted) -> None:
         # Without KL, by the error.
         blind = profile.with_curve([replace(p, kl=None, kl_stderr=None) for p in longer])
         assert blind.resolve(quality) == round(64 * math.log(error / 1e-2, 4))
-    with pytest.raises(InputError, match="'lossless'"):
+    with pytest.raises(InputError, match=r"^quality: must be one of high, balanced, small for a step, got 'lossless'"):
         profile.resolve("lossless")
+
+
+def test_the_repr_shows_model_source_group_and_presets(fitted: Fitted, layouts: dict[str, KVLayout]) -> None:
+    generic = Profile.generic(layouts["gqa"])
+    assert repr(generic) == "Profile(synthetic, 3 layers, 192 values per token; generic, group 'unit'; no curve)"
+    longer = [CurvePoint(64 * k, 9.0 - k, 1e-2 * 4.0**k, 1e-3 * 4.0**k) for k in range(-3, 5)]
+    measured = fitted("gqa", "layer").with_curve(longer)
+    sizes = [f"{name} {measured.bits_at(measured.resolve(name)):.2f}" for name in ("high", "balanced", "small")]
+    assert repr(measured).endswith(f"; fitted, group 'layer'; {', '.join(sizes)} bits per value)")
+    # Only lossless coding keeps the other presets.
+    coarse = measured.with_curve([point for point in longer if point.step_index >= 64])
+    assert repr(coarse).endswith(f"group 'layer'; {sizes[2]} bits per value)")
+    assert repr(measured.with_curve(longer[-1:])).endswith("group 'layer'; no presets)")
 
 
 def test_what_the_curve_does_not_reach(fitted: Fitted) -> None:
     profile = fitted("gqa", "layer").with_curve(CURVE)
     for arguments, message in (
-        ({"kl": 1e-6}, r"kl=1e-06 is outside the measured range 2.03.e-05 … 0.0052 .*use quality='lossless'"),
-        ({"bits": 2.9}, "bits=2.9 is outside the measured range 3 … 7"),
-        ({"ratio": 100.0}, "outside the measured range"),
+        ({"kl": 1e-6}, r"^kl: must lie in 2.03.e-05 … 0.0052, .* got 1e-06: use quality='lossless'"),
+        ({"bits": 2.9}, "^bits: must lie in 3 … 7, the measured range of this profile, got 2.9"),
+        ({"ratio": 100.0}, "^ratio: must lie in"),
     ):
         with pytest.raises(ProfileError, match=message):
             profile.resolve(**arguments)  # type: ignore[arg-type]

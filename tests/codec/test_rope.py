@@ -166,11 +166,11 @@ ROPE = Rope((1.0, 0.1))
     ("keys", "where", "message"),
     [
         (torch.zeros(2, 4), torch.arange(2), r"\[T, H, D\]"),
-        (torch.zeros(2, 1, 4, dtype=torch.uint8), torch.arange(2), "keys must be bfloat16"),
+        (torch.zeros(2, 1, 4, dtype=torch.uint8), torch.arange(2), "^keys: must be bfloat16"),
         (torch.zeros(2, 1, 4), torch.arange(3), r"\[T\] = \[2\]"),
         (torch.zeros(2, 1, 4), torch.arange(2.0), "int64"),
         (torch.zeros(2, 1, 4), torch.tensor([0, -1]), ">= 0, got -1"),
-        (torch.zeros(2, 1, 4), torch.tensor([0, 8]), "position 8 is beyond the 8"),
+        (torch.zeros(2, 1, 4), torch.tensor([0, 8]), "^positions: must be below 8, .* got 8"),
         (torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int64, device="meta"), "one device"),
     ],
 )

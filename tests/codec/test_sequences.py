@@ -35,7 +35,7 @@ def test_split_cuts_consecutive_sequences() -> None:
 
 def test_split_takes_the_text_to_its_last_token() -> None:
     assert split_sequences(torch.arange(10), 2, 4, 2)[-1, -1] == 9
-    with pytest.raises(InputError, match=r"^token_ids: has 10 tokens, but 2 x 4 from offset 3 need 11"):
+    with pytest.raises(InputError, match=r"^token_ids: must have at least 11 tokens for 2 x 4 from offset 3, got 10"):
         split_sequences(torch.arange(10), 2, 4, 3)
 
 

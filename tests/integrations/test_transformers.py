@@ -184,7 +184,7 @@ def test_sliding_layers_that_dropped_tokens_are_refused(static: bool, tiny_model
             return StaticCache(config=model.config, max_cache_len=64)
         return DynamicCache(config=model.config)
 
-    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*holds [78] of 21 tokens; prefill .*DynamicCache\(\)"):
+    with pytest.raises(UnsupportedModelError, match=r"layer 1 .*holds [78] of 21; prefill .*DynamicCache\(\)"):
         encode_cache(codec, prefill(model, prompt(1), empty()))
     short = prefill(model, prompt(1)[:, :6], empty())
     same(decode_cache(codec, encode_cache(codec, short), model.config), prefill(model, prompt(1)[:, :6]))
@@ -205,18 +205,20 @@ def test_other_caches_are_refused_by_name(model: Any, layout: KVLayout) -> None:
         encode_cache(codec, ((1, 2),))  # type: ignore[arg-type]
     with pytest.raises(UnsupportedModelError, match="EncoderDecoderCache"):
         encode_cache(codec, EncoderDecoderCache(full, DynamicCache()))
-    with pytest.raises(InputError, match=r"^cache: is empty"):
+    with pytest.raises(InputError, match=r"^cache: must hold tokens, got an empty one"):
         encode_cache(codec, DynamicCache())
-    with pytest.raises(InputError, match=r"^cache: layer 0 is empty"):
+    with pytest.raises(InputError, match=r"^cache: must hold tokens, but layer 0 is empty"):
         encode_cache(codec, DynamicCache(config=model.config))
 
     class QuantizedLayer(type(full.layers[0])):  # type: ignore[misc]
         pass
 
-    with pytest.raises(UnsupportedModelError, match=r"^cache: layer 0 is a QuantizedLayer"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"^cache: must hold plain keys and values, but layer 0 is a QuantizedLayer"
+    ):
         encode_cache(codec, FakeQuantized([QuantizedLayer()]))
     full.offloading = True
-    with pytest.raises(InputError, match="DynamicCache offloads"):
+    with pytest.raises(InputError, match="must not offload its layers, as this DynamicCache does"):
         encode_cache(codec, full)
 
 
@@ -230,7 +232,7 @@ def test_another_models_cache_is_refused(model: Any, layout: KVLayout, tiny_mode
         encode_cache(codec, prefill(tiny_model("llama", dtype=torch.float64), prompt(1)))
     uneven = prefill(model, prompt(1))
     uneven.layers[1].crop(-1)
-    with pytest.raises(InputError, match="keys of layer 1 have shape"):
+    with pytest.raises(InputError, match=r"in every layer, got keys .* in layer 1"):
         encode_cache(codec, uneven)
     long = DynamicCache()
     for index in range(2):
@@ -254,9 +256,9 @@ def test_bad_arguments(model: Any, layout: KVLayout) -> None:
     ("mask", "message"),
     [
         ([[1, 1, 1]], r"shape \[B, T\] = \[2, 4\] \(cached tokens only\), got \[1, 3\]"),
-        ([[1, 1, 1, 1], [1, 1, 1, 0]], "^attention_mask: row 1 must be zeros, then"),
-        ([[1, 0, 1, 1], [1, 1, 1, 1]], "^attention_mask: row 0 must be zeros, then"),
-        ([[1, 1, 1, 1], [0, 0, 0, 0]], "^attention_mask: row 1 must be zeros, then"),
+        ([[1, 1, 1, 1], [1, 1, 1, 0]], "^attention_mask: must be zeros, .* but row 1 is not; pad on the left"),
+        ([[1, 0, 1, 1], [1, 1, 1, 1]], "^attention_mask: must be zeros, .* but row 0 is not"),
+        ([[1, 1, 1, 1], [0, 0, 0, 0]], "^attention_mask: must be zeros, .* but row 1 is not; pad on the left"),
     ],
 )
 def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, model: Any, layout: KVLayout) -> None:
@@ -265,18 +267,69 @@ def test_masks_that_are_not_left_padding(mask: list[list[int]], message: str, mo
 
 
 @pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        ([[1, 1, 1, 1]], r"^attention_mask: must be a tensor \[B, T\], got list"),
+        (torch.ones(4), r"^attention_mask: must have shape \[B, T\], got \[4\]"),
+        (torch.tensor(1), r"^attention_mask: must have shape \[B, T\], got \[\]"),
+        (torch.ones(1, 1, 4, 4), r"^attention_mask: must have shape \[B, T\], got \[1, 1, 4, 4\]"),
+    ],
+)
+def test_masks_of_another_form(mask: Any, message: str, model: Any, layout: KVLayout) -> None:
+    codec, cache = lossless_codec(layout), prefill(model, prompt(1, 4))
+    with pytest.raises(InputError, match=message):
+        encode_cache(codec, cache, attention_mask=mask)
+    with pytest.raises(InputError, match=message):
+        decode_cache(codec, encode_cache(codec, cache), model.config, attention_mask=mask)
+
+
+def padded(model: Any, mask: torch.Tensor) -> DynamicCache:
+    """A prefill whose positions count from the first real token, as those of `generate` do."""
+    cache = DynamicCache()
+    positions = (mask.cumsum(1) - 1).clamp_min(0)
+    with torch.no_grad():
+        model(input_ids=prompt(*mask.shape) * mask, attention_mask=mask, position_ids=positions, past_key_values=cache)
+    return cache
+
+
+def test_a_left_padded_batch_without_its_mask_is_refused(model: Any, layout: KVLayout) -> None:
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, :5] = 0
+    cache = padded(model, mask)
+    codec = lossless_codec(layout)
+    with pytest.raises(InputError, match=r"^attention_mask: must be given .* row 1 begins with padding: pass the mask"):
+        encode_cache(codec, cache)
+    blobs = encode_cache(codec, cache, CHUNK, attention_mask=mask)
+    message = r"^blobs\[2\]: .*; give all blobs .* and for rows of different lengths its attention_mask$"
+    with pytest.raises(InputError, match=message):
+        decode_cache(codec, blobs, model.config)
+    with pytest.raises(InputError, match=r"^blobs: must hold 21 tokens of row 1, got 16: .* not that of encode_cache$"):
+        decode_cache(codec, blobs, model.config, attention_mask=torch.ones_like(mask))
+
+
+def test_a_right_padded_batch_without_a_mask_keeps_its_padding(model: Any, layout: KVLayout) -> None:
+    """Its real tokens are at the right positions; what is behind them is coded like tokens."""
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, 16:] = 0
+    cache = padded(model, mask)
+    codec = lossless_codec(layout)
+    decoded = decode_cache(codec, encode_cache(codec, cache, CHUNK), model.config)
+    same(decoded, cache)
+
+
+@pytest.mark.parametrize(
     ("order", "message"),
     [
         ([], "non-empty list"),
-        ([1, 2], r"blobs\[0\] holds tokens 8 to 16 where token 0 of row 0 comes next"),
-        ([0, 2, 3, 4, 5], r"blobs\[1\] holds tokens 16 to 21 where token 8 of row 0"),
-        ([0, 2, 1, 3, 4, 5], r"blobs\[1\] holds tokens 16 to 21 where token 8 of row 0"),
-        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\] holds tokens 8 to 16 where token 16 of row 0"),
-        ([0, 1, 3, 4, 5], r"blobs\[2\] holds tokens 0 to 8 where token 16 of row 0"),
-        ([0, 0, 1, 2, 3, 4, 5], r"blobs\[1\] holds tokens 0 to 8 where token 8 of row 0"),
-        ([0, 1, 2, 3, 4], r"blobs\[2\] holds tokens 16 to 21 where token 16 of row 0"),
-        ([0, 1, 2, 4, 5], r"blobs\[3\] holds tokens 8 to 16 where token 21 of row 0"),
-        ([3, 4, 5, 2], r"blobs\[3\] holds tokens 16 to 21 where token 21 of row 0"),
+        ([1, 2], r"blobs\[0\]: must continue row 0 at token 0 of \d+, got tokens 8 to 16;"),
+        ([0, 2, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 8 of \d+, got tokens 16 to 21;"),
+        ([0, 2, 1, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 8 of \d+, got tokens 16 to 21;"),
+        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 16 of \d+, got tokens 8 to 16;"),
+        ([0, 1, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 16 of \d+, got tokens 0 to 8;"),
+        ([0, 0, 1, 2, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 8 of \d+, got tokens 0 to 8;"),
+        ([0, 1, 2, 3, 4], r"blobs\[2\]: must continue row 0 at token 16 of \d+, got tokens 16 to 21;"),
+        ([0, 1, 2, 4, 5], r"blobs\[3\]: must continue row 0 at token 21 of \d+, got tokens 8 to 16;"),
+        ([3, 4, 5, 2], r"blobs\[3\]: must continue row 0 at token 21 of \d+, got tokens 16 to 21;"),
     ],
 )
 def test_lists_that_are_not_whole_rows(order: Sequence[int], message: str, model: Any, layout: KVLayout) -> None:
@@ -296,11 +349,11 @@ def test_a_mask_notices_missing_rows_and_tails(model: Any, layout: KVLayout) -> 
 
     decode(6, 2)
     decode(3, 1)
-    with pytest.raises(InputError, match="row 0 lacks its last 5 tokens"):
+    with pytest.raises(InputError, match=r"^blobs: must hold 21 tokens of row 0, got 16: the last blobs are missing"):
         decode(2, 1)
-    with pytest.raises(InputError, match="blobs hold 1 rows, attention_mask has 2"):
+    with pytest.raises(InputError, match=r"^attention_mask: must have one row for each row of blobs, 1, got 2"):
         decode(3, 2)
-    with pytest.raises(InputError, match=r"blobs\[3\] starts row 1, but attention_mask has 1 rows"):
+    with pytest.raises(InputError, match=r"^attention_mask: .* got 1 rows, but blobs\[3\] starts another"):
         decode(6, 1)
 
 
@@ -335,9 +388,9 @@ def test_one_blob_is_not_a_list(model: Any, layout: KVLayout) -> None:
 def test_config_of_another_model(model: Any, layout: KVLayout, tiny_config: Callable[..., Any]) -> None:
     codec = lossless_codec(layout)
     blobs = encode_cache(codec, prefill(model, prompt(1)))
-    with pytest.raises(ProfileMismatchError, match=r"^model: has 3 layers, .* with 2"):
+    with pytest.raises(ProfileMismatchError, match=r"^model: must be .* with 2 layers, got 3 layers"):
         decode_cache(codec, blobs, tiny_config("llama", num_hidden_layers=3))
-    with pytest.raises(ProfileMismatchError, match=r"\(qwen3\) than the codec's profile \(llama\)"):
+    with pytest.raises(ProfileMismatchError, match=r"^model: .* codec's profile \(llama\), got qwen3 with other heads"):
         decode_cache(codec, blobs, tiny_config("qwen3"))
     with pytest.raises(ProfileMismatchError, match="RoPE"):
         decode_cache(codec, blobs, tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 2e4}))
@@ -516,24 +569,26 @@ def test_lists_that_are_not_whole_rows_never_reach_a_device(
         decode_cache(codecs.device, chosen, model.config, device, attention_mask=mask)
 
     for order, message in (
-        ([1, 2], r"blobs\[0\] holds tokens 2 to 4 where token 0 of row 0 comes next"),
-        ([0, 2, 3, 4, 5], r"blobs\[1\] holds tokens 4 to 5 where token 2 of row 0"),
-        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\] holds tokens 2 to 4 where token 4 of row 0"),
-        ([0, 1, 3, 4, 5], r"blobs\[2\] holds tokens 0 to 2 where token 4 of row 0"),
-        ([0, 1, 2, 4, 5], r"blobs\[3\] holds tokens 2 to 4 where token 5 of row 0"),
-        ([0, 1, 2, 3, 4], r"blobs\[2\] holds tokens 4 to 5 where token 4 of row 0"),
+        ([1, 2], r"blobs\[0\]: must continue row 0 at token 0 of \d+, got tokens 2 to 4;"),
+        ([0, 2, 3, 4, 5], r"blobs\[1\]: must continue row 0 at token 2 of \d+, got tokens 4 to 5;"),
+        ([0, 1, 1, 2, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 4 of \d+, got tokens 2 to 4;"),
+        ([0, 1, 3, 4, 5], r"blobs\[2\]: must continue row 0 at token 4 of \d+, got tokens 0 to 2;"),
+        ([0, 1, 2, 4, 5], r"blobs\[3\]: must continue row 0 at token 5 of \d+, got tokens 2 to 4;"),
+        ([0, 1, 2, 3, 4], r"blobs\[2\]: must continue row 0 at token 4 of \d+, got tokens 4 to 5;"),
     ):
         with pytest.raises(InputError, match=message):
             decode(order)
     for count, rows, message in (
-        (2, 1, "row 0 lacks its last 1 tokens"),
-        (3, 2, "blobs hold 1 rows, attention_mask has 2"),
-        (6, 1, r"blobs\[3\] starts row 1, but attention_mask has 1 rows"),
+        (2, 1, "^blobs: must hold 5 tokens of row 0, got 4"),
+        (3, 2, "^attention_mask: must have one row for each row of blobs, 1, got 2"),
+        (6, 1, r"^attention_mask: .* got 1 rows, but blobs\[3\] starts another"),
     ):
         with pytest.raises(InputError, match=message):
             decode(range(count), torch.ones(rows, 5, dtype=torch.int64))
     other = encode_cache(codecs.cpu, filled(layout, 1, 2, torch.bfloat16, torch.device("cpu")), 2)
-    with pytest.raises(ProfileMismatchError, match=r"blobs\[0\] has another layout .* or another dtype"):
+    with pytest.raises(
+        ProfileMismatchError, match=r"^blobs\[0\]: must have the layout .* and the dtype of the last blob"
+    ):
         decode_cache(codecs.device, [*other, *blobs[1:3]], model.config, device)
     assert whole_batches == []
 
@@ -649,7 +704,7 @@ def test_a_row_of_a_padded_batch_is_saved_without_its_padding(model: Any, tmp_pa
     loaded: Any = load_cache(path, model)
     for got, want in zip(loaded.layers, cache.layers, strict=True):
         assert torch.equal(got.keys[0], want.keys[1, :, 5:]) and torch.equal(got.values[0], want.values[1, :, 5:])
-    with pytest.raises(InputError, match=r"^row: the cache holds 2 sequences and a file one"):
+    with pytest.raises(InputError, match=r"^row: must be given for a cache of 2 sequences"):
         save_cache(cache, path)
     with pytest.raises(InputError, match=r"^row: must be an int from 0 to 1, got 2"):
         save_cache(cache, path, row=2)
@@ -678,7 +733,7 @@ def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable
         ({}, {"start": "-1"}, "start='-1', which is not a position"),
         ({}, {"start": "9" * 5000}, "which is not a position"),
         ({}, {"start": "4094"}, "beyond the 4096 positions"),
-        ({}, {"start": "7"}, "begins at position 7"),
+        ({}, {"start": "7"}, "must begin at position 0 for a transformers cache, got 7"),
     ):
         kept = {name: tensor for name, tensor in {**tensors, **changes}.items() if tensor is not None}
         save_file(kept, path, metadata)
@@ -717,5 +772,5 @@ def test_the_model_will_do_for_its_configuration(model: Any, layout: KVLayout) -
 def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None:
     for quality in ("lossless", "high"):
         codec = Codec.without_profile(layout, quality)
-        with pytest.raises(InputError, match=r"^cache: is on the meta device, which holds no values"):
+        with pytest.raises(InputError, match=r"^cache: must be on a device that holds values, got the meta device"):
             encode_cache(codec, filled(layout, 1, 3, torch.float32, torch.device("meta")))

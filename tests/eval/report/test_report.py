@@ -339,7 +339,7 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
         ({"length": 4096}, "4096 long, the model has 2048 positions"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
         ({"prefix": 40}, "^prefix: must lie in"),
-        ({"prefix": 127, "reread": False}, "prefix=127 must leave at least two"),
+        ({"prefix": 127, "reread": False}, "prefix: must lie in 1 … 126, to leave two tokens"),
         ({"groups": ("layer", "sphere")}, "sphere"),
     ],
 )

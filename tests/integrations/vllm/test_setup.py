@@ -197,7 +197,7 @@ def test_ranks_code_their_own_heads(tmp_path: Path) -> None:
     layouts = [made.codec(rank).profile.layout for rank in range(2)]
     assert [layer.kv_heads for layout in layouts for layer in layout.layers] == [1] * 4
     assert made.codec(0).profile.id != made.codec(1).profile.id
-    with pytest.raises(ProfileError, match="group 'layer' crosses tensor-parallel shards"):
+    with pytest.raises(ProfileError, match="group: must be 'head' for tensor-parallel shards, got 'layer'"):
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "layer")}, **two))
 
 

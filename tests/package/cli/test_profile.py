@@ -131,4 +131,4 @@ def test_what_the_options_of_learning_mean(tmp_path: Path, books: Any, monkeypat
     # These fail before a model is looked for.
     missing = ("profile", "learn", tmp_path / "none", "-o", tmp_path / "q")
     few = run(*missing, "--sequences", "23", "--length", "64", code=1)
-    assert few.stderr.endswith("error: sequences must be at least 24 and length 8, got 23 and 64\n")
+    assert few.stderr.endswith("error: sequences: must be at least 24, got 23\n")
