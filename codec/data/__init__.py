@@ -1,1 +1,1 @@
-"""Texts and models: those that come with cuvee, the real model that is fetched once, and the user's own."""
+"""Texts and models: the bundled ones, the real model that is downloaded once, and the user's."""

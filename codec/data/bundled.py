@@ -1,9 +1,8 @@
-"""The model and the texts that come with cuvee, so that the demo, the tests and the reports need no network.
-Also a real model, `load_smollm2`, which is downloaded once.
+"""The bundled model and texts, with which the demo, the tests and the reports need no network.
+Also `load_smollm2`, a real model that is downloaded once.
 
 The bundled model, books-3m, is a Llama of 3.44 M parameters (see `models/books-3m/README.md`). The six texts were
-written for this project (see `texts/README.md`): profiles are calibrated on three of them, and what they cost is
-measured on the other three.
+written for this project (see `texts/README.md`): three for calibrating profiles, three for measuring them.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ TEXTS_FOLDER = _HERE / "texts"
 
 
 def bundled_model_path() -> Path:
-    """Return the folder of the bundled model. `from_pretrained` can read it as it is."""
+    """Return the folder of the bundled model, which `from_pretrained` reads."""
     return _HERE / "models" / "books-3m"
 
 
@@ -99,14 +98,14 @@ def load_smollm2(
 
 def _check_float(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
-        raise InputError(f"dtype: must be a floating-point type, not {dtype}")
+        raise InputError(f"dtype: must be a floating-point type, got {dtype}")
 
 
 def _load(path: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
-        raise ImportError("a model needs transformers: install cuvee[transformers]") from error
+        raise ImportError("a model needs transformers: pip install 'cuvee[transformers]'") from error
 
     with _no_progress_bar():
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
@@ -121,7 +120,7 @@ def bundled_text(name: str) -> str:
         name: one of `CALIBRATION_TEXTS` or `EVALUATION_TEXTS`, such as "harbour" or "orchard".
 
     Raises:
-        InputError: there is no text of that name.
+        InputError: the name is unknown.
 
     Example:
         >>> from cuvee.codec.data.bundled import bundled_text
@@ -129,13 +128,13 @@ def bundled_text(name: str) -> str:
         'THE ORCHARD AT CULVERLEY'
     """
     if name not in TEXTS:
-        raise InputError(f"name: no bundled text {name!r}; there are {', '.join(TEXTS)}")
+        raise InputError(f"name: must be one of {', '.join(TEXTS)}, got {name!r}")
     return (TEXTS_FOLDER / f"{name}.txt").read_text(encoding="ascii")
 
 
 @contextmanager
 def _no_progress_bar() -> Iterator[None]:
-    """Hide the progress bar of a load that takes a fraction of a second, then restore the caller's setting."""
+    """Hide the progress bar of a load that takes a fraction of a second; restore the setting afterwards."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

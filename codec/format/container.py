@@ -1,7 +1,7 @@
-"""Reads and writes the blob: header, table of contents, sections, checksums. `FORMAT.md` specifies it in prose.
+"""Read and write blobs: header, table of contents, sections, checksums. `FORMAT.md` specifies the format.
 
-A decoder treats the bytes as hostile. It reads nothing before checking its length, trusts nothing before checking its
-checksum, and allocates nothing that is not bounded by the length of the blob.
+A decoder treats the bytes as hostile: it checks lengths before reading, checks checksums before trusting, and bounds
+allocations by the length of the blob.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _CLASSES = struct.Struct("<II")
 
 
 class Scheme(IntEnum):
-    """How the sections are coded."""
+    """The coding of the sections."""
 
     LOSSLESS = 0
     TRANSFORM = 1
@@ -54,14 +54,14 @@ class Header:
     """The header of a blob.
 
     Attributes:
-        scheme: how the sections are coded.
+        scheme: the coding of the sections.
         dtype: name of the cache's dtype.
         tokens: number of tokens in the chunk.
-        start: position of the first one.
+        start: position of the first token.
         step_index: in units of 1/64 octave; 0 if the scheme has none.
-        values_per_token: number of values of all layers, keys and values together.
+        values_per_token: number of values per token, keys and values of all layers.
         layout: fingerprint of the `KVLayout`, 16 bytes.
-        profile: id of the profile, 16 bytes; zero for lossless, which needs none.
+        profile: id of the profile, 16 bytes; zero for lossless blobs.
         section_bytes: length of each section.
         section_hashes: xxh3-64 of each section.
         tagged: whether a key id and a keyed tag end the blob.
@@ -81,31 +81,31 @@ class Header:
 
     @property
     def header_bytes(self) -> int:
-        """Length of the header, including table of contents and checksum."""
+        """Length of the header in bytes, including table of contents and checksum."""
         return _FIXED.size + _ENTRY.size * len(self.section_bytes) + _CHECKSUM.size
 
     @property
     def total_bytes(self) -> int:
-        """Length of the blob."""
+        """Length of the blob in bytes."""
         return self.header_bytes + sum(self.section_bytes) + (TRAILER_BYTES if self.tagged else 0)
 
     def section_offset(self, index: int) -> int:
-        """Where section `index` begins in the blob."""
+        """Return the offset of section `index` in the blob."""
         return self.header_bytes + sum(self.section_bytes[:index])
 
 
 @dataclass(frozen=True, slots=True)
 class BlobInfo:
-    """What `inspect` tells without a profile.
+    """The information in a blob that needs no profile.
 
     Attributes:
         scheme: "lossless", "transform" or "generic".
         version: format version.
-        dtype, tokens, start, values_per_token: what the chunk holds; see `Header`.
+        dtype, tokens, start, values_per_token: the contents of the chunk; see `Header`.
         step: quantizer step in the profile's units, or None for lossless.
         layout_fingerprint, profile_id: in hexadecimal; profile_id is None for lossless.
-        section_bytes: length of every section, in order.
-        header_bytes, total_bytes: length of the header, and of the blob.
+        section_bytes: length of each section, in order.
+        header_bytes, total_bytes: length of the header and of the blob.
         raw_bytes: size of the uncompressed chunk.
         authenticated: whether the blob carries a keyed tag. `inspect` cannot verify it.
     """
@@ -138,7 +138,7 @@ class BlobInfo:
 
 def _tag(key: Key, associated_data: bytes, *parts: bytes | memoryview) -> bytes:
     digest = hashlib.blake2b(key=key.secret, digest_size=TAG_BYTES, person=b"cuvee-tag")
-    # The length goes first, so that no bytes can move from the associated data to the blob or back.
+    # The length goes first, so that no bytes can move between the associated data and the blob.
     digest.update(_CHECKSUM.pack(len(associated_data)) + associated_data)
     for part in parts:
         digest.update(part)
@@ -158,13 +158,13 @@ def write_blob(
     key: Key | None,
     associated_data: bytes = b"",
 ) -> bytes:
-    """Put the sections into a blob. A `key` adds an authentication tag over the blob and over `associated_data`."""
+    """Write the sections to a blob. A `key` adds an authentication tag over the blob and `associated_data`."""
     if tokens > MAX_TOKENS:
-        raise InputError(f"a chunk holds at most {MAX_TOKENS} tokens, not {tokens}: encode it in pieces")
+        raise InputError(f"tokens: must be at most {MAX_TOKENS} per chunk, got {tokens}: encode in pieces")
     if start >= 1 << 32:
-        raise InputError(f"start={start} is beyond 2**32 - 1, the last position a blob can name")
+        raise InputError(f"start: must be at most 2**32 - 1, the last position of a blob, got {start}")
     if len(sections) > MAX_SECTIONS or any(len(s) >= 1 << 32 for s in sections):
-        raise InputError("a section of this chunk would exceed 4 GiB: encode fewer tokens at a time")
+        raise InputError("chunk: must have sections below 4 GiB: encode fewer tokens at a time")
     header_bytes = _FIXED.size + _ENTRY.size * len(sections) + _CHECKSUM.size
     total = header_bytes + sum(map(len, sections)) + (TRAILER_BYTES if key else 0)
     head = _FIXED.pack(
@@ -180,32 +180,32 @@ def write_blob(
 
 
 def plain_bytes(blob: bytes | memoryview) -> bytes | memoryview:
-    """`blob` as one run of bytes: itself, a view of it, or a copy where its bytes do not lie side by side.
+    """Return `blob` as contiguous bytes: the blob itself, a view of it, or a copy if it is not contiguous.
 
     Raises:
-        InputError: it holds no bytes.
+        InputError: `blob` is not bytes.
     """
     if isinstance(blob, bytes):
         return blob
     try:
         view = memoryview(blob)
     except TypeError as error:
-        raise InputError(f"blob must be bytes or a memoryview, got {type(blob).__name__}") from error
+        raise InputError(f"blob: must be bytes or a memoryview, got {type(blob).__name__}") from error
     return view.cast("B") if view.c_contiguous and view.nbytes else view.tobytes()
 
 
 def read_header(blob: bytes | memoryview) -> Header:
-    """Parse and verify the header. This touches no section.
+    """Parse and verify the header, without reading the sections.
 
     Raises:
         FormatError: the bytes are not a blob, or their lengths contradict each other.
         VersionError: this build does not know the format version.
         CorruptError: the header's checksum does not match.
-        InputError: `blob` is no bytes.
+        InputError: `blob` is not bytes.
     """
     blob = plain_bytes(blob)
     if len(blob) < _FIXED.size + _CHECKSUM.size:
-        raise FormatError(f"{len(blob)} bytes are too few for a cuvee blob: it is truncated or something else")
+        raise FormatError(f"blob: {len(blob)} bytes are too few for a cuvee blob: it is truncated or something else")
     fixed = _FIXED.unpack_from(blob)
     magic, version, scheme, dtype, flags, tokens, start, values, step_index, count, reserved, layout, profile, total = (
         fixed
@@ -213,37 +213,37 @@ def read_header(blob: bytes | memoryview) -> Header:
     if magic != MAGIC:
         raise FormatError(f"not a cuvee blob: it begins with {magic!r} instead of {MAGIC!r}")
     if version != VERSION:
-        raise VersionError(f"blob format version {version}; this build reads version {VERSION}")
+        raise VersionError(f"blob: has format version {version}; this build reads version {VERSION}")
     # The count gives the length of the table of contents, which is checked against the real length before it is read.
     header_bytes = _FIXED.size + _ENTRY.size * count + _CHECKSUM.size
     if count > MAX_SECTIONS or len(blob) < header_bytes:
-        raise FormatError(f"the blob is truncated: {count} sections need a header of {header_bytes} bytes")
+        raise FormatError(f"blob: is truncated: {count} sections need a header of {header_bytes} bytes")
     head = blob[: header_bytes - _CHECKSUM.size]
     if _CHECKSUM.unpack_from(blob, len(head))[0] != xxhash.xxh3_64_intdigest(head):
-        raise CorruptError("the checksum of the blob's header does not match: the bytes are damaged")
+        raise CorruptError("header: its checksum does not match: the bytes are damaged")
     if scheme not in iter(Scheme):
-        raise FormatError(f"unknown scheme {scheme}")
+        raise FormatError(f"header: has the unknown scheme {scheme}")
     if dtype >= len(DTYPES):
-        raise FormatError(f"unknown dtype {dtype}")
+        raise FormatError(f"header: has the unknown dtype {dtype}")
     if flags & ~FLAG_TAG or reserved:
-        raise FormatError("reserved bits of the header are not zero")
+        raise FormatError("header: has reserved bits that are not zero")
     if not 0 < tokens <= MAX_TOKENS:
-        raise FormatError(f"a blob of {tokens} tokens; the limit is 1 … {MAX_TOKENS}")
+        raise FormatError(f"header: must have 1 … {MAX_TOKENS} tokens, got {tokens}")
     if abs(step_index) > MAX_STEP_INDEX:
-        raise FormatError(f"step index {step_index}; the limit is {MAX_STEP_INDEX} either way")
+        raise FormatError(f"header: must have a step index of at most ±{MAX_STEP_INDEX}, got {step_index}")
     if scheme == Scheme.LOSSLESS and (step_index or any(profile)):
-        raise FormatError("a lossless blob names a step or a profile")
+        raise FormatError("header: names a step or a profile in a lossless blob")
     if not count or not values:
-        raise FormatError("a blob without sections or values")
+        raise FormatError("header: must have sections and values")
     entries = [_ENTRY.unpack_from(blob, _FIXED.size + i * _ENTRY.size) for i in range(count)]
     header = Header(
         Scheme(scheme), DTYPES[dtype], tokens, start, step_index, values, layout, profile,
         tuple(length for length, _ in entries), tuple(checksum for _, checksum in entries), bool(flags & FLAG_TAG),
     )  # fmt: skip
     if header.total_bytes != total:
-        raise FormatError(f"the sections add up to {header.total_bytes} bytes, the header says {total}")
+        raise FormatError(f"header: says {total} bytes, but the sections add up to {header.total_bytes}")
     if len(blob) != total:
-        raise FormatError(f"the blob has {len(blob)} bytes, its header says {total}: it is truncated or has a tail")
+        raise FormatError(f"blob: has {len(blob)} bytes, its header says {total}: it is truncated or has a tail")
     return header
 
 
@@ -253,33 +253,33 @@ def verify_tag(blob: bytes | memoryview, header: Header, keys: Sequence[Key], as
     Args:
         blob: the blob with its tag.
         header: its header.
-        keys: the accepted keys. If there are none, the blob must have no tag.
-        associated_data: what the blob must have been bound to.
+        keys: the accepted keys. Without keys, the blob must have no tag.
+        associated_data: the data that the blob must be bound to.
 
     Raises:
-        CorruptError: the tag does not belong to these bytes bound to `associated_data`.
-        KeyMismatchError: the blob has a tag and there are no keys, or there are keys and its tag is none of theirs.
+        CorruptError: the tag does not match the bytes and `associated_data`.
+        KeyMismatchError: the blob has a tag but there are no keys, or no key matches its tag.
     """
     if not keys and not header.tagged:
         return
     if not keys:
-        raise KeyMismatchError("the blob carries an authentication tag: give Codec the key= it was encoded with")
+        raise KeyMismatchError("blob: carries an authentication tag: give Codec the key= it was encoded with")
     if not header.tagged:
-        raise KeyMismatchError(
-            "the blob carries no authentication tag, but this Codec has a key=: it is not to be trusted"
-        )
+        raise KeyMismatchError("blob: carries no authentication tag, but this Codec has a key=: do not trust it")
     body, tag = memoryview(blob)[:-TAG_BYTES], bytes(blob[-TAG_BYTES:])
     name = bytes(body[-KEY_ID_BYTES:])
     key = next((key for key in keys if key.id == name), None)
     if key is None:
         known = ", ".join(key.id.hex() for key in keys)
-        raise KeyMismatchError(f"the blob was made with the key of id {name.hex()}, this Codec has {known}")
+        raise KeyMismatchError(f"blob: was made with the key of id {name.hex()}, this Codec has {known}")
     if not hmac.compare_digest(_tag(key, associated_data, body), tag):
-        raise CorruptError("the authentication tag does not match: the bytes were changed, or belong somewhere else")
+        raise CorruptError(
+            "blob: its authentication tag does not match: the bytes were changed, or belong somewhere else"
+        )
 
 
 def read_section(blob: bytes | memoryview, header: Header, index: int) -> memoryview:
-    """The bytes of one section, its checksum verified.
+    """Return the bytes of one section, after verifying its checksum.
 
     Raises:
         CorruptError: its checksum does not match.
@@ -288,7 +288,7 @@ def read_section(blob: bytes | memoryview, header: Header, index: int) -> memory
 
 
 def read_sections(blob: bytes | memoryview, header: Header, indices: range) -> list[memoryview]:
-    """The bytes of adjacent sections, their checksums verified.
+    """Return the bytes of adjacent sections, after verifying their checksums.
 
     Raises:
         CorruptError: a checksum does not match.
@@ -297,18 +297,18 @@ def read_sections(blob: bytes | memoryview, header: Header, indices: range) -> l
     for index in indices:
         view = memoryview(blob)[offset : offset + header.section_bytes[index]]
         if xxhash.xxh3_64_intdigest(view) != header.section_hashes[index]:
-            raise CorruptError(f"the checksum of section {index} does not match: the bytes are damaged")
+            raise CorruptError(f"section {index}: its checksum does not match: the bytes are damaged")
         views.append(view)
         offset += header.section_bytes[index]
     return views
 
 
 def inspect(blob: bytes | memoryview) -> BlobInfo:
-    """Look at a blob without a profile: its identity, tokens and sizes. This verifies the header, not the sections.
+    """Read a blob's identity, tokens and sizes, without a profile. This verifies the header, not the sections.
 
     Raises:
         FormatError, VersionError, CorruptError: as for `read_header`.
-        InputError: `blob` is no bytes.
+        InputError: `blob` is not bytes.
 
     Example:
         >>> import torch
@@ -344,7 +344,7 @@ _WIRE = {name: dtype.newbyteorder("<") for name, dtype in _NATIVE.items()}
 
 
 class Reader:
-    """Reads the fields of a section in order. It refuses to read past the end, and to leave a tail."""
+    """Reads the fields of a section in order, up to its end and no farther."""
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
@@ -352,34 +352,34 @@ class Reader:
 
     @property
     def position(self) -> int:
-        """How many bytes were read so far."""
+        """The number of bytes read so far."""
         return self._at
 
     def take(self, count: int) -> memoryview:
-        """The next `count` bytes. Raises FormatError if fewer are left."""
+        """Return the next `count` bytes. Raise FormatError if fewer are left."""
         if count > len(self._view) - self._at:
-            raise FormatError(f"a section ends {count - (len(self._view) - self._at)} bytes too early")
+            raise FormatError(f"section: ends {count - (len(self._view) - self._at)} bytes too early")
         self._at += count
         return self._view[self._at - count : self._at]
 
     def unpack(self, fields: struct.Struct) -> tuple[int, ...]:
-        """The next fields, as the struct describes them."""
+        """Return the next fields, as described by the struct."""
         return fields.unpack(self.take(fields.size))
 
     def array(self, dtype: str, count: int) -> npt.NDArray[np.generic]:
-        """The next `count` little-endian numbers, as an aligned copy in native byte order."""
+        """Return the next `count` little-endian numbers, as an aligned copy in native byte order."""
         wire, native = _WIRE[dtype], _NATIVE[dtype]
         return np.frombuffer(self.take(count * wire.itemsize), wire).astype(native)
 
     def skip_padding(self) -> None:
-        """Skip zero bytes up to a multiple of four. Raises FormatError if they are not zero."""
+        """Skip zero bytes up to a multiple of four. Raise FormatError if they are not zero."""
         if any(self.take(-self._at % 4)):
-            raise FormatError("padding of a section is not zero")
+            raise FormatError("section: has padding that is not zero")
 
     def finish(self) -> None:
         """Raise FormatError unless all bytes were read."""
         if self._at != len(self._view):
-            raise FormatError(f"a section has {len(self._view) - self._at} bytes too many")
+            raise FormatError(f"section: has {len(self._view) - self._at} bytes too many")
 
 
 def _wire(array: npt.NDArray[np.generic], dtype: str) -> bytes:
@@ -398,7 +398,7 @@ class CodedPart:
         streams: the streams of the planes.
         escapes: the escapes of the planes.
         tokens_per_stream: n.
-        classes: the stream of the tokens' classes; None if the tokens have none.
+        classes: the stream of the tokens' classes; None without classes.
     """
 
     streams: Streams
@@ -410,14 +410,14 @@ class CodedPart:
 def write_streams(
     streams: Streams, escapes: Escapes, planes: int, tokens_per_stream: int, classes: Streams | None = None
 ) -> bytes:
-    """The coded part of a section: counts, states, lengths, words, padding, escapes.
+    """Write the coded part of a section: counts, states, lengths, words, padding, escapes.
 
     Args:
         streams: the streams of the planes.
         escapes: the escapes of the planes.
         planes: the largest number of planes of a token.
         tokens_per_stream: n.
-        classes: the one stream of the tokens' classes; None if the tokens have none.
+        classes: the stream of the tokens' classes; None without classes.
     """
     log2 = tokens_per_stream.bit_length() - 1
     parts = [_STREAMS.pack(len(streams.words), len(escapes.index), log2, classes is not None, 0)]
@@ -433,7 +433,7 @@ def write_streams(
 
 
 def read_streams(reader: Reader, planes: int, rows: int, tokens: int) -> tuple[Streams, Escapes, int]:
-    """Streams, escapes and tokens per stream of a coded part without token classes; see `read_coded`."""
+    """Read streams, escapes and tokens per stream of a coded part without token classes; see `read_coded`."""
     part = read_coded(reader, planes, rows, tokens)
     return part.streams, part.escapes, part.tokens_per_stream
 
@@ -441,26 +441,26 @@ def read_streams(reader: Reader, planes: int, rows: int, tokens: int) -> tuple[S
 def read_coded(
     reader: Reader, planes: int, rows: int, tokens: int, classed: tuple[int, int] | None = None
 ) -> CodedPart:
-    """The inverse of `write_streams`.
+    """Read the output of `write_streams`.
 
     Args:
         reader: positioned at the coded part.
-        planes: planes of every token, if the tokens have no classes.
-        rows: components of every token, if the tokens have no classes.
+        planes: planes per token, for tokens without classes.
+        rows: components per token, for tokens without classes.
         tokens: number of tokens in the chunk.
         classed: planes and components of the finest class, if the scheme has classes.
 
     Raises:
-        FormatError: counts contradict the lengths, there are classes although the scheme has none, or escapes lie
-            outside the `rows` x `tokens` matrix.
+        FormatError: counts contradict the lengths, the scheme has no classes but the part does, or escapes lie outside
+            the `rows` x `tokens` matrix.
     """
     words, escapes, log2, mode, reserved = reader.unpack(_STREAMS)
     if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or reserved:
-        raise FormatError("the stream header of a section is out of range")
+        raise FormatError("section: has a stream header out of range")
     class_words = class_state = 0
     if mode:
         if classed is None:
-            raise FormatError("a section has token classes, which its scheme or its profile does not")
+            raise FormatError("section: has token classes, but its scheme or profile has none")
         planes, rows = classed
         class_words, class_state = reader.unpack(_CLASSES)
     per_stream = 1 << log2
@@ -468,9 +468,9 @@ def read_coded(
     states = reader.array("u4", count).view(np.uint32)
     lengths = reader.array(_length_dtype(planes, per_stream), count).astype(np.uint32)
     if np.any(states < LOWER_BOUND) or (mode and class_state < LOWER_BOUND):
-        raise FormatError("a stream begins in a state below its lower bound")
+        raise FormatError("section: has a stream that begins in a state below its lower bound")
     if int(lengths.sum(dtype=np.uint64)) != words:
-        raise FormatError("the lengths of a section's streams do not add up")
+        raise FormatError("section: has streams whose lengths do not add up")
     coded_classes = None
     if mode:
         raw = reader.array("u2", class_words).view(np.uint16)
@@ -480,5 +480,5 @@ def read_coded(
     index = reader.array("u4", escapes).view(np.uint32)
     value = reader.array("i4", escapes).view(np.int32)
     if escapes and (np.any(index[1:] <= index[:-1]) or int(index[-1]) >= rows * tokens):
-        raise FormatError("the escapes of a section are out of order or out of range")
+        raise FormatError("section: has escapes out of order or out of range")
     return CodedPart(Streams(states, lengths, coded), Escapes(index, value), per_stream, coded_classes)

@@ -1,4 +1,4 @@
-"""Secrets that authenticate blobs: where they come from, and the names that tell them apart.
+"""Secrets that authenticate blobs: their sources and their ids.
 
 A secret comes from an environment variable or a file, never from the value of an option, because options are logged,
 shown by `repr`, and echoed by servers.
@@ -18,15 +18,15 @@ from cuvee.codec.errors import InputError
 MIN_KEY_BYTES = 16
 MAX_KEY_BYTES = hashlib.blake2b.MAX_KEY_SIZE
 KEY_ID_BYTES = 8
-MAX_FILE_BYTES = 1 << 16  # of a file with one secret, so that no device or disk image is read whole by mistake
+MAX_FILE_BYTES = 1 << 16  # limit for a file with a secret, so that no device or disk image is read by mistake
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """A secret and its name. Its repr does not show the secret, and it refuses to be pickled.
+    """A secret and its id. Its repr does not show the secret, and it cannot be pickled.
 
     Attributes:
-        id: 8 bytes that name the secret without revealing it: keyed BLAKE2b of nothing.
+        id: 8 bytes that identify the secret without revealing it: keyed BLAKE2b of an empty message.
         secret: 16 to 64 bytes.
     """
 
@@ -35,59 +35,59 @@ class Key:
 
     @classmethod
     def of(cls, secret: object) -> Key:
-        """The key of a secret.
+        """Make the key of a secret.
 
         Raises:
             InputError: the secret is not 16 to 64 bytes long.
         """
         if not isinstance(secret, bytes) or not MIN_KEY_BYTES <= len(secret) <= MAX_KEY_BYTES:
             got = f"{len(secret)} bytes" if isinstance(secret, bytes) else type(secret).__name__
-            raise InputError(f"key must be {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes of secret, got {got}")
+            raise InputError(f"key: must be {MIN_KEY_BYTES} to {MAX_KEY_BYTES} bytes of secret, got {got}")
         name = hashlib.blake2b(key=secret, digest_size=KEY_ID_BYTES, person=b"cuvee-key-id").digest()
         return cls(name, secret)
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            "a Codec with a key= is not pickled or copied: the bytes would hold the secret. Make one where it is used, "
-            "with the key from that process's own environment; a Codec can be shared between threads as it is"
+            "key: must not be pickled or copied with its Codec, since the bytes would hold the secret; make a Codec "
+            "where it is used, with the key from that process's environment, or share one Codec between threads"
         )
 
 
 def make_keys(key: bytes | Sequence[bytes] | None) -> tuple[Key, ...]:
-    """The keys of an argument `key=`: one secret, or several of which the first one writes; None gives no keys.
+    """Return the keys of an argument `key=`: one secret, or several, of which the first writes; None gives no keys.
 
     Raises:
-        InputError: a secret is not bytes, or not 16 to 64 of them; or the list is empty.
+        InputError: a secret is not 16 to 64 bytes, or the list is empty.
     """
     if key is None:
         return ()
     secrets = [key] if isinstance(key, bytes) or not isinstance(key, Sequence) else list(key)
     if not secrets:
-        raise InputError("key must hold at least one secret; None for blobs without a tag")
-    # The old and the new secret may be the same for a while when they are rotated.
+        raise InputError("key: must hold at least one secret, got none; use None for blobs without a tag")
+    # During rotation, the old and the new secret may be equal for a while.
     return tuple(dict.fromkeys(Key.of(secret) for secret in secrets))
 
 
 def read_secret(option: str, *, env: str | None = None, file: str | None = None) -> bytes:
-    """A secret from an environment variable or a file, without the white space around it.
+    """Read a secret from an environment variable or a file, without surrounding white space.
 
-    White space is stripped because editors, shells and secret managers add line ends, and the secrets of two replicas
-    must not differ by those.
+    White space is stripped because editors, shells and secret managers add line ends, in which the secrets of two
+    replicas must not differ.
 
     Args:
-        option: name of the option that asks, for messages.
+        option: name of the option, for messages.
         env: name of the variable.
         file: path of the file, used if `env` is None.
 
     Raises:
-        InputError: the variable is not set, the file cannot be read, or it is empty. Messages never show a value.
+        InputError: the variable is not set, the file cannot be read, or the secret is empty. Messages never show it.
     """
     if env is not None:
         try:
             value = os.environ.get(env)
-        except ValueError:  # a name that no variable can have: half of a surrogate pair
+        except ValueError:  # an impossible name: half of a surrogate pair
             value = None
-        # What does not look like a name is not shown: somebody may have given the secret itself instead.
+        # A value that does not look like a name is not shown: it may be the secret itself.
         where = f"the environment variable {env}" if re.fullmatch("[A-Z_][A-Z0-9_]*", env) else "the variable it names"
         if value is None:
             raise InputError(f"{option}: {where} is not set")

@@ -111,10 +111,13 @@ def test_a_data_set_is_read_with_datasets(tmp_path: Path, monkeypatch: pytest.Mo
     tokenizer = load_tokenizer(BUNDLED_MODEL)
     assert [d.tolist() for d in text.documents] == [tokenizer(t).input_ids for t in ("The wind", " rose.")]
     for wrong, message in (
-        (f"hf:{folder}:test:title", "has no column 'title'; there are body, n"),
+        (f"hf:{folder}:test:title", "must name one of the columns body, n of .*, got 'title'"),
         (f"hf:{folder}:train:body", "cannot be loaded"),
-        ("hf:who/what@main:test:body", "a revision must be a commit, 40 hexadecimal digits, got 'main'"),
-        (f"hf:{folder}:test:n", "row 0 of .* is neither"),
+        (
+            "hf:who/what@main:test:body",
+            "must name a commit of 40 hexadecimal digits after @, got 'hf:who/what@main:test:body'",
+        ),
+        (f"hf:{folder}:test:n", "must hold texts or lists of token ids, but row 0 of .* is neither"),
         ("hf:test:body", "must be hf:DATASET"),
         ("hf::test:body", "must be hf:DATASET"),
     ):
@@ -135,7 +138,7 @@ def test_a_data_set_of_the_hub_at_a_commit(monkeypatch: pytest.MonkeyPatch, capl
     assert read_corpus(f"hf:who/what@{commit}:some:test:body", BUNDLED_MODEL).tokens == 3
     assert not caplog.records
     assert read_corpus("hf:who/what:test:body", BUNDLED_MODEL).tokens == 3
-    assert "hf:who/what:test:body is whatever the hub has today; as hf:who/what@COMMIT" in caplog.text
+    assert "hf:who/what:test:body may change on the hub; hf:who/what@COMMIT" in caplog.text
     # Nor may code that a data set brings be asked for (trust_remote_code).
     assert asked == [
         ("who/what", "some", {"split": "test", "revision": commit}),
@@ -146,11 +149,11 @@ def test_a_data_set_of_the_hub_at_a_commit(monkeypatch: pytest.MonkeyPatch, capl
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("a.txt", b"\xff", "not UTF-8"),
-        ("a.jsonl", b"[1]\n{", "a.jsonl:2 is not JSON"),
-        ("a.jsonl", b'{"title": "x"}', "a.jsonl:1 is neither"),
-        ("a.jsonl", b"[1, -2]", "a.jsonl:1 is neither"),
-        ("a.jsonl", b"[true]", "a.jsonl:1 is neither"),
+        ("a.txt", b"\xff", "must be UTF-8 text"),
+        ("a.jsonl", b"[1]\n{", "a.jsonl: must hold JSON in line 2, but"),
+        ("a.jsonl", b'{"title": "x"}', "a.jsonl: must hold a list of token ids or an object with .* in line 1"),
+        ("a.jsonl", b"[1, -2]", "a.jsonl: must hold a list of token ids"),
+        ("a.jsonl", b"[true]", "a.jsonl: must hold a list of token ids"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says(tmp_path: Path, name: str, data: bytes, message: str) -> None:
@@ -164,7 +167,7 @@ def test_a_missing_text_or_model(tmp_path: Path) -> None:
         read_corpus("nowhere", BUNDLED_MODEL)
     with pytest.raises(FileNotFoundError, match=r"no such model folder: .*nowhere"):
         load_model(str(tmp_path / "nowhere"))
-    with pytest.raises(InputError, match=r"^device: 'abacus'"):
+    with pytest.raises(InputError, match=r"^device: must be a device of torch, got 'abacus'"):
         load_model(BUNDLED_MODEL, device="abacus")
 
 

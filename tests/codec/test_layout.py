@@ -322,7 +322,7 @@ def test_from_config_refuses_by_name(make: Callable[[], Any], message: str) -> N
 
 
 def test_from_config_bad_arguments(tiny_config: Callable[..., Any]) -> None:
-    with pytest.raises(InputError, match=r"multimodal wrapper \(gemma3\): .*get_text_config\(\)"):
+    with pytest.raises(InputError, match=r"^hf_config: .* multimodal wrapper \(gemma3\); .*get_text_config\(\)"):
         KVLayout.from_config(transformers.Gemma3Config(), dtype="bfloat16")
     with pytest.raises(InputError, match="must be a transformers PreTrainedConfig, got dict"):
         KVLayout.from_config({"model_type": "llama"})

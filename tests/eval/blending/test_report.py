@@ -507,7 +507,7 @@ def test_prompts_of_a_file(bundled: tuple[Any, Any], tmp_path: Path, done: tuple
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("{", "pets.jsonl:2 is not JSON"),
+        ("{", "pets.jsonl: must hold JSON in line 2, but"),
         ("[1]", "pets.jsonl:2 must be an object"),
         (json.dumps({k: v for k, v in ITEM.items() if k != "id"}), "id is missing"),
         (json.dumps({**ITEM, "query": 5}), "query is missing or of another kind"),
@@ -531,7 +531,7 @@ def test_files_that_hold_no_prompts(bundled: tuple[Any, Any], tmp_path: Path) ->
     with pytest.raises(InputError, match="holds no prompts"):
         multidoc_prompts(path, bundled[1], 9, 512)
     path.write_bytes(b"\xff")
-    with pytest.raises(InputError, match="not UTF-8"):
+    with pytest.raises(InputError, match="must be UTF-8 text"):
         multidoc_prompts(path, bundled[1], 9, 512)
     with pytest.raises(FileNotFoundError):
         multidoc_prompts(tmp_path / "nowhere", bundled[1], 9, 512)
@@ -675,7 +675,7 @@ def test_inputs_that_do_not_fit(
     fitted("bfloat16", "layer").save(tmp_path / "other")
     fails(ProfileMismatchError, None, profile=str(tmp_path / "other"))
     fails(InputError, "2048 positions", context_tokens=2040)
-    fails(InputError, "holds no sequence", chunk_tokens=4000)
+    fails(InputError, "must hold at least 4000 tokens", chunk_tokens=4000)
     fails(InputError, "a name of its own", multidoc=tiny.multidoc * 2)
     (tmp_path / "out").write_text("")
     with pytest.raises(InputError, match="is a file"):

@@ -100,7 +100,7 @@ def test_the_secret_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(InputError, match="CUVEE_TEST_KEY is empty"):
         options.secrets()
     monkeypatch.setenv("CUVEE_TEST_KEY", "short secret")
-    with pytest.raises(InputError, match=r"key_env: key must be 16 to 64 bytes .* got 12 bytes") as caught:
+    with pytest.raises(InputError, match=r"key_env: key: must be 16 to 64 bytes .* got 12 bytes") as caught:
         options.secrets()
     assert "short secret" not in str(caught.value)
 
