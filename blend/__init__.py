@@ -1,9 +1,9 @@
-"""Prompts put together from cached chunks at any position. Only some of their tokens are recomputed.
+"""Compose prompts from cached chunks at any position, and recompute only some of their tokens.
 
-Segment, Blender          the pieces of a prompt; blends them into a cache that generation continues on
-BlendResult, BlendRecord  what comes out, and what was recomputed
+Segment, Blender          the pieces of a prompt; blends them into a cache from which generation continues
+BlendResult, BlendRecord  the blended prompt; the tokens that were recomputed
 ChunkCache                chunks by content, kept in any store
-HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Sum, Product, Union: which tokens are recomputed
+HKVD, Boundary, Overlap, QueryGuided, Random, Nothing, Sum, Product, Union: choose the tokens to recompute
 """
 
 from cuvee.blend.blender import Blender, BlendRecord, BlendResult, SegmentRecord

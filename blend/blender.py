@@ -1,9 +1,9 @@
-"""Turns a prompt of cached chunks and text into a cache that generation continues on.
+"""Blend a prompt of cached chunks and text into a cache from which generation continues.
 
     segments --place--> keys, values [H, T, D] per layer     chunks decoded, or rotated to their new positions
-             --select-> positions                            what is recomputed (selectors.py)
-             --compute> text and selected tokens only,       each token looks at all KV before it, cached or new,
-                        layer by layer                       and what it computes replaces what was cached there
+             --select-> positions                            the tokens to recompute (selectors.py)
+             --compute> text and selected tokens only,       each token attends to all KV before it, cached or new,
+                        layer by layer                       and its new KV replaces the cached KV
 
 After Yao et al., CacheBlend (arXiv:2405.16444), with positions restored by RoPE as in EPIC (arXiv:2410.15332).
 """
@@ -31,22 +31,22 @@ from cuvee.codec.paged import PagedCache
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
-_PROBES = 16  # tokens of a chunk that are compared with its text
+_PROBES = 16  # tokens per chunk that are compared with its text
 _FEWEST_PROBES = 4
 # A chunk is refused above this error, as a share of the mean distance between tokens. Measured: 0.2 at quality "small",
-# 0.73 if nothing but the mean is left, and 0.96 to 1.05 for other tokens.
+# 0.73 if only the mean is left, and 0.96 to 1.05 for wrong tokens.
 _MISMATCH = 0.85
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRecord:
-    """What became of one segment.
+    """The record of one segment.
 
     Attributes:
         start, end: its positions, `start <= position < end`.
         cached: whether it came with a chunk.
-        leading: whether its chunk is exact where it stands.
-        computed: how many of its tokens went through each layer.
+        leading: whether its chunk is exact at its position.
+        computed: number of its tokens that went through each layer.
     """
 
     start: int
@@ -58,19 +58,19 @@ class SegmentRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlendRecord:
-    """What was recomputed, and why.
+    """The tokens that were recomputed, and their cost.
 
     Attributes:
         tokens: number of tokens of the prompt, T.
-        cached: how many of them came with a chunk.
+        cached: number of tokens that came with a chunk.
         layers: number of layers of the model.
-        computed: how many cached tokens went through each layer.
+        computed: number of cached tokens that went through each layer.
         query_token_layers: token-layers that the selector spent on passes of the query.
-        depth: how many layers each token went through, int64 `[T]`. Text goes through all of them.
-        text: which tokens were computed because nothing was cached, bool `[T]`. The selector chose all others that have
-            a depth.
-        segments: what became of each segment.
-        selector: the `repr` of the selector that decided.
+        depth: number of layers that each token went through, int64 `[T]`. Text goes through all layers.
+        text: tokens that were computed because they were not cached, bool `[T]`. The selector chose all other tokens
+            with a depth above 0.
+        segments: the record of each segment.
+        selector: `repr` of the selector.
     """
 
     tokens: int
@@ -85,7 +85,7 @@ class BlendRecord:
 
     @property
     def cost(self) -> float:
-        """Token-layers spent, as a share of recomputing all cached tokens; 0 if none were cached."""
+        """Token-layers spent, as a share of those for recomputing all cached tokens; 0 if none were cached."""
         whole = self.cached * self.layers
         return (sum(self.computed) + self.query_token_layers) / whole if whole else 0.0
 
@@ -94,7 +94,7 @@ class BlendRecord:
 class BlendResult:
     """A blended prompt.
 
-    Generation goes on from the likeliest next token (`generate` wants all tokens, and changes the cache):
+    Generation continues from the likeliest next token (`generate` takes all tokens, and changes the cache):
 
         seen = torch.cat([result.tokens, result.logits[-1:].argmax(-1).cpu()])[None]
         model.generate(seen.to(model.device), past_key_values=result.cache)
@@ -103,7 +103,7 @@ class BlendResult:
         tokens: the tokens of all segments, int64 `[T]`.
         cache: keys and values `[1, H, T, D]` per layer, in the model's dtype.
         logits: float32 `[n, V]`, after the last n tokens.
-        record: what was recomputed.
+        record: the tokens that were recomputed.
     """
 
     tokens: torch.Tensor
@@ -113,7 +113,7 @@ class BlendResult:
 
 
 class Blender:
-    """Puts prompts together from cached chunks and text.
+    """Composes prompts from cached chunks and text.
 
         >>> from cuvee.blend import Boundary
         >>> from cuvee.codec.layout import KVLayout
@@ -126,19 +126,19 @@ class Blender:
         >>> (chunk,) = prefill(model, torch.tensor([[1, 2, 3, 4]]), layout, "cpu")  # a document, computed once
         >>> blender = Blender(model, selector=Boundary(tokens=1))
         >>> result = blender.blend([Segment([9, 8]), Segment([1, 2, 3, 4], chunk), Segment([5])])
-        >>> result.record.depth  # layers that each token went through: three of the chunk's four came from its cache
+        >>> result.record.depth  # layers per token: three of the chunk's four tokens came from its cache
         tensor([2, 2, 2, 0, 0, 0, 2])
         >>> result.record.cost, tuple(result.logits.shape)
         (0.25, (1, 64))
 
     Args:
         model: a causal language model of transformers in eval mode (Llama, Mistral, Mixtral, Phi-3, Qwen2, Qwen3 …), or
-            anything else behind the `BlendModel` protocol.
-        codec: decodes blobs. Without it chunks must be `KVChunk`s.
-        selector: what to recompute; default: `default_selector()`, 15 % of the cached tokens.
+            another implementation of `BlendModel`.
+        codec: decodes blobs. Without it, chunks must be `KVChunk`s.
+        selector: chooses the tokens to recompute; default: `default_selector()`, 15 % of the cached tokens.
 
     Raises:
-        UnsupportedModelError: sliding windows, MLA, M-RoPE, or a family that was not checked; each is refused by name.
+        UnsupportedModelError: the model has sliding windows, MLA or M-RoPE, or its family was not checked.
         ProfileMismatchError: the codec's profile belongs to another model.
         InputError: as for `TransformersModel`.
     """
@@ -154,7 +154,9 @@ class Blender:
             codec.profile.check_layout(self._model.layout)
             known = codec.profile.model
             if known is not None and isinstance(model, torch.nn.Module) and known != model_fingerprint(model):
-                raise ProfileMismatchError("codec: its profile was calibrated on other weights than the model's")
+                raise ProfileMismatchError(
+                    "codec: must have a profile calibrated on the model's weights, got one of other weights"
+                )
 
     @torch.no_grad()
     def blend(
@@ -162,17 +164,17 @@ class Blender:
     ) -> BlendResult:
         """Blend a prompt.
 
-        Text is always computed. So is the last token even if a chunk holds it, because its logits are wanted.
+        Text is always computed, and so is the last token, even if a chunk holds it, for its logits.
 
         Args:
             segments: the prompt, in order; at least one.
-            logits_to_keep: how many of the last tokens to return logits for. All of them must be text, unless it is 1.
-            selector: used instead of the blender's own.
+            logits_to_keep: number of last tokens to return logits for. They must all be text, unless it is 1.
+            selector: used instead of the blender's selector.
 
         Raises:
-            InputError: there are no segments; tokens are outside the vocabulary, or more than the model has positions;
-                a chunk belongs to other tokens (a sample of each is compared in the first layer); logits of cached
-                tokens are asked for; there is a blob but no codec; the selector's cost cannot be kept.
+            InputError: there are no segments; tokens are outside the vocabulary or exceed the model's positions; a
+                chunk belongs to other tokens (samples are compared in the first layer); `logits_to_keep` includes
+                cached tokens; there is a blob but no codec; the selector's cost is too low.
             ProfileMismatchError: a chunk belongs to another model or profile.
             FormatError, VersionError, CorruptError: a blob is damaged.
         """
@@ -183,7 +185,7 @@ class Blender:
 
 def _check_selector(selector: Selector) -> None:
     if not hasattr(selector, "begin"):
-        raise InputError(f"selector: must have begin(), as the selectors of cuvee.blend do, got {selector!r}")
+        raise InputError(f"selector: must have begin(), like the selectors of cuvee.blend, got {selector!r}")
 
 
 class _Run:
@@ -212,12 +214,13 @@ class _Run:
         self._check()
         self.segment = torch.repeat_interleave(torch.arange(len(segments)), lengths)
         self.cached = torch.tensor([segment.chunk is not None for segment in segments])[self.segment]
-        # If a chunk ends the prompt, its last token is computed all the same: the logits after it are wanted.
+        # If a chunk ends the prompt, its last token is computed for its logits.
         self.cached[-1] = False
         text = int((~self.cached).flip(0).long().cumprod(0).sum())
         if type(logits_to_keep) is not int or not 1 <= logits_to_keep <= text:
             raise InputError(
-                f"logits_to_keep: must be 1 … {text}, as many as end this prompt in text, got {logits_to_keep!r}"
+                f"logits_to_keep: must be 1 … {text}, the tokens of text at the end of this prompt, got "
+                f"{logits_to_keep!r}"
             )
         self.kept = logits_to_keep
 
@@ -225,12 +228,14 @@ class _Run:
         low, high = (int(bound) for bound in torch.aminmax(self.tokens))
         if low < 0 or high >= self.model.vocabulary:
             raise InputError(
-                f"segments: hold token {low if low < 0 else high}; the model's vocabulary is "
-                f"0 … {self.model.vocabulary - 1}"
+                f"segments: must hold tokens of the vocabulary, 0 … {self.model.vocabulary - 1}, got "
+                f"{low if low < 0 else high}"
             )
         limit = self.model.layout.max_positions
         if limit is not None and self.ends[-1] > limit:
-            raise InputError(f"segments: {self.ends[-1]} tokens, the model has {limit} positions: leave chunks out")
+            raise InputError(
+                f"segments: must be at most {limit} tokens, the model's positions, got {self.ends[-1]}: omit chunks"
+            )
 
     def run(self) -> BlendResult:
         leading = self._place()
@@ -248,11 +253,11 @@ class _Run:
     # Cached KV -----------------------------------------------------------------------------------------------------
 
     def _place(self) -> bool:
-        """Put every chunk where its segment stands; return whether the first one is exact there."""
+        """Put every chunk at its segment's position; return whether the first chunk is exact there."""
         layout, device, total = self.model.layout, self.model.device, len(self.tokens)
 
         def zeros(heads: int, size: int) -> torch.Tensor:
-            # Zeros instead of garbage, because masked values still take part in the product, and 0 * NaN is NaN.
+            # Zeros, because masked values still enter the product, and 0 * NaN is NaN.
             return torch.zeros(heads, total, size, dtype=layout.torch_dtype, device=device)
 
         self.keys = [zeros(layer.kv_heads, layer.head_dim) for layer in layout.layers]
@@ -268,10 +273,14 @@ class _Run:
                 made_at.append(segment.chunk.start)
             elif segment.chunk is not None:
                 if self.codec is None:
-                    raise InputError(f"segments[{index}]: holds a blob, but the blender was given no codec")
+                    raise InputError(
+                        f"segments[{index}]: must be text or a KVChunk for a Blender without codec=, got a blob"
+                    )
                 header = read_header(segment.chunk)  # not trusted until decoding has verified it
                 if header.tokens != end - start:
-                    raise InputError(f"segments[{index}]: {end - start} tokens, its blob holds {header.tokens}")
+                    raise InputError(
+                        f"segments[{index}]: must have the {header.tokens} tokens of its blob, got {end - start}"
+                    )
                 blobs.append(segment.chunk)
                 bound.append(segment.associated_data)
                 slots.append(torch.arange(start, end, device=device))
@@ -289,18 +298,18 @@ class _Run:
     def _move(self, index: int, chunk: KVChunk, start: int) -> None:
         layout = self.model.layout
         if replace(chunk.layout, dtype=layout.dtype).fingerprint != layout.fingerprint:
-            raise ProfileMismatchError(f"segments[{index}]: its chunk is the cache of another model")
+            raise ProfileMismatchError(f"segments[{index}]: must have a chunk of this model, got one of another model")
         at = torch.arange(chunk.tokens, device=chunk.device)
         for layer, (keys, values) in enumerate(zip(chunk.keys, chunk.values, strict=True)):
             rope, moved = layout.layers[layer].rope, keys
             if start != chunk.start:
-                # Via the model's own angles at both places: the angle of the distance would be rounded otherwise.
+                # Via the model's angles at both positions: the angle of their distance would be rounded differently.
                 moved = rotate(unrotate(keys, rope, at + chunk.start), rope, at + start)
             self.keys[layer][:, start : start + chunk.tokens] = moved.transpose(0, 1).to(self.keys[layer])
             self.values[layer][:, start : start + chunk.tokens] = values.transpose(0, 1).to(self.values[layer])
 
     def _check_tokens(self) -> None:
-        """Refuse chunks of other tokens. The first layer's values show them: they depend on the token alone."""
+        """Refuse chunks of other tokens, found by the first layer's values, which depend on the token alone."""
         probes: dict[int, torch.Tensor] = {}
         for index, (segment, start, end) in enumerate(zip(self.segments, self.starts, self.ends, strict=True)):
             if segment.chunk is not None:
@@ -309,19 +318,20 @@ class _Run:
         if not probes:
             return
         positions = torch.cat(list(probes.values()))
-        own = self.model.first_values(self.tokens[positions]).transpose(0, 1).flatten(1).float()
+        expected = self.model.first_values(self.tokens[positions]).transpose(0, 1).flatten(1).float()
         held = self.values[0][:, positions.to(self.model.device)].transpose(0, 1).flatten(1).float()
-        apart = torch.cdist(own, own)
+        apart = torch.cdist(expected, expected)
         distances = apart[apart > 0]
         if not len(distances):
             return  # all probes are the same token, so there is nothing to compare
-        error = (own - held).norm(dim=1) / distances.mean()
+        error = (expected - held).norm(dim=1) / distances.mean()
         done = 0
         for index, probe in probes.items():
-            # A handful of probes may be off by chance.
+            # A few probes may differ by chance.
             if len(probe) >= _FEWEST_PROBES and error[done : done + len(probe)].mean() > _MISMATCH:
                 raise InputError(
-                    f"segments[{index}]: its chunk belongs to other tokens (the first layer's values differ)"
+                    f"segments[{index}]: must have the chunk of its tokens, got one of other tokens (the first layer's "
+                    "values differ)"
                 )
             done += len(probe)
 
@@ -356,7 +366,7 @@ class _Run:
 
 
 class _DenseKV:
-    """The prompt's KV `[H, T, D]` per layer, in tensors of its own."""
+    """The prompt's KV `[H, T, D]` per layer, in dense tensors."""
 
     def __init__(self, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
         self._keys = keys

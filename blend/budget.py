@@ -1,4 +1,4 @@
-"""How many tokens a selector may recompute: a ratio of the cached tokens, or a cost in token-layers."""
+"""The number of tokens that a selector may recompute: a ratio of the cached tokens, or a cost in token-layers."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ DEFAULT_RATIO = 0.15
 
 
 def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: int, layers: float, what: str) -> int:
-    """How many cached tokens may be recomputed.
+    """Return how many cached tokens may be recomputed.
 
     Args:
         ratio: share of the cached tokens; default 0.15. Exclusive with `cost`.
         cost: share of the token-layers, `spent` included.
         prompt: the prompt.
-        spent: token-layers that go into the selection itself.
-        layers: how many layers each selected token goes through.
-        what: what they are spent on, for the message.
+        spent: token-layers of the selection itself.
+        layers: number of layers that each selected token goes through.
+        what: purpose of `spent`, for the message.
 
     Raises:
-        InputError: `cost` does not even pay for `spent`.
+        InputError: `cost` is below `spent`.
     """
     cached = prompt.cached_tokens
     if cost is None:
@@ -32,8 +32,8 @@ def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: i
     left = cost * cached * prompt.layers - spent
     if left < -1e-9:
         raise InputError(
-            f"cost: {cost:g} does not pay for {what}: that takes {spent / cached / prompt.layers:.3f} of the "
-            "token-layers of this prompt; raise it, or give ratio= instead"
+            f"cost: must be at least {spent / cached / prompt.layers:.3f} to pay for {what} on this prompt, got "
+            f"{cost:g}; raise it, or give ratio= instead"
         )
     return int(left / layers + 1e-9)
 
@@ -41,7 +41,7 @@ def affordable(ratio: float | None, cost: float | None, prompt: Prompt, spent: i
 def check_budget(ratio: float | None, cost: float | None) -> None:
     """Raise InputError unless at most one of `ratio` and `cost` is given, as a share."""
     if ratio is not None and cost is not None:
-        raise InputError("ratio: give either ratio or cost, not both")
+        raise InputError("ratio: must not be given along with cost, got both")
     check_share("ratio", ratio)
     check_share("cost", cost)
 

@@ -1,11 +1,11 @@
-"""Chunks that are computed once and found again by content; prompts are blended from them.
+"""Chunks for blending, computed once and found again by content.
 
     tokens ──> content key ──> store ── hit ──> blob
                                  └───── miss ─> model, codec ─> blob, which is stored
 
-A chunk that is computed alone has not seen what a prompt puts before it. If it is computed behind several typical
+A chunk that is computed alone lacks the context that a prompt puts before it. If it is computed behind several typical
 contexts instead, all at the same positions, its keys and values can be averaged. The mean over contexts minimizes the
-expected squared error to the keys and values that the next context would give.
+expected squared error to the keys and values behind the next context.
 
            context 0 ─┐
            context 1 ─┼─> the chunk behind each: keys, values ──> mean ──> blob that starts at position C
@@ -47,31 +47,31 @@ _log = logging.getLogger(__name__)
 
 
 class BlobStore(Protocol):
-    """What `ChunkCache` needs of a store, from several threads; any of `cuvee.integrations.stores` will do."""
+    """A store for `ChunkCache`, used from several threads; all of `cuvee.integrations.stores` fit."""
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`; None if it is not there."""
+        """Return the blob of `key`, or None."""
         ...
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key`, replacing what was there; False if it was given up."""
+        """Keep `blob` under `key` in place of an older one; return whether it was kept."""
         ...
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; return whether it was there."""
+        """Delete an entry; return whether it existed."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkCounters:
-    """What a `ChunkCache` has done since it was made.
+    """Counts of a `ChunkCache` since it was made.
 
     Attributes:
-        hits: chunks that came from the store, or from another thread that was computing them.
+        hits: chunks from the store, or from another thread that was computing them.
         misses: chunks that were computed.
-        stored: how many of those the store kept.
-        rejected: entries that were damaged or not what their key says. They were deleted and computed anew.
-        errors: operations of the store that failed.
+        stored: computed chunks that the store kept.
+        rejected: entries that were damaged or did not match their key. They were deleted and recomputed.
+        errors: failed operations of the store.
     """
 
     hits: int = 0
@@ -84,11 +84,11 @@ class ChunkCounters:
 class ChunkCache:
     """Blobs of chunks by content, computed if they are missing. Safe to share between threads.
 
-    The model runs one chunk at a time. A chunk that several threads ask for at once is computed once. If the store
-    fails, the chunk is computed; that is never an error. The first failure is logged, and all are counted.
+    The model runs one chunk at a time. A chunk that several threads request at once is computed once. If the store
+    fails, the chunk is computed and no error is raised. The first failure is logged, and all failures are counted.
 
-    If the codec has a key, each blob is bound to its store key, so one that was copied from another tenant, model or
-    text is rejected. `segment` carries along what a blob is bound to.
+    If the codec has a key, each blob is bound to its store key, so a blob copied from another tenant, model or text is
+    rejected. `segment` returns the binding along with the blob.
 
         >>> import cuvee
         >>> from cuvee.integrations.stores.memory import MemoryStore
@@ -106,20 +106,20 @@ class ChunkCache:
 
     Args:
         model: a causal language model of transformers that can be blended, in eval mode. Its weights must not change
-            afterwards: their fingerprint is taken now, and is part of the key.
+            afterwards: their fingerprint is computed now and is part of the key.
         codec: encodes the chunks. Its profile and quality are part of the key.
         store: keeps the blobs.
-        contexts: `[N, C]` int32 or int64: N runs of text like the ones that will stand before chunks, for example eight
-            other chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
+        contexts: `[N, C]` int32 or int64: N runs of text like those that will precede chunks, for example eight other
+            chunks. Each chunk then costs N passes of the model instead of one, and N * C tokens of KV stay on the
             model's device once the first chunk is computed. With None, chunks are computed alone.
         tenant: cache salt. Chunks of different tenants never share a key.
         tokenizer: name of the tokenizer, if one store serves several (`Identity.tokenizer`).
-        identity: of the blobs, instead of one that is made of the model's weights, the codec and `tokenizer`: that of a
-            serving engine whose segments are to be found here, and the other way round
-            (`cuvee.integrations.vllm.checkpoint.engine_identity`). A chunk may then have been computed behind anything.
+        identity: identity of the blobs, instead of one of the model's weights, the codec and `tokenizer`. With that of
+            a serving engine (`cuvee.integrations.vllm.checkpoint.engine_identity`), the engine and this cache find each
+            other's segments. A chunk may then have been computed behind any text.
 
     Raises:
-        InputError: the contexts have another shape or dtype, or tokens outside the vocabulary, or leave no position for
+        InputError: the contexts have the wrong shape or dtype, tokens outside the vocabulary, or leave no position for
             a chunk; the codec's backend does not serve the model's device; the model is in training mode.
         ProfileMismatchError: the codec's profile belongs to another model.
         UnsupportedModelError: the model cannot be blended.
@@ -141,7 +141,8 @@ class ChunkCache:
         fingerprint = model_fingerprint(model)
         if codec.profile.model not in (None, fingerprint):
             raise ProfileMismatchError(
-                "codec: its profile was calibrated on other weights than the model's; calibrate one for this model"
+                "codec: must have a profile calibrated on the model's weights, got one of other weights; calibrate one "
+                "for this model"
             )
         self._model: Any = model
         self._device = model.device if codec.on_device(model.device) else torch.device("cpu")
@@ -206,7 +207,7 @@ class ChunkCache:
     def _named(
         self, tokens: Sequence[int] | torch.Tensor, leading: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, bytes]:
-        """The tokens, the contexts that they are computed behind, and the digest that names both."""
+        """Return the tokens, the contexts to compute them behind, and the digest that names both."""
         ids = Segment(tokens).tokens
         self._check_vocabulary("tokens", ids)
         contexts = None if leading else self._contexts
@@ -214,14 +215,14 @@ class ChunkCache:
         limit = self._layout.max_positions
         if limit is not None and start + len(ids) > limit:
             raise InputError(
-                f"tokens: {len(ids)} from position {start} on are past the model's {limit} positions: use shorter "
-                "chunks or contexts"
+                f"tokens: must end within the model's {limit} positions, got {len(ids)} from position {start}: use "
+                "shorter chunks or contexts"
             )
         context = b"" if contexts is None else self._context_name
         return ids, contexts, content_digest(self._identity, self._scope, ids.tolist(), context=context)
 
     def _bound_to(self, digest: bytes) -> bytes:
-        """What the blob of a chunk is bound to, if the codec has a key."""
+        """Return the bytes that the blob of a chunk is bound to; none if the codec has no key."""
         return store_key(self._scope.tenant, digest).encode() if self._codec.key_ids else b""
 
     def _get_or_compute(self, ids: torch.Tensor, contexts: torch.Tensor | None, digest: bytes, leading: bool) -> bytes:
@@ -259,24 +260,24 @@ class ChunkCache:
                 self._count("rejected")
                 self._ask(partial(self._store.delete, key), False)
             else:
-                if start and leading:  # an engine's: it was computed behind something, and that is not exact there
+                if start and leading:  # an engine computed it behind other text, so it is not exact here
                     break
                 self._count("hits")
                 return stored
         with self._computing, torch.no_grad():
             chunk = self._compute(ids[None].to(self._model.device), contexts)
-        # All tokens get the same importance. A profile predicts importance from how caches are usually read, but a
-        # blend reads them behind other text. On books-3m, at `balanced`, classes more than double the KL of a blend.
+        # All tokens get the same importance. A profile predicts importance for ordinary reading, but a blend reads the
+        # cache behind other text. On books-3m, at `balanced`, classes more than double the KL of a blend.
         alike = torch.ones(chunk.tokens) if self._codec.profile.learned else None
         blob = self._codec.encode(chunk, importance=alike, associated_data=associated_data)
         self._count("misses")
-        # What an engine computed behind something serves better elsewhere, so it is not replaced.
+        # An engine's chunk, computed behind other text, serves better elsewhere, so it is not replaced.
         if not (leading and self._shared) and self._ask(lambda: self._store.put(keys[0], blob), False):
             self._count("stored")
         return blob
 
     def _compute(self, ids: torch.Tensor, contexts: torch.Tensor | None) -> KVChunk:
-        """The chunk of tokens `[1, T]`, alone at position 0 or averaged behind the contexts."""
+        """Compute the chunk of tokens `[1, T]`, alone at position 0 or averaged behind the contexts."""
         if contexts is None:
             return prefill(self._model, ids, self._layout, self._device)[0]
         if not self._before:
@@ -300,7 +301,7 @@ class ChunkCache:
         return KVChunk(means[::2], means[1::2], self._layout, start)
 
     def _check_blob(self, blob: bytes, tokens: int, start: int | None, associated_data: bytes) -> int:
-        """Where the blob was computed; raises CuveeError unless it is undamaged and is what its key promises."""
+        """Return the start of the blob. Raise CuveeError if it is damaged or does not match its key."""
         opened = self._codec.open_expected(
             blob, tokens=tokens, start=start, dtype=self._layout.dtype, associated_data=associated_data
         )
@@ -308,7 +309,7 @@ class ChunkCache:
         return opened.start
 
     def _ask(self, work: Callable[[], _T], otherwise: _T) -> _T:
-        """The store's answer, or `otherwise` if it fails in any way: the chunk can still be computed."""
+        """Return the store's answer, or `otherwise` if it fails in any way: the chunk can still be computed."""
         try:
             return work()
         except Exception as error:
@@ -323,19 +324,19 @@ class ChunkCache:
         with self._lock:
             self._counts[name] += 1
 
-    def _check_contexts(self, contexts: Any) -> torch.Tensor:
+    def _check_contexts(self, contexts: object) -> torch.Tensor:
         if not isinstance(contexts, torch.Tensor) or contexts.dtype not in (torch.int32, torch.int64):
             got = contexts.dtype if isinstance(contexts, torch.Tensor) else type(contexts).__name__
             raise InputError(f"contexts: must be an int32 or int64 tensor [N, C], got {got}")
         if contexts.ndim != 2 or not contexts.numel():
-            raise InputError(f"contexts: must have shape [N, C], neither of them 0, got {list(contexts.shape)}")
+            raise InputError(f"contexts: must have shape [N, C], both above 0, got {list(contexts.shape)}")
         self._check_vocabulary("contexts", contexts)
         limit = self._layout.max_positions
         if limit is not None and contexts.shape[1] >= limit:
             raise InputError(
-                f"contexts: C = {contexts.shape[1]} leaves no room in the model's {limit} positions; cut them shorter"
+                f"contexts: must have C below the model's {limit} positions, got {contexts.shape[1]}; cut them shorter"
             )
-        # A copy, because the caller may change the tensor later, and other contexts must not get the key of these.
+        # A copy, because changes of the caller's tensor must not give other contexts the key of these.
         copied: torch.Tensor = contexts.to("cpu", torch.int64, copy=True)
         return copied
 
@@ -343,16 +344,16 @@ class ChunkCache:
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= self._vocabulary:
             wrong = low if low < 0 else high
-            raise InputError(f"{name}: hold {wrong}; the model's vocabulary is 0 … {self._vocabulary - 1}")
+            raise InputError(f"{name}: must lie in the model's vocabulary, 0 … {self._vocabulary - 1}, got {wrong}")
 
 
 def _start(contexts: torch.Tensor | None) -> int:
-    """The position of a chunk's first token behind the contexts `[N, C]`."""
+    """Return the position of a chunk's first token behind the contexts `[N, C]`."""
     return 0 if contexts is None else contexts.shape[1]
 
 
 def _name(contexts: torch.Tensor) -> bytes:
-    """32 bytes that name the contexts of an averaged chunk."""
+    """Return 32 bytes that identify the contexts of an averaged chunk."""
     shape = np.array(contexts.shape, "<i8").tobytes()
     data = contexts.numpy().astype("<i8", copy=False).tobytes()
     return hashlib.blake2b(shape + data, digest_size=32, person=b"cuvee-contexts").digest()

@@ -14,11 +14,11 @@ from cuvee.codec.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class HKVD:
-    """High KV deviation (CacheBlend, arXiv:2405.16444): the tokens whose new KV is farthest from the cached KV.
+    """Selects by high KV deviation (CacheBlend, arXiv:2405.16444): tokens whose new KV is farthest from the cached KV.
 
-    All cached tokens, except exact ones at the beginning, go through the layers up to the last check layer. From there
-    on only those that deviated most go on. That costs (check layer + 1) / layers before anything is selected: little in
-    a deep model, but a third in one of six layers.
+    All cached tokens, except exact ones at the beginning, go through the layers up to the last check layer. Then only
+    the tokens that deviate most go on. The check costs (check layer + 1) / layers before any selection: little in a
+    deep model, but a third in a model of six layers.
 
         >>> HKVD(0.15)
         HKVD(ratio=0.15, cost=None, check_layers=(1,), of='both', shrink=(), weight=None)
@@ -26,14 +26,14 @@ class HKVD:
         0.3
 
     Args:
-        ratio: share of the cached tokens to select, whatever the check layers cost on top; default 0.15.
-        cost: instead of it, share of the token-layers to spend, check layers included.
+        ratio: share of the cached tokens to select, not counting the cost of the check layers; default 0.15.
+        cost: instead of `ratio`, share of the token-layers to spend, check layers included.
         check_layers: layers, rising, whose deviations are summed. In layer 0 nothing deviates, because its KV depends
             on the token alone.
         of: "keys", "values" or "both".
-        shrink: CacheBlend's gradual filtering. Falling factors such as (1.5, 1.2): the layers after the last check
-            layer get so many times the final number of tokens, and after each the deviation there decides which stay.
-        weight: a score that deviations are multiplied by.
+        shrink: CacheBlend's gradual filtering. Falling factors such as (1.5, 1.2): multiples of the final number of
+            tokens in the layers after the last check layer; after each layer, its deviations decide which tokens stay.
+        weight: a score to multiply deviations by.
 
     Raises:
         InputError: an argument is out of range.
@@ -54,14 +54,14 @@ class HKVD:
         if list(self.shrink) != sorted(self.shrink, reverse=True) or any(factor < 1 for factor in self.shrink):
             raise InputError(f"HKVD.shrink: must be falling numbers of at least 1, got {self.shrink}")
         if self.weight is not None and not hasattr(self.weight, "score"):
-            raise InputError(f"HKVD.weight: must have a score, as Boundary() has, got {self.weight!r}")
+            raise InputError(f"HKVD.weight: must have a score, like Boundary(), got {self.weight!r}")
 
     def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
         return _Deviating(self, prompt)
 
 
 class _Deviating:
-    """HKVD at work on one prompt."""
+    """The selection of HKVD on one prompt."""
 
     def __init__(self, selector: HKVD, prompt: Prompt) -> None:
         self._of = selector.of
@@ -71,8 +71,8 @@ class _Deviating:
         after = prompt.layers - self._last - 1  # layers that only the selected tokens go through
         if after < 1 or len(selector.shrink) > after:
             raise InputError(
-                f"HKVD.check_layers: {self._checks} and {len(selector.shrink)} shrinking layers do not fit a model of "
-                f"{prompt.layers} layers"
+                f"HKVD.check_layers: must fit a model of {prompt.layers} layers, got {self._checks} and "
+                f"{len(selector.shrink)} shrinking layers"
             )
         overhead = 0 if selector.weight is None else selector.weight.overhead(prompt)
         weights = [*selector.shrink, *[1.0] * (after - len(selector.shrink))]
@@ -81,7 +81,7 @@ class _Deviating:
             self._pool = pool.nonzero()[:, 0]
             spent = overhead + len(self._pool) * (self._last + 1)
             count = affordable(selector.ratio, selector.cost, prompt, spent, sum(weights), "the check layers of HKVD")
-            # Exact tokens are not recomputed just because a cost below 1 leaves something over.
+            # A cost below 1 that exceeds the inexact tokens does not recompute exact ones.
             if count <= len(self._pool) or selector.cost not in (None, 1):
                 break
         count = min(count, len(self._pool))

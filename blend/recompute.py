@@ -1,9 +1,9 @@
-"""Recomputes the tokens that a selector chooses, in a prompt whose cached KV is in its place already.
+"""Recompute the tokens that a selector chooses, in a prompt whose cached KV is in place.
 
-    Placed + Selector --> positions --layer by layer--> PromptKV: what they compute replaces what was there
+    Placed + Selector --> positions --layer by layer--> PromptKV: new KV replaces cached KV
 
-Where that place is does not matter here: tensors of a cache of transformers (`blender.py`), or the pages of a serving
-engine (`cuvee.integrations.vllm.blending`).
+The KV may be in the tensors of a transformers cache (`blender.py`), or in the pages of a serving engine
+(`cuvee.integrations.vllm.blending`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from cuvee.blend.segments import Prompt
 from cuvee.blend.selectors import Selection, Selector
 
 MOST_ROWS = 1024
-"""The most tokens that are computed together: a mask has one row per token, and each row is as long as the prompt."""
+"""The most tokens per block: a mask has one row per token, and each row is as long as the prompt."""
 
 
 class WatchingExchange(Protocol):
-    """An exchange that can measure how far new KV is from the KV that it replaces."""
+    """An exchange that can measure the distance of new KV from the KV that it replaces."""
 
     seen: list[torch.Tensor]
 
     def watch(self, cached: torch.Tensor) -> None:
-        """Measure it for the `cached` tokens, bool `[T]`.
+        """Measure the distances of the `cached` tokens, bool `[T]`.
 
-        `seen` will hold four tensors float32 `[n]`: the squared distances of keys and of values, then the squared new
-        keys and new values.
+        `seen` will hold four tensors float32 `[n]`: the squared distances of keys and of values, then the squares of
+        the new keys and the new values.
         """
         ...
 
@@ -44,23 +44,22 @@ class PromptKV(Protocol):
     """The KV of a prompt of T tokens while it is blended."""
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values `[H, T, D]` of a layer. The query's pass writes its own among them."""
+        """Return keys and values `[H, T, D]` of a layer. The pass of the query writes its KV there."""
         ...
 
     def exchange(self, index: int, positions: torch.Tensor, end: int) -> WatchingExchange:
-        """What a layer hands the new KV of the tokens at `positions` (rising) to, which look at tokens before `end`."""
+        """Return a layer's exchange for the tokens at `positions` (rising), which attend to tokens before `end`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A prompt of T tokens whose cached KV is in its place. All tensors are on the CPU, `[T]`.
+    """A prompt of T tokens whose cached KV is in place. All tensors are on the CPU, `[T]`.
 
     Attributes:
         tokens, segment, offset, cached, leading: as in `Prompt`.
-        known: tokens whose KV is there and exact, so that nobody has to compute them and no selector deals with them;
-            bool.
-        end: tokens from here on are left to somebody else. Selectors know them all the same.
+        known: tokens whose KV is in place and exact, which are neither computed nor selected; bool.
+        end: tokens from here on are not computed here. Selectors see them nevertheless.
     """
 
     tokens: torch.Tensor
@@ -74,12 +73,12 @@ class Placed:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Recomputed:
-    """What was recomputed.
+    """The result of a recomputation.
 
     Attributes:
-        hidden: of the tokens that went through the last layer, in the model's form, in order.
-        depth: how many layers each token went through, int64 `[T]`.
-        by_segment: how many tokens of each segment went through each layer, int64 `[layers, segments]`.
+        hidden: hidden states of the tokens that went through the last layer, in the model's form, in order.
+        depth: number of layers that each token went through, int64 `[T]`.
+        by_segment: number of tokens of each segment that went through each layer, int64 `[layers, segments]`.
         query_token_layers: token-layers that the selector spent on passes of the query.
     """
 
@@ -90,24 +89,24 @@ class Recomputed:
 
 
 def same(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as it is: the sum over the ranks of a model that is not split."""
+    """Return the tensor unchanged: the sum over the ranks of a model that is not split."""
     return tensor
 
 
 class Recompute:
     """Recomputes one prompt.
 
-    The tokens are cut into blocks. Each block goes through as many layers as it can before the next block begins, like
-    the pieces of a chunked prefill, so no more than one block's masks and hidden states are held. Only a selector that
-    watches a layer makes all blocks meet there.
+    The tokens are cut into blocks. Like the pieces of a chunked prefill, each block goes through as many layers as
+    possible before the next block begins, so only one block's masks and hidden states are held. All blocks wait for
+    each other at a layer that the selector watches.
 
     Args:
         model: computes tokens.
-        kv: where their KV is read and written.
+        kv: reads and writes their KV.
         placed: the prompt.
-        total: adds up a float32 tensor over the ranks that hold a part of the model's heads each. It must give all of
-            them the same bits, because each selects by itself.
-        rows: tokens of a block, at most.
+        total: adds up a float32 tensor over the ranks that each hold some of the model's heads. It must give all ranks
+            the same bits, because each rank selects by itself.
+        rows: the most tokens per block.
     """
 
     def __init__(
@@ -129,10 +128,10 @@ class Recompute:
         self._query_token_layers = 0
 
     def run(self, selector: Selector) -> Recomputed:
-        """Compute the text and what `selector` chooses; call it once.
+        """Compute the text and the tokens that `selector` chooses; call it once.
 
         Raises:
-            InputError: the selector's cost cannot be kept.
+            InputError: the selector's cost is too low.
         """
         blocks = self.blocks(selector)
         while True:
@@ -143,13 +142,13 @@ class Recompute:
                 return done
 
     def blocks(self, selector: Selector) -> Generator[int, None, Recomputed]:
-        """As `run`, but stop before each block.
+        """Run like `run`, but stop before each block.
 
         Yields:
-            an upper bound of the block's token-layers. Whatever the block needs is prepared, and none of it computed.
+            An upper bound of the block's token-layers, once the block is prepared and before it is computed.
 
         Raises:
-            InputError: the selector's cost cannot be kept.
+            InputError: the selector's cost is too low.
         """
         placed = self._placed
         prompt = Prompt(
@@ -164,10 +163,10 @@ class Recompute:
             return torch.cat((wanted_text, selection.tokens(layer))).sort().values
 
         positions = wanted(0)
-        hidden: torch.Tensor | None = None  # of the tokens at `positions`, before layer `first`
+        hidden: torch.Tensor | None = None  # hidden states of the tokens at `positions`, before layer `first`
         first = 0
         while first < self._layers and len(positions):
-            # What is chosen up to a layer that is watched is known; what is chosen behind it is not.
+            # The choice is known up to a watched layer, but not after it.
             watched = next((at for at in range(first, self._layers) if selection.watches(at)), None)
             layers = range(first, self._layers if watched is None else watched + 1)
             sets = {layer: wanted(layer) for layer in layers}
@@ -189,13 +188,13 @@ class Recompute:
         """Take tokens through some layers, block by block.
 
         Args:
-            sets: positions of the tokens that go through each of the layers; each a subset of the one before.
-            positions: of the tokens at hand.
-            hidden: their hidden states; None: they have been through no layer.
-            selection: says which layers are watched.
+            sets: positions of the tokens that go through each layer; each a subset of the previous layer's.
+            positions: positions of the given tokens.
+            hidden: their hidden states; None: they went through no layer yet.
+            selection: tells which layers are watched.
 
         Returns:
-            hidden states of the tokens that went through the last of the layers, and the exchanges that watched it.
+            The hidden states of the tokens that went through the last layer, and the exchanges that watched it.
         """
         model, placed = self._model, self._placed
         after: list[torch.Tensor] = []
@@ -261,14 +260,14 @@ class Recompute:
 
 
 def _between(positions: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
-    """Those of `positions` (rising) that lie within a block, from its first token to its last."""
+    """Return those of `positions` (rising) that lie between the first and the last token of a block."""
     low = int(torch.searchsorted(positions, block[0]))
     high = int(torch.searchsorted(positions, block[-1], right=True))
     return positions[low:high]
 
 
 def _rows_of(hidden: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
-    """The rows of `hidden`, which are those of `positions`, that belong to `wanted`, a subset."""
+    """Return the rows of `hidden` (one per position) that belong to `wanted`, a subset of `positions`."""
     if len(wanted) == len(positions):
         return hidden
     return hidden[torch.searchsorted(positions, wanted).to(hidden.device)]
@@ -300,6 +299,6 @@ class KVExchange:
 
 
 def squared_distances(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Squared distances `[n]` of pairs (new, old) float32 `[H, n, D]`, then the squares of what is new."""
+    """Return squared distances `[n]` of pairs (new, old) float32 `[H, n, D]`, then the squares of the new tensors."""
     squares = [new - old for new, old in pairs] + [new for new, _ in pairs]
     return [square.square().sum((0, 2)).cpu() for square in squares]

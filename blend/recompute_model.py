@@ -1,8 +1,8 @@
-"""What blending needs of a model (`RecomputeModel`, `BlendModel`), and how transformers provides it.
+"""The interface of models for blending (`RecomputeModel`, `BlendModel`), and its implementation for transformers.
 
-Selected tokens go through unmodified decoder layers. Each layer hands its new keys and values to an object in place of
-its cache. That object writes them among the cached ones and returns all of them. A mask by position says what each
-selected token may look at.
+Selected tokens go through unmodified decoder layers. In place of its cache, each layer gets an object that writes the
+new keys and values among the cached ones and returns all of them. A mask by position restricts the attention of each
+selected token.
 """
 
 from __future__ import annotations
@@ -23,56 +23,56 @@ FAMILIES = ("llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3"
 """The model types whose layers were checked against a full prefill."""
 
 Exchange = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Takes a layer's new keys and values `[H, S, D]`, returns those of the whole prompt `[H, T, D]`."""
+"""Takes a layer's new keys and values `[H, S, D]` and returns those of the whole prompt `[H, T, D]`."""
 
 
 class RecomputeModel(Protocol):
-    """A model that can compute some tokens of a prompt: S tokens of T. C is what it keeps of a token between layers."""
+    """A model that can compute S of the T tokens of a prompt. C is the size of a token's hidden state."""
 
     layout: KVLayout
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 `[S]` -> hidden states `[S, C]` before the first layer."""
+        """Return the hidden states `[S, C]` of tokens int64 `[S]` before the first layer."""
         ...
 
     def rows(self, positions: torch.Tensor, visible: torch.Tensor | None) -> Any:
-        """What `layer` and `queries` need to know of the tokens at `positions` `[S]`.
+        """Prepare the tokens at `positions` `[S]` for `layer` and `queries`, whose `rows` this returns.
 
         Args:
             positions: int64, rising.
-            visible: bool `[S, T]`: which tokens of the prompt each of them may look at. None: itself and all before
-                it.
+            visible: bool `[S, T]`: the tokens of the prompt that each token may attend to. None: itself and all tokens
+                before it.
         """
         ...
 
     def layer(self, index: int, hidden: torch.Tensor, rows: Any, exchange: Exchange) -> torch.Tensor:
-        """Hidden states `[S, C]` before a layer -> hidden states after it."""
+        """Return the hidden states `[S, C]` after a layer, given those before it."""
         ...
 
     def queries(self, index: int, hidden: torch.Tensor, rows: Any) -> torch.Tensor:
-        """Hidden states `[S, C]` before a layer -> its rotated queries `[heads, S, D]`, scaled for the softmax.
+        """Return the rotated queries `[heads, S, D]`, scaled for the softmax, of hidden states `[S, C]` before a layer.
 
-        `layer` was called with the same arguments before.
+        `layer` must have been called with the same arguments.
         """
         ...
 
 
 class BlendModel(RecomputeModel, Protocol):
-    """A model that can blend a prompt from the first token to the logits after the last."""
+    """A model that can blend a prompt from its first token to the logits after its last."""
 
     vocabulary: int
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The model's device."""
         ...
 
     def first_values(self, tokens: torch.Tensor) -> torch.Tensor:
-        """int64 `[S]` -> the first layer's values `[H, S, D]`, which depend on nothing but the tokens."""
+        """Return the first layer's values `[H, S, D]` of tokens int64 `[S]`, which depend on the tokens only."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[S, C]` after the last layer -> float32 logits `[S, V]`."""
+        """Return float32 logits `[S, V]` of hidden states `[S, C]` after the last layer."""
         ...
 
 
@@ -84,11 +84,11 @@ class _Rows:
 
 
 class TransformersModel:
-    """A decoder of transformers, unmodified. It must be in eval mode, with "sdpa" or "eager" attention.
+    """An unmodified decoder of transformers, in eval mode, with "sdpa" or "eager" attention.
 
     Raises:
-        UnsupportedModelError: another family, sliding windows, or whatever else `KVLayout.from_config` refuses.
-        InputError: not a model of transformers, one in training mode, or another implementation of attention.
+        UnsupportedModelError: the family was not checked, it has sliding windows, or `KVLayout.from_config` refuses it.
+        InputError: not a transformers model, or it is in training mode or has another attention implementation.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -98,7 +98,7 @@ class TransformersModel:
         self.layout = KVLayout.from_config(config, dtype=model.dtype)
         if any(layer.sliding_window is not None for layer in self.layout.layers):
             raise UnsupportedModelError(
-                f"{config.model_type}: sliding windows cannot be blended, since a layer does not see what it dropped"
+                f"{config.model_type}: sliding windows cannot be blended, since a layer lacks the tokens it dropped"
             )
         base: Any = model.base_model
         if config.model_type not in FAMILIES or not hasattr(base, "rotary_emb"):
@@ -106,12 +106,12 @@ class TransformersModel:
                 f"{config.model_type} ({type(model).__name__}): blending was checked with {', '.join(FAMILIES)} only"
             )
         if model.training:
-            raise InputError("model: is in training mode; call model.eval() first")
+            raise InputError("model: must be in eval mode, got training mode; call model.eval() first")
         self._attention = config._attn_implementation
         if self._attention not in ("sdpa", "eager"):
             raise InputError(
-                f"model: uses {self._attention!r} attention, which takes no mask by position: load it with "
-                'attn_implementation="sdpa"'
+                f"model: must have sdpa or eager attention, got {self._attention!r}, which takes no mask by position: "
+                'load it with attn_implementation="sdpa"'
             )
         self._model: Any = model
         self._base = base
@@ -119,7 +119,7 @@ class TransformersModel:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The model's device."""
         device: torch.device = self._model.device
         return device
 
@@ -133,8 +133,7 @@ class TransformersModel:
         cos, sin = self._base.rotary_emb(torch.empty(0, dtype=self._model.dtype, device=self.device), position_ids)
         mask: torch.Tensor | None = None
         end = int(positions[-1]) + 1
-        # Of all tokens from the first on, "sdpa" knows by itself what they may look at. To eager attention, no mask is
-        # no restriction.
+        # For all tokens from the first on, "sdpa" applies the causal mask by itself. Eager attention does not.
         if visible is None and (len(positions) < end or self._attention == "eager"):
             visible = positions[:, None] >= torch.arange(end)
         if visible is not None:
@@ -177,7 +176,7 @@ class TransformersModel:
         return heads * self.layout.layers[index].head_dim
 
     def _projected(self, index: int, hidden: torch.Tensor, name: str, part: slice) -> tuple[Any, torch.Tensor]:
-        """The attention of a layer, and its projection `[S, heads, D]`, which is part of a fused one in Phi-3."""
+        """Return the attention of a layer and its projection `[S, heads, D]`, a part of a fused one in Phi-3."""
         block = self._base.layers[index]
         attention = block.self_attn
         normed = block.input_layernorm(hidden)
@@ -199,6 +198,6 @@ class _Cache:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New keys and values `[1, H, S, D]` -> those of the whole prompt `[1, H, T, D]`."""
+        """Exchange new keys and values `[1, H, S, D]` for those of the whole prompt `[1, H, T, D]`."""
         keys, values = self._exchange(key_states[0], value_states[0])
         return keys[None], values[None]

@@ -1,11 +1,11 @@
-"""Finds the pieces of a prompt that are likely to come again elsewhere: by a separator, or by their content.
+"""Find the pieces of a prompt that are likely to recur elsewhere: by a separator, or by content.
 
-    ContentChunker   cuts where a hash of the last few tokens says so; the same run of tokens is cut in the same
-                     places wherever it stands, whatever stands before it
-    split            cuts at a separator that whoever wrote the prompt put between its parts
+    ContentChunker   cuts at a hash of the last few tokens, so the same run of tokens has the same cuts at any place
+                     and after any text
+    split            cuts at a separator that the prompt has between its parts
 
-Content-defined chunking is how backup tools find what they have already (Muthitacharoen et al., LBFS, SOSP 2001; Xia et
-al., FastCDC, USENIX ATC 2016). Here it works on token ids.
+Backup tools use content-defined chunking to find known data (Muthitacharoen et al., LBFS, SOSP 2001; Xia et al.,
+FastCDC, USENIX ATC 2016). Here it works on token ids.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from cuvee.codec.errors import InputError
 Span = tuple[int, int]
 """Tokens `start … end` of a prompt, without `end`."""
 
-_WINDOW = 4  # tokens that decide whether the text is cut after them
+_WINDOW = 4  # tokens that decide about a cut after them
 _MOST_LIKELY = 1 << 32
 
 
 @dataclass(frozen=True, slots=True)
 class ContentChunker:
-    """Cuts tokens where a hash of the last four says so, but not too early and not too late.
+    """Cuts tokens where a hash of the last four selects, within limits on the length of chunks.
 
-    What begins in the middle of a chunk is only cut alike from the next cut on. So of a document that stands elsewhere,
-    about a chunk at either end is not found again: choose `mean` well below the length of your documents.
+    A document that begins in the middle of a chunk has the same cuts only after the next cut. About one chunk at either
+    end of a moved document is therefore not found again: choose `mean` well below the length of your documents.
 
         >>> document = list(range(1000, 3000))
         >>> cut = ContentChunker(least=32, mean=128, most=512).cut
@@ -41,7 +41,7 @@ class ContentChunker:
 
     Args:
         least: tokens of the shortest chunk.
-        mean: tokens of a chunk on average, where `most` does not cut it short.
+        mean: average tokens per chunk, not counting the limit `most`.
         most: tokens of the longest chunk.
 
     Raises:
@@ -63,7 +63,7 @@ class ContentChunker:
             )
 
     def cut(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> list[Span]:
-        """The chunks of `tokens`, in order and adjacent. What follows the last cut is left out: it may go on."""
+        """Return the chunks of `tokens`, adjacent and in order, without the tokens after the last cut."""
         ids = np.asarray(tokens, np.int64)
         likely = np.flatnonzero(_window_hash(ids) < _MOST_LIKELY // (self.mean - self.least)) + 1
         spans = []
@@ -79,7 +79,7 @@ class ContentChunker:
 
 
 def split(tokens: Sequence[int], separator: Sequence[int]) -> list[Span]:
-    """The runs of `tokens` between separators, without what follows the last one, which is the prompt's own.
+    """Return the runs of `tokens` between separators, without the tokens after the last separator.
 
         >>> split([1, 2, 0, 3, 0, 0, 4, 5], [0])
         [(0, 2), (3, 4)]
@@ -92,7 +92,7 @@ def split(tokens: Sequence[int], separator: Sequence[int]) -> list[Span]:
         InputError: the separator has no tokens.
     """
     if not len(separator):
-        raise InputError("separator: must hold at least one token")
+        raise InputError("separator: must hold at least one token, got none")
     ids, mark = np.asarray(tokens, np.int64), np.asarray(separator, np.int64)
     if len(ids) < len(mark):
         return []
@@ -100,7 +100,7 @@ def split(tokens: Sequence[int], separator: Sequence[int]) -> list[Span]:
     spans = []
     start = 0
     for at in found.tolist():
-        if at < start:  # it overlaps the one before
+        if at < start:  # overlaps the previous separator
             continue
         if at > start:
             spans.append((start, at))
@@ -109,7 +109,7 @@ def split(tokens: Sequence[int], separator: Sequence[int]) -> list[Span]:
 
 
 def _window_hash(ids: npt.NDArray[np.int64]) -> npt.NDArray[np.uint64]:
-    """32 bits for each token, of it and the three before it (splitmix64, Steele et al., OOPSLA 2014)."""
+    """Return 32 hash bits per token, of the token and the three before it (splitmix64, Steele et al., OOPSLA 2014)."""
     mixed = ids.astype(np.uint64)
     with np.errstate(over="ignore"):
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,4 +1,4 @@
-"""The pieces of a blended prompt (`Segment`), and what selectors know of the whole (`Prompt`)."""
+"""The pieces of a blended prompt (`Segment`), and the prompt as selectors see it (`Prompt`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from cuvee.codec.errors import InputError
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Segment:
-    """A run of a prompt's tokens: with their cached KV, or as text to be computed.
+    """A run of a prompt's tokens, with their cached KV or as text to compute.
 
-    A segment begins where the one before it ends. Segments may come in any order, and as often as you like.
+    A segment begins where the previous one ends. Segments may come in any order and may be repeated.
 
         >>> question = Segment([17, 4, 25])  # text
         >>> question.tokens, question.chunk
@@ -24,14 +24,14 @@ class Segment:
 
     Args:
         tokens: token ids, at least one: a list, an array or an integer tensor `[T]`.
-        chunk: their cache: a blob, a `KVChunk`, or None for text. It may have been computed at any position. One that
-            was computed with nothing before it starts at position 0. Only such a chunk is exact at the beginning of a
+        chunk: the tokens' cache: a blob, a `KVChunk`, or None for text. It may have been computed at any position. A
+            chunk computed without a prefix starts at position 0, and only such a chunk is exact at the beginning of a
             prompt.
-        associated_data: what a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
+        associated_data: the bytes that a blob is bound to (`Codec.encode`); `ChunkCache.segment` fills it in.
 
     Raises:
-        InputError: there are no tokens, they are not a row of integers, or the chunk has another number of tokens.
-            `Blender.blend` checks what a blob holds.
+        InputError: there are no tokens, they are not a row of integers, or a `KVChunk` has a different number of
+            tokens. `Blender.blend` checks blobs.
     """
 
     tokens: torch.Tensor
@@ -59,7 +59,7 @@ class Segment:
         if not isinstance(given, bytes | KVChunk | None):
             raise InputError(f"chunk: must be a blob, a KVChunk or None for text, got {type(given).__name__}")
         if isinstance(chunk, KVChunk) and chunk.tokens != len(ids):
-            raise InputError(f"chunk: holds {chunk.tokens} tokens, the segment has {len(ids)}")
+            raise InputError(f"chunk: must hold {len(ids)} tokens like the segment, got {chunk.tokens}")
         object.__setattr__(self, "tokens", ids.long())
         object.__setattr__(self, "chunk", chunk)
         object.__setattr__(self, "associated_data", associated_data)
@@ -67,7 +67,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prompt:
-    """What a selector knows of a prompt. All tensors are on the CPU; positions are those of the prompt.
+    """A prompt as a selector sees it. All tensors are on the CPU; positions count from the prompt's first token.
 
         >>> from cuvee.blend import Boundary
         >>> prompt = Prompt(  # two chunks of three tokens, then a question of two
@@ -79,20 +79,20 @@ class Prompt:
         ...     layers=6,
         ...     attend=lambda queries, layers: torch.ones(8),
         ... )
-        >>> Boundary(ratio=1 / 3).begin(prompt).tokens(0)  # where the second chunk begins; the first one is exact
+        >>> Boundary(ratio=1 / 3).begin(prompt).tokens(0)  # the second chunk's beginning; the first chunk is exact
         tensor([3, 4])
 
     Attributes:
         tokens: token ids, int64 `[T]`.
-        segment: index of the segment that each token belongs to, int64 `[T]`.
-        offset: the token's place in that segment, int64 `[T]`.
+        segment: index of each token's segment, int64 `[T]`.
+        offset: index of each token in its segment, int64 `[T]`.
         cached: whether the token came with a chunk, bool `[T]`.
-        leading: whether its cached KV is exact, because nothing stands before its chunk, here or where it was made;
-            bool `[T]`.
+        leading: whether its cached KV is exact, because its chunk comes first in this prompt and did when it was
+            computed; bool `[T]`.
         layers: number of layers of the model.
-        attend: `attend(queries, layers)` runs the last `queries` tokens of the prompt's text over the chunks as they
-            are cached, and returns the attention `[T]` that they pay to each token, summed over heads, queries and
-            `layers`. Its cost is added to the record.
+        attend: `attend(queries, layers)` runs the last `queries` tokens of the prompt's text over the cached chunks and
+            returns their attention `[T]` to each token, summed over heads, queries and `layers`. Its cost is added to
+            the record.
     """
 
     tokens: torch.Tensor
@@ -105,24 +105,24 @@ class Prompt:
 
     @property
     def cached_tokens(self) -> int:
-        """How many tokens came with a chunk."""
+        """The number of tokens that came with a chunk."""
         return int(self.cached.sum())
 
     @property
     def suffix(self) -> torch.Tensor:
-        """The text after the last chunk, or all text if a chunk ends the prompt; bool `[T]`."""
+        """The tokens of text after the last chunk, or of all text if a chunk ends the prompt; bool `[T]`."""
         text = ~self.cached
-        # A chunk that ends the prompt leaves its last token as text. That token asks for nothing.
+        # If a chunk ends the prompt, its last token counts as text, but it is no query.
         if bool(self.cached[self.segment == self.segment[-1]].any()):
             return text
         return text & (torch.cumsum(self.cached.flip(0), 0).flip(0) == 0)
 
     def best(self, score: torch.Tensor, count: int, among: torch.Tensor | None = None) -> torch.Tensor:
-        """Positions of the `count` cached tokens with the highest scores, rising. Leading tokens are taken last.
+        """Return the positions, rising, of the `count` cached tokens with the highest scores; leading tokens come last.
 
         Args:
-            score: float `[T]`. Of tokens with equal scores, the first one goes first.
-            count: how many; at most all there are.
+            score: float `[T]`. Among equal scores, earlier tokens come first.
+            count: number of tokens; fewer are returned if there are fewer.
             among: positions to choose from, int64; default: all cached tokens.
         """
         positions = self.cached.nonzero()[:, 0] if among is None else among

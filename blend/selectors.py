@@ -1,21 +1,21 @@
-"""Which cached tokens are recomputed, and in which layers.
+"""Selectors: choose the cached tokens to recompute, layer by layer.
 
     Prompt --Selector.begin--> Selection --tokens(layer)--> positions that go through that layer
                                   ^
-                                  └── observe(layer, …): how far new KV is from the cached, if it asks for that
+                                  └── observe(layer, …): distance of new KV from cached KV, on request
 
-The KV of a token can only be renewed in a layer if the token went through all layers below. So the sets shrink from
-layer to layer and never grow. Text is always computed, and selectors do not deal with it.
+A token can be recomputed in a layer only if it went through all layers below, so the sets never grow from layer to
+layer. Text is always computed; selectors choose among cached tokens only.
 
-Costs are counted in token-layers: cached tokens recomputed, summed over layers, as a share of cached tokens times
-layers. A check of deviations costs the layers before it, and an attention pass of the query costs its own. A selector
-takes either
+Costs are counted in token-layers: recomputed cached tokens, summed over layers, as a share of cached tokens times
+layers. A check of deviations costs the layers before it, and a pass of the query costs its layers. A selector takes
+either
 
-    ratio   share of the cached tokens to select, whatever it costs to find them, or
-    cost    share of the token-layers to spend in all.
+    ratio   share of the cached tokens to select, not counting the cost of finding them, or
+    cost    share of the token-layers to spend in total.
 
-A score (`Scorer`) says how much each token matters. A selector made of a score selects once, before the first layer:
-`Random`, `Boundary`, `Overlap`, `QueryGuided`, and their sums and products. `HKVD` looks at what the first layers show.
+A score (`Scorer`) weighs each token. Selectors with a score select once, before the first layer: `Random`, `Boundary`,
+`Overlap`, `QueryGuided`, and their sums and products. `HKVD` selects by deviations in the first layers.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from cuvee.blend.budget import DEFAULT_RATIO, affordable, check_budget, check_la
 from cuvee.blend.segments import Prompt
 from cuvee.codec.errors import InputError
 
-_BASE = 0.6  # added to votes of mean 1, for tokens that the text does not name (0.3 and 1 measured worse)
-_DEPTHS = (1 / 3, 1 / 2, 2 / 3)  # of the layers that a query is asked in: where a model looks things up
-_LEAST = 1e-3  # added to attention of mean 1, so that a product still ranks the tokens that nobody looks at
-_QUERY_SHARE = 0.1  # share of the budget that the query's pass may take in the default selector
+_BASE = 0.6  # added to votes of mean 1, for tokens that are not in the text (0.3 and 1 measured worse)
+_DEPTHS = (1 / 3, 1 / 2, 2 / 3)  # depths of the layers whose attention is used: where models retrieve
+_LEAST = 1e-3  # added to attention of mean 1, so that a product still ranks tokens without attention
+_QUERY_SHARE = 0.1  # largest share of the budget for the query's pass in the default selector
 _PAIR = 4.0  # weight of a match of two tokens in a row, relative to a match of one
 
 
 class Selection(Protocol):
-    """What a selector chose for one prompt. The blender asks layer by layer."""
+    """The choice of a selector for one prompt, read by the blender layer by layer."""
 
     def tokens(self, layer: int) -> torch.Tensor:
-        """Positions of the cached tokens that go through `layer`: int64, rising, a subset of the layer before."""
+        """Return the cached tokens that go through `layer`: positions int64, rising, a subset of the layer before."""
         ...
 
     def watches(self, layer: int) -> bool:
-        """Whether `observe` is wanted after `layer` computed its keys and values."""
+        """Return whether to call `observe` after `layer` computed its keys and values."""
         ...
 
     def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Take note of how far the new keys and values of `tokens(layer)` are from the cached ones.
+        """Observe how far the new keys and values of `tokens(layer)` are from the cached ones.
 
         Args:
-            layer: the layer that measured it.
+            layer: the layer.
             keys: squared deviation of each token's keys, divided by the mean square of the new keys; float32.
             values: the same for values.
         """
@@ -68,20 +68,20 @@ class Selector(Protocol):
         """Start on a prompt.
 
         Raises:
-            InputError: the cost does not pay for what the selector has to look at.
+            InputError: the cost does not pay for the selector's passes.
         """
         ...
 
 
 class Scorer(Protocol):
-    """Says how much it matters to recompute each token."""
+    """Scores how important it is to recompute each token."""
 
     def score(self, prompt: Prompt) -> torch.Tensor:
-        """Numbers above 0, float32 `[T]`. Only their ratios matter, and those of text are ignored."""
+        """Return scores above 0, float32 `[T]`. Only their ratios matter; those of text are ignored."""
         ...
 
     def overhead(self, prompt: Prompt) -> int:
-        """Token-layers that `score` spends."""
+        """Return the token-layers that `score` spends."""
         ...
 
 
@@ -103,7 +103,7 @@ class _Fixed:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """Recomputes no cached token: the floor that selectors have to beat.
+    """Recomputes no cached token: the lower bound for other selectors.
 
     >>> Nothing()
     Nothing()
@@ -119,7 +119,7 @@ class _Scored(ABC):
 
     Args:
         ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of it, share of the token-layers to spend.
+        cost: instead of `ratio`, share of the token-layers to spend.
     """
 
     ratio: float | None = None
@@ -146,15 +146,15 @@ class _Scored(ABC):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Random(_Scored):
-    """Any tokens: the control that a selector has to beat.
+    """Selects random tokens: the control for other selectors.
 
         >>> Random(0.15, seed=1)
         Random(ratio=0.15, seed=1)
 
     Args:
         ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of it, share of the token-layers to spend.
-        seed: seed of the draw, the same for every prompt.
+        cost: instead of `ratio`, share of the token-layers to spend.
+        seed: seed of the draw, used for every prompt.
     """
 
     seed: int = 0
@@ -165,17 +165,17 @@ class Random(_Scored):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Boundary(_Scored):
-    """The first tokens of each chunk, which miss most of what they would have looked at (EPIC, arXiv:2410.15332).
+    """Selects the first tokens of each chunk, which lack most of their context (EPIC, arXiv:2410.15332).
 
-    They include the first tokens of the prompt, its attention sinks, unless those are exact already.
+    They include the first tokens of the prompt, its attention sinks, unless these are exact already.
 
         >>> Boundary(tokens=16)
         Boundary(tokens=16)
 
     Args:
         ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of it, share of the token-layers to spend.
-        tokens: instead of both, how many tokens of each chunk to select.
+        cost: instead of `ratio`, share of the token-layers to spend.
+        tokens: instead of both, the number of tokens to select in each chunk.
     """
 
     tokens: int | None = None
@@ -184,13 +184,13 @@ class Boundary(_Scored):
         check_budget(self.ratio, self.cost)
         if self.tokens is not None:
             if (self.ratio, self.cost) != (None, None):
-                raise InputError("Boundary.tokens: give either tokens or a ratio or cost, not both")
+                raise InputError("Boundary.tokens: must not be given along with ratio or cost, got both")
             if type(self.tokens) is not int or self.tokens < 0:
                 raise InputError(f"Boundary.tokens: must be an int of at least 0, got {self.tokens!r}")
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
-        # On its own only the order counts. In products this curve measured better than its square root on the bundled
-        # model and no worse on SmolLM2, although the deviation of isolated chunks falls about like the root.
+        # Alone, only the order matters. In products, this curve measured better than its square root on the bundled
+        # model and no worse on SmolLM2, although the deviation of isolated chunks falls roughly like the root.
         return 1.0 / (1.0 + prompt.offset.float())
 
     def begin(self, prompt: Prompt) -> Selection:  # noqa: D102
@@ -201,19 +201,19 @@ class Boundary(_Scored):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Overlap(_Scored):
-    """Tokens that also occur in the text after the chunks, and their successors: where a model looks to copy from.
+    """Selects tokens that also occur in the text after the chunks, and their successors: the sources of copying.
 
     Each token of the query divides one vote among its occurrences in the chunks. An occurrence counts five times if it
-    follows the same token as in the query. Half of a vote goes to the token itself, half to the one after it, whose key
-    says what stood before it (induction heads: Olsson et al., arXiv:2209.11895). This takes no pass of the model, so it
-    costs nothing.
+    follows the same token as in the query. Half of a vote goes to the token itself, half to its successor, whose key
+    encodes the token before it (induction heads: Olsson et al., arXiv:2209.11895). Without a pass of the model, this is
+    free.
 
         >>> Overlap(cost=0.2)
         Overlap(cost=0.2)
 
     Args:
         ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of it, share of the token-layers to spend.
+        cost: instead of `ratio`, share of the token-layers to spend.
     """
 
     def score(self, prompt: Prompt) -> torch.Tensor:  # noqa: D102
@@ -244,20 +244,20 @@ class Overlap(_Scored):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class QueryGuided(_Scored):
-    """Tokens that the query attends to over the chunks as they are cached (ProphetKV, arXiv:2602.02579).
+    """Selects tokens of the cached chunks that the query attends to (ProphetKV, arXiv:2602.02579).
 
-    Several layers are asked, because different layers look for different things.
+    The attention of several layers is summed, because different layers attend to different tokens.
 
         >>> QueryGuided(0.15, queries=16, most=0.02)
         QueryGuided(ratio=0.15, queries=16, most=0.02)
 
     Args:
         ratio: share of the cached tokens to select; default 0.15. The query's pass costs extra.
-        cost: instead of it, share of the token-layers to spend, the query's pass included.
-        queries: how many tokens form the query: the last ones of the text after the chunks.
+        cost: instead of `ratio`, share of the token-layers to spend, the query's pass included.
+        queries: number of query tokens: the last tokens of the text after the chunks.
         layers: the layers whose attention is summed; default: those at a third, a half and two thirds of the depth.
-        most: share of the token-layers that the pass may take. If it would take more, the query is cut to fewer
-            tokens, but to one at least. Default: no limit.
+        most: largest share of the token-layers for the pass. A longer query is cut to fewer tokens, at least one.
+            Default: no limit.
     """
 
     queries: int = 32
@@ -287,17 +287,19 @@ class QueryGuided(_Scored):
     def _layers(self, prompt: Prompt) -> tuple[int, ...]:
         chosen = self.layers or tuple(sorted({int(prompt.layers * depth + 1e-9) for depth in _DEPTHS}))
         if max(chosen) >= prompt.layers:
-            raise InputError(f"QueryGuided.layers: {max(chosen)} is not among the {prompt.layers} layers")
+            raise InputError(
+                f"QueryGuided.layers: must be below {prompt.layers}, the layers of the model, got {max(chosen)}"
+            )
         return chosen
 
 
 class _Combination(ABC):
-    """Tokens that rank highest by several scores together.
+    """Selects the tokens that rank highest by a combination of scores.
 
     Args:
-        scorers: at least one. Their own ratios and costs do not matter.
+        scorers: at least one. Their ratios and costs are ignored.
         ratio: share of the cached tokens to select; default 0.15.
-        cost: instead of it, share of the token-layers to spend.
+        cost: instead of `ratio`, share of the token-layers to spend.
     """
 
     __slots__ = ("cost", "ratio", "scorers")
@@ -306,7 +308,7 @@ class _Combination(ABC):
         check_budget(ratio, cost)
         if not scorers or not all(hasattr(scorer, "score") for scorer in scorers):
             raise InputError(
-                "scorers: must be selectors with a score, such as Random, Boundary, Overlap or QueryGuided"
+                "scorers: must be at least one selector with a score, such as Random, Boundary, Overlap or QueryGuided"
             )
         self.scorers = scorers
         self.ratio = ratio
@@ -330,7 +332,7 @@ class _Combination(ABC):
 
 
 class Product(_Combination):
-    """Tokens whose scores have the largest product: those that matter by every score.
+    """Selects the tokens with the largest product of scores: tokens that matter by every score.
 
     >>> Product(Overlap(), Boundary(), ratio=0.1)
     Product(Overlap(), Boundary(), ratio=0.1)
@@ -344,7 +346,7 @@ class Product(_Combination):
 
 
 class Sum(_Combination):
-    """Tokens whose scores have the largest sum: those that matter by any score.
+    """Selects the tokens with the largest sum of scores: tokens that matter by any score.
 
     >>> Sum(Overlap(), QueryGuided(), cost=0.2)
     Sum(Overlap(), QueryGuided(), cost=0.2)
@@ -358,7 +360,7 @@ class Sum(_Combination):
 
 
 class Union:
-    """Every token that any of several selectors selects. Each keeps to its own ratio or cost.
+    """Selects every token that any of several selectors selects, each by its own ratio or cost.
 
         >>> Union(Boundary(tokens=16), Overlap(0.1))
         Union(Boundary(tokens=16), Overlap(ratio=0.1))
@@ -371,7 +373,7 @@ class Union:
 
     def __init__(self, *selectors: Selector) -> None:
         if not selectors or not all(hasattr(selector, "begin") for selector in selectors):
-            raise InputError("selectors: must be at least one selector")
+            raise InputError(f"selectors: must be at least one selector, got {selectors}")
         self.selectors = selectors
 
     def __repr__(self) -> str:
@@ -394,19 +396,19 @@ class _UnionSelection:
         return any(part.watches(layer) for part in self._parts)
 
     def observe(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        everything = self.tokens(layer)
+        union = self.tokens(layer)
         for part in self._parts:
             if part.watches(layer):
-                own = torch.searchsorted(everything, part.tokens(layer))
-                part.observe(layer, keys[own], values[own])
+                rows = torch.searchsorted(union, part.tokens(layer))
+                part.observe(layer, keys[rows], values[rows])
 
 
 def default_selector(*, ratio: float | None = None, cost: float | None = None) -> Product:
-    """What measured best on a real model: tokens that the query attends to, above all near the beginnings of chunks.
+    """Return the selector that measured best: tokens that the query attends to, preferably at the beginning of chunks.
 
-    What a token's stale KV costs is how much it is looked at, times how stale it is. The first factor comes from a pass
-    of the query, the second from the token's place in its chunk. The pass takes at most a tenth of the budget, but
-    always one token's. With a ratio it costs extra.
+    The loss from a token's stale KV is the attention to it, times its staleness. A pass of the query measures the
+    attention; the token's place in its chunk predicts the staleness. The pass takes at most a tenth of the budget, but
+    at least one token. With a ratio it costs extra.
 
         >>> default_selector(ratio=0.5)
         Product(QueryGuided(queries=16, most=0.05), Boundary(), ratio=0.5)
@@ -417,7 +419,7 @@ def default_selector(*, ratio: float | None = None, cost: float | None = None) -
 
 
 def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prompt) -> Selection:
-    """The tokens that score highest. They are only scored if there is a choice."""
+    """Select the tokens that score highest, scoring them only if there is a choice."""
     count = affordable(ratio, cost, prompt, scorer.overhead(prompt), prompt.layers, "the pass of the query")
     if count in (0, prompt.cached_tokens):
         return _Fixed(prompt.cached.nonzero()[:count, 0])
@@ -425,6 +427,6 @@ def _fixed(scorer: Scorer, ratio: float | None, cost: float | None, prompt: Prom
 
 
 def _scaled(score: torch.Tensor, prompt: Prompt) -> torch.Tensor:
-    """The score scaled to mean 1 over the cached tokens; 0 if it is 0 everywhere."""
+    """Return the score scaled to mean 1 over the cached tokens; 0 if it is 0 everywhere."""
     mean = score[prompt.cached].mean() if prompt.cached_tokens else torch.tensor(0.0)
     return score / mean if mean > 0 else torch.zeros_like(score)

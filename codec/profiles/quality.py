@@ -184,8 +184,8 @@ class Curve:
     def check_kind(self, kind: str | None) -> None:
         """Raise InputError unless this kind of text was measured; None stands for all kinds."""
         if kind is not None and kind not in self.kinds:
-            known = ", ".join(self.kinds) or "None: the curve was measured on one kind of text"
-            raise InputError(f"kind: must be on the profile's curve, got {kind!r}; its kinds are {known}")
+            known = f"its kinds are {', '.join(self.kinds)}" if self.kinds else "it was measured on one kind of text"
+            raise InputError(f"kind: must be on the profile's curve, got {kind!r}; {known}")
 
     def preset(self, quality: str, kind: str | None) -> int:
         """Return the step index of a preset: by KL, else by error, else the fixed step of an unmeasured profile.

@@ -647,7 +647,7 @@ def refused(
 def test_chunks_of_another_model(llama: Any, build: Build) -> None:
     for other in (build("qwen3", head_dim=8), build("llama", num_hidden_layers=3), build("llama-llama3")):
         chunk = alone(other, PROMPT[:16])
-        message = r"^segments\[1\]: its chunk is the cache of another model"
+        message = r"^segments\[1\]: must have a chunk of this model, got one of another model"
         refused(llama, [Segment([1]), Segment(PROMPT[:16], chunk), Segment([2])], ProfileMismatchError, message)
         blob = lossless(other).encode(chunk)
         with pytest.raises(ProfileMismatchError, match="another"):
@@ -661,7 +661,7 @@ def test_chunks_of_other_weights(llama: Any, build: Build) -> None:
             if parameter.ndim == 2:
                 parameter.copy_(torch.randn_like(parameter) * 0.15)
     chunk = alone(other, PROMPT[:16])
-    message = r"^segments\[0\]: its chunk belongs to other tokens"
+    message = r"^segments\[0\]: must have the chunk of its tokens, got one of other tokens"
     refused(llama, [Segment(PROMPT[:16], chunk), Segment([2])], InputError, message)
 
 
@@ -674,9 +674,7 @@ def test_profiles_of_another_model(llama: Any, build: Build) -> None:
     Blender(llama, Codec(profile, step=0.1))  # built alike: the same weights
     with torch.no_grad():
         other.model.layers[0].mlp.up_proj.weight.mul_(1.5)
-    with pytest.raises(
-        ProfileMismatchError, match=r"^codec: its profile was calibrated on other weights than the model's"
-    ):
+    with pytest.raises(ProfileMismatchError, match=r"^codec: must have a profile calibrated on the model's weights"):
         Blender(other, Codec(profile, step=0.1))
 
 
@@ -706,10 +704,10 @@ def test_damaged_blobs(llama: Any) -> None:
 
 def test_numbers_of_tokens(llama: Any) -> None:
     chunk = alone(llama, PROMPT[:16])
-    with pytest.raises(InputError, match=r"^chunk: holds 16 tokens, the segment has 15"):
+    with pytest.raises(InputError, match=r"^chunk: must hold 15 tokens like the segment, got 16"):
         Segment(PROMPT[:15], chunk)
     blob = lossless(llama).encode(chunk)
-    message = r"^segments\[1\]: 17 tokens, its blob holds 16"
+    message = r"^segments\[1\]: must have the 16 tokens of its blob, got 17"
     refused(llama, [Segment([1]), Segment(PROMPT[:17], blob), Segment([2])], InputError, message, lossless(llama))
 
 
@@ -723,7 +721,7 @@ def test_other_tokens_than_the_chunks(llama: Any, held: str, wrong: str) -> None
     given = {"others": ids(32, seed=9), "shifted": tokens[1:33], "reversed": tokens[:32].flip(0)}[wrong]
     right = [Segment([1]), Segment(tokens[:32], chunk), Segment([2])]
     Blender(llama, codec).blend(right)
-    message = r"^segments\[1\]: its chunk belongs to other tokens \(the first layer's values differ\)"
+    message = r"^segments\[1\]: must have the chunk of its tokens, got one of other tokens \(the first layer's"
     refused(llama, [right[0], Segment(given, chunk), right[2]], InputError, message, codec)
     message = message.replace(r"\[1\]", r"\[3\]")  # the one at fault is named
     refused(llama, [*right, Segment(given, chunk), right[2]], InputError, message, codec)
@@ -761,13 +759,13 @@ def test_what_are_no_segments(llama: Any, segments: Any) -> None:
 
 @pytest.mark.parametrize(("tokens", "named"), [([3, 61], 61), ([-1, 5], -1), ([2**40], 2**40)])
 def test_tokens_outside_the_vocabulary(llama: Any, tokens: list[int], named: int) -> None:
-    message = rf"^segments: hold token {named}; the model's vocabulary is 0 … 60"
+    message = rf"^segments: must hold tokens of the vocabulary, 0 … 60, got {named}"
     refused(llama, [Segment([1]), Segment(tokens)], InputError, message)
 
 
 def test_a_blob_without_a_codec(llama: Any) -> None:
     blob = lossless(llama).encode(alone(llama, PROMPT))
-    message = r"^segments\[1\]: holds a blob, but the blender was given no codec"
+    message = r"^segments\[1\]: must be text or a KVChunk for a Blender without codec=, got a blob"
     refused(llama, [Segment([1]), Segment(PROMPT, blob), Segment([2])], InputError, message)
 
 
@@ -775,14 +773,14 @@ def test_more_tokens_than_positions(build: Build) -> None:
     model = build(max_position_embeddings=32)
     segments = [Segment(PROMPT[:16], alone(model, PROMPT[:16])), Segment(PROMPT[:16])]
     Blender(model).blend(segments)
-    message = r"^segments: 33 tokens, the model has 32 positions: leave chunks out"
+    message = r"^segments: must be at most 32 tokens, the model's positions, got 33"
     refused(model, [*segments, Segment([1])], InputError, message)
 
 
 @pytest.mark.parametrize("kept", [0, -1, 9, True, 2.0, None])
 def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
     segments = [Segment([5]), Segment(PROMPT[:16], alone(llama, PROMPT[:16])), Segment(PROMPT[16:])]
-    message = rf"^logits_to_keep: must be 1 … 8, as many as end this prompt in text, got {kept}"
+    message = rf"^logits_to_keep: must be 1 … 8, the tokens of text at the end of this prompt, got {kept}"
     refused(llama, segments, InputError, message, logits_to_keep=kept)
     message = r"^logits_to_keep: must be 1 … 1, "
     refused(llama, segments[:2], InputError, message, logits_to_keep=2)
@@ -790,9 +788,9 @@ def test_logits_of_cached_tokens(llama: Any, kept: Any) -> None:
 
 def test_selectors_that_are_none(llama: Any) -> None:
     for selector in ("hkvd", 0.15, Overlap().score):
-        with pytest.raises(InputError, match=r"^selector: must have begin\(\), as the selectors of"):
+        with pytest.raises(InputError, match=r"^selector: must have begin\(\), like the selectors of"):
             Blender(llama, selector=selector)  # type: ignore[arg-type]
-        with pytest.raises(InputError, match=r"^selector: must have begin\(\), as the selectors of"):
+        with pytest.raises(InputError, match=r"^selector: must have begin\(\), like the selectors of"):
             Blender(llama).blend([Segment([1])], selector=selector)  # type: ignore[arg-type]
 
 
@@ -836,12 +834,12 @@ def test_latent_attention_and_multimodal_positions(llama: Any) -> None:
 
 
 def test_models_in_the_wrong_state(llama: Any) -> None:
-    with pytest.raises(InputError, match=r"^model: is in training mode; call model.eval\(\) first"):
+    with pytest.raises(InputError, match=r"^model: must be in eval mode, got training mode; call model.eval\(\) first"):
         Blender(llama.train())
     llama.eval()
     for attention in ("flash_attention_2", "flex_attention"):
         llama.config._attn_implementation = attention
-        with pytest.raises(InputError, match=rf"^model: uses '{attention}'.*attn_implementation=\"sdpa\""):
+        with pytest.raises(InputError, match=rf"^model: must .*, got '{attention}'.*attn_implementation=\"sdpa\""):
             Blender(llama)
 
 
@@ -854,14 +852,14 @@ def test_what_is_no_language_model(llama: Any) -> None:
 @pytest.mark.parametrize(
     ("selector", "message"),
     [
-        (HKVD(0.2, check_layers=(4,)), r"^HKVD.check_layers: \(4,\) .* do not fit a model of 4 layers"),
-        (HKVD(0.2, check_layers=(3,)), r"^HKVD.check_layers: \(3,\) .* do not fit a model of 4 layers"),
-        (HKVD(0.2, shrink=(3, 2, 1.5)), r"^HKVD.check_layers: \(1,\) and 3 shrinking layers do not fit"),
-        (QueryGuided(0.2, layers=(1, 4)), r"^QueryGuided.layers: 4 is not among the 4 layers"),
-        (HKVD(cost=0.4), r"^cost: 0.4 does not pay for the check layers of HKVD: that takes 0.500 of the token-layers"),
-        (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost: 0.6 does not pay for the check .* takes 0.875 of"),
-        (QueryGuided(cost=0.3, queries=8), r"^cost: 0.3 does not pay for the pass of the query: that takes 0.375 of"),
-        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost: 0.1 does not pay for the pass of the query"),
+        (HKVD(0.2, check_layers=(4,)), r"^HKVD.check_layers: must fit a model of 4 layers, got \(4,\) "),
+        (HKVD(0.2, check_layers=(3,)), r"^HKVD.check_layers: must fit a model of 4 layers, got \(3,\) "),
+        (HKVD(0.2, shrink=(3, 2, 1.5)), r"^HKVD.check_layers: must fit .*, got \(1,\) and 3 shrinking layers"),
+        (QueryGuided(0.2, layers=(1, 4)), r"^QueryGuided.layers: must be below 4, the layers of the model, got 4"),
+        (HKVD(cost=0.4), r"^cost: must be at least 0.500 to pay for the check layers of HKVD on this prompt, got 0.4;"),
+        (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost: must be at least 0.875 to pay .* got 0.6;"),
+        (QueryGuided(cost=0.3, queries=8), r"^cost: must be at least 0.375 to pay for the pass of .* got 0.3;"),
+        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost: must .* for the pass of the query .* got 0.1;"),
     ],
     ids=repr,
 )  # fmt: skip

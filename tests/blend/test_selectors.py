@@ -588,7 +588,7 @@ def test_a_blender_reports_no_more_than_the_cost(tiny_model: Callable[..., Any],
 
 @pytest.mark.parametrize("make", [Random, Boundary, Overlap, QueryGuided, HKVD, lambda **kw: Product(Random(), **kw)])
 def test_budgets_are_checked(make: Any) -> None:
-    with pytest.raises(InputError, match=r"^ratio: give either ratio or cost"):
+    with pytest.raises(InputError, match=r"^ratio: must not be given along with cost"):
         make(ratio=0.1, cost=0.1)
     for name in ("ratio", "cost"):
         for value in (-0.01, 1.01, float("nan"), float("inf"), True, "0.1", 1j):
@@ -601,9 +601,9 @@ def test_budgets_are_checked(make: Any) -> None:
     [
         (Union, "selectors: must be at least one selector"),
         (lambda: Union(Random(), "hkvd"), "selectors: "),  # type: ignore[arg-type]
-        (Product, "scorers: must be selectors with a score"),
+        (Product, "scorers: must be at least one selector with a score"),
         (lambda: Product(Random(), HKVD()), "scorers: "),  # type: ignore[arg-type]
-        (lambda: Boundary(0.1, tokens=4), "Boundary.tokens: give either tokens or"),
+        (lambda: Boundary(0.1, tokens=4), "Boundary.tokens: must not be given along with ratio or cost"),
         (lambda: Boundary(tokens=-1), "Boundary.tokens: must be an int of at least 0, got -1"),
         (lambda: Boundary(tokens=2.0), "Boundary.tokens: "),  # type: ignore[arg-type]
         (lambda: QueryGuided(queries=0), "QueryGuided.queries: must be an int of at least 1, got 0"),

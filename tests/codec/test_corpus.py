@@ -185,7 +185,7 @@ def test_sequences_are_disjoint_whole_and_spread() -> None:
     assert cut[:, 0].tolist() == [0, 32, 52] and cut.shape == (3, 10)
     assert len(spread_sequences([corpus(25, 7, 40)], 10)) == 6
     assert len(spread_sequences([corpus(25, 7, 40)], 10, 99)) == 6
-    with pytest.raises(InputError, match="no sequence of 50 tokens"):
+    with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens"):
         spread_sequences([corpus(25, 7, 40)], 50)
 
 
@@ -198,7 +198,7 @@ def test_every_text_gives_as_many_sequences_as_the_others() -> None:
     assert sequences_by_text([long, short], 10, 3)[1] == [0, 0, 1]
     assert sequences_by_text([long, short], 30, 4)[1] == [0] * 4  # none is as long as this
     assert sequences_by_text([short, corpus(9)], 10, 99)[1] == [0, 0]
-    with pytest.raises(InputError, match="no sequence of 50 tokens"):
+    with pytest.raises(InputError, match=r"^text: must hold at least 50 tokens"):
         sequences_by_text([short, corpus(49)], 50, 2)
 
 
@@ -220,5 +220,5 @@ def test_no_window_shares_a_token_with_those_of_the_curve(lengths: tuple[int, ..
 
 
 def test_a_text_without_a_window() -> None:
-    with pytest.raises(InputError, match="no sequence of 512 tokens"):
+    with pytest.raises(InputError, match=r"^text: must hold at least 512 tokens"):
         calibration_windows([corpus(511)], 512, 10)
