@@ -166,37 +166,37 @@ class ChunkCache:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Make new locks, and forget the chunks that threads of the parent are computing."""
+        """Replace the locks, and forget the chunks that threads of the parent are computing."""
         self._computing = threading.Lock()  # held while the model runs; guards `_before`
         self._lock = threading.Lock()  # guards `_running`, `_counts` and `_warned`
         self._running: dict[str, Future[bytes]] = {}
 
     @property
     def counters(self) -> ChunkCounters:
-        """A snapshot."""
+        """A snapshot of the counts."""
         with self._lock:
             return ChunkCounters(**self._counts)
 
     def segment(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> Segment:
-        """Tokens with their blob, ready to be blended.
+        """Return a segment of the tokens with their blob, for `Blender.blend`.
 
-        Args, Raises: as `get_or_compute`.
+        Args, Raises: as for `get_or_compute`.
         """
         ids, contexts, digest = self._named(tokens, leading)
         blob = self._get_or_compute(ids, contexts, digest, leading)
         return Segment(tokens, blob, associated_data=self._bound_to(digest))
 
     def get_or_compute(self, tokens: Sequence[int] | torch.Tensor, *, leading: bool = False) -> bytes:
-        """The blob of a chunk, from the store or newly computed and stored.
+        """Return the blob of a chunk, from the store or newly computed and stored.
 
         Args:
             tokens: the chunk, `[T]` integers.
-            leading: whether the chunk is for the beginning of a prompt. It is then computed alone even if there are
+            leading: whether the chunk is for the beginning of a prompt. It is then computed alone, even if there are
                 contexts, which is exact there.
 
         Returns:
-            A blob of T tokens. They start at position 0 if they were computed alone, else at C, behind the contexts. If
-            the codec has a key, the blob only decodes with the `associated_data` of `segment`.
+            A blob of T tokens. It starts at position 0 if it was computed alone, else at C, behind the contexts. If the
+            codec has a key, the blob only decodes with the `associated_data` of `segment`.
 
         Raises:
             InputError: there are no tokens, they are not a row of integers, they are outside the vocabulary, or (with

@@ -1,1 +1,1 @@
-"""Learning profiles: what calibration needs of a model, and all that is estimated from it."""
+"""Learn profiles: gradients, moments, sections and curves, from a model or from samples of its cache."""

@@ -1,1 +1,1 @@
-"""Profiles: what is learned offline for one model, its file, its quality curve, and how it codes at one step."""
+"""Profiles: the data learned offline for one model, their file, the quality curve, and coding plans per step."""

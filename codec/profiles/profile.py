@@ -165,7 +165,7 @@ class Profile:
             )
         heads = self.layout.shard_heads(rank, size)
         parts = zip(self.learned, self.layout.layers, heads, strict=True) if self.learned else ()
-        learned = tuple(known.take([*own, *(layer.kv_heads + head for head in own)]) for known, layer, own in parts)
+        learned = tuple(full.take([*kept, *(layer.kv_heads + head for head in kept)]) for full, layer, kept in parts)
         return Profile(
             layout, self.group, self.source, self.family, learned,
             min_step_index=self.min_step_index, model=self.model, curve=self.points,

@@ -2,15 +2,15 @@
 
 Everything public is imported on first use (PEP 562), so that `import cuvee` does not load torch:
 
-    KVLayout, LayerLayout, Rope   what a cache looks like
-    KVChunk                       a run of tokens of one
-    PagedCache                    where the pages of a serving engine's cache lie
-    calibrate, fit, measure       learn a profile of a model, measure it on other text
-    Profile                       what was learned
-    Codec, OpenBlob               encode a chunk to bytes, decode bytes to a chunk; bytes that were verified
-    encode_cache, decode_cache    a cache of transformers to a list of blobs, and back (with `cuvee[transformers]`)
-    save_cache, load_cache        the same cache, uncompressed, to the file that `cuvee encode` reads, and back
-    inspect, BlobInfo             what a blob says about itself, without its profile
+    KVLayout, LayerLayout, Rope   the shape of a cache
+    KVChunk                       a run of tokens of a cache
+    PagedCache                    the pages of a serving engine's cache
+    calibrate, fit, measure       learn a profile of a model; measure it on other text
+    Profile                       the learned bases, tables and measurements
+    Codec, OpenBlob               encode chunks to blobs and decode blobs; a verified blob
+    encode_cache, decode_cache    encode a transformers cache to a list of blobs, and back (with `cuvee[transformers]`)
+    save_cache, load_cache        save a transformers cache, uncompressed, to a file that `cuvee encode` reads, and back
+    inspect, BlobInfo             read a blob's header, without its profile
     CuveeError …                  the errors raised on purpose
 """
 
@@ -74,12 +74,6 @@ __all__ = [
 ]
 
 _HOME = {
-    "measure": "cuvee.codec.learning.curve",
-    "fit": "cuvee.codec.learning.calibrate",
-    "calibrate": "cuvee.codec.learning.calibrate",
-    "Rope": "cuvee.codec.layout",
-    "LayerLayout": "cuvee.codec.layout",
-    "OpenBlob": "cuvee.codec.codec",
     "BlobInfo": "cuvee.codec.format.container",
     "Codec": "cuvee.codec.codec",
     "CorruptError": "cuvee.codec.errors",
@@ -89,17 +83,23 @@ _HOME = {
     "KVChunk": "cuvee.codec.chunk",
     "KVLayout": "cuvee.codec.layout",
     "KeyMismatchError": "cuvee.codec.errors",
+    "LayerLayout": "cuvee.codec.layout",
+    "OpenBlob": "cuvee.codec.codec",
     "OutOfMemoryError": "cuvee.codec.errors",
     "PagedCache": "cuvee.codec.paged",
     "Profile": "cuvee.codec.profiles.profile",
     "ProfileError": "cuvee.codec.errors",
     "ProfileMismatchError": "cuvee.codec.errors",
+    "Rope": "cuvee.codec.layout",
     "UnsupportedModelError": "cuvee.codec.errors",
     "VersionError": "cuvee.codec.errors",
-    "inspect": "cuvee.codec.format.container",
+    "calibrate": "cuvee.codec.learning.calibrate",
     "decode_cache": "cuvee.integrations.transformers",
     "encode_cache": "cuvee.integrations.transformers",
+    "fit": "cuvee.codec.learning.calibrate",
+    "inspect": "cuvee.codec.format.container",
     "load_cache": "cuvee.integrations.transformers",
+    "measure": "cuvee.codec.learning.curve",
     "save_cache": "cuvee.integrations.transformers",
 }
 

@@ -1,13 +1,13 @@
-"""What a profile is learned from: texts, mixtures of them, sequences of tokens, and the models that come with cuvee.
+"""Calibration data: texts, mixtures of texts, token sequences, and models to learn from.
 
-    load_bundled_model, load_smollm2     a small model that is part of cuvee; a real one that is fetched once
-    load_model, load_tokenizer           any model by name or path, the two above included
-    bundled_text, mixture_text           texts that are part of cuvee
-    read_corpus, spread_sequences        texts of your own, and sequences drawn evenly from them
+    load_bundled_model, load_smollm2     the small bundled model; a real model that is downloaded once
+    load_model, load_tokenizer           any model by name or path, including these two
+    bundled_text, mixture_text           bundled texts
+    read_corpus, spread_sequences        your texts, and sequences spread evenly over them
     mixture                              the default: sequences of eight kinds of text, by kind
     split_sequences, reread, sample_text sequences cut from one text, made to re-read, or sampled from the model
 
-`cuvee.calibrate` takes the tokens that these return.
+`cuvee.calibrate` takes the token sequences that these functions return.
 
 Example:
     >>> from cuvee.calibration import bundled_text, load_bundled_model, split_sequences

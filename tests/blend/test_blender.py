@@ -91,7 +91,7 @@ def build(tiny_model: Callable[..., Any]) -> Build:
 
 @dataclass(frozen=True)
 class Whole:
-    """What a pass of the whole prompt gives: logits `[T, V]`, keys and values `[H, T, D]` per layer."""
+    """The results of a pass of the whole prompt: logits `[T, V]`, keys and values `[H, T, D]` per layer."""
 
     logits: torch.Tensor
     keys: list[torch.Tensor]
@@ -741,19 +741,19 @@ def test_one_token_all_over_is_no_other_token(llama: Any) -> None:
     ],
     ids=repr,
 )  # fmt: skip
-def test_what_is_no_row_of_tokens(tokens: Any) -> None:
+def test_tokens_must_be_a_row_of_integers(tokens: Any) -> None:
     with pytest.raises(InputError, match=r"^tokens: must be a row of at least one integer"):
         Segment(tokens)
 
 
 @pytest.mark.parametrize("chunk", [bytearray(b"cuvee"), "cuvee", 0, [1]], ids=repr)
-def test_what_is_no_chunk(chunk: Any) -> None:
+def test_chunks_must_be_blobs_or_kvchunks(chunk: Any) -> None:
     with pytest.raises(InputError, match=r"^chunk: must be a blob, a KVChunk or None for text, got "):
         Segment([1], chunk)
 
 
 @pytest.mark.parametrize("segments", [[], (), None, Segment([1]), [[1, 2]], [Segment([1]), None], 5], ids=repr)
-def test_what_are_no_segments(llama: Any, segments: Any) -> None:
+def test_segments_must_be_a_list_of_segments(llama: Any, segments: Any) -> None:
     refused(llama, segments, InputError, r"^segments: must be a list of at least one Segment")
 
 
@@ -843,7 +843,7 @@ def test_models_in_the_wrong_state(llama: Any) -> None:
             Blender(llama)
 
 
-def test_what_is_no_language_model(llama: Any) -> None:
+def test_models_must_be_causal_language_models(llama: Any) -> None:
     for other, named in ((torch.nn.Linear(2, 2), "Linear"), (llama.model, "LlamaModel")):
         with pytest.raises(InputError, match=rf"^model: must be a transformers causal language model, got {named}"):
             Blender(other)  # type: ignore[arg-type]
@@ -859,7 +859,7 @@ def test_what_is_no_language_model(llama: Any) -> None:
         (HKVD(cost=0.4), r"^cost: must be at least 0.500 to pay for the check layers of HKVD on this prompt, got 0.4;"),
         (HKVD(cost=0.6, weight=QueryGuided(queries=8)), r"^cost: must be at least 0.875 to pay .* got 0.6;"),
         (QueryGuided(cost=0.3, queries=8), r"^cost: must be at least 0.375 to pay for the pass of .* got 0.3;"),
-        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost: must .* for the pass of the query .* got 0.1;"),
+        (Product(QueryGuided(layers=(0,)), Overlap(), cost=0.1), r"^cost: must .* the pass of the query .* got 0.1;"),
     ],
     ids=repr,
 )  # fmt: skip

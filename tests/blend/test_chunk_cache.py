@@ -336,7 +336,7 @@ def test_the_name_of_contexts() -> None:
     assert module._name(CONTEXTS) == hashlib.blake2b(data, digest_size=32, person=b"cuvee-contexts").digest()
 
 
-def test_whatever_decides_the_content_changes_the_key(model: Any, tiny_model: Callable[..., Any]) -> None:
+def test_everything_that_determines_the_content_changes_the_key(model: Any, tiny_model: Callable[..., Any]) -> None:
     other_weights, other_dtype = tiny_model("llama"), tiny_model("llama", torch.bfloat16)
     with torch.no_grad():
         other_weights.model.embed_tokens.weight.mul_(1.5)
@@ -367,7 +367,7 @@ def test_whatever_decides_the_content_changes_the_key(model: Any, tiny_model: Ca
     assert [library.counters.misses for library in libraries] == [3] * len(libraries)
 
 
-def test_what_is_computed_alone_has_one_key(model: Any) -> None:
+def test_chunks_computed_alone_have_one_key(model: Any) -> None:
     """The leading variant is what a library without contexts makes."""
     store = Shelf()
     blob = make(model, store).get_or_compute(TOKENS)
@@ -460,7 +460,7 @@ def test_a_bad_entry_is_replaced(
 
 @pytest.mark.parametrize("place", ["tenant", "tokens", "model"])
 def test_a_tagged_blob_of_another_place_is_rejected(model: Any, place: str) -> None:
-    """Who can write to the store and have one chunk computed has a blob with a good tag, of equal shape."""
+    """An attacker who can write to the store and have a chunk computed has a blob with a valid tag, of equal shape."""
     codec = Codec(exact(model).profile, "lossless", key=SECRETS[0])
     store, elsewhere = Shelf(), Shelf()
     library = make(model, store, codec=codec)
@@ -814,7 +814,7 @@ def test_an_engines_segments_are_found_wherever_they_were_computed(model: Any, s
     assert library.counters == ChunkCounters(hits=1)
 
 
-def test_what_was_computed_behind_something_does_not_lead_a_prompt(model: Any) -> None:
+def test_chunks_computed_behind_text_do_not_lead_a_prompt(model: Any) -> None:
     store = Shelf()
     store[ENGINE_KEY] = theirs = engine_blob(model, 5)
     library = make(model, store, identity=ENGINE)

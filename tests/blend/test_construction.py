@@ -122,7 +122,7 @@ def test_the_floor_knows_no_answer(model: Any, seed: int) -> None:
     ],
     ids=repr,
 )
-def test_who_looks_finds_the_pointers(model: Any, selector: Selector, seed: int) -> None:
+def test_selectors_that_use_attention_find_the_pointers(model: Any, selector: Selector, seed: int) -> None:
     on = pointer_prompt(seed)
     share, through = recovered(model, on, selector)
     assert through == on.pointer_positions
@@ -141,7 +141,7 @@ def test_in_blobs_they_are_found_too(model: Any, held: str) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_looks_only_at_places_does_not(model: Any, seed: int) -> None:
+def test_selectors_by_position_do_not_find_the_pointers(model: Any, seed: int) -> None:
     on = pointer_prompt(seed)
     share, through = recovered(model, on, Boundary(cost=COST))
     assert through == [] and abs(share) < 0.01
@@ -157,7 +157,7 @@ def test_chance_finds_as_many_as_it_recomputes(model: Any) -> None:
     assert sum(shares) / len(shares) < 0.3
 
 
-def test_it_takes_all_layers_up_to_the_one_that_reads(model: Any) -> None:
+def test_all_layers_up_to_the_reading_one_must_be_recomputed(model: Any) -> None:
     """Pointers recomputed in the check layers alone, as where nothing is selected after them, recover nothing."""
     on = pointer_prompt(0)
     result = blend(model, on, HKVD(0.0))

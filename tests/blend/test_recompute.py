@@ -100,7 +100,7 @@ def placed(tokens: torch.Tensor, known: int = KNOWN, end: int = END) -> Placed:
 
 
 def in_place(model: Any, tokens: torch.Tensor, full: Whole) -> DenseKV:
-    """What is known is exact, chunks were computed alone, and everything else is poison."""
+    """Known KV is exact, chunks were computed alone, and all other KV is poison."""
     kv = DenseKV(full.keys, full.values)
     for index, (start, stop, part) in enumerate(cut(tokens, ENDS)):
         chunk = whole(model, part, start)
@@ -152,7 +152,7 @@ def test_to_recompute_all_is_a_full_prefill_behind_what_is_known(model: Any) -> 
         assert close(mine[:, :END], theirs[:, :END])
 
 
-def test_what_is_known_is_believed(model: Any) -> None:
+def test_known_kv_is_used_unchanged(model: Any) -> None:
     """Were it computed, wrong KV would be replaced."""
     tokens, full = ids(TOKENS), whole(model, ids(TOKENS))
     kv = DenseKV(*[[torch.full_like(part, 0.5) for part in parts] for parts in (full.keys, full.values)])

@@ -46,7 +46,7 @@ def test_chunks_are_adjacent_and_neither_too_short_nor_too_long(tokens: list[int
 
 @settings(max_examples=200, deadline=None)
 @given(ids, ids, sizes)
-def test_what_follows_changes_no_chunk(tokens: list[int], more: list[int], chunker: ContentChunker) -> None:
+def test_later_tokens_change_no_chunk(tokens: list[int], more: list[int], chunker: ContentChunker) -> None:
     """So the chunks of a conversation are those of its next turn, and the open one goes on."""
     spans = chunker.cut(tokens)
     assert chunker.cut(tokens + more)[: len(spans)] == spans

@@ -70,7 +70,7 @@ def prompt(
 
 
 def chosen(selector: Selector, on: Prompt) -> list[int]:
-    """What a selector that looks at no layer chooses."""
+    """The choice of a selector that watches no layer."""
     selection = selector.begin(on)
     assert not any(selection.watches(layer) for layer in range(on.layers))
     first = selection.tokens(0)
@@ -80,7 +80,7 @@ def chosen(selector: Selector, on: Prompt) -> list[int]:
 
 
 def descend(selector: Selector, on: Prompt, deviations: Callable[[int, torch.Tensor], Any]) -> list[list[int]]:
-    """What goes through each layer, given deviations(layer, positions) -> those of keys and values."""
+    """The positions that go through each layer, given deviations(layer, positions) of keys and values."""
     selection = selector.begin(on)
     through = []
     for layer in range(on.layers):

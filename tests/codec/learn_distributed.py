@@ -1,4 +1,4 @@
-"""What `tests/codec/test_distributed.py` runs: `learn_distributed.py FOLDER PROCESSES`.
+"""Run by `tests/codec/test_distributed.py`: `learn_distributed.py FOLDER PROCESSES`.
 
 The processes are forked once everything is imported, which takes longer than all they do. torchrun is tested with the
 command.
@@ -57,7 +57,7 @@ def some_moments(layout: KVLayout, runs: slice) -> Moments:
 
 
 def refusal(**arguments: object) -> str:
-    """What `calibrate` says to arguments that are not the same in all processes."""
+    """The message of `calibrate` about arguments that differ between processes."""
     try:
         calibrate.calibrate(small_model(), tokens(), progress=False, distributed=True, **arguments)  # type: ignore[arg-type]
     except CuveeError as error:
@@ -87,7 +87,7 @@ FAILURES: dict[str, tuple[Any, str, int]] = {
 
 
 def failure(rank: int, where: str) -> list[str]:
-    """What is raised in this process where one process fails: the class, the message, and the notes."""
+    """The error in this process if one process fails: its class, message and notes."""
     owner, name, failing = FAILURES[where]
     broken = mock.patch.object(owner, name, side_effect=RuntimeError(f"out of memory in {name}"))
     try:
@@ -99,7 +99,7 @@ def failure(rank: int, where: str) -> list[str]:
 
 
 def learn(folder: Path, rank: int, processes: int) -> None:
-    """Write what this process got."""
+    """Write the results of this process."""
     meeting = f"file://{folder / 'meeting'}"
     distributed.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=60)

@@ -252,7 +252,7 @@ def test_too_few_tokens(tiny_model: Callable[..., Any], layouts: dict[str, KVLay
     # 12 values per head, 2 heads: 24 per unit, 48 per layer, 96 in all; four tokens per value.
     tiny = tiny_model("llama")
     for group, need in (("unit", 96), ("layer", 192), ("layers:2", 384), ("all", 384)):
-        with pytest.raises(ProfileError, match=rf"group='{group}' .* at least {need} cached tokens .*, got 52"):
+        with pytest.raises(ProfileError, match=rf"^group: '{group}' .* at least {need} cached tokens .*, got 52"):
             calibrated(tiny, tokens_of(4, 40), group)
     assert calibrated(tiny, tokens_of(4, 40), "head").group == "head"  # needs 48
     with pytest.raises(ProfileError, match="got 0"):
@@ -913,9 +913,7 @@ def test_white_data_are_not_predicted() -> None:
 # The metric ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_loss_does_not_see_is_not_coded(
-    tiny_model: Callable[..., Any], make_chunk: Any, tmp_path: Path
-) -> None:
+def test_sections_without_loss_are_not_coded(tiny_model: Callable[..., Any], make_chunk: Any, tmp_path: Path) -> None:
     """A model that ignores its second layer's values should not pay for them."""
     tiny = tiny_model("llama")
     with torch.no_grad():

@@ -74,7 +74,7 @@ def test_extreme_weights_of_a_profile_do_no_harm() -> None:
 
 
 @pytest.mark.parametrize("group", ["layer", "head"])
-def test_what_the_predictor_reads_is_not_multiplied_again(group: str) -> None:
+def test_components_of_the_predictor_need_no_second_product(group: str) -> None:
     """Only if it reads the first components of a single block are they those of the analysis."""
     profile = fitted(group)
     for components, first in ((np.arange(3), True), (np.array([0, 2]), False)):

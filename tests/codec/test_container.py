@@ -206,7 +206,7 @@ def test_another_version_is_named_whatever_follows() -> None:
 
 
 @pytest.mark.parametrize("junk", [b"", b"cuve", b"cuve\x01", bytes(79), b"PK\x03\x04" + bytes(300)])
-def test_what_is_not_a_blob_is_refused(junk: bytes) -> None:
+def test_bytes_that_are_no_blob_are_refused(junk: bytes) -> None:
     with pytest.raises(FormatError):
         read_header(junk)
 
@@ -297,7 +297,7 @@ def test_another_key_does_not(key: bytes) -> None:
 
 
 def test_a_key_id_that_was_changed_does_not_verify() -> None:
-    """Whoever rewrites the id so that a reader takes the tag for its own still lacks the secret."""
+    """An attacker who rewrites the key id still lacks the secret."""
     blob, other = written(KEY), KEY[::-1]
     forged = blob[:-24] + make_keys(other)[0].id + blob[-16:]
     with pytest.raises(CorruptError, match="tag"):
@@ -409,7 +409,7 @@ def test_a_codec_binds_a_blob_to_its_place() -> None:
                 call()
 
 
-def test_what_cannot_be_bound_is_refused() -> None:
+def test_associated_data_without_a_key_is_refused() -> None:
     """Without a key nothing would be bound, and nobody would notice."""
     plain = Codec(Profile.generic(LAYOUT), "lossless")
     for call in (

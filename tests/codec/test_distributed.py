@@ -26,7 +26,7 @@ PROCESSES = 3
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What three processes wrote."""
+    """The files that three processes wrote."""
     folder = tmp_path_factory.mktemp("processes")
     script = Path(__file__).parent / "learn_distributed.py"
     ran = subprocess.run(

@@ -28,7 +28,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("text", BAD.values(), ids=list(BAD))
-def test_whatever_is_wrong_is_a_value_error(text: str) -> None:
+def test_every_fault_is_a_value_error(text: str) -> None:
     for given in (text, text.encode()):
         with pytest.raises(ValueError) as failure:
             parse_json(given)

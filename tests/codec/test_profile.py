@@ -507,9 +507,7 @@ def test_huge_numbers_are_refused_before_anything_is_made_of_them(
 
 @pytest.mark.parametrize("group", ["unit", "head"])
 @pytest.mark.parametrize("heads", [10**7, 10**10])
-def test_a_profile_that_learned_nothing_has_bounds_too(
-    heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]
-) -> None:
+def test_a_generic_profile_has_bounds_too(heads: int, group: str, tmp_path: Path, layouts: dict[str, KVLayout]) -> None:
     """No array of the file says how large a model may be."""
     Profile.generic(layouts["gqa"]).save(tmp_path / "p")
 
@@ -662,7 +660,7 @@ def test_the_repr_shows_model_source_group_and_presets(fitted: Fitted, layouts: 
     assert repr(measured.with_curve(longer[-1:])).endswith("group 'layer'; no presets)")
 
 
-def test_what_the_curve_does_not_reach(fitted: Fitted) -> None:
+def test_limits_outside_the_curve(fitted: Fitted) -> None:
     profile = fitted("gqa", "layer").with_curve(CURVE)
     for arguments, message in (
         ({"kl": 1e-6}, r"^kl: must lie in 2.03.e-05 … 0.0052, .* got 1e-06: use quality='lossless'"),

@@ -101,7 +101,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Index:
 
 
 def left_in(folder: Path) -> set[str]:
-    """What is there besides the lock."""
+    """The names in the folder besides the lock."""
     return {file.name for file in folder.iterdir() if not file.name.endswith(".lock")} if folder.exists() else set()
 
 
@@ -369,7 +369,7 @@ def test_a_damaged_checkpoint_is_made_anew(index: Index, damage: Callable[[Path]
     assert (path / "model.safetensors").read_bytes() == b"model.safetensors" and left_in(path.parent) == {path.name}
 
 
-def test_what_a_killed_attempt_left_is_not_used(index: Index) -> None:
+def test_leftovers_of_a_killed_attempt_are_not_used(index: Index) -> None:
     models = cache_folder() / "models"
     path = smollm2_path()
     for kind in ("work", "new", "old"):
@@ -530,7 +530,7 @@ def test_digits_stand_alone(smollm2: tuple[Any, Any]) -> None:
 
 
 @torch.no_grad()
-def test_it_predicts_text(smollm2: tuple[Any, Any], text: torch.Tensor) -> None:
+def test_the_real_model_predicts_text(smollm2: tuple[Any, Any], text: torch.Tensor) -> None:
     def perplexity(tokens: torch.Tensor) -> float:
         logits = smollm2[0](input_ids=tokens).logits[0, :-1]
         return float(cross_entropy(logits, tokens[0, 1:]).exp())
@@ -541,7 +541,7 @@ def test_it_predicts_text(smollm2: tuple[Any, Any], text: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def test_it_answers_a_question(smollm2: tuple[Any, Any]) -> None:
+def test_the_real_model_answers_a_question(smollm2: tuple[Any, Any]) -> None:
     model, tokenizer = smollm2
     chat = [{"role": "user", "content": "What is the capital of France?"}]
     prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")
