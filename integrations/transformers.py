@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -31,12 +30,12 @@ from transformers.cache_utils import (
 
 from cuvee.codec.cache_file import cache_file_dtype, read_cache_file, write_cache_file
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec, check_tokens
+from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
 from cuvee.codec.errors import InputError, ProfileMismatchError, UnsupportedModelError, allocations
-from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.dtypes import TORCH_DTYPES
 from cuvee.codec.paged import PagedCache
+from cuvee.integrations.cache_rows import CacheRows, bound_blobs, bound_rows, check_unpadded, row_paddings
 
 # Exact types: subclasses keep more state (quantized, indexed, recurrent) than keys and values.
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
@@ -88,10 +87,10 @@ def encode_cache(
     tensors = _plain_tensors(cache)
     layout = _with_dtype(codec.profile.layout, tensors[0][0].dtype)
     rows, _, width, _ = tensors[0][0].shape
-    paddings = _paddings(attention_mask, rows, width)
+    paddings = row_paddings(attention_mask, rows, width)
     if attention_mask is None and layout.layers[0].rope is not None:
-        _check_unpadded(tensors[0][0])
-    bound = _bound_rows(associated_data, rows)
+        check_unpadded(tensors[0][0])
+    bound = bound_rows(associated_data, rows)
     devices = {tensor.device for pair in tensors for tensor in pair}
     if len(devices) > 1 or not codec.on_device(*devices):
         tensors = [(keys.cpu(), values.cpu()) for keys, values in tensors]
@@ -150,7 +149,7 @@ def decode_cache(
     if isinstance(blobs, bytes | bytearray | memoryview) or not blobs:
         raise InputError("blobs: must be a non-empty list of bytes, as encode_cache returns it")
     config = _config_of(model)
-    bound = _bound_blobs(associated_data, blobs)
+    bound = bound_blobs(associated_data, blobs)
     _check_config(config, codec.profile.layout)
     target = torch.device("cpu" if device is None else device)
     where = target if codec.on_device(target) else torch.device("cpu")
@@ -199,7 +198,7 @@ def save_cache(
     at = 0 if row is None else row
     if type(at) is not int or not 0 <= at < rows:
         raise InputError(f"row: must be an int from 0 to {rows - 1}, got {row!r}")
-    padding = _paddings(attention_mask, rows, width)[at]
+    padding = row_paddings(attention_mask, rows, width)[at]
     write_cache_file(
         path,
         [keys[at, :, padding:].transpose(0, 1) for keys, _ in tensors],
@@ -299,7 +298,7 @@ def _decode_batch(
     opened = [codec.open(blob, associated_data=data) for blob, data in zip(blobs, bound, strict=True)]
     headers = [blob.header for blob in opened]
     layout = replace(codec.profile.layout, dtype=headers[-1].dtype)
-    rows = _Rows(layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens)
+    rows = CacheRows(layout, headers[-1].start + headers[-1].tokens, attention_mask, max_tokens)
     places = [rows.take(index, h.layout, h.start, h.tokens) for index, h in enumerate(headers)]
     rows.finish()
     allocate = torch.zeros if any(rows.paddings) else torch.empty
@@ -317,106 +316,6 @@ def _decode_batch(
         slots.append(all_slots[first : first + header.tokens])
     codec.decode_paged(opened, cache, slots).check()
     return ((keys.pop(0), values.pop(0)) for _ in layout.layers)
-
-
-def _bound_rows(associated_data: Sequence[bytes] | None, rows: int) -> list[bytes]:
-    """Return the bytes that the blobs of each row are bound to."""
-    if associated_data is None:
-        return [b""] * rows
-    given: object = associated_data
-    if isinstance(given, bytes) or len(associated_data) != rows:
-        got = "bytes" if isinstance(given, bytes) else f"{len(associated_data)} entries"
-        raise InputError(f"associated_data: must be a list with one entry per row, {rows} in all, got {got}")
-    return list(associated_data)
-
-
-def _bound_blobs(associated_data: Sequence[bytes] | None, blobs: Sequence[bytes]) -> list[bytes]:
-    """Return the bytes that each blob is bound to: the entry of its row."""
-    if associated_data is None:
-        return [b""] * len(blobs)
-    # A forged start is found out later: the tag covers it and does not verify.
-    begun = list(accumulate(int(read_header(blob).start == 0) for blob in blobs))
-    rows = _bound_rows(associated_data, begun[-1])
-    return [rows[max(count, 1) - 1] if rows else b"" for count in begun]
-
-
-class _Rows:
-    """Places the blobs of a list, in order, and refuses a list that does not make whole rows.
-
-    Args:
-        layout: the layout that every blob must have.
-        width: columns per row, if there is no mask.
-        attention_mask: `[B, T]` of a left-padded batch, or None.
-        max_tokens: limit of the columns of all rows.
-
-    Attributes:
-        width: columns per row.
-        paddings: padded columns of each row begun so far.
-    """
-
-    def __init__(
-        self, layout: KVLayout, width: int, attention_mask: torch.Tensor | None, max_tokens: int | None
-    ) -> None:
-        self._fingerprint = layout.fingerprint
-        self._max_tokens = max_tokens
-        self._masked: list[int] | None = None
-        self.width = width
-        if attention_mask is not None:
-            _check_mask(attention_mask)
-            rows, self.width = attention_mask.shape
-            self._masked = _paddings(attention_mask, rows, self.width)
-        self.paddings: list[int] = []
-        self._position = 0  # tokens of the last row placed so far
-        self._missing = 0  # tokens of the last row still to come
-
-    @property
-    def count(self) -> int:
-        """The number of rows begun so far."""
-        return len(self.paddings)
-
-    def take(self, index: int, fingerprint: bytes, start: int, tokens: int) -> tuple[int, int]:
-        """Return row and first column of the next blob, number `index`, whose layout has this `fingerprint`."""
-        if fingerprint != self._fingerprint:
-            raise ProfileMismatchError(
-                f"blobs[{index}]: must have the layout of the codec's profile and the dtype of the last blob"
-            )
-        if start == 0 and not self._missing:
-            if self._masked is not None and self.count == len(self._masked):
-                raise InputError(
-                    f"attention_mask: must have one row for each row of blobs, got {self.count} rows, but "
-                    f"blobs[{index}] starts another"
-                )
-            check_tokens((self.count + 1) * self.width, self._max_tokens)
-            self.paddings.append(0 if self._masked is None else self._masked[self.count])
-            self._position, self._missing = 0, self.width - self.paddings[-1]
-        if not self.count or start != self._position or tokens > self._missing:
-            row, length = max(self.count - 1, 0), self._position + self._missing if self.count else self.width
-            raise InputError(
-                f"blobs[{index}]: must continue row {row} at token {self._position} of {length}, got tokens {start} to "
-                f"{start + tokens}; {self._remedy()}"
-            )
-        self._position += tokens
-        self._missing -= tokens
-        return self.count - 1, self.paddings[-1] + start
-
-    def _remedy(self) -> str:
-        order = "give all blobs in the order of encode_cache, each once"
-        if self._masked is None:
-            return f"{order}, and for rows of different lengths its attention_mask"
-        return f"{order}, and its attention_mask (cached tokens only)"
-
-    def finish(self) -> None:
-        """Refuse a list that ends too early: rows are missing, or the last tokens of a row."""
-        if self._missing:
-            raise InputError(
-                f"blobs: must hold {self._position + self._missing} tokens of row {self.count - 1}, got "
-                f"{self._position}: the last blobs are missing, or the attention_mask is not that of encode_cache"
-            )
-        if self._masked is not None and self.count != len(self._masked):
-            raise InputError(
-                f"attention_mask: must have one row for each row of blobs, {self.count}, got {len(self._masked)}: "
-                "whole rows of blobs are missing, or the mask is not that of encode_cache"
-            )
 
 
 def _plain_tensors(cache: Cache) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -496,50 +395,6 @@ def _spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
     if type(chunk_tokens) is not int or chunk_tokens <= 0:
         raise InputError(f"chunk_tokens: must be an int above 0, got {chunk_tokens!r}")
     return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
-
-
-def _paddings(attention_mask: torch.Tensor | None, rows: int, width: int) -> list[int]:
-    """Return the number of padded columns at the left of each row."""
-    if attention_mask is None:
-        return [0] * rows
-    _check_mask(attention_mask)
-    if tuple(attention_mask.shape) != (rows, width):
-        raise InputError(
-            f"attention_mask: must have shape [B, T] = [{rows}, {width}] (cached tokens only), "
-            f"got {list(attention_mask.shape)}"
-        )
-    real = attention_mask != 0
-    paddings: list[int] = (width - real.sum(dim=1)).tolist()
-    for row, padding in enumerate(paddings):
-        if padding == width or not bool(real[row, padding:].all()):
-            raise InputError(
-                f"attention_mask: must be zeros, then at least one 1 in each row (left padding), but row {row} is not; "
-                "pad on the left (tokenizer.padding_side = 'left'), or compute the cache of each row by itself"
-            )
-    return paddings
-
-
-def _check_mask(attention_mask: object) -> None:
-    if not isinstance(attention_mask, torch.Tensor):
-        raise InputError(f"attention_mask: must be a tensor [B, T], got {type(attention_mask).__name__}")
-    if attention_mask.ndim != 2:
-        raise InputError(f"attention_mask: must have shape [B, T], got {list(attention_mask.shape)}")
-
-
-def _check_unpadded(keys: torch.Tensor) -> None:
-    """Refuse rows that begin with padding, given the rotated keys `[B, H, T, D]` of the first layer.
-
-    `generate` gives all padding of a row one position, so two padded columns have the same key in the first layer. Two
-    tokens at different positions have different keys. Padding of a single column is not detected.
-    """
-    first, second, last = keys[:, :, 0], keys[:, :, min(1, keys.shape[2] - 1)], keys[:, :, -1]
-    padded = (first == second).flatten(1).all(1) & (first != last).flatten(1).any(1)
-    if keys.shape[2] > 1 and bool(padded.any()):
-        row = int(padded.nonzero()[0, 0])
-        raise InputError(
-            f"attention_mask: must be given for a left-padded batch, and row {row} begins with padding: pass the mask "
-            "of the cached tokens, [B, T]"
-        )
 
 
 def _with_dtype(layout: KVLayout, dtype: torch.dtype) -> KVLayout:

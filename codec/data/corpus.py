@@ -183,7 +183,7 @@ def read_corpus(name: str, model_name: str) -> Corpus:
     documents = []
     digest = hashlib.sha256()
     for item in items:
-        if isinstance(item, str):
+        if tokenizer is not None and isinstance(item, str):
             ids = token_ids(tokenizer, item, special=not leading)
         else:
             ids = torch.tensor(item, dtype=torch.int64)

@@ -104,29 +104,29 @@ def learn(folder: Path, rank: int, processes: int) -> None:
     distributed.init_process_group(
         "gloo", init_method=meeting, rank=rank, world_size=processes, timeout=timedelta(seconds=60)
     )
-    processes = TorchProcessGroup()
+    group = TorchProcessGroup()
     model = small_model()
     layout = KVLayout.from_config(model.config, dtype=model.dtype)
     # Three processes, nine runs; the last process has none.
-    moments = some_moments(layout, slice(processes.rank, 9, 2) if processes.rank < 2 else slice(0))
-    processes.all_reduce([moments])
+    moments = some_moments(layout, slice(group.rank, 9, 2) if group.rank < 2 else slice(0))
+    group.all_reduce([moments])
     torch.save(
         {
             "count": moments.count, "mean": moments.mean(), "covariances": moments.covariances(),
             "metrics": moments.loss_metrics(), "sinks": moments.sink_total, "sink_count": moments.sink_count,
             "sample": sum(len(run) for _, run, _ in moments.sample),
         },
-        folder / f"moments-{processes.rank}.pt",
+        folder / f"moments-{group.rank}.pt",
     )  # fmt: skip
-    # Only the first process' sequences count.
-    own = tokens() if processes.rank == 0 else tokens()[:4]
-    profile = calibrate.calibrate(model, own, "layer", progress=False, distributed=True)
-    profile.save(folder / f"profile-{processes.rank}.safetensors")
-    refused = refusal(group="layer" if processes.rank else "head")
-    (folder / f"refused-{processes.rank}.json").write_text(json.dumps(refused))
+    # Only the sequences of the first process count.
+    sequences = tokens() if group.rank == 0 else tokens()[:4]
+    profile = calibrate.calibrate(model, sequences, "layer", progress=False, distributed=True)
+    profile.save(folder / f"profile-{group.rank}.safetensors")
+    refused = refusal(group="layer" if group.rank else "head")
+    (folder / f"refused-{group.rank}.json").write_text(json.dumps(refused))
     chosen = auto(rank)
     failed = {where: failure(rank, where) for where in FAILURES}
-    (folder / f"ended-{processes.rank}.json").write_text(json.dumps({"group": chosen, "failed": failed}))
+    (folder / f"ended-{group.rank}.json").write_text(json.dumps({"group": chosen, "failed": failed}))
     distributed.destroy_process_group()
 
 

@@ -743,7 +743,7 @@ def test_files_that_hold_no_cache_of_the_model(model: Any, tiny_config: Callable
     save_file(tensors, path)
     assert load_cache(path, model).get_seq_length() == 3
     with pytest.raises(InputError, match=r"^model: must be a transformers model or its configuration, got str"):
-        load_cache(path, "llama")
+        load_cache(path, "llama")  # type: ignore[arg-type]
 
 
 def test_a_disk_that_is_full_leaves_the_old_file(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -766,7 +766,7 @@ def test_the_model_will_do_for_its_configuration(model: Any, layout: KVLayout) -
     same(decode_cache(codec, blobs, model), decode_cache(codec, blobs, model.config))
     for wrong in ("llama", None, 3):
         with pytest.raises(InputError, match=r"^model: must be a transformers model or its configuration"):
-            decode_cache(codec, blobs, wrong)
+            decode_cache(codec, blobs, wrong)  # type: ignore[arg-type]
 
 
 def test_a_cache_without_values_is_refused(model: Any, layout: KVLayout) -> None:
