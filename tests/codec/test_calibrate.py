@@ -281,8 +281,8 @@ def test_bad_token_ids(tiny_model: Callable[..., Any]) -> None:
         (good[:, :7], "at least 8 tokens"),
         (good[:0], "at least 8 tokens"),
         (too_large, "^token_ids: must lie in the vocabulary 0 … 60, got 61"),
-        (negative, "hold -1; the model's vocabulary is 0 … 60"),
-        (torch.ones(1, 4097, dtype=torch.int64), "4097 long, the model has 4096 positions"),
+        (negative, "^token_ids: must lie in the vocabulary 0 … 60, got -1"),
+        (torch.ones(1, 4097, dtype=torch.int64), "^token_ids: must be at most 4096 long, .* got 4097"),
     ):
         with pytest.raises(InputError, match=message):
             calibrated(tiny, bad)
