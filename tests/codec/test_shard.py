@@ -193,7 +193,7 @@ def _rows(basis: Any, block: int) -> slice:
 @pytest.mark.parametrize("group", ["unit", "layer", "layers:2", "all"])
 def test_bases_that_mix_heads_cannot_be_cut(fitted: Fitted, group: str) -> None:
     for size in (2, 4):
-        with pytest.raises(ProfileError, match=f"group '{group}' crosses .* group='head'.* cuvee.fit"):
+        with pytest.raises(ProfileError, match=f"^group: must be 'head' .* got '{group}'.* group='head'.* cuvee.fit"):
             fitted("gqa", group).shard(0, size)
 
 

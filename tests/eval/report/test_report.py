@@ -572,7 +572,7 @@ def test_a_model_that_is_not_bundled_is_learned_as_profile_learn_would(
     [
         ({"calibration": ("mixture", "harbour")}, "^calibration: mixture comes alone"),
         ({"calibration": ("mixture",), "samples": 4}, "^calibration: mixture comes alone"),
-        ({"calibration": ("mixture",), "calibration_sequences": 23}, "^sequences must be at least 24"),
+        ({"calibration": ("mixture",), "calibration_sequences": 23}, "^sequences: must be at least 24"),
     ],
 )
 def test_the_mixture_comes_alone_and_whole(
