@@ -35,7 +35,7 @@ from cuvee.codec.errors import CuveeError, InputError, ProfileMismatchError
 from cuvee.codec.format.container import read_sections
 from cuvee.codec.identity import Identity, Scope, content_digest, store_key
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import empty_cache, prefill
+from cuvee.codec.models.forward import cache_argument, empty_cache, prefill
 from cuvee.codec.profiles.quality import LOSSLESS
 from cuvee.codec.support.forks import tell_after_fork
 
@@ -291,7 +291,7 @@ class ChunkCache:
             cache = empty_cache()
             for index, (keys, values) in enumerate(zip(before.keys, before.values, strict=True)):
                 cache.update(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], index)
-            self._model(input_ids=ids, past_key_values=cache, use_cache=True)
+            self._model(input_ids=ids, **cache_argument(self._model, cache), use_cache=True)
             # The positions are the same behind every context and rotation is linear, so rotated keys can be averaged.
             new = [tensor[0, :, start:].float() for layer in cache.layers for tensor in (layer.keys, layer.values)]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new

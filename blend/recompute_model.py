@@ -15,6 +15,7 @@ import torch
 
 from cuvee.codec.errors import InputError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -143,11 +144,12 @@ class TransformersModel:
         return _Rows(position_ids, (cos, sin), mask)
 
     def layer(self, index: int, hidden: torch.Tensor, rows: _Rows, exchange: Exchange) -> torch.Tensor:  # noqa: D102
-        after = self._base.layers[index](
+        layer = self._base.layers[index]
+        after = layer(
             hidden[None],
             attention_mask=rows.mask,
             position_ids=rows.position_ids,
-            past_key_values=_Cache(exchange),
+            **cache_argument(layer, _Cache(exchange)),
             position_embeddings=rows.rotation,
             use_cache=True,
         )

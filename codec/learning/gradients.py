@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cuvee.codec.models.forward import empty_cache
+from cuvee.codec.models.forward import cache_argument, empty_cache
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,7 +39,7 @@ def sample_gradients(
     """
     cache = empty_cache()
     with torch.no_grad():
-        model(input_ids=tokens[:, :prefix], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=tokens[:, :prefix], **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     # The cache consists of leaves, because a decoded cache is fixed. In a single pass over all tokens, a key would also
     # change the states of the prefix and all keys of the layers above; that gradient differs by factors.
     keys = [layer.keys.detach().requires_grad_() for layer in cache.layers]
@@ -47,7 +47,7 @@ def sample_gradients(
     cache = empty_cache()
     for index, (key, value) in enumerate(zip(keys, values, strict=True)):
         cache.update(key, value, index)
-    logits = model(input_ids=tokens[:, prefix:], past_key_values=cache).logits[:, :-1].float()
+    logits = model(input_ids=tokens[:, prefix:], **cache_argument(model, cache)).logits[:, :-1].float()
     with torch.no_grad():
         uniform = torch.rand(logits.shape[:-1], generator=generator)[..., None].to(logits.device)
         drawn = torch.searchsorted(logits.softmax(-1).cumsum(-1), uniform).squeeze(-1).clamp_max(logits.shape[-1] - 1)

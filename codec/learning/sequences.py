@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.progress import tracked
+from cuvee.codec.models.forward import cache_argument
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -142,9 +143,9 @@ def sample_text(
     tokens[:, :given] = starts.to(tokens)
     for rows, draws in zip(tokens.split(_SAMPLE_ROWS), uniform.split(_SAMPLE_ROWS, dim=1), strict=True):
         # A growing cache is copied at every step, which would take most of a small model's time.
-        cache = StaticCache(config=model.config, max_cache_len=length)
+        cached = cache_argument(model, StaticCache(config=model.config, max_cache_len=length))
         for t in tracked(range(1, length), "sampling", progress):
-            logits = model(input_ids=rows[:, t - 1 : t], past_key_values=cache, use_cache=True).logits[:, -1]
+            logits = model(input_ids=rows[:, t - 1 : t], **cached, use_cache=True).logits[:, -1]
             cumulative = (logits.double() / temperature).softmax(-1).cumsum(-1)
             # Scaled by the total, which is not exactly 1, so that no draw falls past the last token.
             drawn = torch.searchsorted(cumulative, draws[t, :, None] * cumulative[:, -1:], right=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import signature
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -66,13 +67,27 @@ def empty_cache() -> Any:
     return DynamicCache()
 
 
+def cache_argument(module: torch.nn.Module, cache: object) -> dict[str, Any]:
+    """Return the keyword argument by which a model or a decoder layer takes a cache.
+
+    It is `cache` in transformers releases that deprecate the old name, `past_key_values`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1))
+        >>> list(cache_argument(model, None)) in (["cache"], ["past_key_values"])
+        True
+    """
+    return {"cache" if "cache" in signature(module.forward).parameters else "past_key_values": cache}
+
+
 def prefill(
     model: PreTrainedModel, tokens: torch.Tensor, layout: KVLayout, device: torch.device | str = "cpu"
 ) -> list[KVChunk]:
     """Return the cache of `tokens [B, T]`, one chunk per sequence, on `device` and in the layout's dtype."""
     cache = empty_cache()
     # The logits of all tokens of a long prompt would take more memory than its cache.
-    model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(input_ids=tokens, **cache_argument(model, cache), use_cache=True, logits_to_keep=1)
     return [
         KVChunk(
             [layer.keys[row].transpose(0, 1).to(device, layout.torch_dtype) for layer in cache.layers],
@@ -90,7 +105,7 @@ def score(model: PreTrainedModel, chunks: list[KVChunk], tokens: torch.Tensor) -
         keys = torch.stack([chunk.keys[index] for chunk in chunks]).transpose(1, 2)
         values = torch.stack([chunk.values[index] for chunk in chunks]).transpose(1, 2)
         cache.update(keys.to(device, model.dtype), values.to(device, model.dtype), index)
-    logits: torch.Tensor = model(input_ids=tokens, past_key_values=cache).logits[:, :-1]
+    logits: torch.Tensor = model(input_ids=tokens, **cache_argument(model, cache)).logits[:, :-1]
     return logits.float().log_softmax(-1)
 
 
@@ -101,5 +116,5 @@ def cache_devices(model: PreTrainedModel, layers: int) -> list[torch.device]:
     # The map does not tell where offloaded modules run, so a forward pass does.
     cache = empty_cache()
     with torch.no_grad():
-        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), past_key_values=cache)
+        model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=model.device), **cache_argument(model, cache))
     return [layer.keys.device for layer in cache.layers]

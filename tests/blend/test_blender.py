@@ -40,7 +40,7 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import calibrate, fit
-from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 
 LAYERS = 4
@@ -116,7 +116,7 @@ def layout_of(model: Any) -> KVLayout:
 def whole(model: Any, tokens: torch.Tensor, start: int = 0) -> Whole:
     """The tokens alone, from position `start`."""
     positions = torch.arange(start, start + len(tokens))
-    out = model(tokens[None], position_ids=positions[None], past_key_values=DynamicCache(), use_cache=True)
+    out = model(tokens[None], position_ids=positions[None], **cache_argument(model, DynamicCache()), use_cache=True)
     layers = layers_of(out.past_key_values)
     return Whole(out.logits[0].float(), [x.keys[0] for x in layers], [x.values[0] for x in layers])
 
@@ -168,7 +168,9 @@ def walk(model: Any, tokens: torch.Tensor, depth: torch.Tensor, cached: Whole) -
     logits = []
     for at, (token, layers) in enumerate(zip(tokens, depth.tolist(), strict=True)):
         if layers:
-            out = model(token[None, None], past_key_values=cache, position_ids=torch.tensor([[at]]), use_cache=True)
+            out = model(
+                token[None, None], **cache_argument(model, cache), position_ids=torch.tensor([[at]]), use_cache=True
+            )
             logits.append(out.logits[0, -1].float())
         for index in range(layers and 0, len(cached.keys)):
             keys, values = cached.keys[index][None, :, at : at + 1], cached.values[index][None, :, at : at + 1]
@@ -608,7 +610,7 @@ def test_attend_is_the_attention_of_the_model(build: Build, name: str, queries: 
                 cache.update(torch.stack(keys, 1)[None], torch.stack(values, 1)[None], index)
         with torch.no_grad():
             out = model(
-                tokens[None, at : at + 1], past_key_values=cache, position_ids=torch.tensor([[at]]),
+                tokens[None, at : at + 1], **cache_argument(model, cache), position_ids=torch.tensor([[at]]),
                 output_attentions=True, use_cache=True,
             )  # fmt: skip
         own[at] = [x.keys[0, :, -1] for x in layers_of(cache)], [x.values[0, :, -1] for x in layers_of(cache)]

@@ -34,7 +34,7 @@ from cuvee.codec.identity import Identity, Scope, content_digest, store_key, ten
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.stores.base import StoreError
@@ -125,7 +125,7 @@ def averaged(model: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     for context in CONTEXTS:
         cache: Any = DynamicCache()
         with torch.no_grad():
-            model(input_ids=torch.cat([context, torch.tensor(TOKENS)])[None], past_key_values=cache)
+            model(input_ids=torch.cat([context, torch.tensor(TOKENS)])[None], **cache_argument(model, cache))
         rows.append([(layer.keys[0, :, START:], layer.values[0, :, START:]) for layer in cache.layers])
     means = [
         [torch.stack([row[layer][kind] for row in rows]).float().mean(0).transpose(0, 1) for kind in (0, 1)]

@@ -23,7 +23,7 @@ from cuvee.blend import HKVD, Blender, BlendResult, Boundary, Nothing, QueryGuid
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 
 SEEDS = range(3)
@@ -57,7 +57,7 @@ def full(model: Any, on: PointerPrompt) -> tuple[torch.Tensor, DynamicCache]:
     """Logits `[SLOTS, V]` of the questions, and the cache."""
     cache = DynamicCache()
     tokens = torch.cat((on.opening, on.facts, on.pointers, on.questions))
-    logits: torch.Tensor = model(tokens[None], past_key_values=cache, use_cache=True).logits[0, -SLOTS:]
+    logits: torch.Tensor = model(tokens[None], **cache_argument(model, cache), use_cache=True).logits[0, -SLOTS:]
     return logits, cache
 
 

@@ -30,6 +30,7 @@ from cuvee.blend import (
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import cache_argument
 
 LAYERS = 6
 
@@ -461,7 +462,7 @@ def test_a_cost_that_just_pays_for_the_check_layers() -> None:
 @torch.no_grad()
 def prefilled(model: Any, tokens: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor], KVLayout]:
     """Keys and values `[T, H, D]` of each layer."""
-    layers = model(tokens[None], past_key_values=DynamicCache(), use_cache=True).past_key_values.layers
+    layers = model(tokens[None], **cache_argument(model, DynamicCache()), use_cache=True).past_key_values.layers
     keys, values = ([getattr(x, name)[0].transpose(0, 1).clone() for x in layers] for name in ("keys", "values"))
     return keys, values, KVLayout.from_config(model.config, dtype=model.dtype)
 

@@ -27,7 +27,7 @@ from cuvee.codec.learning.gradients import sample_gradients
 from cuvee.codec.learning.learned_sections import build_profile
 from cuvee.codec.learning.moments import SHRINKAGE, SINKS, Moments, Transposed, normalized
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import frozen
+from cuvee.codec.models.forward import cache_argument, frozen
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
@@ -56,7 +56,7 @@ def caches(books: Books, rows: torch.Tensor) -> list[KVChunk]:
     """The cache of the first tokens of each row, by transformers alone."""
     cache: Any = DynamicCache()
     with torch.no_grad():
-        books.model(rows[:, : books.prefix], past_key_values=cache)
+        books.model(rows[:, : books.prefix], **cache_argument(books.model, cache))
     return [
         KVChunk(
             [layer.keys[i].transpose(0, 1) for layer in cache.layers],
@@ -75,7 +75,7 @@ def predictions(books: Books, chunks: list[KVChunk], rows: torch.Tensor) -> torc
         values = torch.stack([c.values[index] for c in chunks]).transpose(1, 2)
         cache.update(keys, values, index)
     with torch.no_grad():
-        logits: torch.Tensor = books.model(rows[:, books.prefix :], past_key_values=cache).logits[:, :-1]
+        logits: torch.Tensor = books.model(rows[:, books.prefix :], **cache_argument(books.model, cache)).logits[:, :-1]
     return logits.log_softmax(-1)
 
 
@@ -604,7 +604,7 @@ def test_gradients_are_those_of_a_changed_cache(
         for index, (k, v) in enumerate(zip(keys, values, strict=True)):
             cache.update(k, v, index)
         with torch.no_grad():
-            logits = tiny(rows[:, prefix:], past_key_values=cache).logits[0, :-1]
+            logits = tiny(rows[:, prefix:], **cache_argument(tiny, cache)).logits[0, :-1]
         return float(cross_entropy(logits.double(), targets, reduction="sum"))
 
     generator = torch.Generator().manual_seed(5)

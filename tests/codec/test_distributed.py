@@ -147,6 +147,8 @@ def test_a_cache_goes_where_the_model_keeps_each_layer() -> None:
                 seen.append([layer.keys.device.type for layer in past_key_values.layers])
             return SimpleNamespace(logits=torch.zeros(*input_ids.shape, 64))
 
+        forward = __call__
+
     tensors = [torch.zeros(5, 2, 8) for _ in range(2)]
     model: Any = Spread()
     assert score(model, [KVChunk(tensors, tensors, layout)], torch.zeros(1, 4, dtype=torch.int64)).shape == (1, 3, 64)

@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, Rope
+from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 
 TOKENS = 9
@@ -41,7 +42,7 @@ class Recorder:
         ids = torch.arange(TOKENS)[None] % 7 + 1
         cache: Any = DynamicCache()
         with torch.no_grad():
-            self.model(ids, position_ids=positions(offset)[None], past_key_values=cache)
+            self.model(ids, position_ids=positions(offset)[None], **cache_argument(self.model, cache))
         return [layer.keys[0].transpose(0, 1) for layer in cache.layers]
 
 

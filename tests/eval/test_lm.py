@@ -30,7 +30,7 @@ from cuvee.codec.data.bundled import bundled_text, load_bundled_model
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError, UnsupportedModelError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.fingerprint import model_fingerprint
-from cuvee.codec.models.forward import prefill
+from cuvee.codec.models.forward import cache_argument, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.eval.baselines.quantizers import Destroyed, Kivi, Uncompressed
 from cuvee.eval.cached_reading import Read
@@ -310,10 +310,10 @@ def test_half_of_each_rolling_window_is_scored_exactly(llama: Callable[..., Cuve
             logits = lm.model(input_ids=inputs).logits[0].log_softmax(-1)
             by_hand += logits.gather(-1, true[:, None])[20 - targets : max(10, 20 - targets)].sum().item()
             cache: Any = transformers.DynamicCache()
-            lm.model(input_ids=inputs[:, :10], past_key_values=cache)
+            lm.model(input_ids=inputs[:, :10], **cache_argument(lm.model, cache))
             for layer in cache.layers:
                 layer.keys, layer.values = torch.zeros_like(layer.keys), torch.zeros_like(layer.values)
-            logits = lm.model(input_ids=inputs[:, 10:], past_key_values=cache).logits[0].log_softmax(-1)
+            logits = lm.model(input_ids=inputs[:, 10:], **cache_argument(lm.model, cache)).logits[0].log_softmax(-1)
             by_hand += logits.gather(-1, true[10:, None]).sum().item()
     assert spoilt == pytest.approx([by_hand], abs=1e-3)
     assert abs(spoilt[0] - exact[0]) > 0.1

@@ -25,6 +25,7 @@ from cuvee.codec.errors import (
 )
 from cuvee.codec.format.container import Scheme, read_header, write_blob
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.models.forward import cache_argument
 from cuvee.codec.profiles import profile as codec_profile
 from cuvee.codec.profiles.profile import ID_BYTES
 from cuvee.integrations.transformers import chunks_from_cache, decode_cache, encode_cache, load_cache, save_cache
@@ -56,7 +57,7 @@ def prefill(model: Any, ids: torch.Tensor, cache: Any = None, mask: torch.Tensor
     cache = DynamicCache() if cache is None else cache
     where = None if mask is None else (mask.cumsum(-1) - 1).clamp(min=0)
     with torch.no_grad():
-        model(ids, past_key_values=cache, attention_mask=mask, position_ids=where)
+        model(ids, **cache_argument(model, cache), attention_mask=mask, position_ids=where)
     return cache
 
 
@@ -66,7 +67,7 @@ def generate(
     """Greedy tokens [B, new] and the logits [B, new, V] they were taken from."""
     out = model.generate(
         ids,
-        past_key_values=cache,
+        **cache_argument(model, cache),
         attention_mask=torch.ones_like(ids) if mask is None else mask,
         max_new_tokens=12,
         do_sample=False,
@@ -288,7 +289,12 @@ def padded(model: Any, mask: torch.Tensor) -> DynamicCache:
     cache = DynamicCache()
     positions = (mask.cumsum(1) - 1).clamp_min(0)
     with torch.no_grad():
-        model(input_ids=prompt(*mask.shape) * mask, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        model(
+            input_ids=prompt(*mask.shape) * mask,
+            attention_mask=mask,
+            position_ids=positions,
+            **cache_argument(model, cache),
+        )
     return cache
 
 

@@ -1,6 +1,6 @@
 """Print the oldest release that pyproject.toml admits of each dependency, as pins for pip: `make compat`.
 
-    python tests/package/oldest.py > pins.txt && pip install -c pins.txt -e ".[dev]"
+python tests/package/oldest.py > pins.txt && pip install -c pins.txt -e ".[dev]"
 """
 
 from __future__ import annotations

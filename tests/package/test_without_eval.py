@@ -22,7 +22,6 @@ sys.meta_path.insert(0, NoEval())
 
 LIBRARY = """
 import torch
-from transformers import DynamicCache
 
 import cuvee
 from cuvee.blend import Blender, Segment
@@ -33,9 +32,8 @@ text = torch.tensor(tokenizer(bundled_text("harbour")).input_ids)
 profile = cuvee.calibrate(model, split_sequences(text, 12, 128), "head", progress=False)
 profile.save("profile.safetensors")
 codec = cuvee.Codec(cuvee.Profile.load("profile.safetensors"), "balanced")
-cache = DynamicCache()
 with torch.no_grad():
-    model(input_ids=text[None, :64], past_key_values=cache)
+    cache = model(text[None, :64], use_cache=True).past_key_values
 blobs = cuvee.encode_cache(codec, cache)
 assert cuvee.decode_cache(codec, blobs, model).get_seq_length() == 64
 result = Blender(model, codec).blend([Segment([1, 2]), Segment(text[:64], blobs[0]), Segment([3])])
