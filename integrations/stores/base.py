@@ -1,14 +1,13 @@
-"""The contract of a store: bytes in, bytes out, by key. Everything else is up to each implementation.
+"""The contract of a store, which keeps blobs by key, and checks of its arguments.
 
 A key is `tenant/id`, both in lower-case hexadecimal; `cuvee.codec.identity.store_key` makes one. The tenant is part of
-the key so that all of a tenant's entries can be found and deleted without an index.
+the key so that all entries of a tenant can be found and deleted without an index.
 """
 
 from __future__ import annotations
 
 import builtins
 import errno
-import logging
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -20,40 +19,40 @@ from cuvee.integrations.stores.envelope import ExpiredError
 _KEY = re.compile(r"([0-9a-f]{1,64})/([0-9a-f]{1,128})")
 _TENANT = re.compile(r"[0-9a-f]{1,64}")
 
-# Largest blob, in bytes, that a store keeps and reads by default: the limit of Redis, and far above a usual chunk.
+# The default limit for one blob, in bytes: the limit of Redis, and far above the usual size of a chunk.
 MAX_ENTRY_BYTES = 512 << 20
 
-# Errors that are the fault of one file and not of its disk: a folder or a FIFO in its place, or its own permissions.
-ODD_ENTRY = frozenset(
+# Errors that concern one file rather than its disk: a folder or a FIFO in its place, or its permissions.
+UNUSABLE_ENTRY = frozenset(
     {errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENOTEMPTY, errno.EEXIST, errno.ELOOP, errno.ENXIO}
     | {errno.ENODEV, errno.ESTALE, errno.EFBIG}
 )
-# Errors of a file whose sectors went bad. Several such files in a row mean that the disk is failing.
+# Errors of a file with bad sectors. Several such files in a row mean that the disk is failing.
 BAD_SECTORS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG, errno.EILSEQ})
 
 
 class StoreError(CuveeError):
-    """A store could not be reached or refused the work; the message names the store and the cause."""
+    """A store could not be reached or refused an operation; the message names the store and the cause."""
 
     blames_blob = False
 
 
 @dataclass(slots=True)
 class TierCounters:
-    """What one tier has done since it was opened.
+    """The events in one tier since it was opened.
 
     Attributes:
         hits, misses: answers of `get`.
         hit_bytes: bytes of the hits.
-        puts, put_bytes: entries kept, and their bytes.
+        puts, put_bytes: entries stored, and their bytes.
         evictions: entries deleted to stay within the budget.
-        expired: entries older than their time to live; each was answered as a miss.
-        corrupt: entries that failed their checksum; each was deleted and answered as a miss.
+        expired: entries that were older than their time to live; each was a miss.
+        corrupt: entries that failed their checksum; each was deleted and was a miss.
         errors: operations that failed.
-        skipped: operations that were not tried because the store is known to be down.
-        dropped: puts that were given up: a queue was full, or an entry exceeded the budget or `max_entry`.
-        queued: puts that wait in a write-behind queue now.
-        entries, bytes: what the store holds now; None where it does not know.
+        skipped: operations that were not attempted because the store was known to be down.
+        dropped: puts that were given up because a queue was full or an entry exceeded a budget or `max_entry`.
+        queued: puts that are waiting in a write-behind queue now.
+        entries, bytes: what the store holds now; None if unknown.
     """
 
     hits: int = 0
@@ -72,7 +71,7 @@ class TierCounters:
     bytes: int | None = None
 
     def answer(self, blob: builtins.bytes | None, problem: Exception | None = None) -> None:
-        """Count the answer of a `get`: a hit, or a miss whose cause may be `problem`, a bad or expired entry."""
+        """Count the answer of a `get`: a hit, or a miss, caused by `problem` if the entry was bad or had expired."""
         if blob is None:
             self.misses += 1
         else:
@@ -87,14 +86,14 @@ class TierCounters:
 class Store(ABC):
     """Blobs by key. Safe to call from several threads.
 
-    `get`, `put`, `contains` and `delete` raise `StoreError` when the store itself fails: it cannot be reached, or its
-    disk is full. A bad entry is not a failure. It is a miss, counted as `corrupt`, and deleted. If one entry cannot be
-    read or replaced while others can, that is a miss or a put given up, counted in `errors`. Constructors do not
-    connect.
+    `get`, `put`, `contains` and `delete` raise `StoreError` when the store itself fails: for example, it cannot be
+    reached, or its disk is full. A bad entry is not a failure but a miss, which is counted as `corrupt`, and the entry
+    is deleted. If one entry cannot be read or replaced while others can, that is a miss or a put given up, and is
+    counted in `errors`. Constructors do not connect.
 
     Attributes:
-        name: the kind of tier, as metrics name it.
-        shared: whether other processes see what is put here.
+        name: the kind of tier, as in metrics.
+        shared: whether other processes see the entries.
     """
 
     name: str
@@ -102,19 +101,19 @@ class Store(ABC):
 
     @abstractmethod
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`, its checksum verified; None if it is not there."""
+        """Return the blob of `key`, its checksum verified; None if it is not there."""
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """`get` of each key. Stores that can do so ask once for all of them."""
+        """Return the blob of each key, as `get` does. Stores that can do so fetch all of them in one request."""
         return [self.get(key) for key in keys]
 
     @abstractmethod
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key`, replacing what was there, all or nothing; False if the put was given up."""
+        """Store `blob` under `key`, replacing an earlier entry, all or nothing; False if the put was given up."""
 
     @abstractmethod
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is there now. This reads no payload and counts neither hits nor misses."""
+        """Return whether each key is there now. This reads no payload and counts neither hits nor misses."""
 
     @abstractmethod
     def delete(self, key: str) -> bool:
@@ -126,12 +125,12 @@ class Store(ABC):
 
     @abstractmethod
     def counters(self) -> dict[str, TierCounters]:
-        """A snapshot by tier name."""
+        """Return a snapshot by tier name."""
 
     def overdue(self, operation: str, seconds: float) -> None:  # noqa: B027 - most stores have nothing to do
-        """Tell the store that callers gave up on calls of `operation` ("contains", say) begun `seconds` ago or earlier.
+        """Report that callers gave up on calls of `operation`, such as "contains", that began `seconds` ago or earlier.
 
-        A guard counts those calls as failures, so that later ones do not wait for the same thing. This never waits.
+        A guard counts those calls as failures, so that later calls do not hang as well. This never blocks.
         """
 
     def flush(self, timeout: float | None = None) -> bool:
@@ -139,66 +138,46 @@ class Store(ABC):
         return True
 
     def close(self) -> None:
-        """Flush, then release connections and threads. May be called again."""
+        """Flush, then release connections and threads. May be called more than once."""
         self.flush()
 
 
-class WarnOnce:
-    """Logs each kind of trouble the first time it happens. Safe to call from several threads, and after a fork.
-
-    Args:
-        log: the logger of the store's module.
-        who: what every message names first, such as "disk store /var/cache/kv".
-    """
-
-    def __init__(self, log: logging.Logger, who: str) -> None:
-        self._log, self._who = log, who
-        self._said: dict[str, object] = {}
-
-    def __call__(self, kind: str, message: str, *details: object) -> None:
-        """Log `message % details` as a warning, unless one of this `kind` was logged before."""
-        # No lock, which a forked child might inherit in a locked state: `setdefault` is atomic.
-        mine = object()
-        if self._said.setdefault(kind, mine) is mine:
-            self._log.warning("%s: " + message, self._who, *details)
-
-
 def check_max_bytes(value: int | None) -> int | None:
-    """`value`, if it is a valid budget of a store in bytes; None means no limit.
+    """Return `value` if it is a valid budget in bytes; None means no limit.
 
     Raises:
-        InputError: it is below 1.
+        InputError: `value` is below 1.
     """
     return _check_bytes("max_bytes", value)
 
 
 def check_max_entry(value: int) -> int:
-    """`value`, if it is a valid limit for the bytes of one blob.
+    """Return `value` if it is a valid limit for the bytes of one blob.
 
     Raises:
-        InputError: it is below 1.
+        InputError: `value` is below 1.
     """
     _check_bytes("max_entry", value)
     return value
 
 
 def check_max_tenant(value: int | None, budget: int | None) -> int | None:
-    """`value`, if it is a valid limit for the bytes of one tenant in a store with a `budget`; None means no limit.
+    """Return `value` if it is a valid limit for one tenant's bytes in a store with a `budget`; None means no limit.
 
     Raises:
-        InputError: it is below 1, or more than the whole budget.
+        InputError: `value` is below 1 or above the whole budget.
     """
     _check_bytes("max_tenant_bytes", value)
     if value is not None and budget is not None and value > budget:
-        raise InputError(f"max_tenant_bytes: must be at most the budget of all, {budget}, got {value}")
+        raise InputError(f"max_tenant_bytes: must be at most max_bytes, {budget}, got {value}")
     return value
 
 
 def check_ttl(value: float | None) -> float | None:
-    """`value`, if it is a valid time to live in seconds; None means forever.
+    """Return `value` if it is a valid time to live in seconds; None means forever.
 
     Raises:
-        InputError: it is not above 0.
+        InputError: `value` is not above 0.
     """
     if value is not None and not value > 0:
         raise InputError(f"ttl: must be above 0 seconds, got {value!r}")
@@ -212,7 +191,7 @@ def _check_bytes(name: str, value: int | None) -> int | None:
 
 
 def check_key(key: object) -> tuple[str, str]:
-    """The tenant and the id of a key.
+    """Return the tenant and the id of a key.
 
     Raises:
         InputError: `key` is not `tenant/id` in lower-case hexadecimal.
@@ -224,10 +203,10 @@ def check_key(key: object) -> tuple[str, str]:
 
 
 def check_tenant(tenant: object) -> str:
-    """`tenant`, if it is valid as part of a key.
+    """Return `tenant` if it is valid as part of a key.
 
     Raises:
-        InputError: it is not 1 to 64 lower-case hexadecimal digits.
+        InputError: `tenant` is not 1 to 64 lower-case hexadecimal digits.
     """
     if not isinstance(tenant, str) or _TENANT.fullmatch(tenant) is None:
         raise InputError(f"tenant: must be 1 to 64 lower-case hexadecimal digits (see tenant_id), got {tenant!r}")

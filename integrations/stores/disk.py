@@ -1,29 +1,29 @@
-"""Blobs as files in a folder that several processes may share. There is no index: the file system is the truth.
+"""Blobs as files in a folder that several processes may share. There is no index besides the file system.
 
     root/
       <tenant>/<id[:2]>/<id>   an entry: envelope and blob, complete from the moment it has this name
       .tmp-<random>            an entry that is being written; its writer holds an flock on it
       .gone-<random>/          a deleted tenant, being removed
-      .lock                    flock: shared while an entry takes its name; exclusive while a bad entry, an empty folder
-                               or a tenant is removed
+      .lock                    flock: shared while an entry is renamed into place; exclusive while a bad entry, an empty
+                               folder or a tenant is removed
       .evict                   flock: one process at a time scans and evicts
 
-**No link is followed** below the root. Every operation opens the root anew, checks who owns it and who may write to it,
-and goes on from there folder by folder (see `safe_files`). Anyone who swaps a folder for a link in between gains
-nothing. A link that already lies in the store is removed or refused; what it points to is left alone.
+**No link is followed** below the root. Every operation opens the root again, checks its owner and its mode, and
+descends from there one folder at a time (see `safe_files`). Swapping a folder for a link meanwhile gains an attacker
+nothing. A link inside the store is removed or refused; its target is never touched.
 
-The modification time of an entry says when it was last used. Its envelope says when it was written.
+The modification time of an entry is the time of its last use. Its envelope holds the time when it was written.
 
-**Odd entries.** If a folder, a FIFO or a socket lies in place of an entry, or it may not be read, or its sectors went
-bad, then that entry is a miss, counted, and logged once. Scans and sweeps go on with the rest.
+**Unusable entries.** If an entry's place is taken by a folder, a FIFO or a socket, or its permissions forbid reading,
+or its sectors are bad, the entry is a miss, which is counted, and logged once. Scans and sweeps continue with the rest.
 
-**Crashes.** An entry gets its name by `rename` once all of its bytes are written. A killed process leaves whole
-entries, and at most a temporary file. Nothing is synced, so a power failure may damage an entry; its checksum shows
-that.
+**Crashes.** `rename` gives an entry its name after all of its bytes are written. A killed process leaves complete
+entries and at most one temporary file per writing thread. Nothing is synced, so a power failure may damage an entry;
+its checksum reveals that.
 
-**Temporary files of dead writers** are not locked, because the kernel drops an flock with its process: neither reused
-process ids nor containers matter. A writer creates the file just before it locks it, so a file without a lock is only
-removed once nobody has written to it for a minute.
+**Temporary files of dead writers** are not locked, because the kernel releases an flock when its process ends. Reused
+process ids and containers therefore do not matter. A writer creates the file just before it locks it, so a file without
+a lock is removed only after a minute without a write.
 
 **Budgets** are kept by `folder_budget`.
 """
@@ -36,21 +36,18 @@ import logging
 import os
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
 
-from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.errors import CorruptError, CuveeError, InputError
+from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     BAD_SECTORS,
     MAX_ENTRY_BYTES,
-    ODD_ENTRY,
+    UNUSABLE_ENTRY,
     Store,
-    StoreError,
     TierCounters,
-    WarnOnce,
     check_key,
     check_max_bytes,
     check_max_entry,
@@ -60,7 +57,7 @@ from cuvee.integrations.stores.base import (
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, make_header, parse_header
 from cuvee.integrations.stores.folder_budget import FolderBudget
-from cuvee.integrations.stores.forks import tell_after_fork
+from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.safe_files import (
     FILE_FLAGS,
     file_lock,
@@ -77,23 +74,23 @@ from cuvee.integrations.stores.safe_files import (
 
 _log = logging.getLogger(__name__)
 
-# Seconds that have to pass before an entry's use is noted again, and so the error in the order of eviction. A note
-# costs microseconds, and one inode that Linux writes out every 30 s or so: noting less often would save few writes.
-# Budgets that turn over within 10 s, so that eviction would follow the order of writing, are a few gigabytes in RAM
-# under full load.
+# Seconds before the use of an entry is recorded again, which is also the error in the order of eviction. Recording it
+# takes microseconds, and changes one inode, which Linux writes out about every 30 s, so a longer interval would save
+# few writes. If a budget turns over within this interval, eviction follows the order of writing; that takes a budget of
+# a few gigabytes in RAM under full load.
 _TOUCH_SECONDS = 10.0
-# This many entries with bad sectors, and none read well in between, mean that the disk is failing.
+# After this many entries with bad sectors, without a successful read in between, the disk counts as failing.
 _BAD_ENTRIES = 8
 
 
 class DiskStore(Store):
-    """Blobs in a folder, which is created at the first put. Folders are made 0700 and files 0600: they hold prompts.
+    """Blobs in a folder, which the first put creates. Folders get mode 0700 and files 0600, because they hold prompts.
 
-    Processes of one user may share a folder. Each keeps to its own budget, so give all of them the same one. The file
-    system needs flock and an atomic rename, which local ones and NFSv4 have.
+    Processes of one user may share a folder. Each process applies its own budget, so give all of them the same one. The
+    file system must support flock and an atomic rename, as local file systems and NFSv4 do.
 
-    A folder is refused if it belongs to another user than us or root, or if its group or others may write to it: they
-    could swap what a model continues from. The same goes for a link to it that another user made.
+    A folder is refused if its owner is neither this user nor root, or if its group or others may write to it: they
+    could replace the caches that a model continues from. A link to the folder must not belong to another user either.
 
         >>> from tempfile import TemporaryDirectory
         >>> with TemporaryDirectory() as parent:
@@ -103,11 +100,11 @@ class DiskStore(Store):
         b'blob'
 
     Args:
-        path: the folder. Missing parent folders are created, too (0755).
-        max_bytes: budget of the files; None means no limit.
+        path: the folder. Missing parent folders are created as well (0755).
+        max_bytes: budget of all files; None means no limit.
         ttl: seconds an entry lives after it was written; None means forever.
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
-        max_tenant_bytes: budget of each tenant's files, kept by evicting its own entries; None means no limit.
+        max_tenant_bytes: budget of each tenant's files, kept by evicting the tenant's own entries; None means no limit.
 
     Raises:
         InputError: an argument is out of range, or the folder exists and is not safe to use.
@@ -130,74 +127,66 @@ class DiskStore(Store):
         self.max_entry = check_max_entry(max_entry)
         self.max_tenant_bytes = check_max_tenant(max_tenant_bytes, max_bytes)
         if not os.fspath(path):
-            raise InputError("path: must name a folder, got an empty one")
+            raise InputError("path: must name a folder, got an empty string")
         self.root = os.path.abspath(path)
-        # An unsafe folder is refused here if it exists already. Every operation checks again.
+        # An unsafe folder is refused here if it exists. Every operation checks again.
         with suppress(OSError):
             for look in (os.lstat, os.stat):
                 if problem := objection(look(self.root), self.root):
                     raise InputError(problem)
-        self._lock = threading.Lock()
-        self._counters = TierCounters()
-        self._warn = WarnOnce(_log, f"disk store {self.root}")
-        # Entries that turned out to have bad sectors since the last one that could be read.
+        self._monitor = StoreMonitor(_log, f"disk store {self.root}")
+        # Entries that had bad sectors since the last successful read.
         self._unreadable: set[str] = set()
         self._prepared = False
-        self._budget = FolderBudget(max_bytes, max_tenant_bytes, ttl, self._odd)
+        self._budget = FolderBudget(max_bytes, max_tenant_bytes, ttl, self._tolerate)
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Make new locks, and forget what the folder holds: puts that were under way belong to the parent."""
-        self._lock = threading.Lock()
+        """Forget what the folder holds, because puts in progress belong to the parent."""
         self._budget.after_fork()
 
-    # --- the protocol ---
+    # --- operations ---
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`; None if it is not there, or if it was corrupt or had expired, and is now deleted.
+        """Return the blob of `key`; None if it is not there. A corrupt or expired entry is deleted, and is a miss.
 
         Raises:
             StoreError: the store could not be read.
         """
         tenant, name = check_key(key)
-        blob = None
-        with self._errors(), suppress(FileNotFoundError), self._opened() as root, self._odd(key):
-            blob = self._read(root, tenant, name, key)
-        with self._lock:
-            self._counters.answer(blob)
-            if blob is not None:
-                self._unreadable.clear()
+        blob: bytes | None = None
+        problem: CuveeError | None = None
+        with self._errors(), suppress(FileNotFoundError), self._opened() as root, self._tolerate(key):
+            blob, problem = self._read(root, tenant, name, key)
+        self._monitor.answered(blob, key, problem)
+        if blob is not None:
+            self._unreadable.clear()
         return blob
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Write an entry; False if it is larger than the budget or `max_entry`, or if something odd holds its place.
+        """Write an entry; False if it exceeds a budget or `max_entry`, or if its place is taken by, say, a folder.
 
         Raises:
-            StoreError: it could not be written, because the disk is full, say, or the folder is missing, read-only or
-                not ours alone. What was there stays.
+            StoreError: the entry could not be written: for example, the disk is full, or the folder is missing,
+                read-only or writable by others. An earlier entry of this key stays.
         """
         tenant, name = check_key(key)
         size = HEADER_BYTES + len(blob)
-        budgets = [limit for limit in (self.max_bytes, self.max_tenant_bytes) if limit is not None]
-        if len(blob) > self.max_entry or any(size > limit for limit in budgets):
-            with self._lock:
-                self._counters.dropped += 1
-            if len(blob) > self.max_entry:
-                limit = f"{len(blob)} bytes, max_entry_mb allows {self.max_entry}"
-                self._warn("large", "drops entries that are too large; the first has %s", limit)
+        limits = (HEADER_BYTES + self.max_entry, self.max_bytes, self.max_tenant_bytes)
+        limit = min(limit for limit in limits if limit is not None)
+        if size > limit:
+            self._monitor.too_large(len(blob), limit - HEADER_BYTES)
             return False
-        with self._errors(), self._opened(create=True) as root, self._budget.reserve(root, tenant, size) as books:
+        with self._errors(), self._opened(create=True) as root, self._budget.reserve(root, tenant, size) as tallies:
             written = self._write(root, tenant, name, make_header(key, blob, time.time()), blob)
         if not written:
             return False
-        self._budget.wrote(books)
-        with self._lock:
-            self._counters.puts += 1
-            self._counters.put_bytes += len(blob)
+        self._budget.wrote(tallies)
+        self._monitor.stored(blob)
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key has a file now. With a `ttl`, this also reads its header: it must not have expired."""
+        """Return whether each key has a file now. With a `ttl`, its header is read, and an expired entry is absent."""
         wanted = [check_key(key) for key in keys]
         there = [False] * len(wanted)
         with self._errors(), suppress(FileNotFoundError), self._opened() as root, ExitStack() as tenants:
@@ -205,10 +194,10 @@ class DiskStore(Store):
             for at, (tenant, name) in enumerate(wanted):
                 if tenant not in folders:
                     folders[tenant] = None
-                    with self._odd(tenant):
+                    with self._tolerate(tenant):
                         folders[tenant] = tenants.enter_context(open_folder(root, tenant))
                 if (folder := folders[tenant]) is not None:
-                    with self._odd(f"{tenant}/{name}"):
+                    with self._tolerate(f"{tenant}/{name}"):
                         there[at] = self._present(folder, name)
         return there
 
@@ -219,7 +208,7 @@ class DiskStore(Store):
             self._errors(),
             suppress(FileNotFoundError),
             self._opened() as root,
-            self._odd(key),
+            self._tolerate(key),
             open_folder(root, tenant) as folder,
             open_folder(folder, name[:2]) as shard,
         ):
@@ -227,39 +216,38 @@ class DiskStore(Store):
         return False
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant. Readers stop seeing them at once. What is put meanwhile stays.
+        """Delete every entry of a tenant, all at once for readers. Entries that are put meanwhile stay.
 
         Raises:
-            StoreError: some are left; the others are gone.
+            StoreError: some entries could not be deleted; the others are gone.
         """
         folder, gone = check_tenant(tenant), ".gone-" + secrets.token_hex(8)
         with self._errors(), suppress(FileNotFoundError), self._opened() as root:
-            # The lock keeps entries from taking their names meanwhile, so none lands in the folder that is going.
+            # The lock prevents renames into place, so that no entry ends up in the folder that is being removed.
             with file_lock(root, ".lock"):
                 os.rename(folder, gone, src_dir_fd=root, dst_dir_fd=root)
             return remove_tree(gone, root)
         return 0
 
     def counters(self) -> dict[str, TierCounters]:
-        """A snapshot. `entries` and `bytes` are those of the last scan plus this process's puts since; see `held`."""
-        entries, held = self._budget.held() or (None, None)
-        with self._lock:
-            own = replace(self._counters, entries=entries, bytes=held)
-        own.evictions, own.expired = own.evictions + self._budget.evictions, own.expired + self._budget.expired
-        return {self.name: own}
+        """Return a snapshot. `entries` and `bytes` are those of the last scan plus the puts of this process since."""
+        snapshot = self._monitor.snapshot(*(self._budget.held() or (None, None)))
+        snapshot.evictions += self._budget.evictions
+        snapshot.expired += self._budget.expired
+        return {self.name: snapshot}
 
     # --- files ---
 
     @contextmanager
     def _opened(self, *, create: bool = False) -> Iterator[int]:
-        """A descriptor of the root, which was found safe to use.
+        """Open the root, check that it is safe to use, and yield its descriptor.
 
         Args:
-            create: make the root if it is missing. The first time, also remove what dead processes left in it.
+            create: create the root if it is missing. The first time, also remove leftovers of dead processes.
 
         Raises:
-            FileNotFoundError: it does not exist.
-            PermissionError: it is not ours alone; the message says what to do.
+            FileNotFoundError: the root does not exist.
+            PermissionError: others can write to the root; the message says what to do.
         """
         prepare = create and not self._prepared
         if prepare:
@@ -275,7 +263,8 @@ class DiskStore(Store):
         finally:
             os.close(root)
 
-    def _read(self, root: int, tenant: str, name: str, key: str) -> bytes | None:
+    def _read(self, root: int, tenant: str, name: str, key: str) -> tuple[bytes | None, CuveeError | None]:
+        """Return the blob of an entry, or None and why the entry is bad. A bad entry is deleted."""
         with open_folder(root, tenant) as folder, open_folder(folder, name[:2]) as shard:
             file, info = open_file(name, os.O_RDONLY, shard)
             try:
@@ -284,18 +273,17 @@ class DiskStore(Store):
                 try:
                     header = parse_header(os.read(file, HEADER_BYTES))
                     header.verify(key, self.ttl)
-                    # Checked before the length is trusted, because it decides how much memory is taken.
+                    # Checked before memory of this length is allocated.
                     if info.st_size != HEADER_BYTES + header.length:
-                        raise CorruptError(
-                            f"entry: {info.st_size} bytes, its header says {HEADER_BYTES + header.length}"
-                        )
+                        stated = HEADER_BYTES + header.length
+                        raise CorruptError(f"entry: must have {stated} bytes, as its header says, got {info.st_size}")
                     blob = read_exactly(file, header.length)
                     header.verify_payload(blob)
                 except (CorruptError, ExpiredError) as error:
-                    self._discard(root, shard, key, info, error)
-                    return None
+                    self._discard(root, shard, name, info)
+                    return None, error
                 self._touch(file, info)
-                return blob
+                return blob, None
             finally:
                 os.close(file)
 
@@ -305,39 +293,31 @@ class DiskStore(Store):
         try:
             os.utime(file)
         except OSError as error:
-            self._warn("touch", "cannot note the use of entries; they will be evicted as if unused: %s", error)
+            self._monitor.not_touched(error)
 
-    def _discard(self, root: int, shard: int, key: str, info: os.stat_result, error: Exception) -> None:
-        """Delete a bad entry: the inode in `info`. The caller holds it open, so no other file can have that inode."""
-        with self._lock:
-            if isinstance(error, ExpiredError):
-                self._counters.expired += 1
-            else:
-                self._counters.corrupt += 1
-        if isinstance(error, CorruptError):
-            self._warn("corrupt", "deletes bad entries and counts them as misses; the first: %s: %s", key, error)
-        name = check_key(key)[1]
+    def _discard(self, root: int, shard: int, name: str, info: os.stat_result) -> None:
+        """Delete a bad entry, the inode in `info`. The caller holds it open, so no other file can have that inode."""
         try:
-            # No entry takes a name while the lock is held, so a good one that just replaced the bad one is left alone.
+            # No entry is renamed into place while the lock is held, so a good entry that replaced the bad one is kept.
             with file_lock(root, ".lock"), suppress(FileNotFoundError):
                 now = os.stat(name, dir_fd=shard, follow_symlinks=False)
                 if (now.st_dev, now.st_ino) == (info.st_dev, info.st_ino):
                     os.unlink(name, dir_fd=shard)
         except OSError as failure:
-            self._warn("discard", "cannot delete a bad entry; it stays a miss: %s", failure)
+            self._monitor.not_deleted(failure)
 
     def _write(self, root: int, tenant: str, name: str, header: bytes, blob: bytes) -> bool:
-        """Write an entry; return whether it could take its place, which something odd may hold."""
+        """Write an entry; return False if its place is taken by, say, a folder."""
         temporary, written = ".tmp-" + secrets.token_hex(8), False
         file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600, dir_fd=root)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             write_all(file, header)
             write_all(file, blob)
-            # The lock is taken before the folders are opened or made, so no scan removes them before the entry arrives.
+            # The lock is taken before the folders are opened or created, so that no scan removes them meanwhile.
             with (
                 file_lock(root, ".lock", shared=True),
-                self._odd(f"{tenant}/{name}", writing=True),
+                self._tolerate(f"{tenant}/{name}", writing=True),
                 open_folder(root, tenant, create=True) as folder,
                 open_folder(folder, name[:2], create=True) as shard,
             ):
@@ -353,7 +333,7 @@ class DiskStore(Store):
             os.close(file)
 
     def _present(self, folder: int, name: str) -> bool:
-        """Whether the tenant of `folder` has an entry of this name."""
+        """Return whether the tenant of `folder` has an entry of this name."""
         try:
             with open_folder(folder, name[:2]) as shard:
                 if self.ttl is None:
@@ -363,7 +343,7 @@ class DiskStore(Store):
         except FileNotFoundError:
             return False
         try:
-            # An entry that is too large counts as absent, so that a smaller one may take its place.
+            # An entry that is too large counts as absent, so that a smaller one can replace it.
             small = info.st_size - HEADER_BYTES <= self.max_entry
             return small and not parse_header(os.read(file, HEADER_BYTES)).expired(self.ttl)
         except CorruptError:
@@ -374,42 +354,38 @@ class DiskStore(Store):
     # --- errors ---
 
     @contextmanager
-    def _odd(self, entry: str, *, writing: bool = False) -> Iterator[list[OSError]]:
-        """Tolerate errors that are the fault of one entry or of its folder, also that it is missing.
+    def _tolerate(self, entry: str, *, writing: bool = False) -> Iterator[list[OSError]]:
+        """Tolerate and count errors that concern only one entry or its folder. A missing one is no error.
 
         Yields:
-            A list, which afterwards holds the error if there was one that counts.
+            A list, which holds the error afterwards if one was counted.
 
         Raises:
-            OSError: the error is the fault of the store.
+            OSError: the error concerns the whole store.
         """
         errors: list[OSError] = []
         try:
             yield errors
         except FileNotFoundError:
-            # We just made the folder, and it is gone: somebody is removing the store.
+            # The folder was just created and is gone: the store is being removed.
             if writing:
                 raise
         except OSError as error:
             bad = error.errno in BAD_SECTORS and not writing
-            if error.errno not in ODD_ENTRY and not bad:
+            if error.errno not in UNUSABLE_ENTRY and not bad:
                 raise
             errors.append(error)
-            with self._lock:
-                if bad:
-                    self._unreadable.add(entry)
-                    if len(self._unreadable) >= _BAD_ENTRIES:
-                        raise
-                self._counters.errors += 1
-            self._warn("odd", "cannot use an entry; it is a miss, as others like it will be: %s: %s", entry, error)
+            if bad:
+                self._unreadable.add(entry)
+                if len(self._unreadable) >= _BAD_ENTRIES:
+                    raise
+            self._monitor.unusable(entry, error)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            with self._lock:
-                self._counters.errors += 1
-                # The folder may have been removed; if so, the next put makes it again.
-                self._prepared = False
-            raise StoreError(f"disk store {self.root}: {error}") from error
+            # The folder may have been removed; if so, the next put creates it again.
+            self._prepared = False
+            raise self._monitor.failure(error, with_type=False) from error

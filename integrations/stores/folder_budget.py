@@ -1,11 +1,11 @@
-"""What a folder of entries may hold: its budget, the budgets of tenants, and the time to live of entries.
+"""Limits on a folder of entries: its budget, the budgets of tenants, and the time to live of entries.
 
-The budget counts file sizes. A process knows what its last scan found and what it has written since. Before a put it
-scans the folder if the put would exceed the budget, or if it has written 2 % of the budget since its last scan, and
-evicts down to 95 %. One process alone keeps within the budget. Each further process may add 2 %, or the entries it is
-writing if they are larger.
+The budget counts file sizes. A process knows the result of its last scan and what it has written since. Before a put,
+it scans the folder if the put would exceed the budget, or if it has written 2 % of the budget since its last scan, and
+evicts down to 95 %. A single process stays within the budget. Each further process may exceed it by 2 %, or by the
+entries that it is writing if they are larger.
 
-The budget of a tenant is kept in the same way, by scans of the tenant's folder alone, and by evicting the tenant's own
+The budget of a tenant is kept in the same way, by scanning only the tenant's folder and evicting only the tenant's
 entries.
 """
 
@@ -29,26 +29,26 @@ from cuvee.integrations.stores.safe_files import (
     unlink_same,
 )
 
-# A scan is due once this share of the budget was written since the last one; eviction stops at the other share.
+# A scan is due after this share of the budget was written since the last scan. Eviction stops at the other share.
 _RESCAN = 0.02
 _KEEP = 0.95
-# Seconds after which a temporary file that nobody has locked is taken for a dead writer's.
+# Seconds after which an unlocked temporary file counts as left by a dead writer.
 STALE_SECONDS = 60.0
 _HEX = frozenset("0123456789abcdef")
 
-# An entry as a scan found it: when it was last used (ns), its bytes, its tenant and its name.
-_Seen = tuple[int, int, str, str]
+# An entry in a scan: the time of its last use (ns), its bytes, its tenant and its name.
+_Scanned = tuple[int, int, str, str]
 
 
 @dataclass(slots=True)
-class _Book:
-    """What one process knows about the bytes of all entries, or of one tenant's.
+class _Tally:
+    """One process's knowledge of the bytes of all entries, or of one tenant's entries.
 
     Attributes:
-        begun, ended: bytes of the puts that have begun, and of those that have ended, since the store was opened.
-        base: `base + begun` is what the folder holds, as far as this process knows; None before the first scan.
+        begun, ended: bytes of the puts that have begun and of the puts that have ended, since the store was opened.
+        base: the folder holds `base + begun` bytes, as far as this process knows; None before the first scan.
         scanned_at: the value of `ended` at the last scan.
-        entries: how many the last scan found, plus the puts since.
+        entries: how many entries the last scan found, plus the puts since.
     """
 
     begun: int = 0
@@ -58,19 +58,19 @@ class _Book:
     entries: int = 0
 
     def due(self, limit: int) -> bool:
-        """Whether a put that has begun must scan first, and perhaps make room."""
+        """Return whether a put that has begun must scan first, and perhaps make room."""
         return self.base is None or self.base + self.begun > limit or self.begun - self.scanned_at > _RESCAN * limit
 
-    def saw(self, entries: Sequence[_Seen], ended: int) -> None:
+    def update(self, entries: Sequence[_Scanned], ended: int) -> None:
         """Take over the result of a scan that began when `ended` bytes had been put."""
-        # Puts that ended before the scan are in its sum. Later ones may be counted twice, until the next scan.
+        # The scan counts puts that ended before it. Later puts may be counted twice until the next scan.
         self.base = sum(size for _, size, _, _ in entries) - ended
         self.scanned_at = ended
         self.entries = len(entries)
 
 
 class FolderBudget:
-    """Keeps a folder of entries within its budget, together with other processes. Safe to call from several threads.
+    """Keeps a folder, which other processes may share, within its budget. Safe to call from several threads.
 
     Every method takes `root`, the descriptor of the open folder.
 
@@ -78,7 +78,8 @@ class FolderBudget:
         max_bytes: budget of the files; None means no limit.
         max_tenant_bytes: budget of each tenant's files; None means no limit.
         ttl: seconds an entry lives after it was written; None means forever.
-        odd: `odd(entry)` is a context that tolerates and counts what is the fault of one entry; see `DiskStore`.
+        tolerate: `tolerate(entry)` is a context that tolerates and counts errors that concern only that entry; see
+            `DiskStore`.
 
     Attributes:
         evictions: entries deleted to stay within a budget.
@@ -90,67 +91,67 @@ class FolderBudget:
         max_bytes: int | None,
         max_tenant_bytes: int | None,
         ttl: float | None,
-        odd: Callable[[str], AbstractContextManager[list[OSError]]],
+        tolerate: Callable[[str], AbstractContextManager[list[OSError]]],
     ) -> None:
         self.max_bytes = max_bytes
         self.max_tenant_bytes = max_tenant_bytes
         self.ttl = ttl
-        self._odd = odd
+        self._tolerate = tolerate
         self.evictions = self.expired = 0
-        self._scan_time = 0.0  # when the last scan of everything ended
+        self._scan_time = 0.0  # when the last full scan ended
         self.after_fork()
 
     def after_fork(self) -> None:
-        """Forget what the folder holds: the puts that were under way belong to the parent."""
+        """Forget what the folder holds, because puts in progress belong to the parent."""
         self._lock = threading.Lock()
-        self._book = _Book()
-        # Books of the tenants that have put something, until a scan finds nothing of theirs.
-        self._tenants: dict[str, _Book] = {}
+        self._tally = _Tally()
+        # Tallies of the tenants that have put entries, until a scan finds none of their entries.
+        self._tenants: dict[str, _Tally] = {}
 
     @contextmanager
-    def reserve(self, root: int, tenant: str, size: int) -> Iterator[list[_Book]]:
-        """Make room for an entry of `size` bytes, which is then written.
+    def reserve(self, root: int, tenant: str, size: int) -> Iterator[list[_Tally]]:
+        """Make room for an entry of `size` bytes, which the body of the `with` statement writes.
 
         Yields:
-            The books to pass to `wrote` if the entry took its place.
+            The tallies to pass to `wrote` if the entry was written.
 
         Raises:
-            OSError: entries that have to go cannot be deleted.
+            OSError: too few entries could be deleted to make room.
         """
         with self._lock:
-            books = [self._book]
+            tallies = [self._tally]
             if self.max_tenant_bytes is not None:
-                books.append(self._tenants.setdefault(tenant, _Book()))
-            for book in books:
-                book.begun += size
+                tallies.append(self._tenants.setdefault(tenant, _Tally()))
+            for tally in tallies:
+                tally.begun += size
         try:
             self._make_room(root, tenant)
-            yield books
+            yield tallies
         finally:
             with self._lock:
-                for book in books:
-                    book.ended += size
+                for tally in tallies:
+                    tally.ended += size
 
-    def wrote(self, books: Sequence[_Book]) -> None:
-        """Count an entry that took its place."""
+    def wrote(self, tallies: Sequence[_Tally]) -> None:
+        """Count an entry that was written."""
         with self._lock:
-            for book in books:
-                book.entries += 1
+            for tally in tallies:
+                tally.entries += 1
 
     def held(self) -> tuple[int, int] | None:
-        """Entries and bytes: those of the last scan, plus what this process has put since; None before any scan."""
+        """Return entries and bytes of the last scan plus the puts of this process since; None before the first scan."""
         with self._lock:
-            book = self._book
-            return None if book.base is None else (book.entries, book.base + book.begun)
+            tally = self._tally
+            return None if tally.base is None else (tally.entries, tally.base + tally.begun)
 
     def sweep(self, root: int) -> None:
-        """Remove temporary files of dead writers, and what is left of deleted tenants."""
+        """Remove temporary files of dead writers and the rest of deleted tenants."""
         for entry in list_folder(root):
             if entry.name.startswith(".gone-"):
-                with self._odd(entry.name):
+                with self._tolerate(entry.name):
                     remove_tree(entry.name, root)
             elif entry.name.startswith(".tmp-"):
-                with self._odd(entry.name), suppress(BlockingIOError):
+                with self._tolerate(entry.name), suppress(BlockingIOError):
                     info = entry.stat(follow_symlinks=False)
                     if not stat.S_ISREG(info.st_mode) or abs(time.time() - info.st_mtime) < STALE_SECONDS:
                         continue
@@ -162,63 +163,63 @@ class FolderBudget:
                         os.close(file)
 
     def scan(self, root: int, only: str | None = None) -> None:
-        """Count the entries of all tenants, or `only` of one, and delete those that expired or exceed a budget."""
+        """Count the entries of all tenants, or `only` of one, and delete entries that expired or exceed a budget."""
         with self._lock:
-            ended = self._book.ended
-            tenants_ended = {tenant: book.ended for tenant, book in self._tenants.items()}
+            ended = self._tally.ended
+            tenants_ended = {tenant: tally.ended for tenant, tally in self._tenants.items()}
         if only is None:
             self.sweep(root)
         oldest = None if self.ttl is None else time.time() - self.ttl
-        found: dict[str, list[_Seen]] = {}
+        found: dict[str, list[_Scanned]] = {}
         gone = expired = 0
-        for tenant, shard, entries in self._shards(root, only):
-            for entry in entries:
-                with self._odd(f"{tenant}/{entry.name}"):
-                    info = entry.stat(follow_symlinks=False)
+        for tenant, shard, files in self._shards(root, only):
+            for file in files:
+                with self._tolerate(f"{tenant}/{file.name}"):
+                    info = file.stat(follow_symlinks=False)
                     if not stat.S_ISREG(info.st_mode):
                         continue
-                    # An entry is never used before it is written, so this one was written before `oldest`, too.
+                    # An entry is never used before it is written, so this one was also written before `oldest`.
                     if (
                         oldest is not None
                         and info.st_mtime < oldest
-                        and unlink_same(entry.name, info.st_mtime_ns, shard)
+                        and unlink_same(file.name, info.st_mtime_ns, shard)
                     ):
                         expired += 1
                         gone += info.st_size
                         continue
-                    found.setdefault(tenant, []).append((info.st_mtime_ns, info.st_size, tenant, entry.name))
+                    found.setdefault(tenant, []).append((info.st_mtime_ns, info.st_size, tenant, file.name))
         with self._lock:
-            under_way = self._book.begun - ended
-            tenants_under_way = {
-                tenant: book.begun - tenants_ended.get(tenant, 0) for tenant, book in self._tenants.items()
+            in_progress = self._tally.begun - ended
+            tenants_in_progress = {
+                tenant: tally.begun - tenants_ended.get(tenant, 0) for tenant, tally in self._tenants.items()
             }
         before = sum(map(len, found.values()))
         stuck: OSError | None = None
-        for tenant, own in found.items():
+        for tenant, entries in found.items():
             if self.max_tenant_bytes is not None:
-                freed, failure = self._evict(root, own, tenants_under_way.get(tenant, 0), self.max_tenant_bytes)
+                freed, failure = self._evict(root, entries, tenants_in_progress.get(tenant, 0), self.max_tenant_bytes)
                 gone, stuck = gone + freed, failure or stuck
-        rest = [seen for own in found.values() for seen in own]
+        rest = [entry for entries in found.values() for entry in entries]
         if only is None and self.max_bytes is not None:
-            _, failure = self._evict(root, rest, under_way, self.max_bytes)
+            _, failure = self._evict(root, rest, in_progress, self.max_bytes)
             stuck = failure or stuck
         with self._lock:
             self.expired += expired
             if only is None:
-                self._book.saw(rest, ended)
+                self._tally.update(rest, ended)
                 self._scan_time = time.monotonic()
-            elif self._book.base is not None:
-                self._book.base -= gone
-                self._book.entries -= before - len(rest) + expired
-            left: dict[str, list[_Seen]] = {}
-            for seen in rest:
-                left.setdefault(seen[2], []).append(seen)
+            elif self._tally.base is not None:
+                self._tally.base -= gone
+                self._tally.entries -= before - len(rest) + expired
+            left: dict[str, list[_Scanned]] = {}
+            for entry in rest:
+                left.setdefault(entry[2], []).append(entry)
             for tenant in list(self._tenants) if only is None else [only]:
-                book = self._tenants[tenant]
-                if only is None and tenant not in left and book.begun == book.ended:
+                tally = self._tenants[tenant]
+                if only is None and tenant not in left and tally.begun == tally.ended:
                     del self._tenants[tenant]
                 else:
-                    book.saw(left.get(tenant, []), tenants_ended.get(tenant, 0))
+                    tally.update(left.get(tenant, []), tenants_ended.get(tenant, 0))
         if stuck is not None:
             raise stuck
 
@@ -226,12 +227,12 @@ class FolderBudget:
         with self._lock:
             if self.max_bytes is None and self.ttl is None:
                 return False
-            if self._book.base is None:
+            if self._tally.base is None:
                 return True
-            # Entries that nobody asks for have to expire, too.
+            # Entries that are never requested must expire as well.
             if self.ttl is not None and time.monotonic() - self._scan_time > max(60.0, self.ttl / 10):
                 return True
-            return self.max_bytes is not None and self._book.due(self.max_bytes)
+            return self.max_bytes is not None and self._tally.due(self.max_bytes)
 
     def _tenant_due(self, tenant: str) -> bool:
         with self._lock:
@@ -240,27 +241,27 @@ class FolderBudget:
     def _make_room(self, root: int, tenant: str) -> None:
         if not self._due() and not self._tenant_due(tenant):
             return
-        # This also waits for the scan of another process: otherwise a put would go uncounted for as long.
+        # This also waits for the scan of another process, during which this put would not be counted.
         with file_lock(root, ".evict"):
-            # Another thread may have scanned meanwhile. The tenant goes first, at its own expense and not at others'.
+            # Another thread may have scanned meanwhile. The tenant's own entries are evicted before those of others.
             if self._tenant_due(tenant):
                 self.scan(root, tenant)
             if self._due():
                 self.scan(root)
 
-    def _evict(self, root: int, entries: list[_Seen], under_way: int, limit: int) -> tuple[int, OSError | None]:
-        """Delete what was used longest ago, and take it off `entries`, until there is room below `limit`.
+    def _evict(self, root: int, entries: list[_Scanned], in_progress: int, limit: int) -> tuple[int, OSError | None]:
+        """Delete the least recently used entries, and remove them from `entries`, until there is room below `limit`.
 
         Returns:
-            The bytes that are gone. Then, if some entries could not be deleted and the others were not enough, the
-            reason: nothing more may be written.
+            The bytes deleted; and the error if some entries could not be deleted and the others did not make enough
+            room, in which case nothing more may be written.
         """
         held = sum(size for _, size, _, _ in entries)
-        total = held + under_way
+        total = held + in_progress
         if total <= limit:
             return 0, None
         entries.sort()
-        kept: list[_Seen] = []
+        kept: list[_Scanned] = []
         evicted = 0
         stuck: OSError | None = None
         for at, (used, size, tenant, name) in enumerate(entries):
@@ -269,7 +270,7 @@ class FolderBudget:
                 break
             deleted = None
             with (
-                self._odd(f"{tenant}/{name}") as odd,
+                self._tolerate(f"{tenant}/{name}") as odd,
                 open_folder(root, tenant) as folder,
                 open_folder(folder, name[:2]) as shard,
             ):
@@ -283,22 +284,22 @@ class FolderBudget:
         entries[:] = kept
         with self._lock:
             self.evictions += evicted
-        return held + under_way - total, stuck if total > limit else None
+        return held + in_progress - total, stuck if total > limit else None
 
     def _shards(self, root: int, only: str | None) -> Iterator[tuple[str, int, list[os.DirEntry[str]]]]:
-        """Entries by tenant and open folder. Skips whatever else is kept there, and removes empty folders."""
+        """Yield entries by tenant and open folder. Other files are skipped, and empty folders removed."""
         folders = (
             [entry.name for entry in list_folder(root) if entry.is_dir(follow_symlinks=False)] if not only else [only]
         )
         for tenant in folders:
             if not _is_hex(tenant, 64):
                 continue
-            with self._odd(tenant), open_folder(root, tenant) as folder:
+            with self._tolerate(tenant), open_folder(root, tenant) as folder:
                 shards = list_folder(folder)
                 for shard in shards:
                     if not _is_hex(shard.name, 2) or not shard.is_dir(follow_symlinks=False):
                         continue
-                    with self._odd(f"{tenant}/{shard.name}"), open_folder(folder, shard.name) as opened:
+                    with self._tolerate(f"{tenant}/{shard.name}"), open_folder(folder, shard.name) as opened:
                         files = list_folder(opened)
                         named = [file for file in files if _is_hex(file.name, 128) and file.name[:2] == shard.name]
                         yield tenant, opened, named
@@ -309,8 +310,8 @@ class FolderBudget:
 
 
 def _remove_empty(root: int, name: str, parent: int) -> None:
-    # The lock keeps this from happening between the creation of a folder and its first entry. The folder stays if it
-    # is no longer empty, or if somebody holds the lock.
+    # The lock prevents this between the creation of a folder and its first entry. The folder stays if it is no longer
+    # empty, or if the lock is held.
     with suppress(OSError), file_lock(root, ".lock", wait=0):
         os.rmdir(name, dir_fd=parent)
 

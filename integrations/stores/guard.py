@@ -1,13 +1,13 @@
-"""A guard for code that must not fail in front of a store that may: failures become misses, outages cost little.
+"""A guard between a store that may fail and code that must not: failures become misses, and outages cost little.
 
                failure                     backoff over
     closed ───────────────▶ open: misses ────────────────▶ one probe ── success ──▶ closed
                              ▲                                │
                              └─── failure: backoff doubles ───┘
 
-Reading and writing each have a circuit breaker of this kind (M. Nygard, *Release It!*, ch. 5), because a full disk or
-read-only credentials must not cost the hits. The first failure also holds up the other direction, for the first
-backoff: most outages hit both, and a store that is gone may take a whole timeout to show it.
+Reading and writing have separate circuit breakers (M. Nygard, *Release It!*, ch. 5), so that a full disk or read-only
+credentials do not cost the hits. The first failure also opens the other circuit for the first backoff, because most
+outages affect both directions, and each operation on a store that is gone may take a whole timeout.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters
-from cuvee.integrations.stores.forks import tell_after_fork
 
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -29,14 +29,14 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class _Circuit:
-    """One direction: reading or writing.
+    """The circuit breaker of one direction: reading or writing.
 
     Attributes:
         retry_at: when the next probe may start, on the guard's clock; None while the circuit is closed.
-        failed: whether its own operations fail. If not, it is only held up because the other direction failed.
+        failed: whether an operation in this direction failed. False if the circuit is open because of the other one.
         backoff: seconds from the last failure to the next probe.
-        probing: whether a probe is under way.
-        outages: how often it has opened. This exposes late answers of operations that began before an outage.
+        probing: whether a probe is running.
+        outages: how often the circuit has opened, by which late results from before an outage are recognized.
     """
 
     retry_at: float | None = None
@@ -55,15 +55,15 @@ class _Circuit:
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """An operation under way.
+    """A running operation.
 
     Attributes:
-        operation: its name.
-        circuit: the circuit that let it through.
-        began: when it began, on the guard's clock.
-        probe: whether it is the probe of an open circuit.
-        outages: how often the circuit had opened by then.
-        given_up: whether it was counted as a failure before it ended.
+        operation: the name of the operation.
+        circuit: the circuit of its direction.
+        began: when the operation began, on the guard's clock.
+        probe: whether the operation is the probe of an open circuit.
+        outages: how often the circuit had opened when the operation began.
+        given_up: whether the operation was counted as a failure before it ended.
     """
 
     operation: str
@@ -78,16 +78,16 @@ class _Call:
 
 
 class GuardedStore(Store):
-    """Delegates to `store`, and answers its failures as a miss or as "not kept", counted as `errors` of its tier.
+    """Delegates to `store`, and turns its failures into misses or refused puts, counted as `errors` of its tier.
 
-    A store counts each `StoreError` that it raises; the guard counts any other exception that comes out of it. After a
-    failure, operations are answered at once and counted as `skipped` until the backoff is over. Then one of them, in
-    its own thread, finds out whether the store is back. An outage is logged when it begins and when it ends. An
-    `InputError` is the caller's fault, and is raised. No lock is held while the store works.
+    A store counts each `StoreError` that it raises; the guard counts all other exceptions. After a failure, operations
+    return at once and are counted as `skipped` until the backoff is over. Then one operation, in its caller's thread,
+    probes whether the store works again. An outage is logged when it begins and when it ends. An `InputError` is the
+    caller's fault and is raised. No lock is held while the store works.
 
-    **The guard does not end an operation that hangs.** Timeouts are up to the store. A file system that hangs (NFS)
-    hangs its callers, until someone who waits for them says so with `overdue`, which counts as a failure like any
-    other. From then on it hangs at most one probe in each direction.
+    **The guard does not end an operation that hangs.** Timeouts are the store's task. A file system that hangs (NFS)
+    hangs its callers until a waiting thread reports them by `overdue`, which counts as a failure. After that, at most
+    one probe in each direction hangs.
 
     Args:
         store: the store to guard.
@@ -122,28 +122,28 @@ class GuardedStore(Store):
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forget the calls under way: their threads exist only in the parent."""
+        """Forget the running calls, because their threads exist only in the parent."""
         self._lock = threading.Lock()
         self._calls = set()
         self._reads.probing = self._writes.probing = False
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`; None if it is not there or the store fails."""
+        """Return the blob of `key`; None if it is not there or the store fails."""
         return self._run("get", self._reads, lambda: self._store.get(key), None)
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """`get` of each key; all None if the store fails."""
-        # An empty list needs no store. As a probe it would prove nothing.
+        """Return the blob of each key; all None if the store fails."""
+        # An empty list needs no store, and would prove nothing as a probe.
         none: list[bytes | None] = [None] * len(keys)
         return self._run("get_many", self._reads, lambda: self._store.get_many(keys), none) if keys else []
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key`; False if it was given up or the store fails."""
-        # A store may say False without asking its server, to a blob larger than the budget, say. That proves nothing.
+        """Store `blob` under `key`; False if the put was given up or the store fails."""
+        # False proves nothing: a store answers it for a blob that exceeds the budget without asking its server.
         return self._run("put", self._writes, lambda: self._store.put(key, blob), False, proves=bool)
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is there; all False if the store fails."""
+        """Return whether each key is there; all False if the store fails."""
         none = [False] * len(keys)
         return self._run("contains", self._reads, lambda: self._store.contains(keys), none) if keys else []
 
@@ -152,10 +152,10 @@ class GuardedStore(Store):
         return self._run("delete", self._writes, lambda: self._store.delete(key), False)
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant. This is an administrative act: it is always tried, and failures are raised.
+        """Delete every entry of a tenant. Even during an outage this is attempted, and failures are raised.
 
         Raises:
-            StoreError: the store failed; entries may be left.
+            StoreError: the store failed; some entries may remain.
         """
         try:
             return self._store.delete_tenant(tenant)
@@ -166,7 +166,7 @@ class GuardedStore(Store):
             raise
 
     def counters(self) -> dict[str, TierCounters]:
-        """The counters of the store, with the `errors` and `skipped` of this guard added to its tier."""
+        """Return the counters of the store, with `errors` and `skipped` of this guard added to its tier."""
         counters = self._store.counters()
         tier = counters.setdefault(self.name, TierCounters())
         with self._lock:
@@ -175,7 +175,7 @@ class GuardedStore(Store):
         return counters
 
     def overdue(self, operation: str, seconds: float) -> None:
-        """Count as failed, once each, the calls of `operation` that began `seconds` ago or earlier and still run."""
+        """Count the calls of `operation` that began `seconds` ago or earlier and still run as failed, once each."""
         with self._lock:
             now = self._clock()
             late = [call for call in self._calls if call.operation == operation and now - call.began >= seconds]
@@ -187,7 +187,7 @@ class GuardedStore(Store):
         self._store.overdue(operation, seconds)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait for what the store itself has queued; False if that fails."""
+        """Flush the store; False if that fails."""
         try:
             return self._store.flush(timeout)
         except Exception as error:
@@ -196,7 +196,7 @@ class GuardedStore(Store):
             return False
 
     def close(self) -> None:
-        """Close the store. A failure is counted and logged, but not raised: the caller could do nothing about it."""
+        """Close the store. A failure is counted and logged but not raised, because the caller could not handle it."""
         try:
             self._store.close()
         except Exception as error:
@@ -211,7 +211,7 @@ class GuardedStore(Store):
         otherwise: _T,
         proves: Callable[[_T], bool] = lambda _: True,
     ) -> _T:
-        """`work()`, or `otherwise` if it fails or is not tried. `proves` tells if an answer shows a working store."""
+        """Return `work()`, or `otherwise` if it fails or is skipped. `proves`: whether a result shows it works."""
         with self._lock:
             now, probe = self._clock(), circuit.retry_at is not None
             if circuit.retry_at is not None:
@@ -235,7 +235,7 @@ class GuardedStore(Store):
                 self._fail(call, error)
             return otherwise
         finally:
-            # InputError and KeyboardInterrupt show nothing about the store, so the next operation is a probe again.
+            # InputError and KeyboardInterrupt say nothing about the store, so the next operation probes again.
             with self._lock:
                 self._calls.discard(call)
                 if call.probe:
@@ -245,8 +245,8 @@ class GuardedStore(Store):
         self._count(error)
         circuit = call.circuit
         with self._lock:
-            # When many operations are under way at once, the first failure opens the circuit. The others add nothing,
-            # and neither does one that ends only after the outage it belongs to.
+            # If many operations run at once, the first failure opens the circuit. The other failures change nothing,
+            # and neither does a failure that ends after the outage to which it belongs.
             if not call.probe and circuit.outages != call.outages:
                 return
             report = circuit.retry_at is None
@@ -259,8 +259,8 @@ class GuardedStore(Store):
                 self._other(circuit).open(now + self._first)
         if report:
             _log.warning(
-                "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers it "
-                "counts as empty, work goes on without it, and it is tried again every %.3g to %.3g s.",
+                "%s the %s store failed: %s. Check that it is running, reachable and has room. Until it answers, it "
+                "counts as empty and is tried again every %.3g to %.3g s.",
                 "writing to" if circuit is self._writes else "reading from",
                 self.name,
                 _describe(error),
@@ -290,6 +290,6 @@ class GuardedStore(Store):
 
 
 def _describe(error: Exception) -> str:
-    """The message of a `StoreError`, which names the store; for any other error, its type and message."""
+    """Return the message of a `StoreError`, which names the store; for any other error, its type and message."""
     text = " ".join(str(error).split())
     return text if isinstance(error, StoreError) else f"{type(error).__name__}: {text}"

@@ -1,4 +1,4 @@
-"""Blobs in this process's RAM. What was used longest ago is evicted first."""
+"""Blobs in this process's RAM. The least recently used entry is evicted first."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
     Store,
@@ -17,14 +18,13 @@ from cuvee.integrations.stores.base import (
     check_max_tenant,
     check_tenant,
 )
-from cuvee.integrations.stores.forks import tell_after_fork
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class _Cache:
     """Entries, least recently used first. `handles` counts the open `MemoryStore`s that use them.
 
-    If each tenant has a budget, `own` holds the keys of each tenant in the same order, and `own_used` its bytes.
+    If each tenant has a budget, `tenant_keys` holds each tenant's keys in the same order, and `tenant_used` its bytes.
     """
 
     max_bytes: int
@@ -33,37 +33,38 @@ class _Cache:
     entries: OrderedDict[str, bytes] = field(default_factory=OrderedDict)
     used: int = 0
     handles: int = 0
-    own: dict[str, OrderedDict[str, None]] = field(default_factory=dict)
-    own_used: dict[str, int] = field(default_factory=dict)
+    tenant_keys: dict[str, OrderedDict[str, None]] = field(default_factory=dict)
+    tenant_used: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """The entries stay. Another thread may have been changing them, so they are counted anew."""
+        """Keep the entries, and count them again, because another thread may have been changing them."""
         self.lock = threading.Lock()
         entries, self.entries, self.used = self.entries, OrderedDict(), 0
-        self.own, self.own_used = {}, {}
+        self.tenant_keys, self.tenant_used = {}, {}
         for key, blob in entries.items():
             self.add(key, blob)
 
     def add(self, key: str, blob: bytes) -> None:
-        """Keep an entry that is not there."""
+        """Add an entry whose key is not present."""
         self.entries[key] = blob
         size = len(key) + len(blob)
         self.used += size
         if self.max_tenant is not None:
             tenant = _tenant(key)
-            self.own.setdefault(tenant, OrderedDict())[key] = None
-            self.own_used[tenant] = self.own_used.get(tenant, 0) + size
+            self.tenant_keys.setdefault(tenant, OrderedDict())[key] = None
+            self.tenant_used[tenant] = self.tenant_used.get(tenant, 0) + size
 
     def use(self, key: str) -> None:
-        """Note that an entry was used."""
+        """Mark an entry as most recently used."""
         self.entries.move_to_end(key)
         if self.max_tenant is not None:
-            self.own[_tenant(key)].move_to_end(key)
+            self.tenant_keys[_tenant(key)].move_to_end(key)
 
     def pop(self, key: str) -> bool:
+        """Remove an entry; return whether it was present."""
         blob = self.entries.pop(key, None)
         if blob is None:
             return False
@@ -71,17 +72,17 @@ class _Cache:
         self.used -= size
         if self.max_tenant is not None:
             tenant = _tenant(key)
-            del self.own[tenant][key]
-            self.own_used[tenant] -= size
-            if not self.own[tenant]:
-                del self.own[tenant], self.own_used[tenant]
+            del self.tenant_keys[tenant][key]
+            self.tenant_used[tenant] -= size
+            if not self.tenant_keys[tenant]:
+                del self.tenant_keys[tenant], self.tenant_used[tenant]
         return True
 
     def make_room(self, key: str, size: int) -> int:
-        """Evict until `size` more bytes fit under `key`, first from its own tenant; return how many entries went."""
+        """Evict until `size` more bytes fit, first from the tenant of `key`; return how many entries were evicted."""
         evicted, tenant = 0, _tenant(key)
-        while self.max_tenant is not None and self.own_used.get(tenant, 0) + size > self.max_tenant:
-            self.pop(next(iter(self.own[tenant])))
+        while self.max_tenant is not None and self.tenant_used.get(tenant, 0) + size > self.max_tenant:
+            self.pop(next(iter(self.tenant_keys[tenant])))
             evicted += 1
         while self.used + size > self.max_bytes:
             self.pop(next(iter(self.entries)))
@@ -89,9 +90,10 @@ class _Cache:
         return evicted
 
     def clear(self) -> None:
+        """Remove all entries."""
         self.entries.clear()
-        self.own.clear()
-        self.own_used.clear()
+        self.tenant_keys.clear()
+        self.tenant_used.clear()
         self.used = 0
 
 
@@ -100,7 +102,7 @@ def _tenant(key: str) -> str:
 
 
 class _ProcessWide:
-    """The entries of all `process_wide` stores, by budget. The lock also guards the `handles` of every cache."""
+    """The caches of all `process_wide` stores, by budgets. The lock also guards the `handles` of every cache."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -115,11 +117,11 @@ _process_wide = _ProcessWide()
 
 
 class MemoryStore(Store):
-    """Blobs in RAM, kept by reference and never copied. The budget counts their bytes and those of their keys.
+    """Blobs in RAM, kept by reference and never copied. The budget counts the bytes of blobs and keys.
 
-    An entry larger than the whole budget or than `max_entry` is given up, and counted as `dropped`. Each store has
-    counters of its own, even if it uses the same entries as others; an eviction counts where the put was that caused
-    it. A closed store keeps nothing.
+    An entry larger than the whole budget or than `max_entry` is not kept, and is counted as `dropped`. Each store has
+    its own counters, even if it shares its entries with other stores; an eviction is counted in the store whose put
+    caused it. A closed store holds no entries.
 
         >>> store = MemoryStore(max_bytes=1000)
         >>> store.put("ab/01", b"blob")
@@ -131,10 +133,10 @@ class MemoryStore(Store):
 
     Args:
         max_bytes: the budget.
-        process_wide: use the same entries as every other open store of this process that is `process_wide` and has the
-            same budgets. They go when the last of these stores is closed.
+        process_wide: share entries with all open stores of this process that are `process_wide` and have the same
+            budgets. The entries are released when the last of these stores is closed.
         max_entry: largest blob, in bytes.
-        max_tenant_bytes: budget of each tenant, kept by evicting the tenant's own entries; None means no such limit.
+        max_tenant_bytes: budget of each tenant, kept by evicting the tenant's own entries; None means no limit.
 
     Raises:
         InputError: an argument is out of range.
@@ -163,7 +165,7 @@ class MemoryStore(Store):
             self._cache.handles += 1
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`; None if it is not there."""
+        """Return the blob of `key`; None if it is not there."""
         check_key(key)
         with self._cache.lock:
             blob = None if self._closed else self._cache.entries.get(key)
@@ -173,9 +175,9 @@ class MemoryStore(Store):
             return blob
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob`, evicting what was used longest ago; False if it is larger than the budget."""
+        """Keep `blob`, evicting the least recently used entries; False if it exceeds the budget or `max_entry`."""
         check_key(key)
-        # This does not copy bytes. A buffer is copied, since the caller may still change it.
+        # This does not copy `bytes`. Any other buffer is copied, because the caller may still change it.
         blob = bytes(blob)
         size = len(key) + len(blob)
         cache, counters = self._cache, self._counters
@@ -192,7 +194,7 @@ class MemoryStore(Store):
             return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is there now."""
+        """Return whether each key is there now."""
         for key in keys:
             check_key(key)
         with self._cache.lock:
@@ -205,7 +207,7 @@ class MemoryStore(Store):
             return not self._closed and self._cache.pop(key)
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every entry of a tenant; return how many there were. This looks at every key."""
+        """Delete every entry of a tenant; return how many there were. This scans all keys."""
         prefix = check_tenant(tenant) + "/"
         with self._cache.lock:
             keys = [] if self._closed else [key for key in self._cache.entries if key.startswith(prefix)]
@@ -214,13 +216,13 @@ class MemoryStore(Store):
             return len(keys)
 
     def counters(self) -> dict[str, TierCounters]:
-        """A snapshot. `entries` and `bytes` are exact; bytes of keys count, too."""
+        """Return a snapshot. `entries` and `bytes` are exact; `bytes` includes the keys."""
         with self._cache.lock:
             entries, used = (0, 0) if self._closed else (len(self._cache.entries), self._cache.used)
             return {self.name: replace(self._counters, entries=entries, bytes=used)}
 
     def close(self) -> None:
-        """Release the entries, unless another open store uses the same ones."""
+        """Release the entries unless another open store shares them."""
         cache = self._cache
         with _process_wide.lock, cache.lock:
             if self._closed:

@@ -1,19 +1,19 @@
-"""Blobs in object storage: S3, Google Cloud Storage, Azure, and whatever else fsspec speaks. Each entry is one object.
+"""Blobs in object storage: S3, Google Cloud Storage, Azure, and all else that fsspec supports. One object per entry.
 
     <prefix>/<tenant>/<first two digits of the id>/<id>
 
-**There is no byte budget.** Object storage knows neither when an object was last read nor how much a prefix holds. A
-budget would cost a write for every read, to note the use, and regular listings of the whole prefix. What the storage
-does for free is to delete by age: give the bucket a lifecycle rule that deletes objects of this prefix some days after
-they were written. `ttl` does not replace that rule: an expired entry is only deleted when somebody asks for it.
+**There is no byte budget.** Object storage records neither when an object was last read nor how much a prefix holds. A
+budget would cost a write for every read, to record the use, and regular listings of the whole prefix. Object storage
+does delete by age at no cost: give the bucket a lifecycle rule that deletes objects of this prefix some days after they
+were written. `ttl` does not replace that rule, because an expired entry is deleted only when it is requested.
 
-An object store shows an object once all of it has arrived. On file systems (SFTP, SMB) a reader may meet half an entry,
-which its checksum turns into a counted miss. **Folders of this machine are refused**, because fsspec follows links in
-them, out of the store; `file://` is their store. Timeouts and retries are those of the protocol's client: s3fs takes
-some 10 s to report that nobody answers.
+An object store shows an object only after all of it has arrived. On file systems (SFTP, SMB) a reader may see half an
+entry; its checksum turns that into a counted miss. **Folders of this machine are refused**, because fsspec follows
+links in them, even out of the store; use `file://`. Timeouts and retries are those of the protocol's client: s3fs takes
+about 10 s to report that no server answers.
 
-An object is read up to the largest size that may be an entry. Over HTTP we stop reading there, whatever the server
-sends. The clients of other protocols ask for that many bytes, but take what they are sent.
+An object is read up to the largest size of an entry. Over HTTP, reading stops there, whatever the server sends. The
+clients of other protocols request that many bytes, but accept any number.
 """
 
 from __future__ import annotations
@@ -22,23 +22,22 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 from cuvee.codec.errors import CorruptError, InputError
+from cuvee.codec.support.forks import tell_after_fork
 from cuvee.integrations.stores.base import (
     MAX_ENTRY_BYTES,
     Store,
     StoreError,
     TierCounters,
-    WarnOnce,
     check_key,
     check_max_entry,
     check_tenant,
     check_ttl,
 )
 from cuvee.integrations.stores.envelope import HEADER_BYTES, ExpiredError, seal, unseal
-from cuvee.integrations.stores.forks import tell_after_fork
+from cuvee.integrations.stores.monitor import StoreMonitor
 from cuvee.integrations.stores.redaction import redacted, scrubbed, secrets_of
 from cuvee.integrations.stores.threads import ThreadPool
 
@@ -51,9 +50,8 @@ except ImportError as missing:
 
 _log = logging.getLogger(__name__)
 
-_THREADS = 16  # requests under way at once; each mostly waits for the network
+_THREADS = 16  # simultaneous requests; each mostly waits for the network
 _CLOSE_SECONDS = 10.0
-_LONGEST_MESSAGE = 1000
 
 _T = TypeVar("_T")
 
@@ -68,14 +66,14 @@ class ObjectStore(Store):
         1
 
     Args:
-        url: as fsspec takes it: `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`. Credentials come from the
+        url: a URL for fsspec: `s3://bucket/prefix`, `gs://…`, `az://…`, `memory://…`. Credentials come from the
             environment, as the protocol's package documents.
         ttl: seconds an entry lives after it was written; None means forever. An expired entry is deleted when it is
-            asked for; a lifecycle rule of the bucket deletes the others.
+            requested; a lifecycle rule of the bucket deletes the others.
         max_entry: largest blob, in bytes. Larger ones are neither kept nor read.
 
     Raises:
-        InputError: `ttl` is out of range, fsspec does not know the protocol, or it is one of local files.
+        InputError: an argument is out of range, or the protocol is unknown to fsspec or one of local files.
         ImportError: the package of the protocol is missing.
     """
 
@@ -84,89 +82,84 @@ class ObjectStore(Store):
 
     def __init__(self, url: str, ttl: float | None = None, *, max_entry: int = MAX_ENTRY_BYTES) -> None:
         self._ttl = check_ttl(ttl)
-        self._url, self._where = url, redacted(url)
-        self._secrets = secrets_of(url)
+        self._url, where, secrets = url, redacted(url), secrets_of(url)
+        self._label = f"object store {where}"
         if "::" in url:
-            # fsspec would open several protocols, one behind the other, with folders of this machine among them.
-            raise InputError(f"url: must name one protocol and hold no '::', got {self._where}")
+            # fsspec would chain protocols, possibly with folders of this machine.
+            raise InputError(f"url: must name one protocol without '::', got {where}")
         try:
             protocol = split_protocol(url)[0]
             kind = get_filesystem_class(protocol)
         except ValueError as error:
-            raise InputError(f"url: fsspec cannot read {self._where}: {scrubbed(error, self._secrets)}") from error
+            raise InputError(f"url: must be one of fsspec's, got {where}: {scrubbed(error, secrets)}") from error
         except ImportError as error:
-            raise ImportError(f"object store {self._where}: {error}") from error
+            raise ImportError(f"{self._label}: {error}") from error
         if issubclass(kind, LocalFileSystem):
-            raise InputError(
-                f"url: fsspec follows links in folders of this machine; open them as file:///path, got {self._where}"
-            )
+            text = f"url: must not be a folder of this machine, where fsspec follows links, got {where}"
+            raise InputError(f"{text}; write file:///path")
         self._http = protocol in ("http", "https")
         self._max_data = HEADER_BYTES + check_max_entry(max_entry)
         self.after_fork()
         tell_after_fork(self)
-        self._counters = TierCounters()
-        self._warn = WarnOnce(_log, f"object store {self._where}")
+        self._monitor = StoreMonitor(_log, self._label, secrets)
 
     def after_fork(self) -> None:
-        """Make new locks, threads and connections: the present ones belong to the parent."""
+        """Make new locks, threads and connections, because the present ones belong to the parent."""
         self._lock = threading.Lock()
         self._connecting = threading.Lock()
         self._threads: ThreadPool | None = None
         self._place: tuple[Any, str] | None = None
 
     def get(self, key: str) -> bytes | None:
-        """The blob of `key`, its checksum verified; None if it is not there."""
+        """Return the blob of `key`, its checksum verified; None if it is not there."""
         path = _path(key)
         data = self._call(self._read, path)
         blob: bytes | None = None
         problem: Exception | None = None
         if data is not None and len(data) > self._max_data:
-            # It stays: others may be allowed to read it.
-            self._odd(path, f"more than the {self._max_data - HEADER_BYTES} bytes that max_entry_mb allows")
+            # It stays, because other stores may allow larger entries.
+            self._monitor.unusable(
+                path, f"more than the {self._max_data - HEADER_BYTES} bytes that max_entry_mb allows"
+            )
         elif data is not None:
             try:
                 blob = unseal(key, data, self._ttl)
             except (CorruptError, ExpiredError) as error:
                 problem = error
-        with self._lock:
-            self._counters.answer(blob, problem)
+        self._monitor.answered(blob, key, problem)
         if problem is not None:
-            self._discard(path, problem)
+            self._discard(path)
         return blob
 
     def get_many(self, keys: Sequence[str]) -> list[bytes | None]:
-        """`get` of each key, 16 at once."""
+        """Return the blob of each key, with 16 requests at a time."""
         return self._map(self.get, keys)
 
     def put(self, key: str, blob: bytes) -> bool:
-        """Keep `blob` under `key`, replacing what was there; False if it is larger than `max_entry`."""
+        """Store `blob` under `key`, replacing an earlier entry; False if it exceeds `max_entry`."""
         path = _path(key)
         if HEADER_BYTES + len(blob) > self._max_data:
-            with self._lock:
-                self._counters.dropped += 1
-            text = "drops entries that are too large; the first has %d bytes, max_entry_mb allows %d"
-            self._warn("large", text, len(blob), self._max_data - HEADER_BYTES)
+            self._monitor.too_large(len(blob), self._max_data - HEADER_BYTES)
             return False
         try:
             fs, root = self._connected()
             fs.pipe_file(f"{root}/{path}", seal(key, blob, time.time()))
-        except Exception as error:  # FileNotFoundError too: the bucket does not exist
-            if _is_odd(error):
-                self._odd(path, error)
+        except Exception as error:  # including FileNotFoundError: the bucket does not exist
+            if _concerns_one_entry(error):
+                self._monitor.unusable(path, error)
                 return False
-            raise self._failure(error) from error
-        with self._lock:
-            self._counters.puts += 1
-            self._counters.put_bytes += len(blob)
+            raise self._monitor.failure(error) from error
+        self._monitor.stored(blob)
         return True
 
     def contains(self, keys: Sequence[str]) -> list[bool]:
-        """Whether each key is there now, 16 requests at once. An expired entry counts until somebody asks for it."""
-        # `fs.exists` would take every failure for an absent object.
+        """Return whether each key is there now, with 16 requests at a time. Expired entries count until read."""
+        # `fs.exists` would answer every failure with False.
         return self._map(self._there, [_path(key) for key in keys])
 
     def delete(self, key: str) -> bool:
-        """Delete an entry; return whether it was there. To an object store, deleting what is absent is no error."""
+        """Delete an entry; return whether it was there."""
+        # The deletion alone would not tell: object storage deletes missing objects without an error.
         path = _path(key)
         there = self._there(path)
         if there:
@@ -174,16 +167,16 @@ class ObjectStore(Store):
         return there
 
     def delete_tenant(self, tenant: str) -> int:
-        """Delete every object of a tenant, half-written ones included; return how many there were."""
+        """Delete every object of a tenant, including incomplete ones; return how many there were."""
         check_tenant(tenant)
         fs, root = self._connect()
         if self._http:
-            # It would gather links from pages, without end if the server so wishes, and then fail to delete the first.
-            raise self._failure(NotImplementedError("fsspec cannot delete over HTTP"))
+            # fsspec would collect links from pages, endlessly if the server wants, and then fail at the first deletion.
+            raise self._monitor.failure(NotImplementedError("fsspec cannot delete over HTTP"))
         paths = self._call(lambda fs, path: fs.find(path), tenant) or []
         folder = f"{root}/{tenant}/".lstrip("/")
         if strange := [path for path in paths if not path.lstrip("/").startswith(folder)]:
-            raise self._failure(ValueError(f"of the objects below {tenant} it lists {strange[0]:.200}"))
+            raise self._monitor.failure(ValueError(f"{tenant}: must list only its own objects, got {strange[0]:.200}"))
 
         def remove(path: str) -> None:
             try:
@@ -191,28 +184,27 @@ class ObjectStore(Store):
             except FileNotFoundError:
                 pass
             except Exception as error:
-                raise self._failure(error) from error
+                raise self._monitor.failure(error) from error
 
         self._map(remove, paths)
         return len(paths)
 
     def counters(self) -> dict[str, TierCounters]:
-        """A snapshot."""
-        with self._lock:
-            return {self.name: replace(self._counters)}
+        """Return a snapshot."""
+        return {self.name: self._monitor.snapshot()}
 
     def close(self) -> None:
         """Stop the threads, waiting at most 10 s for requests that hang. May be called again."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None and not threads.dismiss(_CLOSE_SECONDS):
-            _log.warning("object store %s was closed while requests hang", self._where)
+            _log.warning("%s: closed while requests hang", self._label)
 
     def _connected(self) -> tuple[Any, str]:
-        """The file system, and the path of our folder in it. Some protocols connect at this moment."""
+        """Return the file system and the path of our folder in it. Some protocols connect now."""
         with self._connecting:
             if self._place is None:
-                # Directory listings in fsspec's cache would hide what other processes write and delete.
+                # Cached listings would hide what other processes write and delete.
                 options: dict[str, Any] = {"use_listings_cache": False}
                 if self._http:
                     from cuvee.integrations.stores.objects_http import get_client
@@ -223,18 +215,18 @@ class ObjectStore(Store):
             return self._place
 
     def _connect(self) -> tuple[Any, str]:
-        """As `_connected`.
+        """Call `_connected`.
 
         Raises:
-            StoreError: nobody answers, or access is denied.
+            StoreError: no server answers, or access is denied.
         """
         try:
             return self._connected()
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._monitor.failure(error) from error
 
     def _read(self, fs: Any, path: str) -> Any:
-        """An object; of one that is too large, one byte more than the limit."""
+        """Return an object, or one byte more than the limit if the object is too large."""
         try:
             if self._http:
                 from cuvee.integrations.stores.objects_http import read
@@ -244,7 +236,7 @@ class ObjectStore(Store):
         except FileNotFoundError:
             raise
         except Exception as error:
-            # An empty object has no first byte, so some servers refuse to send a range of it.
+            # Some servers refuse to send a range of an empty object.
             if "range" in str(error).lower() and fs.info(path)["size"] == 0:
                 return b""
             raise
@@ -253,23 +245,21 @@ class ObjectStore(Store):
         info = self._call(lambda fs, path: fs.info(path), path)
         if info is None or info.get("type", "file") != "file":
             return False
-        # An object that is too large to be read counts as absent, so that a smaller one may take its place.
+        # An object that is too large to be read counts as absent, so that a smaller one can replace it.
         return (info.get("size") or 0) <= self._max_data
 
-    def _discard(self, path: str, problem: Exception) -> None:
-        """Delete a bad or expired entry. If that fails it is counted, and the miss remains a miss."""
-        if not isinstance(problem, ExpiredError):
-            self._warn("corrupt", "deletes bad entries and counts them as misses; the first: %s", problem)
+    def _discard(self, path: str) -> None:
+        """Delete a bad or expired entry. A failure is counted but not raised."""
         try:
             self._call(_remove, path)
         except StoreError as error:
-            self._warn("discard", "cannot delete a bad entry; it stays a miss: %s", error)
+            self._monitor.not_deleted(error)
 
     def _call(self, function: Callable[[Any, str], _T], path: str) -> _T | None:
-        """What `function(file system, path)` returns, with `path` below our folder; None if there is no such object.
+        """Return `function(file system, path)`, with `path` below our folder; None if there is no such object.
 
         Raises:
-            StoreError: any other failure. fsspec passes on the exceptions of its clients, which may be of any class.
+            StoreError: it failed otherwise. fsspec passes on the exceptions of its clients, which may be of any class.
         """
         fs, root = self._connect()
         try:
@@ -277,19 +267,13 @@ class ObjectStore(Store):
         except FileNotFoundError:
             return None
         except Exception as error:
-            if not _is_odd(error):
-                raise self._failure(error) from error
-            self._odd(path, error)
+            if not _concerns_one_entry(error):
+                raise self._monitor.failure(error) from error
+            self._monitor.unusable(path, error)
             return None
 
-    def _odd(self, path: str, why: object) -> None:
-        """Count an entry that cannot be used while the rest of the store can."""
-        with self._lock:
-            self._counters.errors += 1
-        self._warn("odd", "cannot use an entry; it is a miss, as others like it will be: %s: %s", path, why)
-
     def _map(self, function: Callable[[str], _T], items: Sequence[str]) -> list[_T]:
-        """`function` of each item, in order; in threads if there are several."""
+        """Apply `function` to each item, in threads if there are several; return the results in order."""
         if len(items) < 2:
             return [function(item) for item in items]
         with self._lock:
@@ -298,17 +282,9 @@ class ObjectStore(Store):
             futures = [self._threads.submit(function, item) for item in items]
         return [future.result() for future in futures]
 
-    def _failure(self, error: Exception) -> StoreError:
-        """Count a failure, and describe it."""
-        with self._lock:
-            self._counters.errors += 1
-        return StoreError(
-            f"object store {self._where}: {type(error).__name__}: {scrubbed(error, self._secrets)[:_LONGEST_MESSAGE]}"
-        )
-
 
 def _path(key: str) -> str:
-    """The path of an entry below our folder."""
+    """Return the path of an entry below our folder."""
     tenant, entry = check_key(key)
     return f"{tenant}/{entry[:2]}/{entry}"
 
@@ -317,6 +293,6 @@ def _remove(fs: Any, path: str) -> None:
     fs.rm_file(path)
 
 
-def _is_odd(error: Exception) -> bool:
-    """Whether this is the fault of one entry, and not of the store."""
+def _concerns_one_entry(error: Exception) -> bool:
+    """Return whether the error concerns one entry rather than the store."""
     return isinstance(error, (IsADirectoryError, NotADirectoryError))

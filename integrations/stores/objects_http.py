@@ -1,6 +1,7 @@
-"""Reading objects over HTTP, from a server that may send anything.
+"""Reading objects over HTTP from a server that is not trusted.
 
-fsspec reads the whole body of an answer, whatever range was asked for, and unpacks it if the server says it is packed.
+fsspec reads the whole body of a response, whatever range was requested, and decompresses it if the server says that it
+is compressed.
 """
 
 from __future__ import annotations
@@ -10,27 +11,27 @@ from typing import Any
 import aiohttp
 from fsspec.asyn import sync
 
-# For a request with its redirects and all of the answer: a server may send byte after byte, or never come to the point.
+# For one request with its redirects and its whole response, since a server may send bytes slowly or redirect forever.
 SECONDS = 60.0
 
 
 async def get_client(**named: Any) -> aiohttp.ClientSession:
-    """The session of a file system: no cookies, which a server could pile up, and nothing is unpacked."""
+    """Make the session of a file system. It decompresses nothing and keeps no cookies, which would pile up."""
     defaults = {"timeout": aiohttp.ClientTimeout(total=SECONDS), "auto_decompress": False}
     return aiohttp.ClientSession(cookie_jar=aiohttp.DummyCookieJar(), **{**defaults, **named})
 
 
 def read(fs: Any, url: str, most: int) -> bytes:
-    """At most the first `most` bytes of an object.
+    """Read at most the first `most` bytes of an object.
 
     Args:
         fs: fsspec's file system for HTTP.
-        url: of the object.
+        url: the object's URL.
         most: bytes to read. If there are more, the connection is closed.
 
     Raises:
         FileNotFoundError: there is no such object.
-        OSError, aiohttp.ClientError, TimeoutError: the server refuses, or breaks off, or takes too long.
+        OSError, aiohttp.ClientError, TimeoutError: the server refuses, breaks off, or takes too long.
     """
     data: bytes = sync(fs.loop, _read, fs, url, most)
     return data
@@ -47,7 +48,7 @@ async def _read(fs: Any, url: str, most: int) -> bytes:
             raise FileNotFoundError(url)
         answer.raise_for_status()
         if answer.headers.get("Content-Encoding", "identity") != "identity":
-            raise OSError("the server packs what it was asked not to (Content-Encoding)")
+            raise OSError("Content-Encoding: must be identity, as requested")
         data = bytearray()
         while len(data) < most and (part := await answer.content.read(most - len(data))):
             data += part

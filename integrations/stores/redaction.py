@@ -1,4 +1,4 @@
-"""URLs and errors of stores as messages and logs may show them: without the secrets that a URL holds."""
+"""Removal of secrets from the URLs and errors of stores, so that messages and logs can show them."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import unquote
 
-_LEAST_SECRET = 4  # characters; anything shorter is no secret, and hiding it would garble messages
-# Options that a message may show. Any other may be a secret.
+_LEAST_SECRET = 4  # characters; a shorter string is no secret, and hiding it would garble messages
+# Options that a message may show. Any other option may be a secret.
 _HARMLESS = {"max_gb", "max_mb", "max_gb_per_tenant", "max_entry_mb", "ttl", "timeout", "db"}
 
 
 def redacted(url: str) -> str:
-    """`url`, of one store or `tiered:`, as messages and logs may show it. When in doubt, a part is hidden."""
-    # Not every comma ends a URL. One in a password should have been written %2C, but must not reveal the rest of it.
+    """Return `url`, of one store or `tiered:`, without secrets. A part that may be a secret is hidden."""
+    # Only a comma before a scheme ends a URL. Another one is part of a password, although it should be written %2C.
     return ",".join(_redacted(part) for part in re.split(r",(?=\s*[a-zA-Z][a-zA-Z0-9+.-]*://)", url))
 
 
@@ -22,7 +22,7 @@ def _redacted(url: str) -> str:
     head, separator, rest = url.partition("://")
     if not separator:
         head, rest = "", url
-    # The last @ counts: a password that somebody forgot to quote may hold others, and / and ?, too.
+    # The last @ counts, because a password that was not quoted may contain @, / and ?.
     user, at, place = rest.rpartition("@")
     name, colon, _ = user.partition(":")
     if at and (colon or "/" not in user):
@@ -36,7 +36,7 @@ def _redacted(url: str) -> str:
 
 
 def secrets_of(url: str) -> tuple[str, ...]:
-    """What `redacted` hides of the URL of one store, quoted and unquoted: servers may send it back in messages."""
+    """Return the secrets that `redacted` hides in the URL of one store, both quoted and unquoted."""
     place, _, query = url.partition("://")[2].partition("?")
     user, _, _ = place.rpartition("@")
     found = [user.partition(":")[2]]
@@ -46,13 +46,13 @@ def secrets_of(url: str) -> tuple[str, ...]:
 
 
 def scrubbed(error: BaseException, secrets: Sequence[str]) -> str:
-    """The message of an error without the secrets. They are also removed from its causes, which logs show."""
+    """Return the message of an error without the secrets, and remove them from the error and its causes as well."""
     one: BaseException | None = error
-    for _ in range(16):  # bounded, because a chain of causes may be a ring
+    for _ in range(16):  # bounded, because a chain of causes may be cyclic
         if one is None:
             break
         one.args = tuple(_without(part, secrets) if isinstance(part, str) else part for part in one.args)
-        # Some make their message of attributes: aiohttp of `message`, an OSError of `strerror`.
+        # Some errors build their message from attributes: aiohttp from `message`, OSError from `strerror`.
         for name in (*getattr(one, "__dict__", ()), "strerror", "filename"):
             part = getattr(one, name, None)
             if isinstance(part, str) and _without(part, secrets) != part:

@@ -1,7 +1,8 @@
-"""Connections to a Redis server, and to the nodes of a cluster.
+"""Connections to a Redis server and to the nodes of a cluster.
 
-Commands go out as one write and are answered in order. redis-py provides the connections and their pools. Its cluster
-client is not used: it believes what a node says of the slots, also if those are 10^12, and takes no parser of ours.
+Commands are sent in one write, and replies arrive in the same order. redis-py provides the connections and their pools.
+Its cluster client is not used: it accepts any number of slots from a node, even 10^12, and does not let us pass a
+parser.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -18,28 +20,29 @@ import redis
 from redis.backoff import NoBackoff
 from redis.connection import BlockingConnectionPool
 from redis.crc import key_slot
-from redis.exceptions import RedisClusterException, ResponseError
+from redis.exceptions import MovedError, RedisClusterException, ResponseError
 from redis.retry import Retry
 
 from cuvee.integrations.stores.redis_replies import ReplyParser, slots
 
 Command = tuple[Any, ...]
+Routed = tuple[str, Command]  # the name of any key in the slot that the command concerns, and the command
 
-_READ_BYTES = 1 << 20  # by default redis-py reads 32 or 64 KiB at a time, which is half as fast from 1 MB on
-_ASKED = 5  # nodes that are asked for the slots, until one answers
+_READ_BYTES = 1 << 20  # redis-py reads 32 or 64 KiB at a time by default, which is half as fast from 1 MB up
+_ASKED = 5  # nodes to ask for the slots before giving up
 
 
 class Server:
-    """One server, by its URL. It connects when it is first used.
+    """One server. It connects when it is first used.
 
     Args:
-        url: as redis-py takes it.
-        timeout: seconds to wait for a connection, for a free one, for a reply to begin, and for each MiB of replies.
-        connections: how many there may be at a time.
-        most: bytes that the longest string of a reply may have.
+        url: a URL that redis-py accepts.
+        timeout: seconds to wait for a new or a free connection, for the start of a reply, and for each MiB of replies.
+        connections: the largest number of simultaneous connections.
+        most: bytes of the longest string that a reply may hold.
 
     Raises:
-        ValueError: redis-py cannot read the URL. The message may hold parts of a password.
+        ValueError: redis-py cannot parse the URL. The message may contain parts of a password.
     """
 
     def __init__(self, url: str, timeout: float, connections: int, most: int) -> None:
@@ -54,18 +57,18 @@ class Server:
             max_connections=connections,
             protocol=2,
             parser_class=partial(ReplyParser, most=most),
-            # By default redis-py retries ten times, with pauses, even timeouts.
+            # By default redis-py retries ten times, with pauses, even after timeouts.
             retry=Retry(NoBackoff(), 0),
         )
 
     def exchange(self, commands: Sequence[Command]) -> list[Any]:
-        """Send commands and return their replies in order, error replies as exceptions.
+        """Send commands; return their replies in order, with error replies as exceptions.
 
-        The pool notices connections that the server closed while they were idle. If it closes one at that very moment,
-        everything is sent once more. That is safe: each of our commands may be repeated.
+        The pool detects connections that the server closed while they were idle. If the server closes the connection
+        after that check, all commands are sent a second time. That is safe because all of our commands are idempotent.
 
         Raises:
-            redis.RedisError, OSError, …: the server did not answer, or not as a Redis server does.
+            redis.RedisError, OSError, …: the server did not reply, or did not follow the protocol.
         """
         pool: Any = self._pool
         connection = pool.get_connection()
@@ -76,7 +79,7 @@ class Server:
                 connection.disconnect()
                 return self._attempt(connection, commands)
         except BaseException:
-            connection.disconnect()  # whatever else it sends belongs to these commands
+            connection.disconnect()  # anything that still arrives belongs to these commands
             raise
         finally:
             pool.release(connection)
@@ -86,7 +89,7 @@ class Server:
         replies: list[Any] = []
         begun, received = time.monotonic(), 0
         for _ in commands:
-            # A reply keeps to its own time. Together they must not take as many times that.
+            # The parser limits the time of each reply. This limits the time of all replies together.
             if time.monotonic() - begun > self._timeout * (1 + (received >> 20)):
                 raise redis.TimeoutError("Timeout reading from socket")
             try:
@@ -106,7 +109,7 @@ class OneServer:
     """A server that holds every slot.
 
     Attributes:
-        stale: not used.
+        stale: as in `Cluster`, but without effect.
     """
 
     def __init__(self, url: str, timeout: float, connections: int, most: int) -> None:
@@ -114,14 +117,14 @@ class OneServer:
         self._server = Server(url, timeout, connections, most)
 
     def after_fork(self) -> None:
-        """Nothing: redis-py itself notices that connections belong to the parent."""
+        """Do nothing: redis-py itself detects that connections belong to the parent."""
 
-    def holder(self, name: str) -> Server:
-        """The server of a key."""
-        return self._server
+    def send(self, commands: Sequence[Routed]) -> list[Any]:
+        """Send commands in one round trip; see `Server.exchange`."""
+        return self._server.exchange([command for _, command in commands])
 
     def primaries(self) -> list[Server]:
-        """Every server."""
+        """Return the server, in a list."""
         return [self._server]
 
     def close(self) -> None:
@@ -130,12 +133,12 @@ class OneServer:
 
 
 class Cluster:
-    """The nodes of a cluster. Their slots are read at the first use, and again once they are `stale`.
+    """The nodes of a cluster. Their slots are read at the first use, and again whenever they are `stale`.
 
-    The nodes name each other, and each gets the password: a cluster is trusted as a whole.
+    The nodes name each other, and each one receives the password, so the cluster is trusted as a whole.
 
     Args:
-        url: of any node.
+        url: the URL of any node.
         timeout, connections, most: as in `Server`, for each node.
 
     Attributes:
@@ -155,11 +158,43 @@ class Cluster:
         """Make a new lock."""
         self._lock = threading.Lock()
 
-    def holder(self, name: str) -> Server:
-        """The node that holds a key.
+    def send(self, commands: Sequence[Routed]) -> list[Any]:
+        """Send each command to the node of its slot, in one round trip per node; return the replies in order.
+
+        Each node is addressed as a separate server, because redis-py's cluster pipeline refuses scripts. If slots have
+        moved or a node is gone, the slots are read again and all commands are sent a second time. That is safe because
+        all of our commands are idempotent.
 
         Raises:
-            RedisClusterException, …: no node does, or none can be asked.
+            redis.RedisError, OSError, …: a node did not reply, or did not follow the protocol.
+        """
+        try:
+            replies = self._send_once(commands)
+        except redis.TimeoutError:
+            raise
+        except Exception:
+            replies = None
+        if replies is None or any(isinstance(reply, MovedError) for reply in replies):
+            self.stale = True
+            return self._send_once(commands)
+        return replies
+
+    def _send_once(self, commands: Sequence[Routed]) -> list[Any]:
+        by_server: dict[Server, list[int]] = defaultdict(list)
+        servers = {name: self._holder(name) for name in {name for name, _ in commands}}
+        for index, (name, _) in enumerate(commands):
+            by_server[servers[name]].append(index)
+        replies: list[Any] = [None] * len(commands)
+        for server, indices in by_server.items():
+            for index, reply in zip(indices, server.exchange([commands[i][1] for i in indices]), strict=True):
+                replies[index] = reply
+        return replies
+
+    def _holder(self, name: str) -> Server:
+        """Return the node that holds a key.
+
+        Raises:
+            RedisClusterException, …: no node holds it, or no node could be asked.
         """
         slot = key_slot(name.encode())
         with self._lock:
@@ -169,13 +204,13 @@ class Cluster:
             return self._holders[slot]
 
     def primaries(self) -> list[Server]:
-        """Every node that holds slots."""
+        """Return every node that holds slots."""
         with self._lock:
             self._refresh()
             return list(self._nodes.values())
 
     def close(self) -> None:
-        """Close the connections, and forget the slots."""
+        """Close the connections and forget the slots."""
         with self._lock:
             for server in (self._first, *self._nodes.values()):
                 server.close()
@@ -193,14 +228,14 @@ class Cluster:
                 failures.append(error)
                 continue
             nodes = {place: self._nodes.get(place) or self._open(self._url_of(*place)) for place in found}
-            # Nodes that have left are dropped, not closed: other threads may be using them.
+            # Nodes that have left are not closed, because other threads may be using them.
             self._nodes, self.stale = nodes, False
             self._holders = {slot: nodes[place] for place, parts in found.items() for part in parts for slot in part}
             return
         raise failures[-1]
 
     def _url_of(self, host: str, port: int) -> str:
-        """The URL of another node: it takes the same password and the same TLS."""
+        """Return the URL of another node, with the same password and TLS settings."""
         parts = urlsplit(self._url)
         user, at, _ = parts.netloc.rpartition("@")
         place = f"[{host}]" if ":" in host else host
@@ -210,5 +245,5 @@ class Cluster:
 def _ask(server: Server) -> dict[tuple[str, int], list[range]]:
     reply = server.exchange([("CLUSTER", "SLOTS")])[0]
     if isinstance(reply, Exception):
-        raise RedisClusterException(f"the node tells no slots of a cluster: {reply}") from reply
+        raise RedisClusterException(f"CLUSTER SLOTS: must return the slots of a cluster, got {reply}") from reply
     return slots(reply, urlsplit(server.url).hostname or "localhost")

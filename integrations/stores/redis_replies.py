@@ -1,8 +1,8 @@
-"""Reading what a Redis server sends, which need not be what was asked for.
+"""Parsing and checking replies of a Redis server that is not trusted.
 
-redis-py's own parsers believe their peer: the length that a string announces, a line without an end, arrays in arrays.
-`ReplyParser` takes the same protocol (RESP2) within bounds, of bytes, elements, depth and time. A reply that breaks one
-ends its connection with an `InvalidResponse`. The functions below it check what a reply means.
+redis-py's own parsers accept any announced string length, endless lines and any depth of nested arrays. `ReplyParser`
+reads the same protocol (RESP2) within bounds on bytes, elements, depth and time. A reply that exceeds a bound ends its
+connection with an `InvalidResponse`. The functions below the parser check the content of a reply.
 """
 
 from __future__ import annotations
@@ -10,37 +10,38 @@ from __future__ import annotations
 import re
 import ssl
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from redis._parsers import BaseParser  # where the base class of `parser_class`, a public option, has lived since 5.0
+from redis._parsers import BaseParser  # the base class for `parser_class`, a public option, is here since 5.0
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import InvalidResponse
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-# A server holds at most 2^32 keys. No bucket holds 2^56 bytes, and the sum of 64 of those still has 63 bits.
+# A server holds at most 2^32 keys. No bucket holds 2^56 bytes, and the sum over 64 buckets still fits 63 bits.
 MOST_KEYS = 1 << 32
 MOST_BYTES = 1 << 56
 
-SLOTS = 16384  # of every cluster
-_MOST_NODES = 1000  # of a cluster, as its specification has it
+SLOTS = 16384  # in every cluster
+_MOST_NODES = 1000  # in a cluster, by its specification
 
-_LONGEST_LINE = 1 << 16  # errors are the longest; strings of any length are announced by a line of their own
-_LEAST_STRING = 1 << 16  # what any string may have, such as the names of keys
-_LEAST_REPLY = 16 << 20  # and any reply: a page of SCAN, the slots of a cluster
-_MOST_ELEMENTS = 1 << 19  # of a reply; CLUSTER SLOTS of 16384 ranges with three nodes each has 300,000
+_LONGEST_LINE = 1 << 16  # bytes; errors are the longest lines, since a string's line only announces its length
+_LEAST_STRING = 1 << 16  # bytes that are always allowed for a string, such as the name of a key
+_LEAST_REPLY = 16 << 20  # bytes that are always allowed for a reply, such as a page of SCAN or the slots of a cluster
+_MOST_ELEMENTS = 1 << 19  # in a reply; CLUSTER SLOTS with 16384 ranges and three nodes for each has 300,000
 _DEEPEST = 8
 _NUMBER = re.compile(rb"[+-]?[0-9]{1,19}")
 _HOST = re.compile(r"[A-Za-z0-9_.:-]{1,255}")
 
 
 class ReplyParser(BaseParser):
-    """A parser of redis-py, for `parser_class`. Strings stay bytes, and errors are returned.
+    """A parser for redis-py's option `parser_class`. Strings remain bytes, and error replies are returned.
 
-    A reply has to begin within the connection's `socket_timeout`, and each MiB of it has to arrive within as much.
+    A reply must begin within the connection's `socket_timeout`, and each MiB of it must arrive within the same time.
 
     Args:
         socket_read_size: bytes to read from the socket at a time.
-        most: bytes that the longest string may have.
+        most: bytes of the longest string that is accepted.
     """
 
     def __init__(self, socket_read_size: int, most: int) -> None:
@@ -56,12 +57,12 @@ class ReplyParser(BaseParser):
         self._inbox = bytearray()
 
     def on_disconnect(self) -> None:
-        """Forget the connection, and what of it was not read."""
+        """Forget the connection and the bytes that were not parsed."""
         self._sock = None
         self._inbox = bytearray()
 
     def can_read(self, timeout: float = 0) -> bool:
-        """Whether something came that nobody asked for. The pool asks this before it lends a connection.
+        """Return whether unsolicited bytes have arrived. The pool checks this before it hands out a connection.
 
         Raises:
             RedisConnectionError: the server has closed the connection.
@@ -78,12 +79,12 @@ class ReplyParser(BaseParser):
         return True
 
     def read_response(self, disable_decoding: bool = False, **_: Any) -> Any:
-        """The next reply: bytes, an integer, None, an error, or a list of these.
+        """Return the next reply: bytes, an integer, None, an error, or a list of these.
 
         Raises:
-            InvalidResponse: it is not of the protocol, or exceeds a bound.
-            RedisTimeoutError: it, or a MiB of it, did not arrive in time.
-            RedisConnectionError: the server closed the connection, or refuses it by an error.
+            InvalidResponse: the reply violates the protocol or exceeds a bound.
+            RedisTimeoutError: the reply, or a MiB of it, did not arrive in time.
+            RedisConnectionError: the server closed the connection, or refused it with an error.
         """
         if self._sock is None:
             raise RedisConnectionError("Connection closed by server.")
@@ -92,7 +93,7 @@ class ReplyParser(BaseParser):
         try:
             reply = self._reply(0)
         finally:
-            if self._sock is not None:  # it is if another thread has closed the store
+            if self._sock is not None:  # None if another thread has closed the store
                 self._sock.settimeout(self._timeout)
         if isinstance(reply, RedisConnectionError):
             raise reply
@@ -101,7 +102,7 @@ class ReplyParser(BaseParser):
     def _reply(self, depth: int) -> Any:
         self._elements += 1
         if self._elements > _MOST_ELEMENTS or depth > _DEEPEST:
-            raise InvalidResponse("a reply has too many elements, or arrays in too many others")
+            raise InvalidResponse(f"reply: must have at most {_MOST_ELEMENTS} elements and {_DEEPEST} levels of arrays")
         line = self._line()
         kind, rest = line[:1], line[1:]
         if kind == b"+":
@@ -109,10 +110,10 @@ class ReplyParser(BaseParser):
         if kind == b"-":
             try:
                 return self.parse_error(rest.decode("utf-8", "replace"))  # type: ignore[no-untyped-call]
-            except Exception as error:  # of MOVED without a node, say
-                raise InvalidResponse("an error reply cannot be read") from error
+            except Exception as error:  # MOVED without a node, for example
+                raise InvalidResponse("reply: an error that cannot be parsed") from error
         if kind not in b":$*" or _NUMBER.fullmatch(rest) is None:
-            raise InvalidResponse("a reply is not of the protocol RESP2")
+            raise InvalidResponse("reply: must follow the protocol RESP2")
         number = int(rest)
         if kind == b":":
             return number
@@ -120,10 +121,10 @@ class ReplyParser(BaseParser):
             return None
         if kind == b"*":
             if not 0 <= number <= _MOST_ELEMENTS:
-                raise InvalidResponse(f"a reply announces {number} elements")
+                raise InvalidResponse(f"reply: must have at most {_MOST_ELEMENTS} elements, got {number}")
             return [self._reply(depth + 1) for _ in range(number)]
         if not 0 <= number <= self._most:
-            raise InvalidResponse(f"a reply announces a string of {number} bytes, more than the {self._most} allowed")
+            raise InvalidResponse(f"reply: a string must have at most {self._most} bytes, got {number}")
         return self._string(number)
 
     def _line(self) -> bytes:
@@ -132,7 +133,7 @@ class ReplyParser(BaseParser):
             seen = len(self._inbox)
             self._inbox += self._arrival(self._read_size)
         if not 0 < end <= _LONGEST_LINE:
-            raise InvalidResponse(f"a reply begins with a line that is empty or has more than {_LONGEST_LINE} bytes")
+            raise InvalidResponse(f"reply: its first line must have 1 to {_LONGEST_LINE} bytes")
         line = bytes(self._inbox[:end])
         del self._inbox[: end + 2]
         self._spend(end)
@@ -145,16 +146,16 @@ class ReplyParser(BaseParser):
         while (missing := length + 2 - len(text)) > 0:
             text += self._arrival(missing)
         if not text.endswith(b"\r\n"):
-            raise InvalidResponse("a string does not end where it should")
+            raise InvalidResponse("reply: a string must end with CR LF after its announced length")
         return bytes(memoryview(text)[:length])
 
     def _spend(self, count: int) -> None:
         self._room -= count
         if self._room < 0:
-            raise InvalidResponse("a reply is too large")
+            raise InvalidResponse(f"reply: must have at most {max(self._most, _LEAST_REPLY)} bytes")
 
     def _arrival(self, most: int) -> bytes:
-        """Bytes that arrive within the time that is left."""
+        """Return the next bytes that arrive within the remaining time."""
         if self._timeout is not None:
             left = self._begun + self._timeout * (1 + (self._received >> 20)) - time.monotonic()
             if left <= 0:
@@ -175,7 +176,7 @@ class ReplyParser(BaseParser):
 
 
 class Account(NamedTuple):
-    """What the script ACCOUNT returns."""
+    """The state of a bucket, as the script ACCOUNT returns it."""
 
     evicted: int
     bytes: int
@@ -184,10 +185,10 @@ class Account(NamedTuple):
 
 
 def whole_number(reply: object, name: str, most: int) -> int:
-    """A reply, if it is an integer from 0 to `most`.
+    """Return a reply that is an integer from 0 to `most`.
 
     Raises:
-        InvalidResponse: it is not; the message begins with `name`.
+        InvalidResponse: it is anything else; the message begins with `name`.
     """
     if type(reply) is not int or not 0 <= reply <= most:
         raise InvalidResponse(f"{name}: must be an integer from 0 to {most}, got {_shown(reply)}")
@@ -195,20 +196,20 @@ def whole_number(reply: object, name: str, most: int) -> int:
 
 
 def expect(reply: object, name: str, expected: bytes) -> None:
-    """Refuse any other reply than `expected`.
+    """Check that a reply is `expected`.
 
     Raises:
-        InvalidResponse: it is another one.
+        InvalidResponse: it is not.
     """
     if reply != expected:
         raise InvalidResponse(f"{name}: must be {expected.decode()}, got {_shown(reply)}")
 
 
 def array(reply: object, name: str, length: int | None = None) -> list[Any]:
-    """A reply, if it is an array, of that many elements.
+    """Return a reply that is an array, of `length` elements if that is given.
 
     Raises:
-        InvalidResponse: it is not.
+        InvalidResponse: it is anything else.
     """
     if not isinstance(reply, list) or (length is not None and len(reply) != length):
         size = "" if length is None else f" of {length}"
@@ -217,21 +218,36 @@ def array(reply: object, name: str, length: int | None = None) -> list[Any]:
 
 
 def account(reply: object) -> Account:
-    """The reply of the script ACCOUNT.
+    """Parse the reply of the script ACCOUNT.
 
     Raises:
-        InvalidResponse: it is not what the script returns.
+        InvalidResponse: the script does not return such a reply.
     """
     limits = Account(evicted=MOST_KEYS, bytes=MOST_BYTES, entries=MOST_KEYS, complete=1)
     numbers = array(reply, "the accounts", len(limits))
     return Account(*(whole_number(*each) for each in zip(numbers, Account._fields, limits, strict=True)))
 
 
-def page(reply: object) -> tuple[int, list[bytes]]:
-    """The cursor and the names of a reply to SCAN.
+def put_account(replies: Sequence[object]) -> Account | None:
+    """Parse the replies to SET, or to MULTI, SET, ACCOUNT, EXEC; None without a transaction.
 
     Raises:
-        InvalidResponse: it is not one.
+        InvalidResponse: a server does not reply that to these commands.
+    """
+    if len(replies) == 1:
+        expect(replies[0], "SET", b"OK")
+        return None
+    expect(replies[0], "MULTI", b"OK")
+    stored, accounts = array(replies[-1], "EXEC", 2)
+    expect(stored, "SET", b"OK")
+    return account(accounts)
+
+
+def page(reply: object) -> tuple[int, list[bytes]]:
+    """Return the cursor and the names in a reply to SCAN.
+
+    Raises:
+        InvalidResponse: a server does not reply that to SCAN.
     """
     cursor, names = array(reply, "SCAN", 2)
     if not isinstance(cursor, bytes) or re.fullmatch(rb"[0-9]{1,20}", cursor) is None:
@@ -243,14 +259,14 @@ def page(reply: object) -> tuple[int, list[bytes]]:
 
 
 def slots(reply: object, host: str) -> dict[tuple[str, int], list[range]]:
-    """The slots of each primary, by host and port, of a reply to CLUSTER SLOTS.
+    """Return the slots of each primary, by host and port, from a reply to CLUSTER SLOTS.
 
     Args:
         reply: the reply.
-        host: of the node that was asked; other nodes may leave it out, and mean the same.
+        host: the host of the node that was asked. A node without a host in the reply has the same host.
 
     Raises:
-        InvalidResponse: it is not one.
+        InvalidResponse: a server does not reply that to CLUSTER SLOTS.
     """
     found: dict[tuple[str, int], list[range]] = {}
     held = 0
@@ -272,7 +288,7 @@ def slots(reply: object, host: str) -> dict[tuple[str, int], list[range]]:
 
 
 def _shown(reply: object) -> str:
-    """A reply in words. Its bytes are not shown: they may hold a secret, and parts of one."""
+    """Describe a reply without its bytes, which may contain a secret or parts of one."""
     if reply is None:
         return "nil"
     if isinstance(reply, int):

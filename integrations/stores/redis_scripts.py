@@ -1,6 +1,6 @@
-"""The Lua scripts that a Redis server runs for `RedisStore`. The module `redis` draws the keys they work on.
+"""The Lua scripts that a Redis server runs for `RedisStore`. The module `redis` lists the keys that they use.
 
-A script runs as a whole, so no other client sees the books half changed.
+A script runs atomically, so no other client sees a half-updated index.
 """
 
 ACCOUNT = """
@@ -19,7 +19,7 @@ local function wipe()
   if share >= 0 then redis.call('HSET', sums, 'tenants', 1) end
 end
 
--- A server that evicts on its own may have evicted a part of the books.
+-- A server that evicts on its own may have evicted a part of the index.
 local entries = redis.call('HLEN', sizes)
 if entries ~= redis.call('ZCARD', lru) or (entries > 0 and redis.call('EXISTS', sums) == 0) then
   wipe()
@@ -93,13 +93,13 @@ end
 return {evicted, tonumber(redis.call('HGET', sums, 'bytes') or 0), redis.call('HLEN', sizes),
         redis.call('HEXISTS', sums, 'counted')}
 """
-"""Bring the books up to date about some entries, then evict what exceeds the budgets.
+"""Update the index for some entries, then evict entries until the budgets are met.
 
 KEYS: lru, size and sums of a bucket. ARGV: the prefix of its entries; the budget in bytes (-1: neither sweep nor
-evict); the budget of each tenant (-1: none); then the entries to look at, whose tenants are kept within that budget.
-Once a store has asked for tenants' budgets, the books tell tenants apart, whichever store keeps them.
+evict); the budget of each tenant (-1: none); then the entries to check, whose tenants are kept within that budget.
+Once any store has requested budgets for tenants, all stores keep the index by tenant.
 
-Returns: entries evicted, bytes held, entries held, and whether the books are complete (0: they have to be rewritten).
+Returns: entries evicted, bytes held, entries held, and whether the index is complete (0: it must be rebuilt).
 """
 
 DISCARD = """
@@ -108,9 +108,9 @@ if kind == 'string' and redis.sha1hex(redis.call('GET', KEYS[1])) ~= ARGV[1] the
 if kind ~= 'string' and ARGV[1] ~= '' then return 0 end
 return redis.call('UNLINK', KEYS[1])
 """
-"""Delete a bad entry, but nothing newer.
+"""Delete a bad entry unless it was replaced.
 
-KEYS: the entry. ARGV: the SHA-1 of the bytes that were found bad, or '' for a value that is not a string.
+KEYS: the entry. ARGV: the SHA-1 of the bad bytes, or '' for a value that is not a string.
 
 Returns: how many keys were deleted.
 """

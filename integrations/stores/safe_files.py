@@ -1,7 +1,7 @@
-"""Files and folders below a root that other users must not be able to tamper with.
+"""Files and folders below a root, protected against tampering by other users.
 
-Everything is opened relative to a folder that is already open (`openat`) and never through a link (`O_NOFOLLOW`), so
-nobody gains anything by swapping a folder for a link in between. The root itself may be a link, but only one of ours.
+Everything is opened relative to an open folder (`openat`) and never through a link (`O_NOFOLLOW`), so swapping a folder
+for a link meanwhile gains an attacker nothing. The root itself may be a link, but only one that we or root own.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
-# Without O_NONBLOCK, opening a FIFO that lies in place of a file and that nobody writes to would never return.
+# Without O_NONBLOCK, opening a FIFO without a writer, in place of a file, would never return.
 FILE_FLAGS = os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-# Levels of folders that are deleted. Ours are two deep; each level holds a descriptor open.
+# Levels of folders that are deleted. Our folders are two deep; each level holds a descriptor open.
 _DEPTH = 32
-# Seconds to wait for a lock that another process holds. Both locks are held for the length of a scan at most.
+# Seconds to wait for a lock that another process holds. Both locks are held for at most one scan.
 LOCK_SECONDS = 30.0
-# Links that may lead to the root, one after the other: as many as Linux follows.
+# The longest chain of links to the root: as many links as Linux follows.
 _LINKS = 40
 
 
 def open_file(name: str, flags: int, parent: int) -> tuple[int, os.stat_result]:
-    """Open a regular file in an open folder without waiting for anybody.
+    """Open a regular file in an open folder, without blocking.
 
     Returns:
-        Its descriptor, and what `fstat` says of it.
+        Its descriptor and its `fstat`.
 
     Raises:
-        OSError: it cannot be opened, or is a link, a folder, a FIFO, a socket or a device.
+        OSError: the file cannot be opened, or is a link, a folder, a FIFO, a socket or a device.
     """
     file = os.open(name, flags | FILE_FLAGS, 0o600, dir_fd=parent)
     try:
         info = os.fstat(file)
         if not stat.S_ISREG(info.st_mode):
-            raise OSError(errno.ENXIO, "no regular file", name)
+            raise OSError(errno.ENXIO, "not a regular file", name)
     except BaseException:
         os.close(file)
         raise
@@ -46,7 +46,7 @@ def open_file(name: str, flags: int, parent: int) -> tuple[int, os.stat_result]:
 
 
 def read_exactly(file: int, length: int) -> bytes:
-    """The next `length` bytes of a file, or fewer if it ends before."""
+    """Read the next `length` bytes of a file, or fewer at its end."""
     # Usually one read returns everything, without a copy. The kernel reads at most 2 GiB at a time.
     parts = [os.read(file, length)]
     missing = length - len(parts[0])
@@ -73,7 +73,7 @@ def unlink(name: str, parent: int) -> bool:
 
 
 def unlink_same(name: str, used: int, parent: int) -> bool | None:
-    """Delete a file unless it was used or replaced since its modification time was `used` (ns); None: it was gone."""
+    """Delete a file if its modification time still is `used` (ns); return whether it did, or None if it was gone."""
     try:
         if os.stat(name, dir_fd=parent, follow_symlinks=False).st_mtime_ns != used:
             return False
@@ -84,13 +84,13 @@ def unlink_same(name: str, used: int, parent: int) -> bool | None:
 
 
 def list_folder(folder: int) -> list[os.DirEntry[str]]:
-    """What an open folder holds. The entries can be asked for more only while it is open."""
+    """List an open folder. The entries can be queried further only while it is open."""
     with os.scandir(folder) as entries:
         return list(entries)
 
 
 def make_folder(path: str, mode: int) -> None:
-    """Create a folder unless it exists. Missing parents are made 0755 whatever the umask: nobody may swap it."""
+    """Create a folder unless it exists. Missing parents get mode 0755, so that no other user can swap the folder."""
     try:
         os.mkdir(path, mode)
     except FileExistsError:
@@ -105,11 +105,11 @@ def make_folder(path: str, mode: int) -> None:
 
 
 def open_root(path: str, links: int = _LINKS) -> int:
-    """Open a folder. It may be reached by a link, but not by one that another user made.
+    """Open a folder. Its path may be a link, but not one that another user made.
 
     Raises:
-        PermissionError: it is such a link.
-        OSError: it cannot be opened.
+        PermissionError: the path is such a link.
+        OSError: the folder cannot be opened.
     """
     try:
         return os.open(path, _FOLDER)
@@ -121,7 +121,7 @@ def open_root(path: str, links: int = _LINKS) -> int:
                 raise
             if problem := objection(info, path):
                 raise PermissionError(problem) from None
-            # The target of the link that was examined, whatever has taken its place by now.
+            # Read through the descriptor: the target of the link that was checked, even if the link was replaced since.
             target = os.readlink("", dir_fd=link)
         finally:
             os.close(link)
@@ -129,9 +129,9 @@ def open_root(path: str, links: int = _LINKS) -> int:
 
 
 def objection(info: os.stat_result, path: str) -> str | None:
-    """Why a root, or a link that leads to it, is not safe to use, and what to do about it; None if it is safe.
+    """Return why a root, or a link to it, is not safe to use, and the remedy; None if it is safe.
 
-    Whoever can put entries into the folder, or point the link elsewhere, decides what a model continues from.
+    A user who can write to the folder, or redirect the link, controls the caches that a model continues from.
     """
     link = stat.S_ISLNK(info.st_mode)
     if not link and not stat.S_ISDIR(info.st_mode):
@@ -139,29 +139,30 @@ def objection(info: os.stat_result, path: str) -> str | None:
     us = os.geteuid()
     if info.st_uid not in (us, 0):
         return (
-            f"path: {path} is a {'link' if link else 'folder'} of user {info.st_uid}, who could swap what is stored "
-            f"there: run as that user, name another folder, or run chown -h {us} {path}"
+            f"path: must belong to user {us} or to root, got {path}, a {'link' if link else 'folder'} of user "
+            f"{info.st_uid}, who could replace entries: run as that user, name another folder, or run chown -h {us} "
+            f"{path}"
         )
     if not link and info.st_mode & 0o022:
         inside = " (or name a folder inside it, which is then created 0700)" if info.st_mode & stat.S_ISVTX else ""
         return (
-            f"path: group or others may write to {path} (mode {stat.S_IMODE(info.st_mode):04o}), and could swap what "
-            f"is stored there: run chmod go-w {path}{inside}"
+            f"path: must not be writable by group or others, who could replace entries, got {path} with mode "
+            f"{stat.S_IMODE(info.st_mode):04o}: run chmod go-w {path}{inside}"
         )
     return None
 
 
 @contextmanager
 def open_folder(parent: int, name: str, *, create: bool = False) -> Iterator[int]:
-    """The descriptor of a folder in an open one, never of what a link points to.
+    """Open a folder inside an open folder, never through a link, and yield its descriptor.
 
     Args:
         parent: descriptor of the open folder.
-        name: the folder's name in it.
-        create: make the folder, 0700, if it is missing.
+        name: the name of the folder inside it.
+        create: create the folder, with mode 0700, if it is missing.
 
     Raises:
-        OSError: it is missing, is not a folder (a link is not), or may not be opened.
+        OSError: the folder is missing, is not a folder (a link is none), or may not be opened.
     """
     try:
         file = os.open(name, _FOLDER, dir_fd=parent)
@@ -178,10 +179,10 @@ def open_folder(parent: int, name: str, *, create: bool = False) -> Iterator[int
 
 
 def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> int:
-    """Delete a folder, or the link in its place; return how many files it held. Others may be deleting it, too.
+    """Delete a folder, or a link in its place; return how many files it held. Others may delete it at the same time.
 
     Raises:
-        OSError: something could not be deleted; the rest is gone.
+        OSError: some file or folder could not be deleted; the rest is gone.
     """
     if not depth:
         raise OSError(errno.ELOOP, "folders nested too deep", name)
@@ -209,16 +210,16 @@ def remove_tree(name: str, parent: int, depth: int = _DEPTH) -> int:
 
 @contextmanager
 def file_lock(parent: int, name: str, *, shared: bool = False, wait: float | None = None) -> Iterator[None]:
-    """Hold an flock on a file of an open folder. It is opened anew each time, so it excludes other threads, too.
+    """Hold an flock on a file of an open folder. Each call opens the file, so the lock also excludes other threads.
 
     Args:
         parent: descriptor of the folder.
         name: the lock file, which is created if it is missing.
-        shared: take a shared lock, not an exclusive one.
+        shared: take a shared lock instead of an exclusive one.
         wait: seconds; default: `LOCK_SECONDS`.
 
     Raises:
-        TimeoutError: somebody else held it for `wait` seconds.
+        TimeoutError: another process or thread held the lock for `wait` seconds.
     """
     file, _ = open_file(name, os.O_RDWR | os.O_CREAT, parent)
     try:
@@ -229,14 +230,14 @@ def file_lock(parent: int, name: str, *, shared: bool = False, wait: float | Non
                 fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 break
             except BlockingIOError:
-                # Polling, because a process that was stopped while it holds the lock would block all others forever.
+                # Poll, because a process that is stopped while it holds the lock would block all others forever.
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"another process has held {name} for {wait:g} s") from None
                 time.sleep(pause)
                 pause = min(2 * pause, 0.02)
         yield
     finally:
-        # Unlock by name instead of by closing: a child that was forked meanwhile has the file open as well.
+        # Closing alone does not unlock the file if a child that was forked meanwhile has it open as well.
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
         os.close(file)

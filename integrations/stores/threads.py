@@ -1,8 +1,8 @@
-"""Threads that wait for stores. A call that hangs costs one thread; the process can still work, and still end.
+"""A thread pool for calls that may hang. A hanging call costs one thread; the process can still work and still exit.
 
-A pool of `concurrent.futures` keeps a thread that hangs: a few of those stop all work, and the interpreter waits for
-them when it exits. A `ThreadPool` starts another thread in place of one that is stuck in a job, and leaves stuck threads
-behind when it is dismissed.
+A pool of `concurrent.futures` never replaces a hanging thread: a few of them stop all work, and the interpreter waits
+for them at exit. A `ThreadPool` starts a new thread in place of one that is stuck in a job, and abandons stuck threads
+when it is dismissed.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any, TypeVar
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
-# How many threads of one pool may be replaced because they hang. More replacements would only hang, too.
+# The most threads of one pool that are replaced because they hang. Further replacements would probably hang as well.
 MAX_STUCK = 32
 
 
 class ThreadPool:
-    """A thread pool whose `submit` is that of an `Executor`. Safe to call from several threads.
+    """A thread pool with the `submit` of an `Executor`. Safe to call from several threads.
 
-    Its threads are daemons. They start with the first jobs and end once they are dismissed and idle.
+    Its threads are daemons. They start with the first jobs, and end when the pool is dismissed and they are idle.
 
     Args:
-        threads: how many jobs run at a time, not counting those that are stuck.
-        name: name of the threads.
+        threads: how many jobs run at a time, not counting stuck jobs.
+        name: the name of the threads.
         patience: seconds after which a job counts as stuck, so that another thread may start in its place. If the job
-            was merely slow it ends as usual, and the surplus thread ends with it.
+            was only slow, it ends as usual and its surplus thread ends with it.
         clock: monotonic clock, in seconds.
         begin: called by each thread before its first job.
     """
@@ -48,7 +48,7 @@ class ThreadPool:
         self._name, self._patience, self._clock, self._begin = name, patience, clock, begin
         self._changed = threading.Condition()
         self._jobs: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._began: dict[int, float] = {}  # when the job of each busy thread began, by the number of the thread
+        self._began: dict[int, float] = {}  # the time when each busy thread began its job, by thread number
         self._idle = 0
         self._alive = 0
         self._started = 0
@@ -59,7 +59,7 @@ class ThreadPool:
         """Run `work(*arguments)` in one of the threads.
 
         Raises:
-            RuntimeError: the pool was dismissed, or not even one thread can be started.
+            RuntimeError: the pool was dismissed, or no thread can be started.
         """
         future: Future[_T] = Future()
         with self._changed:
@@ -74,24 +74,24 @@ class ThreadPool:
 
     @property
     def waiting(self) -> int:
-        """How many jobs no thread has begun, cancelled ones included."""
+        """How many jobs no thread has begun, including cancelled jobs."""
         with self._changed:
             return len(self._jobs)
 
     def dismiss(self, timeout: float | None = None, *, cancel: bool = False) -> bool:
-        """Take no more jobs, and wait for the present ones.
+        """Accept no more jobs, and wait for the present ones. Jobs that have not begun by then are cancelled.
 
         Args:
-            timeout: seconds to wait; None waits until all are done.
-            cancel: cancel the jobs that no thread has begun now, and not only once the time is over.
+            timeout: seconds to wait; None waits until all jobs are done.
+            cancel: cancel the jobs that have not begun at once, rather than after `timeout`.
 
         Returns:
-            Whether every thread has ended. Any that has not is left behind.
+            Whether every thread has ended. Threads that have not are abandoned.
         """
         with self._changed:
             self._dismissed = True
             if self._jobs and not cancel:
-                self._hire()  # perhaps all threads are stuck
+                self._hire()  # all threads may be stuck
             self._changed.notify_all()
         if cancel:
             self._cancel()
@@ -103,7 +103,7 @@ class ThreadPool:
     def _cancel(self) -> None:
         with self._changed:
             jobs, self._jobs = self._jobs, deque()
-        # Not under the lock: callbacks of a future may take locks of their own.
+        # Without the lock, because callbacks of a future may take other locks.
         for future, _ in jobs:
             future.cancel()
 
@@ -112,7 +112,7 @@ class ThreadPool:
         return sum(now - began > self._patience for began in self._began.values())
 
     def _hire(self) -> None:
-        """Start another thread, if there may be more."""
+        """Start another thread if the limit allows it."""
         stuck = self._stuck()
         if stuck and not self._reported:
             self._reported = True
@@ -127,7 +127,7 @@ class ThreadPool:
         try:
             thread.start()
         except RuntimeError:
-            # The system may limit threads, and a process that is exiting cannot start any.
+            # The system may limit threads, and a process that is exiting cannot start threads.
             if not self._alive and not self._dismissed:
                 self._jobs.pop()
                 raise
@@ -140,7 +140,7 @@ class ThreadPool:
             pass
 
     def _step(self, number: int) -> bool:
-        """Do one job; False if this thread should end. Each job is a call of its own, so that none is kept alive."""
+        """Do one job; False if this thread should end. One call per job, so that no finished job stays referenced."""
         with self._changed:
             self._began.pop(number, None)
             while not self._jobs and not self._dismissed and self._alive - self._stuck() <= self.threads:

@@ -1,17 +1,17 @@
 """Stores by URL.
 
     memory://?max_gb=8                               RAM of this process
-    file:///var/cache/kv?max_gb=50&ttl=7d            a folder, shared by processes (file:///dev/shm/kv: in RAM)
+    file:///var/cache/kv?max_gb=50&ttl=7d            a folder, shared by processes (file:///dev/shm/kv is in RAM)
     redis://user:password@host:6379/0?max_gb=8       Redis or Valkey: also rediss, valkey, valkeys
     redis+cluster://host:6379?ttl=1h&timeout=0.5     a cluster: also rediss+cluster, valkey+cluster, valkeys+cluster
     unix:///run/redis.sock?db=0                      a socket: also redis+unix
     s3://bucket/prefix?ttl=30d                       object storage: also gs, az, abfs and fsspec+<protocol>
     tiered:memory://?max_gb=8,redis://host:6379/0    several, fastest first (a comma inside a URL is written %2C)
 
-Servers log URLs, so a password need not be part of one: `password_env=NAME` takes it from an environment variable, and
-`password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. With `max_gb_per_tenant` no tenant may
-exceed that much. `ttl` takes s, m, h or d; `timeout` is in seconds. Every store takes `max_entry_mb`, the largest blob
-that it keeps and reads.
+Servers log URLs, so keep passwords out of them: `password_env=NAME` reads the password from an environment variable,
+and `password_file=/path` from a file. `max_gb` counts 10^9 bytes, `max_mb` 10^6. `max_gb_per_tenant` limits each
+tenant. `ttl` takes s, m, h or d; `timeout` is in seconds. Every store takes `max_entry_mb`, the largest blob that it
+stores and reads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENTRY = "max_entry_mb"
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _MEMORY_BYTES = 4 * 10**9
 _REDIS_TIMEOUT = 1.0
-# Options of redis-py's own URLs that a private certificate authority needs.
+# Options of redis-py's URLs for a private certificate authority.
 _TLS = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "ssl_cert_reqs", "ssl_check_hostname")
 _REDIS = {"redis": "redis", "rediss": "rediss", "valkey": "redis", "valkeys": "rediss"}
 _CLUSTERS = {f"{scheme}+cluster": plain for scheme, plain in _REDIS.items()}
@@ -49,10 +49,10 @@ _NUMBER = r"-?[0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?"
 
 
 def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
-    """The store that a URL describes. A list of URLs, or `tiered:`, makes a `TieredStore`. Nothing connects yet.
+    """Open the store that a URL describes, without connecting. A list of URLs, or `tiered:`, makes a `TieredStore`.
 
-    If one process opens `memory://` twice with the same budgets, both stores hold the same entries, which go when the
-    last of the two is closed.
+    If one process opens `memory://` twice with the same budgets, both stores share their entries, which are released
+    when the last of the two is closed.
 
         >>> store = open_store("tiered:memory://?max_mb=100,memory://?max_gb=2")
         >>> store.put("ab/01", b"blob"), store.get("ab/01")
@@ -60,14 +60,14 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
         >>> store.close()
 
     Args:
-        url: see the module's docstring; a list is fastest first.
-        guarded: wrap every store but `memory://` in a `GuardedStore`, which turns its errors into counted misses.
+        url: see the module's docstring; a list names the fastest store first.
+        guarded: wrap every store except `memory://` in a `GuardedStore`, which turns its errors into counted misses.
 
     Raises:
-        InputError: the URL or an option is not valid. The message shows no passwords.
+        InputError: the URL or an option is invalid. The message shows no passwords.
         ImportError: the package of the store's client is missing.
     """
-    tiers: list[Any]  # a list may come from a configuration file, with anything in it
+    tiers: list[Any]  # a list from a configuration file may contain anything
     if isinstance(url, str):
         if not url.startswith(_TIERED):
             return _open(url, guarded)
@@ -76,7 +76,7 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
         tiers = list(url)
     if not tiers or not all(isinstance(tier, str) and tier for tier in tiers):
         shown = redacted(url) if isinstance(url, str) else f"{len(tiers)} entries"
-        raise InputError(f"url: tiers are one or more URLs, none of them empty; got {shown}")
+        raise InputError(f"url: must name one or more tiers by non-empty URLs, got {shown}")
     from cuvee.integrations.stores.tiered import TieredStore
 
     stores: list[Store] = []
@@ -93,7 +93,7 @@ def open_store(url: str | Sequence[str], *, guarded: bool = True) -> Store:
 def _open(url: str, guarded: bool) -> Store:
     if url.startswith(_TIERED):
         raise InputError(
-            f"url: a tier cannot be tiered itself, got {redacted(url)}; name its stores one after the other"
+            f"url: a tier must not be tiered itself, got {redacted(url)}; name its stores one after the other"
         )
     scheme, separator, rest = url.partition("://")
     scheme = scheme.lower()
@@ -101,11 +101,11 @@ def _open(url: str, guarded: bool) -> Store:
     if not separator:
         raise InputError(f"url: must begin with {_KNOWN} or tiered:, got {redacted(url)}")
     if "@" in query:
-        raise InputError(f"url: write ? as %3F in a password, and @ as %40 in an option; got {redacted(url)}")
+        raise InputError(f"url: must write ? as %3F in a password, and @ as %40 in an option, got {redacted(url)}")
     fsspec = _FSSPEC.fullmatch(scheme)
     if scheme not in _SCHEMES and not fsspec:
         hint = suggestion(scheme, (*_SCHEMES, "fsspec+<protocol>"), form="{}://")
-        raise InputError(f"url: no store is called {scheme}://; {hint}")
+        raise InputError(f"url: must begin with the scheme of a store, got {scheme}://; {hint}")
     options = _Options(url, scheme, query)
 
     if scheme == "memory":
@@ -113,7 +113,7 @@ def _open(url: str, guarded: bool) -> Store:
 
         options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY))
         if location:
-            raise InputError(f"url: memory:// takes options only, such as memory://?max_gb=8; got {redacted(url)}")
+            raise InputError(f"url: memory:// must have options only, as in memory://?max_gb=8, got {redacted(url)}")
         size = options.budget() or _MEMORY_BYTES
         per_tenant = options.tenant_budget(size)
         return MemoryStore(size, process_wide=True, max_entry=options.entry(), max_tenant_bytes=per_tenant)
@@ -125,9 +125,7 @@ def _open(url: str, guarded: bool) -> Store:
         options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl"))
         path = unquote(location)
         if not path.startswith("/") or not path.strip("/") or set(location) & set("#\0") or "\0" in path:
-            raise InputError(
-                f"url: a folder is written file:///absolute/path, with %23 for # and %3F for ?; got {redacted(url)}"
-            )
+            raise InputError(f"url: must be file:///absolute/path, with %23 for # and %3F for ?, got {redacted(url)}")
         budget = options.budget()
         per_tenant = options.tenant_budget(budget)
         store = DiskStore(path, budget, options.ttl(), max_entry=options.entry(), max_tenant_bytes=per_tenant)
@@ -137,11 +135,11 @@ def _open(url: str, guarded: bool) -> Store:
         for name in (*_BUDGET, _TENANT_BUDGET):
             if name in options.values:
                 options.refuse(
-                    name, "object storage has no budget; let a lifecycle rule of the bucket delete old objects"
+                    name, "must not be given for object storage; let a lifecycle rule of the bucket delete old objects"
                 )
         options.only(("ttl", _ENTRY))
         if not location or (not fsspec and location.startswith("/")):
-            raise InputError(f"url: an object store is written {scheme}://bucket/prefix, got {redacted(url)}")
+            raise InputError(f"url: must be {scheme}://bucket/prefix, got {redacted(url)}")
         url = f"{fsspec[1] if fsspec else scheme}://{location}"
         store = ObjectStore(url, options.ttl(), max_entry=options.entry())
     else:
@@ -149,11 +147,11 @@ def _open(url: str, guarded: bool) -> Store:
 
         socket = scheme in _SOCKETS
         plain = "unix" if socket else {**_REDIS, **_CLUSTERS}[scheme]
-        own = ("db",) if socket else _TLS if plain == "rediss" else ()
-        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl", "timeout", *_PASSWORD, *own))
+        extra = ("db",) if socket else _TLS if plain == "rediss" else ()
+        options.only((*_BUDGET, _TENANT_BUDGET, _ENTRY, "ttl", "timeout", *_PASSWORD, *extra))
         _check_redis(url, location, socket=socket, cluster=scheme in _CLUSTERS)
         location = _with_password(location, options)
-        passed = "&".join(f"{name}={options.values[name]}" for name in own if name in options.values)
+        passed = "&".join(f"{name}={options.values[name]}" for name in extra if name in options.values)
         store = RedisStore(
             f"{plain}://{location}" + (f"?{passed}" if passed else ""),
             options.budget(),
@@ -171,7 +169,7 @@ def _open(url: str, guarded: bool) -> Store:
 
 
 def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> None:
-    # An unquoted / or # in a password ends the host early. Then the port is not valid, or the path is odd.
+    # An unquoted / or # in a password ends the host early. Then the port is invalid or the path unexpected.
     form = "unix:///path/of/socket" if socket else "redis://[user:password@]host:port/database"
     try:
         parts = urlsplit(f"redis://{location}")
@@ -182,17 +180,17 @@ def _check_redis(url: str, location: str, *, socket: bool, cluster: bool) -> Non
         paths = "/.*[^/]" if socket else "/?0?" if cluster else "(/[0-9]*)?"
         good = not parts.fragment and re.fullmatch(paths, path) is not None and bool(host) != socket and port != 0
     if not good:
-        raise InputError(f"url: write {form}, a password's special characters as %XX; got {redacted(url)}")
+        raise InputError(f"url: must be {form}, with special characters of a password as %XX, got {redacted(url)}")
 
 
 def _with_password(location: str, options: _Options) -> str:
-    """The location, with the password that `password_env` or `password_file` names, if one of them is given."""
+    """Return the location, with the password from `password_env` or `password_file` if one of them is given."""
     env, file = (options.values.get(name) for name in _PASSWORD)
     if env is None and file is None:
         return location
     user, at, place = location.rpartition("@")
     if (env is not None and file is not None) or ":" in user:
-        options.refuse("password_env", "give one password: in the URL, by password_env or by password_file")
+        options.refuse("password_env", "must be the only password, got another in the URL or by password_file")
     option = "password_env" if env is not None else "password_file"
     secret = read_secret(option, env=env, file=None if file is None else unquote(file))
     return f"{user}:{quote(secret, safe='')}@{place if at else location}"
@@ -208,22 +206,22 @@ class _Options:
         for pair in query.split("&") if query else ():
             name, _, value = pair.partition("=")
             if not name or not value:
-                raise InputError(f"url: options are written name=value&name=value {self._where}")
+                raise InputError(f"url: options must have the form name=value&name=value {self._where}")
             if name in self.values:
-                raise InputError(f"{name}: given twice {self._where}")
+                raise InputError(f"{name}: must be given once, got it twice {self._where}")
             self.values[name] = value
 
     def only(self, known: Collection[str]) -> None:
         for name in self.values:
             if name not in known:
                 hint = suggestion(name, known, most=2, form="{}")
-                raise InputError(f"{name}: no option of {self._scheme}:// stores, {hint} {self._where}")
+                raise InputError(f"{name}: must be an option of {self._scheme}:// stores; {hint} {self._where}")
 
     def refuse(self, name: str, why: str) -> NoReturn:
         raise InputError(f"{name}: {why} {self._where}")
 
     def number(self, name: str, unit: str) -> float | None:
-        """A number above 0; None if it is missing."""
+        """Return an option that is a number above 0; None if it is missing."""
         text = self.values.get(name)
         if text is None:
             return None
@@ -233,9 +231,9 @@ class _Options:
         return value
 
     def budget(self) -> int | None:
-        """Bytes of `max_gb` or `max_mb`; None if both are missing."""
+        """Return the bytes of `max_gb` or `max_mb`; None if both are missing."""
         if all(name in self.values for name in _BUDGET):
-            raise InputError(f"max_mb: give max_gb or max_mb, not both {self._where}")
+            raise InputError(f"max_mb: must not be combined with max_gb, got both {self._where}")
         for name, unit, scale in (("max_gb", "gigabytes (10^9 bytes)", 10**9), ("max_mb", "megabytes", 10**6)):
             value = self.number(name, unit)
             if value is not None:
@@ -245,33 +243,33 @@ class _Options:
         return None
 
     def tenant_budget(self, budget: int | None, *, needs_budget: bool = False) -> int | None:
-        """Bytes of `max_gb_per_tenant`; None without it. `needs_budget`: the store also needs a `budget` of all."""
+        """Return the bytes of `max_gb_per_tenant`; None if it is missing. `needs_budget`: it requires a `budget`."""
         name = _TENANT_BUDGET
         value = self.number(name, "gigabytes (10^9 bytes)")
         if value is None:
             return None
         if needs_budget and budget is None:
-            raise InputError(f"{name}: takes max_gb, too, at {self._scheme}:// stores {self._where}")
+            raise InputError(f"{name}: must come with max_gb at {self._scheme}:// stores {self._where}")
         size = round(value * 10**9)
         if size < 1 or (budget is not None and size > budget):
-            most = "" if budget is None else f" and at most the budget of all, {budget / 1e9:g}"
+            most = "" if budget is None else f" and at most max_gb, {budget / 1e9:g}"
             raise InputError(f"{name}: must be at least one byte{most}, got {self.values[name]!r} {self._where}")
         return size
 
     def entry(self) -> int:
-        """Bytes of `max_entry_mb`; the default if it is missing."""
+        """Return the bytes of `max_entry_mb`, or the default."""
         value = self.number(_ENTRY, "megabytes")
         if value is not None and value * 10**6 < 1:
             raise InputError(f"{_ENTRY}: must be at least one byte, got {self.values[_ENTRY]!r} {self._where}")
         return MAX_ENTRY_BYTES if value is None else round(value * 10**6)
 
     def ttl(self) -> float | None:
-        """Seconds of `ttl`; None if it is missing."""
+        """Return the seconds of `ttl`; None if it is missing."""
         text = self.values.get("ttl")
         if text is None:
             return None
         match = re.fullmatch(f"({_NUMBER})([smhd])", text)
         seconds = float(match[1]) * _UNITS[match[2]] if match else math.nan
         if not 0 < seconds < math.inf:
-            raise InputError(f"ttl: must be a number above 0 with s, m, h or d, such as 7d; got {text!r} {self._where}")
+            raise InputError(f"ttl: must be a number above 0 with s, m, h or d, such as 7d, got {text!r} {self._where}")
         return seconds

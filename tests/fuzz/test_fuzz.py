@@ -171,7 +171,7 @@ def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.stores.redis.account", lambda reply: Account(*reply))
+    monkeypatch.setattr("cuvee.integrations.stores.redis_replies.account", lambda reply: Account(*reply))
     assert "Error" in first_finding(RedisTarget(), 1000)
 
 
@@ -199,7 +199,7 @@ def test_a_missing_bound_of_strings_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_password_in_a_message_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.stores.redis.scrubbed", lambda error, secrets: str(error))
+    monkeypatch.setattr("cuvee.integrations.stores.monitor.scrubbed", lambda error, secrets: str(error))
     assert "shows a password" in first_finding(RedisTarget(), 1000)
 
 

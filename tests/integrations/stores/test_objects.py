@@ -265,7 +265,7 @@ def test_only_what_lies_below_a_tenant_is_deleted(
     store.put(KEY, b"x")
     store.put("cd/01", b"another tenant's")
     monkeypatch.setattr(Bucket, "find", lambda self, path: [f"{path}/01/0123", "/bucket/pre fix/cd/01/01"])
-    with pytest.raises(StoreError, match="of the objects below ab it lists /bucket/pre fix/cd/01/01"):
+    with pytest.raises(StoreError, match="ab: must list only its own objects, got /bucket/pre fix/cd/01/01"):
         store.delete_tenant("ab")
     assert store.contains([KEY, "cd/01"]) == [True, True]
 
@@ -279,7 +279,7 @@ def test_only_what_lies_below_a_tenant_is_deleted(
 )  # fmt: skip
 def test_local_folders_are_refused(url: str, tmp_path: Path) -> None:
     """fsspec follows links there: a tenant's deletion deleted what lies behind them."""
-    with pytest.raises(InputError, match=r"^url: (fsspec follows links .*file:///path|must name one protocol)"):
+    with pytest.raises(InputError, match=r"^url: must (not be a folder .*file:///path|name one protocol)"):
         ObjectStore(url.format(tmp_path))
     if "://" in url:
         with pytest.raises(InputError, match=r"^url: "):

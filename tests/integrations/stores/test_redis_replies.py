@@ -320,7 +320,7 @@ def slots(*parts: tuple[int | bytes, int | bytes, int | bytes | None, int | byte
         (b"*1\r\n*2\r\n:0\r\n:1\r\n", "CLUSTER SLOTS: must hold slots"),
         (b"$-1\r\n", "CLUSTER SLOTS: must be an array"),
         (b"+OK\r\n", "CLUSTER SLOTS: must be an array"),
-        (b"-ERR This instance has cluster support disabled\r\n", "tells no slots of a cluster"),
+        (b"-ERR This instance has cluster support disabled\r\n", "must return the slots of a cluster"),
     ],
 )
 def test_slots_are_checked(reply: bytes, why: str, peer: FakeRedis, open_redis: Open) -> None:

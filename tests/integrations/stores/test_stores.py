@@ -299,7 +299,7 @@ if kind == "memory":
     locks = lambda: [memory._process_wide.lock, store._cache.lock]
 elif kind == "disk":
     store = DiskStore(path, max_bytes=10_000)
-    locks = lambda: [store._lock, store._budget._lock]
+    locks = lambda: [store._monitor._lock, store._budget._lock]
 else:
     store = GuardedStore(DiskStore(path))
     locks = lambda: [store._lock]

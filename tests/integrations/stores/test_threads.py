@@ -178,7 +178,9 @@ def test_dismissal_is_bounded_in_time(pool: ThreadPool, hang: Callable[[], Hang]
     until(lambda: alive() == 0)
 
 
-def test_dismissal_replaces_stuck_threads_for_what_waits(pool: ThreadPool, clock: Clock, hang: Callable[[], Hang]) -> None:
+def test_dismissal_replaces_stuck_threads_for_what_waits(
+    pool: ThreadPool, clock: Clock, hang: Callable[[], Hang]
+) -> None:
     stuck = [hang(), hang()]
     for job in stuck:
         pool.submit(job)

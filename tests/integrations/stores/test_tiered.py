@@ -584,7 +584,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
     three.store.close(timeout=0.05)
     assert three.top.closed.is_set() and three.deep.closed.is_set() and not three.low.closed.is_set()
     (message,) = caplog.messages
-    assert "tier 1 (low)" in message and "2 entries (5 bytes)" in message and "one more of 1 bytes" in message
+    assert "tier 1 (low)" in message and "2 entries (5 bytes)" in message and "another of 1 bytes" in message
     counters = three.store.counters()["low"]
     assert (counters.dropped, counters.queued) == (2, 1)
     gate.open()
@@ -742,7 +742,7 @@ def test_a_tier_may_be_tiered() -> None:
 
 
 def test_arguments_are_checked() -> None:
-    with pytest.raises(InputError, match=r"^stores: must be at least one"):
+    with pytest.raises(InputError, match=r"^stores: must hold at least one"):
         TieredStore([])
     with pytest.raises(InputError, match=r"^max_queue_bytes: must be at least 1, got 0"):
         TieredStore([Fake()], 0)

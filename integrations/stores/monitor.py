@@ -1,0 +1,120 @@
+"""Counters, log messages and errors of a store: every store counts and words the same events in the same way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from cuvee.codec.support.forks import tell_after_fork
+from cuvee.integrations.stores.base import StoreError, TierCounters
+from cuvee.integrations.stores.envelope import ExpiredError
+from cuvee.integrations.stores.redaction import scrubbed
+
+_LONGEST_MESSAGE = 1000  # characters of an error's message that are shown
+
+
+class WarnOnce:
+    """Logs each kind of trouble the first time it happens. Safe to call from several threads, and after a fork.
+
+    Args:
+        log: the logger of the caller's module.
+        label: the beginning of every message, such as "disk store /var/cache/kv".
+    """
+
+    def __init__(self, log: logging.Logger, label: str) -> None:
+        self._log, self._label = log, label
+        self._logged: dict[str, object] = {}
+
+    def __call__(self, kind: str, message: str, *details: object) -> None:
+        """Log `message % details` as a warning, unless one of this `kind` was logged before."""
+        # No lock, because a forked child might inherit it in a locked state. `setdefault` is atomic.
+        mine = object()
+        if self._logged.setdefault(kind, mine) is mine:
+            self._log.warning("%s: " + message, self._label, *details)
+
+
+class StoreMonitor:
+    """Counts the events of one store and logs each kind of trouble once. Safe to call from several threads.
+
+    Args:
+        log: the logger of the store's module.
+        label: the beginning of every message, such as "disk store /var/cache/kv".
+        secrets: strings that no message may show.
+    """
+
+    def __init__(self, log: logging.Logger, label: str, secrets: Sequence[str] = ()) -> None:
+        self._label, self._secrets = label, secrets
+        self._warn = WarnOnce(log, label)
+        self._counters = TierCounters()
+        self.after_fork()
+        tell_after_fork(self)
+
+    def after_fork(self) -> None:
+        """Make a new lock."""
+        self._lock = threading.Lock()
+
+    def count(self, **amounts: int) -> None:
+        """Add each amount to the counter of that name in `TierCounters`."""
+        with self._lock:
+            for name, amount in amounts.items():
+                setattr(self._counters, name, getattr(self._counters, name) + amount)
+
+    def answered(self, blob: bytes | None, key: str = "", problem: Exception | None = None) -> None:
+        """Count the answer of a `get`: a hit, or a miss, caused by `problem` if the entry was bad or had expired."""
+        with self._lock:
+            self._counters.answer(blob, problem)
+        if problem is not None and not isinstance(problem, ExpiredError):
+            self.warn("bad", "deletes bad entries and counts them as misses; the first: %s: %s", key, problem)
+
+    def stored(self, blob: bytes) -> None:
+        """Count a put."""
+        self.count(puts=1, put_bytes=len(blob))
+
+    def too_large(self, size: int, limit: int) -> None:
+        """Count and report a put that was given up because its `size` exceeds `limit`, both in bytes."""
+        self.count(dropped=1)
+        text = "drops entries that are too large; the first has %d bytes, the limit (max_entry_mb, max_gb) is %d"
+        self.warn("large", text, size, limit)
+
+    def unusable(self, entry: str, why: object) -> None:
+        """Count and report an entry that cannot be read or replaced while the rest of the store works."""
+        self.count(errors=1)
+        self.warn("unusable", "cannot use an entry; it is a miss, and so are others like it: %s: %s", entry, why)
+
+    def not_deleted(self, error: Exception) -> None:
+        """Report a bad entry that could not be deleted."""
+        self.warn("not deleted", "cannot delete a bad entry; it stays a miss: %s", error)
+
+    def not_touched(self, error: Exception) -> None:
+        """Report that the use of an entry could not be recorded."""
+        self.warn("not touched", "cannot note the use of entries; they will be evicted as if unused: %s", error)
+
+    def warn(self, kind: str, message: str, *details: object) -> None:
+        """Log a warning as `WarnOnce` does. Errors among `details` are shown without secrets."""
+        self._warn(kind, message, *(self._shown(part) if isinstance(part, Exception) else part for part in details))
+
+    def failure(self, error: Exception, hint: str = "", *, with_type: bool = True) -> StoreError:
+        """Count an operation that failed.
+
+        Args:
+            error: the cause.
+            hint: added to the message.
+            with_type: whether the message names the type of `error`.
+
+        Returns:
+            The error to raise. Servers and proxies that do not know AUTH send its arguments back, and with them the
+            password, so neither the message nor the causes of the error hold secrets.
+        """
+        self.count(errors=1)
+        kind = f"{type(error).__name__}: " if with_type else ""
+        return StoreError(f"{self._label}: {kind}{self._shown(error)}{hint}")
+
+    def snapshot(self, entries: int | None = None, held: int | None = None) -> TierCounters:
+        """The counters now, with the entries and bytes that the store holds, if it knows them."""
+        with self._lock:
+            return replace(self._counters, entries=entries, bytes=held)
+
+    def _shown(self, error: Exception) -> str:
+        return scrubbed(error, self._secrets)[:_LONGEST_MESSAGE]
