@@ -1,6 +1,6 @@
-"""`cuvee store`: look at a store, and delete what it holds of a tenant.
+"""`cuvee store`: inspect a store, and delete the entries of a tenant.
 
-A store inside the serving process (`memory://`) is out of reach from here; of a `tiered:` URL the others are used.
+A store inside the serving process (`memory://`) cannot be reached from here; the other tiers of a `tiered:` URL can.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError, check_tenant
 
-app = typer.Typer(no_args_is_help=True, help="Look at a store of compressed caches, or delete a tenant's entries.")
+app = typer.Typer(no_args_is_help=True, help="Inspect a store of compressed caches, or delete a tenant's entries.")
 
 _CHECK_BYTES = 64 << 10
 
-_Url = Annotated[str, typer.Argument(metavar="URL", help="What the server is given: file://, redis://, tiered:…")]
+_Url = Annotated[str, typer.Argument(metavar="URL", help="The URL that the server gets: file://, redis://, tiered:…")]
 
 
 @app.command("info")
 def store_info(
     url: _Url,
     check: Annotated[
-        bool, typer.Option("--check", help="Put an entry, get it back and delete it, and say how long that took.")
+        bool, typer.Option("--check", help="Store, read and delete an entry, and report the time.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Say whether a store can be reached and what it holds. Exit code 1 if it, or one of its tiers, cannot be reached.
+    """Report whether a store can be reached and what it holds. Exit code 1 if it or one of its tiers cannot be reached.
 
-    Most stores count entries and bytes only if they have a budget (max_gb), from their first put (--check) on.
+    Most stores count entries and bytes only with a budget (max_gb), starting at their first put (--check).
 
     Example: cuvee store info redis://127.0.0.1:6379/0 --check
     """
@@ -51,8 +51,8 @@ def store_info(
                     tier.contains([key])
             except StoreError as error:
                 row |= {"reachable": False, "error": str(error)}
-            own = tier.counters()[tier.name]
-            rows.append({**row, "entries": own.entries, "bytes": own.bytes})
+            counted = tier.counters()[tier.name]
+            rows.append({**row, "entries": counted.entries, "bytes": counted.bytes})
     if as_json:
         print_json({"url": shown, "tiers": rows})
     else:
@@ -67,21 +67,21 @@ def store_delete_tenant(
         str | None, typer.Option("--salt", help="The tenant's cache_salt; '' for requests without one.")
     ] = None,
     tenant: Annotated[
-        str | None, typer.Option("--tenant", metavar="HEX", help="Instead: the tenant as keys spell it.")
+        str | None, typer.Option("--tenant", metavar="HEX", help="The tenant as in keys, instead of --salt.")
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Delete every entry of a tenant and say how many there were. Exit code 1 if entries may be left.
+    """Delete every entry of a tenant and report how many there were. Exit code 1 if some entries may remain.
 
-    Stop the tenant's requests first, or servers may write more.
+    Stop the tenant's requests first, or servers may write more entries.
 
-    What servers hold in their own RAM stays there until it is evicted or they restart.
+    Entries in the RAM of servers stay there until they are evicted or the servers restart.
 
     Example: cuvee store delete-tenant redis://127.0.0.1:6379/0 --salt customer-17
     """
     if (salt is None) == (tenant is None):
-        raise typer.BadParameter("give either --salt or --tenant")
+        raise typer.BadParameter("must get either --salt or --tenant")
     if salt is not None:
         from cuvee.codec.identity import tenant_id
 
@@ -107,7 +107,7 @@ def store_delete_tenant(
 
 @contextmanager
 def _tiers(url: str) -> Iterator[tuple[str, list[Store]]]:
-    """The URL as it may be shown, and the stores it names that can be reached from this process."""
+    """Yield the URL without secrets, and the stores of the URL that this process can reach."""
     from cuvee.integrations.stores.redaction import redacted
     from cuvee.integrations.stores.tiered import TieredStore
     from cuvee.integrations.stores.urls import open_store
@@ -116,32 +116,32 @@ def _tiers(url: str) -> Iterator[tuple[str, list[Store]]]:
         tiers = store.tiers if isinstance(store, TieredStore) else (store,)
         reachable = [tier for tier in tiers if tier.shared]
         if not reachable:
-            raise InputError(f"url: {redacted(url)} lives inside the process that opened it; name a shared store")
+            raise InputError(f"url: must name a shared store, got {redacted(url)}, which only the server can reach")
         if len(reachable) < len(tiers):
-            typer.echo("note: what servers hold in their own RAM is out of reach from here", err=True)
+            typer.echo("note: entries in the RAM of servers cannot be reached from here", err=True)
         yield redacted(url), reachable
 
 
 def _check_key() -> str:
-    """A key that no server uses."""
+    """Return a key that no server uses."""
     from cuvee.codec.identity import store_key
 
     return store_key("cuvee store info", secrets.token_bytes(32))
 
 
 def _round_trip(store: Store, key: str) -> float:
-    """Seconds to put, get and delete an entry.
+    """Put, get and delete an entry; return the seconds that this took.
 
     Raises:
-        StoreError: one of them failed, or the entry did not come back.
+        StoreError: an operation failed, or the entry was not returned.
     """
     blob = secrets.token_bytes(_CHECK_BYTES)
     begin = time.perf_counter()
     try:
         if not store.put(key, blob):
-            raise StoreError(f"{store.name} store: gave up an entry of {_CHECK_BYTES} bytes: is its budget smaller?")
+            raise StoreError(f"{store.name} store: dropped an entry of {_CHECK_BYTES} bytes: is its budget smaller?")
         if store.get(key) != blob:
-            raise StoreError(f"{store.name} store: an entry of {_CHECK_BYTES} bytes did not come back: is it full?")
+            raise StoreError(f"{store.name} store: lost an entry of {_CHECK_BYTES} bytes: is it full?")
         store.delete(key)
         if store.contains([key])[0]:
             raise StoreError(f"{store.name} store: an entry could not be deleted")
@@ -165,7 +165,7 @@ def _show(rows: list[dict[str, Any]]) -> None:
 
 
 def _fail(rows: list[dict[str, Any]]) -> None:
-    """One line on standard error for each tier that failed, and exit code 1 if one did."""
+    """Print one line on standard error for each tier that failed; exit with code 1 if any did."""
     errors = [row["error"] for row in rows if row["error"] is not None]
     for error in errors:
         typer.echo(f"error: {' '.join(error.split())}", err=True)

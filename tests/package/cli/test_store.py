@@ -87,8 +87,8 @@ class Wrong(DiskStore):
 @pytest.mark.parametrize(
     ("fault", "message", "left"),
     [
-        ("put", "gave up an entry of 65536 bytes", 0),
-        ("get", "did not come back", 0),
+        ("put", "dropped an entry of 65536 bytes", 0),
+        ("get", "lost an entry of 65536 bytes", 0),
         ("get raises", "gone", 0),
         ("delete", "could not be deleted", 1),
         ("contains", "could not be deleted", 0),
@@ -108,10 +108,10 @@ def test_info_says_what_goes_wrong(
 def test_info_of_the_tiers_that_can_be_reached(folder: Path) -> None:
     done = run("info", f"tiered:memory://?max_gb=1,file://{folder}", "--json")
     assert [row["tier"] for row in json.loads(done.stdout)["tiers"]] == ["disk"]
-    assert done.stderr == "note: what servers hold in their own RAM is out of reach from here\n"
+    assert done.stderr == "note: entries in the RAM of servers cannot be reached from here\n"
     for command in (["info"], ["delete-tenant", "--salt", "x", "--yes"]):
         done = run(*command, "memory://", code=1)
-        assert done.stdout == "" and done.stderr.startswith("error: url: memory:// lives inside the process")
+        assert done.stdout == "" and done.stderr.startswith("error: url: must name a shared store, got memory://")
 
 
 def test_a_password_is_not_shown() -> None:
