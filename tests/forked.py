@@ -1,4 +1,4 @@
-"""A child process, forked while another thread of this one is in the middle of something."""
+"""Child processes that are forked while another thread of the parent holds a lock."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-SECONDS = 20.0  # nothing done in a child takes so long unless it hangs
+SECONDS = 20.0  # work in a child takes less than this unless it hangs
 
 
 def works_in_child(work: Callable[[], bool]) -> bool:
-    """Whether `work` returned True in a child forked now. One that hangs is ended, and has not worked."""
+    """Return whether `work` returns True in a child that is forked now. A child that hangs is killed: False."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python's own, about forks of threaded processes
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python's warning about forks of processes with threads
         child = os.fork()
     if not child:
         status = 1
@@ -34,7 +34,7 @@ def works_in_child(work: Callable[[], bool]) -> bool:
 
 
 def works_in_child_while_held(lock: AbstractContextManager[object], work: Callable[[], bool]) -> bool:
-    """`works_in_child`, with `lock` held by another thread of the parent until the child has ended."""
+    """Call `works_in_child` while another thread of the parent holds `lock`, until the child has ended."""
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:

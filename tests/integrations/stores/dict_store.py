@@ -1,4 +1,4 @@
-"""A store for tests of what stands above stores: a dict whose operations can be made to fail, wait or lie."""
+"""A store for tests of the code above stores: a dict whose operations can be made to fail, wait or lie."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ class DictStore(Store):
     """Entries in a dict.
 
     Attributes:
-        entries: what is there; tests may change it.
-        before: called with the operation's name in front of every operation: may raise, or wait.
-        calls: operations so far.
+        entries: the entries; tests may change them.
+        before: called with the operation's name before every operation; may raise or wait.
+        calls: the names of the operations so far.
     """
 
     name = "memory"

@@ -1,4 +1,4 @@
-"""An HTTP server that says what a test wants it to say, on a loopback port."""
+"""A scripted HTTP server on a loopback port."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from tests.integrations.stores.loopback import LoopbackServer, Said
 
 
 def answer(status: str = "200 OK", body: bytes = b"", **headers: str) -> bytes:
-    """An answer, whole; `Content_Length="7"` is a header that lies."""
+    """Make a complete response; `Content_Length="7"` makes a header that lies."""
     fields = {"Content-Length": str(len(body)), **{name.replace("_", "-"): text for name, text in headers.items()}}
     return f"HTTP/1.1 {status}\r\n".encode() + head(**fields) + body
 
 
 def head(**fields: str) -> bytes:
-    """Header fields and the blank line."""
+    """Make header fields and the blank line."""
     return "".join(f"{name.replace('_', '-')}: {text}\r\n" for name, text in fields.items()).encode() + b"\r\n"
 
 
 class FakeHTTP(LoopbackServer):
-    """Keeps what is PUT and gives it to GET, honestly, unless `tell` answers.
+    """Stores objects by PUT and returns them by GET, unless `tell` returns another response.
 
     Attributes:
-        tell: of a method and a path: what is sent, in parts or at once; None to be honest. Tests may change it.
-        objects: what is kept, by path.
+        tell: returns the response to a method and a path, at once or in parts; None for the honest response. Tests may
+            change it.
+        objects: the stored objects, by path.
         requests: method and path of each request.
     """
 
@@ -39,11 +40,11 @@ class FakeHTTP(LoopbackServer):
 
     @property
     def url(self) -> str:
-        """For `ObjectStore`."""
+        """The URL for `ObjectStore`."""
         return f"http://127.0.0.1:{self.port}/kv"
 
     def serve(self, connection: socket.socket, stream: BinaryIO) -> None:
-        """Until an answer came in parts, after which the connection ends."""
+        """Respond to requests. A response in parts ends the connection."""
         while line := stream.readline():
             method, path, _ = line.decode().split(" ")
             lines = iter(lambda: stream.readline().strip(), b"")
@@ -76,7 +77,7 @@ class FakeHTTP(LoopbackServer):
 
 @contextmanager
 def fake_http() -> Iterator[FakeHTTP]:
-    """A `FakeHTTP` that is closed afterwards."""
+    """Yield a `FakeHTTP`, and close it afterwards."""
     server = FakeHTTP()
     try:
         yield server

@@ -1,4 +1,4 @@
-"""A Redis server that says what a test wants it to say, on a loopback port."""
+"""A scripted Redis server on a loopback port."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 from tests.integrations.stores.loopback import LoopbackServer, Said
 
-# What a server replies that holds nothing, and to a put.
+# The replies of an empty server, and of a server to a put.
 ACCOUNTS = b"*4\r\n:0\r\n:1000\r\n:1\r\n:1\r\n"
 HONEST: dict[str, bytes] = {
     "EXEC": b"*2\r\n+OK\r\n" + ACCOUNTS,
@@ -26,17 +26,17 @@ Reply = Said | Callable[[list[bytes]], Said]
 
 
 def bulk(text: bytes) -> bytes:
-    """A string as RESP has it."""
+    """Encode a string in RESP."""
     return b"$%d\r\n%s\r\n" % (len(text), text)
 
 
 class FakeRedis(LoopbackServer):
-    """Answers each command by its name: what `replies` holds, else as an honest, empty server does.
+    """Replies to each command with the entry of its name in `replies`, or else like an honest, empty server.
 
     Attributes:
-        replies: by the name of the command; bytes, parts of them that are sent one after the other, or a function of
-            the command that returns one of those. Tests may change it.
-        commands: what came, without the greetings of connections.
+        replies: by command name; bytes, parts that are sent one after the other, or a function of the command that
+            returns one of those. Tests may change it.
+        commands: the commands received, except CLIENT.
     """
 
     def __init__(self, **replies: Reply) -> None:
@@ -46,11 +46,11 @@ class FakeRedis(LoopbackServer):
 
     @property
     def url(self) -> str:
-        """For `open_store` and redis-py."""
+        """The URL for `open_store` and redis-py."""
         return f"redis://127.0.0.1:{self.port}/0"
 
     def serve(self, connection: socket.socket, stream: BinaryIO) -> None:
-        """Reply to each command; those of a transaction are queued."""
+        """Reply to each command, and queue the commands of a transaction."""
         queued = False
         while line := stream.readline():
             command = []
@@ -71,7 +71,7 @@ class FakeRedis(LoopbackServer):
 
 @contextmanager
 def fake_redis(**replies: Reply) -> Iterator[FakeRedis]:
-    """A `FakeRedis` that is closed afterwards."""
+    """Yield a `FakeRedis`, and close it afterwards."""
     server = FakeRedis(**replies)
     try:
         yield server

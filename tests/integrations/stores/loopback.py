@@ -1,4 +1,4 @@
-"""A server on a loopback port whose every connection has a thread: the part that all scripted servers share."""
+"""The base of the scripted servers: a server on a loopback port with one thread per connection."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Said = bytes | Iterable[bytes]
 
 
 class LoopbackServer:
-    """Listens from its creation to `close`; what it says to a connection is up to `serve`.
+    """Listens from its creation until `close`. Subclasses respond in `serve`.
 
     Attributes:
-        port: on 127.0.0.1.
-        sent: bytes that could be sent.
-        connections: how many were opened.
+        port: the port on 127.0.0.1.
+        sent: how many bytes were sent.
+        connections: how many connections were opened.
     """
 
     def __init__(self) -> None:
@@ -30,14 +30,14 @@ class LoopbackServer:
         threading.Thread(target=self._listen, daemon=True).start()
 
     def serve(self, connection: socket.socket, stream: BinaryIO) -> None:
-        """Answer what arrives in `stream` until it ends; a connection that breaks is over."""
+        """Respond to the data in `stream` until it ends."""
         raise NotImplementedError
 
     def say(self, connection: socket.socket, said: Said) -> None:
-        """Send bytes at once, or parts of them one after the other, and count them.
+        """Send bytes at once, or several parts one after the other, and count them.
 
         Raises:
-            OSError: the other side has gone, or this server was closed.
+            OSError: the client has disconnected, or this server was closed.
         """
         for part in (said,) if isinstance(said, bytes) else said:
             if self._over:
@@ -46,7 +46,7 @@ class LoopbackServer:
             self.sent += len(part)
 
     def close(self) -> None:
-        """Listen no more, and close all connections."""
+        """Stop listening and close all connections."""
         self._over = True
         for sock in (self._listener, *tuple(self._open)):
             with suppress(OSError):

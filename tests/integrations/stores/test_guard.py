@@ -1,4 +1,4 @@
-"""Failures of a store behind a guard: misses, one log line an outage, one probe at a time."""
+"""`GuardedStore`: failures are misses, with one log line per outage and one probe at a time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.integrations.stores.fake_clock import Clock
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import Store, StoreError, TierCounters, check_key
@@ -17,19 +18,11 @@ from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.guard import GuardedStore
 
 KEY, OTHER = "ab/01", "ab/02"
-LONG = 10.0  # seconds until a test that hangs fails
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+LONG = 10.0  # seconds after which a hanging test fails
 
 
 class Faulty(Store):
-    """A dictionary that fails on demand, and counts as stores do the StoreErrors that it raises."""
+    """A dictionary that fails on demand, and counts the StoreErrors that it raises, as stores do."""
 
     name = "fake"
     shared = True
@@ -161,7 +154,7 @@ def test_a_failure_is_a_miss(inner: Faulty, store: GuardedStore, name: str, erro
 
 def test_backoff_doubles_up_to_the_limit_and_starts_anew(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
     def outage() -> list[float]:
-        """When operations get through, in an outage of 20 s."""
+        """Return when operations reach the store in an outage of 20 s."""
         inner.read_fault = down()
         began, tries = clock.now, []
         while clock.now < began + 20:
@@ -209,7 +202,7 @@ def test_an_outage_is_logged_twice(
         assert (begin.levelno, end.levelno) == (logging.WARNING, logging.INFO)
         assert "reading from the fake store failed: fake store at nowhere: connection refused." in begin.message
         assert "Check that it is running" in begin.message and not begin.exc_info
-        # The first put was skipped; later ones probed in their own right.
+        # The first put was skipped; later puts were probes of their own circuit.
         assert "answers again after 25.0 s; 1 operations were skipped" in end.message
 
 
@@ -225,7 +218,7 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
     caplog.set_level(logging.INFO)
     inner.entries[KEY] = b"x"
     inner.write_fault = OSError(28, "No space left on device")
-    assert not store.put(OTHER, b"y") and store.get(KEY) is None  # held up, too: the store may be gone altogether
+    assert not store.put(OTHER, b"y") and store.get(KEY) is None  # skipped as well, because the whole store may be gone
     clock.now += 1
     assert store.get(KEY) == b"x"
     for _ in range(100):
@@ -233,7 +226,7 @@ def test_a_store_that_can_only_be_read_goes_on_being_read(
         clock.now += 1
     assert inner.calls.count("put") == 4 + 18  # at 0, 1, 3, 7; then every 5 s
     assert len(caplog.messages) == 1 and "writing to the fake store failed" in caplog.messages[0]
-    # Now reading fails, too: another outage of another kind.
+    # Now reading fails as well, which is a second outage.
     inner.read_fault = down()
     assert store.get(KEY) is None
     assert len(caplog.messages) == 2 and "reading from the fake store failed" in caplog.messages[1]
@@ -254,7 +247,7 @@ def test_one_probe_is_enough_for_a_direction_that_never_failed(
     inner.write_fault = down()
     caplog.clear()
     store.put(KEY, b"x")
-    assert "writing to the fake store failed" in caplog.text  # a new outage, not the rest of the old one
+    assert "writing to the fake store failed" in caplog.text  # a new outage, not a part of the old one
     assert store.get(KEY) is None and figures(store)[1] == 1
 
 
@@ -274,11 +267,11 @@ def test_what_never_reached_the_server_proves_nothing(inner: Faulty, store: Guar
     mend(inner)
     inner.refuse = True
     clock.now += 1
-    assert not store.put(KEY, b"x")  # a probe: larger than the budget, say
+    assert not store.put(KEY, b"x")  # a probe that is refused, for example because it exceeds the budget
     assert store.get_many([]) == [] and store.contains([]) == [] and inner.calls == ["put", "put"]
     break_all(inner)
     assert store.get(KEY) is None and not store.put(KEY, b"x")
-    assert figures(store) == (3, 0)  # both were probes, not operations of a store thought healthy:
+    assert figures(store) == (3, 0)  # both were probes, because the circuit was still open
     clock.now += 1.5
     mend(inner)
     inner.refuse = False
@@ -302,7 +295,7 @@ def test_errors_of_the_caller_are_raised_and_prove_nothing(
     with pytest.raises(type(error)):
         store.get(KEY)
     inner.read_fault = down()
-    assert store.get(KEY) is None and figures(store) == (2, 0)  # the probe was free again, and the circuit still open
+    assert store.get(KEY) is None and figures(store) == (2, 0)  # another probe was possible, and the circuit still open
     assert store.get(KEY) is None and figures(store) == (2, 1)
 
 
@@ -323,7 +316,7 @@ def test_exactly_one_thread_probes_and_the_others_do_not_wait(inner: Faulty, sto
     probe = threading.Thread(target=lambda: answers.append(store.get(KEY)))
     probe.start()
     assert probing.wait(LONG)
-    clock.now += 1000  # a probe that hangs keeps the circuit open for as long
+    clock.now += 1000  # a probe that hangs keeps the circuit open
     assert [store.get(KEY) for _ in range(5)] == [None] * 5 and inner.calls == ["get", "get"]
     release.set()
     probe.join(LONG)
@@ -348,13 +341,13 @@ def test_operations_that_fail_together_open_the_circuit_once(inner: Faulty, stor
     inner.before = lambda call: None
     mend(inner)
     assert figures(store) == (8, 0)
-    clock.now += 1  # not doubled eight times
+    clock.now += 1  # the backoff was not doubled eight times
     store.get(KEY)
     assert len(inner.calls) == 9 and store.contains([KEY]) == [False] and len(inner.calls) == 10
 
 
 def hanging(inner: Faulty, *calls: str) -> tuple[threading.Event, threading.Event]:
-    """Let calls hang: (one has begun, set it to let them go)."""
+    """Make calls hang; return an event that is set when one has begun, and an event that releases them."""
     begun, release = threading.Event(), threading.Event()
 
     def hang(call: str) -> None:
@@ -390,7 +383,7 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     assert store.get(KEY) is None and not store.put(OTHER, b"y") and figures(store) == (3, 2)
     assert len(caplog.messages) == 1
     assert "reading from the fake store failed: TimeoutError: contains has not ended within 2 s" in caplog.messages[0]
-    # That they end at last, well or not, is neither counted again nor does it show that the store is back.
+    # When the calls end at last, they are not counted again and do not close the circuit.
     inner.read_fault = RuntimeError("late")
     release.set()
     for thread in threads:
@@ -402,7 +395,8 @@ def test_what_hangs_is_a_failure_once_somebody_gives_it_up(
     assert store.get(KEY) == b"x"
 
 
-def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+def hanging_probe(inner: Faulty, store: GuardedStore, clock: Clock) -> tuple[threading.Thread, threading.Event]:
+    """Begin a probe that hangs until the event is set; the store works again."""
     inner.entries[KEY] = b"x"
     inner.read_fault = down()
     store.get(KEY)
@@ -412,6 +406,11 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: G
     probe = threading.Thread(target=store.get, args=(KEY,))
     probe.start()
     assert begun.wait(LONG)
+    return probe, release
+
+
+def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
+    probe, release = hanging_probe(inner, store, clock)
     clock.now += 2
     store.overdue("get", 1.0)
     clock.now += 100
@@ -424,16 +423,8 @@ def test_a_probe_that_hangs_is_given_up_and_the_only_one(inner: Faulty, store: G
 
 
 def test_a_forked_child_probes_by_itself(inner: Faulty, store: GuardedStore, clock: Clock) -> None:
-    inner.entries[KEY] = b"x"
-    inner.read_fault = down()
-    store.get(KEY)
-    mend(inner)
-    clock.now += 1
-    begun, release = hanging(inner, "get")
-    probe = threading.Thread(target=store.get, args=(KEY,))
-    probe.start()
-    assert begun.wait(LONG)
-    store.after_fork()  # what a child does, where that thread is not
+    probe, release = hanging_probe(inner, store, clock)
+    store.after_fork()  # what a child does, which does not have that thread
     inner.before = lambda call: None
     assert store.get(KEY) == b"x"
     release.set()
@@ -490,7 +481,7 @@ def test_deleting_a_tenant_never_hides_a_failure(inner: Faulty, store: GuardedSt
     inner.entries[KEY] = b"x"
     inner.write_fault = down()
     store.put(KEY, b"x")
-    for _ in range(2):  # and is tried though the circuit is open
+    for _ in range(2):  # attempted although the circuit is open
         with pytest.raises(StoreError, match="connection refused"):
             store.delete_tenant("ab")
     inner.write_fault = OSError(5, "I/O error")
@@ -509,7 +500,7 @@ def test_flush_and_close_do_not_raise(inner: Faulty, store: GuardedStore, caplog
     assert not store.flush(1.0)
     store.close()
     assert figures(store) == (2, 0) and "flushed: OSError" in caplog.messages[0] and "closed" in caplog.messages[1]
-    # Neither says whether the store reads and writes.
+    # Neither operation shows whether the store reads and writes.
     assert store.put(KEY, b"x")
 
 
@@ -535,7 +526,7 @@ def test_backoffs_are_checked(inner: Faulty, backoffs: dict[str, Any], field: st
 
 
 def test_threads_through_outages(inner: Faulty) -> None:
-    """What is counted adds up, and the store is used again at the end."""
+    """The counters add up, and the store is used again at the end."""
     store = GuardedStore(inner, first_backoff=1e-9, max_backoff=1e-6)
     inner.entries[KEY] = b"x"
     calls = threading.Semaphore(0)

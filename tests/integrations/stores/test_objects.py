@@ -1,4 +1,4 @@
-"""ObjectStore on fsspec's memory file system, and on one that fails."""
+"""`ObjectStore` on fsspec's memory file system, and on one that fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Open = Callable[..., ObjectStore]
 
 
 class Bucket(MemoryFileSystem):  # type: ignore[misc]
-    """A memory file system that remembers listings, as those of object stores do, and fails when told to."""
+    """A memory file system that caches listings, as those of object stores do, and fails on demand."""
 
     protocol = "testbucket"
     broken: frozenset[str] = frozenset()
@@ -70,13 +70,14 @@ class Bucket(MemoryFileSystem):  # type: ignore[misc]
         path = self._strip_protocol(path)
         if path not in self.dircache:
             self.dircache[path] = super().ls(path, detail=True)
-        listing = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)  # kept only if wanted
+        # With `use_listings_cache=False` the cache stays empty.
+        listing = self.dircache[path] if path in self.dircache else super().ls(path, detail=True)
         return listing if detail else [entry["name"] for entry in listing]
 
 
 @pytest.fixture(params=["memory", "testbucket"])
 def url(request: pytest.FixtureRequest) -> Iterator[str]:
-    """An empty place."""
+    """Return the URL of an empty prefix."""
     fsspec.register_implementation("testbucket", Bucket, clobber=True)
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
@@ -86,7 +87,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture
 def open_objects() -> Iterator[Open]:
-    """ObjectStore(...) that is closed after the test."""
+    """Return a function that opens an `ObjectStore`, which is closed after the test."""
     stores: list[ObjectStore] = []
 
     def make(url: str, **named: Any) -> ObjectStore:
@@ -104,7 +105,7 @@ def counted(store: ObjectStore) -> TierCounters:
 
 
 def write(url: str, key: str, data: bytes) -> None:
-    """Replace the object of a key behind the store's back."""
+    """Replace the object of a key without the store."""
     tenant, entry = key.split("/")
     fs, root = fsspec.core.url_to_fs(url)
     folder = f"{root}/{tenant}/{entry[:2]}"
@@ -128,7 +129,7 @@ def test_protocol(url: str, open_objects: Open) -> None:
     assert (found.hits, found.misses, found.hit_bytes) == (4, 3, 3 + 7 + 3000 + 7)
     assert (found.puts, found.put_bytes, found.errors, found.corrupt) == (3, 3 + 3000 + 7, 0, 0)
     store.close()
-    assert store.contains([OTHER, KEY]) == [True, False]  # it goes on if it has to
+    assert store.contains([OTHER, KEY]) == [True, False]  # the threads are started again if necessary
 
 
 def test_many_keys_and_tenants(url: str, open_objects: Open) -> None:
@@ -278,7 +279,7 @@ def test_only_what_lies_below_a_tenant_is_deleted(
     ],
 )  # fmt: skip
 def test_local_folders_are_refused(url: str, tmp_path: Path) -> None:
-    """fsspec follows links there: a tenant's deletion deleted what lies behind them."""
+    """fsspec follows links there, so deleting a tenant would delete the targets of links."""
     with pytest.raises(InputError, match=r"^url: must (not be a folder .*file:///path|name one protocol)"):
         ObjectStore(url.format(tmp_path))
     if "://" in url:

@@ -1,4 +1,4 @@
-"""ObjectStore over HTTP, at a server that keeps what it is given and at one that says anything."""
+"""`ObjectStore` over HTTP, with an honest server and with a hostile one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 KEY = "ab/0123"
 PATH = "/kv/ab/01/0123"
 MIB = 1 << 20
-# What the buffers of sockets and of aiohttp take beyond what is read.
+# Bytes in the buffers of sockets and of aiohttp beyond those that are read.
 BUFFERS = 16 * MIB
 
 
@@ -45,7 +45,7 @@ def store(server: FakeHTTP) -> Iterator[ObjectStore]:
 
 def test_protocol(server: FakeHTTP, store: ObjectStore) -> None:
     assert store.get(KEY) is None and store.contains([KEY]) == [False]
-    blob = bytes(range(256)) * (MIB // 512)  # of more than 1 MiB aiohttp warns
+    blob = bytes(range(256)) * (MIB // 512)  # aiohttp warns above 1 MiB
     assert store.put(KEY, blob) and store.put("ab/02", b"small")
     assert store.get_many([KEY, "ab/02", "ab/03"] * 8) == [blob, b"small", None] * 8
     assert store.contains([KEY, "ab/02", "ab/03"]) == [True, True, False]
@@ -111,7 +111,7 @@ BODIES: dict[str, tuple[Callable[[str, str], Said | None], str]] = {
 
 @pytest.mark.parametrize("what", BODIES)
 def test_answers_are_bounded(what: str, server: FakeHTTP, store: ObjectStore) -> None:
-    """Counted is what the server could send: it waits once nobody reads it, until its connection is closed."""
+    """Count the bytes that the server can send: it blocks when the client stops reading."""
     server.tell, outcome = BODIES[what]
     if outcome == "large":
         assert store.get(KEY) is None
@@ -122,7 +122,7 @@ def test_answers_are_bounded(what: str, server: FakeHTTP, store: ObjectStore) ->
         assert len(str(caught.value)) < 1200
     assert store.counters()["object"].errors == 1
     assert server.sent < BUFFERS and len(server.requests) < 30
-    assert store.contains([KEY]) in ([False], [True])  # of its HEAD nothing is read but fields
+    assert store.contains([KEY]) in ([False], [True])  # only the header fields of HEAD are read
     assert server.sent < 2 * BUFFERS and len(server.requests) < 60
     Recorder().record_store(store.counters())
     server.tell = lambda method, path: None
@@ -132,7 +132,7 @@ def test_answers_are_bounded(what: str, server: FakeHTTP, store: ObjectStore) ->
 def test_bytes_that_drip_take_no_longer_than_a_request_may(
     server: FakeHTTP, store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All of it would take 20 s, and something always comes."""
+    """The whole response would take 20 s, and bytes keep arriving."""
     monkeypatch.setattr(objects_http, "SECONDS", 0.3)
 
     def drip(method: str, path: str) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""RedisStore against real servers: protocol, budget, expiry, and whatever may happen to a server."""
+"""`RedisStore` with real servers: protocol, budget, expiry, and failures of servers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def shared_server() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def server(shared_server: RedisServer) -> RedisServer:
-    """A running, empty server with its default configuration. A test that ends it starts it again."""
+    """Return a running, empty server with its default configuration. A test that stops it starts it again."""
     with shared_server.client() as client:
         client.flushall()
     return shared_server
@@ -57,7 +57,7 @@ def cluster() -> Iterator[list[RedisServer]]:
 
 @pytest.fixture
 def open_redis() -> Iterator[Open]:
-    """RedisStore(...) that is closed after the test."""
+    """Return a function that opens a `RedisStore`, which is closed after the test."""
     stores: list[RedisStore] = []
 
     def make(url: str, *arguments: Any, **named: Any) -> RedisStore:
@@ -79,7 +79,7 @@ def counted(store: RedisStore) -> TierCounters:
 
 
 def entries(server: RedisServer) -> dict[str, int]:
-    """What the server holds: entry -> bytes."""
+    """Return the bytes of each entry on the server."""
     with server.client() as client:
         return {name.decode(): client.strlen(name) for name in client.scan_iter(match="*/*")}
 
@@ -94,7 +94,7 @@ def assert_books_right(server: RedisServer, bucket: int = 0) -> None:
 
 
 def full_at(count: int, size: int) -> int:
-    """The budget that `count` blobs of `size` bytes fill."""
+    """Return the budget that `count` blobs of `size` bytes fill."""
     return count * (size + HEADER_BYTES)
 
 
@@ -103,7 +103,7 @@ def full_at(count: int, size: int) -> int:
 
 @pytest.fixture(params=["plain", "budget", "unix", "valkey", "cluster", "cluster-budget"])
 def any_store(request: pytest.FixtureRequest, open_redis: Open) -> RedisStore:
-    """An empty store of each kind."""
+    """Return an empty store of each kind."""
     kind: str = request.param
     if kind.startswith("cluster"):
         servers: list[RedisServer] = request.getfixturevalue("cluster")
@@ -203,7 +203,7 @@ def test_least_recently_used_goes_first(server: RedisServer, open_redis: Open) -
         assert store.put(key(i), bytes(100))
     assert store.get(key(0)) is not None
     assert store.get_many([key(7), key(1)]) == [None, bytes(100)]
-    assert store.contains([key(2), key(3)]) == [True, True]  # looking is not using
+    assert store.contains([key(2), key(3)]) == [True, True]  # `contains` does not count as a use
     store.put(key(4), bytes(100))
     store.put(key(5), bytes(100))
     assert store.contains([key(i) for i in range(6)]) == [True, True, False, False, True, True]
@@ -244,10 +244,10 @@ def test_entries_lost_behind_our_back(server: RedisServer, open_redis: Open) -> 
     with server.client() as client:
         client.delete(*(f"cuvee:{{0}}:{key(i)}" for i in range(0, 400, 2)))
         client.set(f"cuvee:{{0}}:{key(1)}", b"other bytes")
-    assert store.get_many([key(0), key(1)]) == [None, None]  # put right at once, when asked for
+    assert store.get_many([key(0), key(1)]) == [None, None]  # the index is corrected at once for requested entries
     with server.client() as client:
         assert not client.hexists("cuvee:{0}:size", key(0)) and not client.hexists("cuvee:{0}:size", key(1))
-    for _ in range(40):  # and the others by the sweep
+    for _ in range(40):  # and for the others by the sweep
         store.put(key(1000), bytes(100))
     assert_books_right(server)
     assert counted(store).entries == 200 and counted(store).evictions == 0
@@ -389,7 +389,7 @@ def test_the_server_expires(server: RedisServer, open_redis: Open) -> None:
         lasting.put(key(101), bytes(100))
     assert_books_right(server)
     assert counted(lasting).entries == 2 and counted(lasting).evictions == 0
-    assert counted(store).corrupt == counted(store).expired == 0  # a plain miss: it is no longer there
+    assert counted(store).corrupt == counted(store).expired == 0  # a plain miss, because the server has deleted it
 
 
 def test_a_shorter_time_holds_for_old_entries(server: RedisServer, open_redis: Open) -> None:
@@ -409,7 +409,7 @@ def test_a_shorter_time_holds_for_old_entries(server: RedisServer, open_redis: O
 
 
 def assert_tenants_right(server: RedisServer, bucket: int = 0) -> None:
-    """What the books say of each tenant is what the server holds of it."""
+    """Check that the index of each tenant matches the entries on the server."""
     assert_books_right(server, bucket)
     prefix = f"cuvee:{{{bucket}}}:"
     held: dict[str, dict[str, int]] = {}
@@ -443,7 +443,7 @@ def test_a_tenant_with_a_budget_evicts_nobody_else(server: RedisServer, open_red
     assert there == [False] * (150 - 40_000 // size) + [True] * (40_000 // size), "its newest entries"
     assert counted(store).evictions == 150 - 40_000 // size
     assert_tenants_right(server)
-    # The budget of all is kept all the same.
+    # The total budget is kept as well.
     for tenant in ("cc", "dd"):
         for index in range(60):
             store.put(key(index, tenant), bytes(900))
@@ -475,7 +475,7 @@ def test_books_that_do_not_tell_tenants_apart_are_written_anew(server: RedisServ
     assert_tenants_right(server)
     store.put(key(98, "aa"), bytes(900))
     assert sum(size for name, size in entries(server).items() if ":aa/" in name) <= 20_000
-    # Stores without such a budget keep those books, too.
+    # Stores without budgets of tenants keep this index as well.
     for index in range(30, 60):
         plain.put(key(index, "bb"), bytes(900))
     plain.get(key(59, "bb"))
@@ -485,7 +485,7 @@ def test_books_that_do_not_tell_tenants_apart_are_written_anew(server: RedisServ
 
 @pytest.mark.parametrize("lost", ["lru:aa", "sums", "lru", "size"])
 def test_books_of_tenants_that_were_lost(server: RedisServer, open_redis: Open, lost: str) -> None:
-    """A server that evicts by itself may evict any of them."""
+    """A server that evicts on its own may evict any key of the index."""
     store = open_redis(server.url, 100_000, max_tenant_bytes=20_000)
     for tenant in ("aa", "bb"):
         for index in range(20):
@@ -543,7 +543,7 @@ def test_bad_entries_are_counted_misses(
     found = counted(store)
     assert (found.corrupt, found.misses, found.hits, found.errors) == (1, 1, 1, 0)
     assert [name.partition("}:")[2] for name in entries(server)] == [key(2)]
-    assert store.get(key(1)) is None and counted(store).corrupt == 1  # it is gone
+    assert store.get(key(1)) is None and counted(store).corrupt == 1  # it was deleted
     if budget:
         assert_books_right(server)
     assert "deletes bad entries" in caplog.text
@@ -620,7 +620,7 @@ def test_down_at_start_and_restarted(server: RedisServer, open_redis: Open) -> N
     assert counted(store).errors == len(operations)
     server.start()
     assert store.get(key(1)) is None and store.put(key(1), b"x") and store.get(key(1)) == b"x"
-    server.restart()  # the pool's connections are dead and the scripts forgotten: nobody notices
+    server.restart()  # the connections are closed and the scripts forgotten, without an error
     assert store.get(key(1)) is None and store.put(key(1), b"x")
     server.restart()
     assert store.put(key(1), b"y") and store.get(key(1)) == b"y"
@@ -671,7 +671,7 @@ def test_a_timeout_is_not_tried_again(open_redis: Open) -> None:
             store.get(key(1))
         deaf.settimeout(0.05)
         deaf.accept()[0].close()
-        with pytest.raises(TimeoutError):  # nobody came a second time
+        with pytest.raises(TimeoutError):  # no second attempt
             deaf.accept()
 
 
@@ -736,7 +736,7 @@ def test_out_of_memory(
             assert "SECRET" not in str(caught.value)
         errors = counted(store).errors
         assert errors == 2
-        assert store.get(key(1)) == b"before" and store.get(key(1)) == b"before"  # reading goes on
+        assert store.get(key(1)) == b"before" and store.get(key(1)) == b"before"  # reading still works
         assert counted(store).errors == errors + (2 if budget else 0)
         assert caplog.text.count("cannot note the use") == (1 if budget else 0)
         assert store.delete(key(1)) if budget is None else True
@@ -757,7 +757,7 @@ def test_read_only_replica(server: RedisServer, open_redis: Open, budget: int | 
         client.replicaof("127.0.0.1", "1")
     try:
         assert store.get_many([key(1), key(2)]) == [b"x", None]
-        assert counted(store).corrupt == 1  # it could not be deleted, which is no reason to fail
+        assert counted(store).corrupt == 1  # a failed deletion does not fail the get
         with pytest.raises(StoreError, match=r"(?i)read ?only"):
             store.put(key(1), b"y")
         with pytest.raises(StoreError, match=r"(?i)read ?only"):
@@ -777,7 +777,7 @@ def test_books_of_a_wrong_type(server: RedisServer, open_redis: Open) -> None:
 
 
 def test_a_server_that_sends_the_password_back(open_redis: Open, caplog: pytest.LogCaptureFixture) -> None:
-    """As proxies and other servers do that do not know AUTH: it must show neither in the error nor behind it."""
+    """Proxies and servers without AUTH repeat its arguments. Neither the error nor its causes may show the password."""
     with socketserver.TCPServer(("127.0.0.1", 0), Echo) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         store = open_redis(f"redis://:open%20sesame@127.0.0.1:{server.server_address[1]}/0")
@@ -789,7 +789,7 @@ def test_a_server_that_sends_the_password_back(open_redis: Open, caplog: pytest.
 
 
 class Echo(socketserver.StreamRequestHandler):
-    """Answers any command with an error that holds its arguments."""
+    """Replies to every command with an error that contains its arguments."""
 
     def handle(self) -> None:
         while line := self.rfile.readline():
@@ -829,7 +829,7 @@ def test_a_missing_socket(open_redis: Open) -> None:
 
 
 def test_fork(server: RedisServer) -> None:
-    """Parent and child of a fork go on with the same store, each on connections of its own."""
+    """Parent and child of a fork use the same store, each on its own connections."""
     code = """
         import os, sys
         from cuvee.integrations.stores.redis import RedisStore
@@ -885,7 +885,7 @@ def test_cluster_budget_is_divided(
 
 
 def holder(servers: list[RedisServer], bucket: int) -> RedisServer:
-    """The server that holds a bucket."""
+    """Return the server that holds a bucket."""
     for server in servers:
         with server.client() as client:
             if client.keys(f"cuvee:{{{bucket}}}:sums"):
@@ -906,7 +906,7 @@ def test_cluster_follows_a_moved_slot(empty_cluster: list[RedisServer], open_red
         target.execute_command("CLUSTER", "SETSLOT", slot, "IMPORTING", source.execute_command("CLUSTER", "MYID"))
         source.execute_command("CLUSTER", "SETSLOT", slot, "MIGRATING", owner)
         source.execute_command("MIGRATE", "127.0.0.1", new.port, "", 0, 5000, "KEYS", *moving)
-        # While it moves, what is asked of the old node is an error, which the guard turns into a miss.
+        # During the move, requests to the old node are errors, which the guard turns into misses.
         with pytest.raises(StoreError, match=r"(?i)ask"):
             store.get(key(1))
         for node in empty_cluster:
@@ -939,7 +939,7 @@ def test_cluster_with_a_node_down(open_redis: Open) -> None:
                 found[name] = store.get(name)
         assert 0 < len(found) < 60 and set(found.values()) == {b"x"}
 
-        # Another node takes the slots over, as a replica would: a store that does not know asks again, once.
+        # Another node takes over the slots, as a replica would. A store with outdated slots asks again, once.
         for client in (first, second):
             client.execute_command("CLUSTER", "DELSLOTSRANGE", *SLOTS_OF_THE_THIRD)
         first.execute_command("CLUSTER", "ADDSLOTSRANGE", *SLOTS_OF_THE_THIRD)

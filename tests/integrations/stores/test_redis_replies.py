@@ -1,4 +1,4 @@
-"""RedisStore in front of a peer that does not say what a Redis server says."""
+"""`RedisStore` with a peer that does not reply as a Redis server does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
 
 from tests.integrations.stores.fake_redis import ACCOUNTS, FakeRedis, bulk, fake_redis
 
-from cuvee.integrations.stores import open_store
+from cuvee.integrations.stores import open_store, redis_replies
 from cuvee.integrations.stores import redis as module
 from cuvee.integrations.stores.base import StoreError
 from cuvee.integrations.stores.envelope import seal
@@ -24,7 +24,7 @@ from cuvee.integrations.vllm.metrics import Recorder
 
 KEY = "ab/01"
 MIB = 1 << 20
-# Beyond what the parser takes: the buffers of sockets, and what was under way when it refused.
+# Bytes beyond those that the parser reads: the buffers of sockets, and bytes in flight when it refused the reply.
 BUFFERS = 24 * MIB
 
 
@@ -120,7 +120,7 @@ OPERATIONS: dict[str, tuple[tuple[str, ...], Callable[[RedisStore], object]]] = 
     "delete": (("UNLINK",), lambda store: store.delete(KEY)),
     "delete_tenant": (("SCAN",), lambda store: store.delete_tenant("ab")),
 }
-# An odd reply that says something after all: there is no such entry, or a bad one, or one that is too large.
+# Odd replies that have a meaning: the entry is missing, bad or too large.
 SOUND = {
     ("get", "nil"), ("get", "no array"), ("get", "text"), ("get", "status"),
 }  # fmt: skip
@@ -185,26 +185,41 @@ def announced(head: bytes, part: bytes = b"x") -> Callable[[list[bytes]], Iterat
 
 
 @pytest.mark.parametrize(
-    ("reply", "most"),
+    "reply",
     [
-        (announced(b"$3000000000\r\n"), 0),
-        (announced(b"$1000066\r\n"), 0),
-        (announced(b"*1000000000\r\n", b":1\r\n"), 0),
-        (announced(b"*500000\r\n", b"*2\r\n:1\r\n:1\r\n"), 8 * MIB),
-        (announced(b"*400000\r\n", bulk(b"x" * 100)), 17 * MIB),
-        (endless(b"x"), 0),
-        (announced(b"+", b"x"), 0),
-        (announced(b":", b"9"), 0),
-        (announced(b"-ERR ", b"x"), 0),
-        (endless(b"*1\r\n"), 0),
-        (endless(b"*2\r\n"), 0),
-        (endless(b":1\r\n"), 0),
-        (endless(b"+QUEUED\r\n"), 0),
+        announced(b"$3000000000\r\n"),
+        announced(b"$1000066\r\n"),
+        announced(b"*1000000000\r\n", b":1\r\n"),
+        endless(b"x"),
+        announced(b"+", b"x"),
+        announced(b":", b"9"),
+        announced(b"-ERR ", b"x"),
+        endless(b"*1\r\n"),
+        endless(b"*2\r\n"),
+        endless(b":1\r\n"),
+        endless(b"+QUEUED\r\n"),
     ],
 )
 @pytest.mark.parametrize("name", ["get", "contains", "put", "delete_tenant"])
-def test_replies_are_bounded(name: str, reply: Any, most: int, peer: FakeRedis, open_redis: Open) -> None:
-    """Counted is what the peer could send: it waits for ever once nobody reads it, until its connection is closed."""
+def test_replies_are_bounded(name: str, reply: Any, peer: FakeRedis, open_redis: Open) -> None:
+    """Count the bytes that the peer can send: it blocks when the client stops reading, until the connection closes."""
+    check_bound(name, reply, 0, peer, open_redis)
+
+
+@pytest.mark.parametrize("name", ["get", "contains", "put", "delete_tenant"])
+def test_elements_are_bounded(name: str, peer: FakeRedis, open_redis: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    if name != "contains":  # one operation parses up to the real bound, which takes long
+        monkeypatch.setattr(redis_replies, "_MOST_ELEMENTS", 1 << 14)
+    reply = announced(b"*%d\r\n" % (redis_replies._MOST_ELEMENTS - 1000), b"*2\r\n:1\r\n:1\r\n")
+    check_bound(name, reply, 8 * MIB, peer, open_redis)
+
+
+@pytest.mark.parametrize("name", ["get", "contains", "put", "delete_tenant"])
+def test_the_bytes_of_a_reply_are_bounded(name: str, peer: FakeRedis, open_redis: Open) -> None:
+    check_bound(name, announced(b"*400000\r\n", bulk(b"x" * 10_000)), 17 * MIB, peer, open_redis)
+
+
+def check_bound(name: str, reply: Any, most: int, peer: FakeRedis, open_redis: Open) -> None:
     store = open_redis(peer, 10**8, max_entry=10**6, timeout=60.0)
     names, work = OPERATIONS[name]
     for command in names:
@@ -214,7 +229,7 @@ def test_replies_are_bounded(name: str, reply: Any, most: int, peer: FakeRedis, 
         outcome = work(store)
     except StoreError as error:
         outcome = str(error)
-    # Of endless lines the first may be a sound reply, or that of a bad entry; the others are never read.
+    # The first of endless lines may be a valid reply, or that of a bad entry; the other lines are never read.
     assert outcome in ([True], True, None) or ("InvalidResponse" in str(outcome) and len(str(outcome)) < 300)
     assert peer.sent <= most + BUFFERS
     opened = peer.connections
@@ -229,7 +244,7 @@ def test_a_value_of_the_largest_size_is_read(peer: FakeRedis, open_redis: Open) 
         store = open_redis(peer, max_entry=most)
         peer.replies["GETRANGE"] = peer.replies["GET"] = bulk(seal(KEY, blob, time.time()))
         assert store.get(KEY) == blob
-        many = store.get_many([KEY] * 40)  # many in one buffer of the socket
+        many = store.get_many([KEY] * 40)  # several replies in one buffer of the socket
         assert many == [blob] * 40
         assert store.counters()["redis"].errors == 0
 
@@ -242,7 +257,7 @@ def test_short_replies_in_many_pieces(peer: FakeRedis, open_redis: Open) -> None
 
 @pytest.mark.parametrize("reply", [b"$1000\r\n" + b"x" * 1000, b"+" + b"x" * 1000, b"*500\r\n" + b"*0\r\n" * 500])
 def test_a_reply_that_drips_is_a_timeout(reply: bytes, peer: FakeRedis, open_redis: Open) -> None:
-    """All of it would take 20 s, and each part comes within the timeout."""
+    """The whole reply would take 20 s, and each part arrives within the timeout."""
 
     def drip(command: list[bytes]) -> Iterator[bytes]:
         for byte in reply:
@@ -290,7 +305,7 @@ def test_long_messages_are_cut(peer: FakeRedis, open_redis: Open) -> None:
 
 
 def slots(*parts: tuple[int | bytes, int | bytes, int | bytes | None, int | bytes]) -> bytes:
-    """A reply to CLUSTER SLOTS: first and last slot, host, port."""
+    """Make a reply to CLUSTER SLOTS from first and last slot, host, and port."""
 
     def sent(value: int | bytes | None) -> bytes:
         return b"$-1\r\n" if value is None else bulk(value) if isinstance(value, bytes) else b":%d\r\n" % value
@@ -355,7 +370,7 @@ def test_slots_that_move_for_ever(peer: FakeRedis, open_redis: Open) -> None:
 
 
 def test_the_engine_goes_on_beside_an_odd_peer(peer: FakeRedis) -> None:
-    """What the connector opens is guarded: the odd put is one that was not kept."""
+    """The connector's store is guarded: a put with an odd reply counts as not kept."""
     peer.replies["EXEC"] = b"*2\r\n+OK\r\n" + ACCOUNTS.replace(b":0", b":-5")
     store = open_store(f"{peer.url}?max_mb=100")
     recorder = Recorder()

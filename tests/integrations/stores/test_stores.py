@@ -1,4 +1,4 @@
-"""What every store promises, over each of them; and what only the store in RAM does."""
+"""The contract of stores, tested on every store; and `MemoryStore`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cuvee.integrations.stores.disk import DiskStore
 from cuvee.integrations.stores.envelope import HEADER_BYTES
 from cuvee.integrations.stores.memory import MemoryStore
 
-# Fixtures that give an empty store without a budget that matters.
+# Fixtures that return an empty store with a budget that no test reaches.
 STORES = ["memory_store", "disk_store"]
 
 
@@ -123,7 +123,7 @@ def test_keys_are_checked(store: Store, key: str) -> None:
 
 
 def test_threads_put_get_and_delete_the_same_keys(store: Store) -> None:
-    """A get sees one of the blobs that were put under that key, whole, or nothing."""
+    """A get returns one complete blob that was put under that key, or None."""
     keys = [f"{tenant}/{name:02x}" for tenant in ("aa", "bb") for name in range(4)]
     failures: list[object] = []
     start = threading.Barrier(6)
@@ -183,7 +183,7 @@ def test_a_tenant_with_a_budget_evicts_nobody_else(kind: str, tmp_path: Path) ->
     assert 30 <= held(store, "bb", 300) <= 44 and store.contains(["bb/012b"]) == [True], "its newest entries"
     now = store.counters()[store.name]
     assert now.evictions == 300 - held(store, "bb", 300)
-    # What is used stays, within the tenant too.
+    # Recently used entries stay, also within a tenant.
     (kept, *_) = [name for name in range(300) if store.contains([f"bb/{name:04x}"]) == [True]]
     if kind == "disk":
         file = tmp_path / "bounded" / "store" / "bb" / f"{kept:04x}"[:2] / f"{kept:04x}"
@@ -192,7 +192,7 @@ def test_a_tenant_with_a_budget_evicts_nobody_else(kind: str, tmp_path: Path) ->
     for name in range(300, 320):
         store.put(f"bb/{name:04x}", bytes(900))
     assert store.contains([f"bb/{kept:04x}"]) == [True] and held(store, "aa", 20) == 20
-    # And the budget of all is kept all the same.
+    # The total budget is kept as well.
     for tenant in ("cc", "dd", "ee"):
         for name in range(60):
             store.put(f"{tenant}/{name:04x}", bytes(900))
@@ -223,7 +223,7 @@ def test_budgets_of_tenants_are_checked(kind: str, tmp_path: Path, share: int) -
 
 
 def test_a_folder_with_a_budget_for_tenants_only(tmp_path: Path) -> None:
-    """Also one that another process filled before."""
+    """This includes a tenant whose entries another process put."""
     DiskStore(tmp_path / "store").put("aa/ffff", bytes(900))
     other = DiskStore(tmp_path / "store")
     for name in range(50):
@@ -284,7 +284,7 @@ def test_close_twice(store: Store) -> None:
 
 # --- processes ---
 
-# Forks while another thread holds every lock there is; the child has to go on.
+# Forks while another thread holds every lock; the child must still work.
 _FORK = """
 import os, sys, threading, time
 from contextlib import ExitStack

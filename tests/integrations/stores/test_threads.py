@@ -1,4 +1,4 @@
-"""Threads that wait for stores: jobs that hang cost neither the jobs after them nor the end of the process."""
+"""`ThreadPool`: hanging jobs block neither later jobs nor the exit of the process."""
 
 from __future__ import annotations
 
@@ -12,19 +12,12 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import pytest
+from tests.integrations.stores.fake_clock import Clock
 
 from cuvee.integrations.stores import threads
 from cuvee.integrations.stores.threads import ThreadPool
 
-LONG = 10.0  # seconds until a test that hangs fails
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+LONG = 10.0  # seconds after which a hanging test fails
 
 
 @pytest.fixture
@@ -40,7 +33,7 @@ def pool(clock: Clock) -> Iterator[ThreadPool]:
 
 
 class Hang:
-    """A job that hangs until it is let go."""
+    """A job that hangs until it is released."""
 
     def __init__(self) -> None:
         self.begun, self.go = threading.Event(), threading.Event()
@@ -96,7 +89,7 @@ def test_no_more_at_a_time_than_threads(pool: ThreadPool, hang: Callable[[], Han
 
 
 def test_threads_start_as_they_are_needed(pool: ThreadPool) -> None:
-    until(lambda: alive() == 0)  # those of the test before are on their way out
+    until(lambda: alive() == 0)  # threads of an earlier test are still ending
     for _ in range(5):
         assert pool.submit(lambda: 1).result(LONG) == 1
         until(lambda: pool._idle == 1)
@@ -116,7 +109,7 @@ def test_a_stuck_thread_is_replaced(
         assert pool.submit(lambda turn=turn: turn).result(LONG) == turn
     assert waiting.result(LONG) == "queued" and alive() <= 4
     assert len(caplog.messages) == 1 and "pool: a job has not ended within 5 s" in caplog.messages[0]
-    # They were only slow: their answers count, and the threads that are too many go.
+    # The jobs were only slow: their results count, and the surplus threads end.
     for job in stuck:
         job.go.set()
     assert [future.result(LONG) for future in late] == ["late", "late"]

@@ -1,4 +1,4 @@
-"""Tiers: what is found where, what is written behind, and that what was deleted stays deleted."""
+"""`TieredStore`: lookup, promotion, write-behind, and deletions that last."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from cuvee.integrations.stores.memory import MemoryStore
 from cuvee.integrations.stores.tiered import TieredStore
 
 A, B, C = "aa/01", "aa/02", "bb/03"
-LONG = 10.0  # seconds until a test that hangs fails
+LONG = 10.0  # seconds after which a hanging test fails
 
 
 class Gate:
-    """Where a call of a store waits until the test lets it go on; `entered`: it got there."""
+    """A point where a store's call waits until the test opens it; `entered` is set when a call waits."""
 
     def __init__(self) -> None:
         self.entered, self._open = threading.Event(), threading.Event()
@@ -40,7 +40,7 @@ class Gate:
 
 
 class Fake(Store):
-    """A dictionary that notes what it is asked; a hook per call waits or fails, before the work or after."""
+    """A dictionary that records its calls. Hooks wait or fail before or after a call."""
 
     def __init__(self, name: str = "fake", shared: bool = False) -> None:
         self.name, self.shared = name, shared
@@ -107,7 +107,7 @@ class Fake(Store):
 
 
 class Three:
-    """Three fake tiers, `low` and `deep` behind gates if the test shuts them."""
+    """Three fake tiers; the test can block `low` and `deep` by gates."""
 
     def __init__(self, max_queue_bytes: int = 1 << 20) -> None:
         self.top, self.low, self.deep = Fake("top"), Fake("low"), Fake("deep", shared=True)
@@ -143,7 +143,7 @@ def join(thread: threading.Thread) -> None:
     assert not thread.is_alive()
 
 
-# --- finding and promoting ---
+# --- lookup and promotion ---
 
 
 def test_each_tier_is_asked_for_what_is_missing(three: Three) -> None:
@@ -210,7 +210,7 @@ def test_a_tier_that_fails_shows_through(three: Three) -> None:
     guarded.close()
 
 
-# --- writing behind ---
+# --- write-behind ---
 
 
 def test_a_put_does_not_wait_for_lower_tiers(three: Three) -> None:
@@ -252,7 +252,7 @@ def test_a_newer_put_replaces_the_one_that_waits() -> None:
     three.store.put(C, b"c" * 3)
     gate.wait()
     for byte in b"xyz":
-        three.store.put(A, bytes([byte]) * 7)  # each would be too much beside another
+        three.store.put(A, bytes([byte]) * 7)  # each would be too large beside another
     three.store.put(C, b"")
     three.top.entries.clear()
     assert three.store.get_many([A, C]) == [b"z" * 7, b""]
@@ -269,12 +269,12 @@ def test_a_full_queue_drops_for_its_tier_only(caplog: pytest.LogCaptureFixture) 
     gate.wait()
     assert three.store._tiers[2].drain(LONG)
     for _ in range(3):
-        assert three.store.put(B, b"b" * 5)  # beside the entry that is being written, one byte too much
+        assert three.store.put(B, b"b" * 5)  # one byte too many beside the entry that is being written
         assert three.store._tiers[2].drain(LONG)
     assert three.store.put(C, b"c" * 4)
     assert three.store._tiers[2].drain(LONG)
     three.top.refuse = True
-    assert not three.store.put("cc/05", b"e" * 11)  # for any queue
+    assert not three.store.put("cc/05", b"e" * 11)  # too large for any queue
     gate.open()
     three.idle()
     assert three.store.put(B, b"b" * 10)  # tier 0 refuses, but there is room in the queues again
@@ -293,7 +293,7 @@ def test_a_failing_write_stops_nothing(three: Three, caplog: pytest.LogCaptureFi
     three.low.before["put"] = raising(error)
     assert three.store.put(A, b"a") and three.store.put(B, b"b")
     three.idle()
-    # A store counts the StoreErrors that it raises itself.
+    # A store itself counts the StoreErrors that it raises.
     assert three.store.counters()["low"].errors == (2 if isinstance(error, RuntimeError) else 0)
     assert caplog.messages == ["tier 1 (low): a copy was not written: down"]
     del three.low.before["put"]
@@ -365,12 +365,12 @@ def test_an_entry_only_in_the_queue_counts_as_there(three: Three) -> None:
     for gate in gates:
         gate.wait()
     three.top.entries.clear()
-    assert three.store.delete(A) and not three.store.delete(A)  # was being written
-    assert three.store.delete(B) and not three.store.delete(B)  # waited
+    assert three.store.delete(A) and not three.store.delete(A)  # it was being written
+    assert three.store.delete(B) and not three.store.delete(B)  # it was waiting
 
 
 def test_deleting_an_entry_that_is_being_written(three: Three) -> None:
-    """Never seen again, though its put ends after the deletion."""
+    """The entry stays hidden although its put ends after the deletion."""
     gate = three.block(three.low)
     three.store.put(A, b"a")
     gate.wait()
@@ -400,7 +400,7 @@ def test_a_put_after_a_deletion_survives_it(three: Three) -> None:
 
 
 def test_a_failed_write_of_a_deleted_entry_is_deleted_all_the_same(three: Three) -> None:
-    """It may have got through before it failed."""
+    """The put may have stored the entry before it failed."""
     gate = three.block(three.low)
     three.store.put(A, b"a")
     gate.wait()
@@ -443,7 +443,7 @@ def test_deleting_a_tenant_waits_for_its_writes(three: Three) -> None:
     join(thread)
     assert three.low.calls.index(("delete", A)) < three.low.calls.index(("delete_tenant", "aa"))
     three.idle()
-    assert counts == [2 + 0 + 2]  # copies in tiers; those in the queue were in none
+    assert counts == [2 + 0 + 2]  # copies in tiers; the copies in the queue were in no tier
     assert three.top.entries == three.low.entries == three.deep.entries == {C: b"c"}
     assert three.low.asked("put") == [(A,), (C,)]
 
@@ -491,7 +491,7 @@ def test_nothing_is_promoted_that_was_read_before_a_deletion_ended(three: Three,
     if ended:
         delete()
     else:
-        # The get ends while the deletion has dealt with the upper tiers and is about to deal with the lowest.
+        # The get ends when the deletion has finished the upper tiers and is about to begin with the lowest.
         deleting = three.block(three.deep, "delete_tenant" if tenant else "delete")
         deleter = within(delete)
         deleting.wait()
@@ -501,7 +501,7 @@ def test_nothing_is_promoted_that_was_read_before_a_deletion_ended(three: Three,
         deleting.open()
         join(deleter)
     three.idle()
-    assert got == [b"a"]  # it was there when it was asked for
+    assert got == [b"a"]  # the entry existed when it was requested
     assert three.top.entries == three.low.entries == three.deep.entries == {}
     assert three.store.get(A) is None
 
@@ -595,7 +595,7 @@ def test_close_gives_up_in_time_and_says_what_is_lost(three: Three, caplog: pyte
 def test_a_tier_that_hangs_keeps_nothing_from_the_disk_behind_it(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is queued reaches the disk within the time that a stop gives, whatever the tiers before it do."""
+    """Queued entries reach the disk within the time for closing, whatever the tiers before it do."""
     slow, gate = Fake("slow"), Gate()
     slow.before["put"] = gate
     store = TieredStore([MemoryStore(10**6), slow, GuardedStore(DiskStore(tmp_path / "store"))])
@@ -638,11 +638,11 @@ def test_every_tier_is_closed_if_one_fails(three: Three) -> None:
 
 
 def run(script: str) -> str:
-    """What a Python process prints; it fails the test if it does not end well, and soon."""
+    """Return the output of a Python process; fail the test if it does not exit with 0 in time."""
     header = "import os, sys, threading, time\nfrom cuvee.integrations.stores.tiered import *\n"
     header += "from cuvee.integrations.stores.memory import MemoryStore\n"
     header += "from cuvee.integrations.stores.disk import DiskStore\n"
-    # A fork of a process with threads is what is tested: Python 3.12 and newer warn of it.
+    # Python 3.12 and newer warn of forks of processes with threads, which this tests.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", header + script], capture_output=True, text=True, timeout=60, check=False
     )
@@ -676,7 +676,7 @@ print("end")
 
 
 def test_a_forked_child_has_its_own_threads(tmp_path: Path) -> None:
-    """Forked while the parent's thread writes, an entry waits, and another thread holds every lock."""
+    """Fork while the parent's thread writes, an entry waits, and another thread holds every lock."""
     out = run(
         STUCK
         + f"""
@@ -709,7 +709,7 @@ store.close()
     assert out == "0 [True, True, False] [True, True, False]\n"
 
 
-# --- names, figures, arguments ---
+# --- names, counters, arguments ---
 
 
 def test_tiers_of_one_name_are_told_apart() -> None:
@@ -768,7 +768,7 @@ def test_memory_before_disk(tmp_path: Path) -> None:
 
 
 def test_threads_that_put_get_and_delete(tmp_path: Path) -> None:
-    """A blob says its key, so a wrong answer shows; what a thread deleted of its own stays deleted."""
+    """A blob contains its key, which reveals wrong answers. Entries that their thread deleted stay deleted."""
     memory = MemoryStore(2000)
     lowest = Fake("deep")
     store = TieredStore([memory, GuardedStore(DiskStore(tmp_path)), lowest], max_queue_bytes=4000)

@@ -1,4 +1,4 @@
-"""Stores by URL: what each one opens, what is refused, and that no message shows a password."""
+"""`open_store`: the store of each URL, refused URLs, and messages without passwords."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = "s3cr"
 
 
 class Recorded(Store):
-    """Stands for a store whose client may not be installed: remembers its arguments."""
+    """A stand-in for a store whose client may not be installed. It records its arguments."""
 
     name, shared = "recorded", True
 
@@ -55,7 +55,7 @@ class Recorded(Store):
 
 @pytest.fixture(autouse=True)
 def clients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What would import redis-py and fsspec."""
+    """Replace the stores that would import redis-py and fsspec."""
     for module, name in (("redis", "RedisStore"), ("objects", "ObjectStore")):
         fake = type(sys)(module)
         setattr(fake, name, Recorded)
