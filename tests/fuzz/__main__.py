@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz`: see the package."""
+"""The command line of the fuzzer, `python -m tests.fuzz`; see the package."""
 
 from __future__ import annotations
 
@@ -15,20 +15,22 @@ from tests.fuzz.targets import TARGETS, named
 
 
 def main() -> int:
-    """Exit code: 0 nothing found, 1 a finding, 2 wrong usage."""
-    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description="Fuzz what cuvee reads from others.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long")
-    parser.add_argument("--seed", type=int, default=0, help="another seed, other cases")
-    parser.add_argument("--targets", default=",".join(TARGETS), help=f"of {','.join(TARGETS)}; default: all")
+    """Run the fuzzer; return the exit code: 0 without a finding, 1 with a finding, 2 for wrong usage."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.fuzz", description="Fuzz the input that cuvee reads from others."
+    )
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the run")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
+    parser.add_argument("--targets", default=",".join(TARGETS), help=f"some of {','.join(TARGETS)}; default: all")
     parser.add_argument("--first", type=int, default=0, help="number of the first case of each target")
-    parser.add_argument("--folder", type=Path, default=engine.FOLDER, help="where findings are kept")
-    parser.add_argument("--replay", metavar="FILE|TARGET:SEED:NUMBER", help="check one case again")
+    parser.add_argument("--folder", type=Path, default=engine.FOLDER, help="folder for findings")
+    parser.add_argument("--replay", metavar="FILE|TARGET:SEED:NUMBER", help="check one case")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.replay is not None:
         return replay(arguments.replay)
     if unknown := sorted(set(arguments.targets.split(",")) - set(TARGETS)):
-        parser.error(f"no target {unknown[0]!r}; there are {', '.join(TARGETS)}")
+        parser.error(f"--targets: must be some of {', '.join(TARGETS)}, got {unknown[0]!r}")
     targets = [named(name) for name in arguments.targets.split(",")]
     rest = (targets, arguments.seed, arguments.seconds, arguments.first, arguments.folder)
     if arguments.worker is not None:
@@ -39,7 +41,7 @@ def main() -> int:
 
 
 def replay(what: str) -> int:
-    """Check one case in this process, so that a debugger can look at it."""
+    """Check one case in this process, where a debugger can follow it; return the exit code."""
     path = Path(what)
     if path.is_file():
         target, data = named(path.name.partition("-")[0]), path.read_bytes()

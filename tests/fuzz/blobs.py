@@ -1,4 +1,4 @@
-"""Blobs whose checksums are right and whose contents are not."""
+"""The target for blobs whose checksums are right and whose contents are not."""
 
 from __future__ import annotations
 
@@ -39,28 +39,28 @@ from cuvee.codec.stages.reference.rans import Streams
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.stages.reference.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
 
-MAX_TOKENS = 1 << 12  # that a case may restore
+MAX_TOKENS = 1 << 12  # tokens that a case may restore
 SMALL = KVLayout(
     "small",
     (LayerLayout(1, 4, 3, Rope((1.0, 0.1))), LayerLayout(2, 4, 3, Rope((1.0, 0.1)))),
     "float32",
     4096,
 )
-# Of how many cases one is compared with the reference, which takes thirty times as long, and with the kernels without a
-# GPU, which take a hundred.
+# One case in this many is compared with the reference, which takes thirty times as long, and with the kernels without a
+# GPU, which take a hundred times as long.
 REFERENCE_EVERY, DEVICE_EVERY = 24, 400
 DEVICE_TOKENS = 40
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A good blob and who reads it.
+    """A good blob and its codecs.
 
     Attributes:
-        name: for people.
-        blob: to start from.
+        name: the name in messages.
+        blob: the blob from which cases are made.
         codec: makes a codec for a backend.
-        key: secret of its tag; None: it has none.
+        key: the secret of the blob's tag; None without a tag.
     """
 
     name: str
@@ -70,12 +70,12 @@ class Subject:
 
     @property
     def scheme(self) -> Scheme:
-        """Of the blob."""
+        """The scheme of the blob."""
         return read_header(self.blob).scheme
 
     @property
     def profile(self) -> Profile:
-        """Of the codecs."""
+        """The profile of the codecs."""
         return self.codec("numba").profile
 
 
@@ -85,7 +85,7 @@ def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
 
 @cache
 def small_profile() -> Profile:
-    """Learned on next to nothing; its second section predicts tokens from the ones before."""
+    """Learn a profile on a few tokens; its second section predicts tokens from earlier ones."""
     chunks = [_small_chunk(seed, 40) for seed in range(7)]
     fitted = fit(SMALL, chunks, "layer")
     sections = [fitted.learned[0]]
@@ -104,7 +104,10 @@ def _small_chunk(seed: int, tokens: int, start: int = 5) -> KVChunk:
 
 @cache
 def subjects() -> tuple[Subject, ...]:
-    """Every scheme and dtype; with and without classes, prediction and tags. Corpus files count on their order."""
+    """Return subjects of every scheme and dtype, with and without classes, prediction and tags.
+
+    Corpus files depend on their order.
+    """
     found = []
     for scheme in ("lossless", "generic", "transform", "classes"):
         chunk = correlated_chunk(50, 20, 3, outlier=0.0 if scheme == "lossless" else 300.0)
@@ -135,7 +138,7 @@ def subjects() -> tuple[Subject, ...]:
 
 
 def coded_at(subject: Subject, section: bytes, index: int) -> int:
-    """Where the coded part of a section begins; its end, if it has none."""
+    """Return where the coded part of a section begins; its end if it has none."""
     header = read_header(subject.blob)
     reader = Reader(memoryview(section))
     try:
@@ -158,7 +161,7 @@ def coded_at(subject: Subject, section: bytes, index: int) -> int:
 
 
 def _with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> bytes:
-    """A section with one field of its coded part changed, or two so that sums still hold."""
+    """Return a section with one field of its coded part changed, or two fields whose sum stays the same."""
     at = coded_at(subject, section, index)
     if len(section) - at < 12:
         return dice.damaged(section)
@@ -176,7 +179,7 @@ def _with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> byt
         index_at = len(out) - 8 * escapes
         fields += [(index_at + 4 * dice.number(0, 2 * escapes - 1), 4)] * 3
     if dice.chance(0.2) and lengths + 2 * streams <= len(out):
-        # Words move from one stream to another.
+        # Move words from one stream to another.
         lost, won = (lengths + 2 * dice.number(0, streams - 1) for _ in range(2))
         count = dice.small(4)
         for where, by in ((lost, -count), (won, count)):
@@ -191,9 +194,9 @@ def _with_field(dice: Dice, subject: Subject, section: bytes, index: int) -> byt
 
 
 def _symbols(dice: Dice, tables: EntropyTables, which: npt.NDArray[np.integer], escapes: float) -> U8:
-    """A byte of each table, some of them escapes where the table has one."""
+    """Draw a symbol from each table, with some escapes where the table has one."""
     slots = dice.rng.integers(0, 1 << tables.prob_bits, which.shape)
-    if dice.chance(0.3):  # as rare as may be: the last symbols of the tables
+    if dice.chance(0.3):  # the rarest symbols, at the end of the tables
         slots[dice.rng.random(which.shape) < 0.5] = (1 << tables.prob_bits) - 1
     out: U8 = (tables.slots[which, slots] >> np.uint32(24)).astype(np.uint8)
     chosen = (dice.rng.random(which.shape) < escapes) & (tables.freq[which, ESCAPE] > 0)
@@ -211,7 +214,7 @@ def _values(dice: Dice, count: int) -> npt.NDArray[np.int32]:
 
 
 def _escape_list(dice: Dice, index: npt.NDArray[np.integer]) -> Escapes:
-    """The escapes that belong to the planes, or nearly those."""
+    """Return the escapes that belong to the planes, or nearly so."""
     listed = index.astype(np.int64)
     if dice.trick(0.15) and len(listed):
         listed = np.delete(listed, dice.number(0, len(listed) - 1))
@@ -223,7 +226,7 @@ def _escape_list(dice: Dice, index: npt.NDArray[np.integer]) -> Escapes:
 
 
 def _plain_part(dice: Dice, tables: EntropyTables, plan: CodingPlan, tokens: int) -> bytes:
-    """A coded part whose streams are sound and whose symbols no encoder would choose."""
+    """Make a coded part with sound streams and symbols that no encoder chooses."""
     n = 1 << dice.number(0, 7)
     starts = np.arange(tokens) % n == 0
     which = np.where(starts[None], plan.first[:, None], plan.rest[:, None])
@@ -234,7 +237,7 @@ def _plain_part(dice: Dice, tables: EntropyTables, plan: CodingPlan, tokens: int
 
 
 def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, tokens: int) -> bytes:
-    """The same for tokens of classes, the list of which may be another than that of the streams."""
+    """Make such a part for tokens with classes; the list of classes may differ from the streams."""
     plan, n = coding.classed, 1 << dice.number(0, 7)
     kind = dice.number(0, 3)
     low = plan.finest
@@ -252,7 +255,7 @@ def _classed_part(dice: Dice, coding: SectionCoding, tables: EntropyTables, toke
     planes[rows >= plan.planes[own][None]] = 0
     index = np.flatnonzero((planes == ESCAPE) & (rows < plan.rows[own][None]))
     listed = classes
-    if dice.trick(0.3):  # other classes than those of the streams, perhaps such as are not served
+    if dice.trick(0.3):  # classes that differ from the streams, and may be invalid
         listed = classes.copy()
         for _ in range(dice.small(4)):
             listed[dice.number(0, tokens - 1)] = dice.number(0, CLASSES - 1)
@@ -270,7 +273,7 @@ def _generic_section(dice: Dice, tables: EntropyTables, blocks: tuple[int, ...],
         side += struct.pack("<h", dice.pick((0, 0, 64, -8064, 8064, dice.number(-9000, 9000))))
         means = dice.rng.integers(0, 1 << 16, size).astype("<u2")
         if not dice.trick(0.1):
-            means &= np.uint16(0xBF7F)  # of any sign, finite
+            means &= np.uint16(0xBF7F)  # finite, with any sign
         own = dice.rng.integers(0, 57, size)
         own[dice.rng.random(size) < 0.2] = 255
         if dice.trick(0.1):
@@ -319,7 +322,7 @@ def _coding(subject: int, section: int) -> SectionCoding:
 
 
 def forged(dice: Dice, at: int) -> bytes:
-    """A blob that is sound from header to streams, and full of what no encoder writes."""
+    """Make a blob with sound header and streams and contents that no encoder writes."""
     subject = subjects()[at]
     header, profile = read_header(subject.blob), subject.profile
     dice.mischief = dice.chance(0.4)
@@ -347,7 +350,7 @@ def forged(dice: Dice, at: int) -> bytes:
 
 
 def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int) -> bytes:
-    """The blob with these sections and fields; signed anew if the subject's are."""
+    """Return the blob with these sections and fields, signed if the subject has a key."""
     if subject.key is None:
         return reseal(blob, sections, **fields)
     header = read_header(blob)
@@ -366,23 +369,23 @@ def _sealed(subject: Subject, blob: bytes, sections: list[bytes], **fields: int)
 
 
 class BlobTarget:
-    """Decoding, by all backends and in all ways."""
+    """Decoding by all backends and in all ways."""
 
     name = "blob"
     weight = 8.0
 
     def warm_up(self) -> None:
-        """Every subject decodes."""
+        """Check that every subject decodes."""
         for at, subject in enumerate(subjects()):
             if self.check(bytes([at]) + subject.blob) != "decoded":
                 raise Finding(f"the good blob {subject.name!r} does not decode")
 
     def memory(self, data: bytes) -> int:
-        """What may be restored at most, and its working copies; and as many bytes as streams of nothing take."""
+        """Allow the largest restored cache with its working copies, and the tokens that empty streams can hold."""
         return (24 << 20) + 2048 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A number of a subject, and a blob for it."""
+        """Make the number of a subject and a blob for it."""
         at = dice.number(0, len(subjects()) - 1)
         subject = subjects()[at]
         blob = subject.blob
@@ -420,7 +423,7 @@ class BlobTarget:
         return bytes([at]) + _sealed(plain, blob, sections, **fields)
 
     def _header(self, dice: Dice, subject: Subject, blob: bytes) -> bytes:
-        """Any field of the header or the table of contents, with the header's checksum made right."""
+        """Change a field of the header or the table of contents, and correct the header's checksum."""
         out = bytearray(blob)
         count = len(read_header(blob).section_bytes)
         end = HEADER + 12 * count
@@ -434,7 +437,7 @@ class BlobTarget:
         return reseal_header(bytes(out), count)
 
     def check(self, data: bytes) -> str:
-        """Decode by the compiled backend; now and then by the others, in parts, and into pages."""
+        """Decode by the compiled backend, and sometimes by the others, in parts, and into pages."""
         if not data:
             return "empty"
         subject, blob = subjects()[data[0] % len(subjects())], data[1:]
@@ -450,7 +453,7 @@ class BlobTarget:
         if chunk is not None:
             self._check_parts(subject, blob, chunk, draw)
         elif draw % 4 == 0:
-            with suppress(CuveeError):  # what fails as a whole may have good parts
+            with suppress(CuveeError):  # a blob that fails as a whole may have good parts
                 subject.codec("numba").decode(blob, tokens=range(1), max_tokens=MAX_TOKENS)
         return outcome
 
@@ -461,12 +464,12 @@ class BlobTarget:
             end = first + 1 + draw // 5 % (chunk.tokens - first)
             part = codec.decode(blob, tokens=range(first, end), max_tokens=MAX_TOKENS)
             if part.start != chunk.start + first or not _same(part, chunk, slice(first, end)):
-                raise Finding(f"tokens {first} … {end} alone are others than in the whole")
+                raise Finding(f"tokens {first} … {end} differ from those of the whole")
         elif draw % 3 == 1:
             layer = draw // 3 % chunk.layout.num_layers
             keys, values = codec.decode_layers(blob, range(layer, layer + 1), max_tokens=MAX_TOKENS)
             if not (_equal(keys[0], chunk.keys[layer]) and _equal(values[0], chunk.values[layer])):
-                raise Finding(f"layer {layer} alone is another than in the whole")
+                raise Finding(f"layer {layer} differs from that of the whole")
         else:
             _check_pages(codec, blob, chunk)
 
@@ -478,16 +481,16 @@ def _spread(blob: bytes) -> memoryview:
 
 
 def _decoded(subject: Subject, blob: bytes, backend: str) -> tuple[str, KVChunk | None]:
-    """What became of decoding, and the chunk if there is one."""
+    """Decode a blob; return the outcome, and the chunk if there is one."""
     codec = subject.codec(backend)
     try:
-        # One backend gets the bytes as they are, the other in every second byte of a buffer.
+        # One backend gets contiguous bytes, the others every second byte of a buffer.
         chunk = codec.decode(blob if backend == "numba" else _spread(blob), max_tokens=MAX_TOKENS)
     except CuveeError as error:
         return type(error).__name__, None
     header = read_header(blob)
     if chunk.tokens != header.tokens or chunk.start != header.start or chunk.layout.dtype != header.dtype:
-        raise Finding(f"{backend}: {chunk.tokens} tokens from {chunk.start} on, the header says others")
+        raise Finding(f"{backend}: {chunk.tokens} tokens from {chunk.start} on differ from the header")
     for layer, keys, values in zip(chunk.layout.layers, chunk.keys, chunk.values, strict=True):
         shapes = (header.tokens, layer.kv_heads, layer.head_dim), (header.tokens, layer.kv_heads, layer.value_dim)
         dtype = chunk.layout.torch_dtype
@@ -498,7 +501,7 @@ def _decoded(subject: Subject, blob: bytes, backend: str) -> tuple[str, KVChunk 
 
 def _compare(subject: Subject, blob: bytes, chunk: KVChunk | None, backend: str) -> None:
     if backend == "triton":
-        with warnings.catch_warnings():  # Triton's interpreter computes with NumPy, which warns where kernels do not
+        with warnings.catch_warnings():  # Triton's interpreter uses NumPy, which warns where kernels do not
             warnings.simplefilter("ignore")
             _, other = _decoded(subject, blob, backend)
     else:
@@ -509,11 +512,11 @@ def _compare(subject: Subject, blob: bytes, chunk: KVChunk | None, backend: str)
         return
     exact = backend == "reference" or read_header(blob).scheme is Scheme.LOSSLESS
     if exact and not _same(other, chunk, slice(0, chunk.tokens)):
-        raise Finding(f"{backend} and numba decode other values")
+        raise Finding(f"{backend} and numba decode different values")
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, but for the payload of numbers that are none."""
+    """Compare bit for bit, except for the payloads of NaNs."""
     return bool(torch.equal(a, b)) or bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
@@ -523,7 +526,7 @@ def _same(part: KVChunk, whole: KVChunk, rows: slice) -> bool:
 
 
 def _check_pages(codec: Codec, blob: bytes, chunk: KVChunk) -> None:
-    """Into pages: what is asked for is there, what is not stays as it was."""
+    """Decode into pages: the requested slots must hold the chunk, and the others stay unchanged."""
     room = chunk.tokens + 4
     layout = chunk.layout
     guard = 7.5
@@ -542,4 +545,4 @@ def _check_pages(codec: Codec, blob: bytes, chunk: KVChunk) -> None:
         want[2 : chunk.tokens + 2] = theirs
         want[chunk.tokens // 2 + 2] = guard
         if not _equal(mine, want):
-            raise Finding("pages hold something else than the chunk, or other slots were written")
+            raise Finding("pages differ from the chunk, or other slots were written")

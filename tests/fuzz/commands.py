@@ -1,4 +1,4 @@
-"""The command line on files that somebody else wrote, in this process."""
+"""The target for the command line, which reads hostile files in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONFIG: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "torch_dtype": "bfloat16",
     "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
-# The files of each command, by the option before them.
+# The files of each command, by kind.
 _COMMANDS: dict[str, tuple[str, ...]] = {
     "inspect": ("blob",),
     "show": ("profile",),
@@ -66,7 +66,7 @@ def _split(data: bytes) -> tuple[str, list[bytes]]:
 
 
 def _bounded(value: Any) -> Any:
-    """Without huge numbers: what transformers makes of a model of 10^24 layers is not ours to bound."""
+    """Limit huge numbers, because we do not bound what transformers does with a model of 10^24 layers."""
     if isinstance(value, dict):
         return {name: _bounded(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -84,18 +84,18 @@ class CommandTarget:
         self._blobs, self._profiles = BlobTarget(), ProfileTarget()
 
     def warm_up(self) -> None:
-        """Good files are read."""
+        """Check that good files are read."""
         for command, kinds in _COMMANDS.items():
             data = _joined(command, [_good()[kind] for kind in kinds])
             if not self.check(data).startswith(f"{command}: done") and not command.endswith("-config"):
                 raise Finding(f"{command} does not read good files")
 
     def memory(self, data: bytes) -> int:
-        """As profiles take."""
+        """Allow the memory of a profile."""
         return (200 << 20) + 256 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A command and its files, one or all of them bad."""
+        """Make a command and its files, some of which are bad."""
         command = dice.pick(
             ("inspect", "inspect", "show", "show", "decode", "decode-config", "encode", "encode-config")
         )
@@ -128,7 +128,7 @@ class CommandTarget:
         return save({name: torch.zeros(shape, dtype=dtype) for name in names}, {"start": start})
 
     def check(self, data: bytes) -> str:
-        """Exit code 0 with what was asked for, or 1 with one line that says why."""
+        """Run the command: it must exit with 0, or with 1 and an error line."""
         command, files = _split(data)
         folder = scratch()
         paths = {}
@@ -158,9 +158,9 @@ class CommandTarget:
         lines = err.getvalue().strip().splitlines()
         if code == 1:
             if not lines or not lines[-1].startswith("error: "):
-                raise Finding(f"{command} ends with 1 and says {err.getvalue()!r}")
+                raise Finding(f"{command} exits with 1 and prints {err.getvalue()!r}")
         elif code != 0:
-            raise Finding(f"{command} ends with {code!r}: {err.getvalue()!r}")
+            raise Finding(f"{command} exits with {code!r}: {err.getvalue()!r}")
         elif len(data) % 2 and not json.loads(out.getvalue()):
-            raise Finding(f"{command} --json printed nothing")
+            raise Finding(f"{command} --json prints nothing")
         return f"{command}: {'done' if code == 0 else 'error'}"

@@ -1,4 +1,4 @@
-"""What the vLLM connector is told: options, reports of workers, and entries of a store that somebody else wrote."""
+"""The target for the vLLM connector: options, reports of workers, and hostile entries of a store."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OPTIONS: dict[str, Any] = {
     "lookup_timeout": 2.0, "model_id": "m", "key_env": ["A", "B"], "profile": "p",
 }  # fmt: skip
 _CHUNKS, _CHUNK, _BLOCK = 2, 16, 8
-_END = _CHUNKS * _CHUNK + _BLOCK  # of the tail
+_END = _CHUNKS * _CHUNK + _BLOCK  # the end of the tail
 
 
 def _names(dice: Dice) -> list[str]:
@@ -43,7 +43,7 @@ def _digests(dice: Dice) -> list[bytes]:
 
 
 def _metrics(dice: Dice) -> dict[str, float] | None:
-    """What a recorder of some worker would drain."""
+    """Make the figures that a worker's recorder drains."""
     recorder = Recorder(dice.number(0, 3))
     for _ in range(dice.number(0, 6)):
         metric = dice.pick(list(METRICS.values()))
@@ -60,7 +60,7 @@ def _metrics(dice: Dice) -> dict[str, float] | None:
 
 
 def _report(dice: Dice) -> Report:
-    """A report of a worker that is confused, late, or says everything twice; of the types that it has."""
+    """Make a report of the right types from a worker that is confused, late or repeats itself."""
     return Report(
         [dice.pick((0, 1, 2, -1, 1 << 40)) for _ in range(dice.number(0, 4))],
         set(_names(dice)),
@@ -73,7 +73,7 @@ def _report(dice: Dice) -> Report:
 
 @cache
 def _bench(permuted: bool = False) -> tuple[Bench, list[bytes]]:
-    """A worker whose store holds two good chunks and a tail, and these; its pages may lie in no order."""
+    """Return a worker whose store holds two good chunks and a tail, and these blobs; its pages may be permuted."""
     noise = torch.randn(2, 3, 8 * _CHUNK, 2, 16, generator=torch.Generator().manual_seed(3)).bfloat16()
     bench = Bench(sequence=KVChunk(noise[0], noise[1], LAYOUT), permuted=permuted)
     blocks = list(range(6))
@@ -84,19 +84,19 @@ def _bench(permuted: bool = False) -> tuple[Bench, list[bytes]]:
 
 
 def _keys(bench: Bench) -> list[str]:
-    """Of the chunks, and of the tail."""
+    """Return the keys of the chunks and of the tail."""
     tail = bench.save_tail(list(range(6)), _END)
     return [*(bench.key(chunk) for chunk in range(_CHUNKS)), bench.worker._key(tail)]
 
 
 class ConnectorTarget:
-    """Options, messages, loads, and whole engines."""
+    """Options, messages, loads, and entire engines."""
 
     name = "connector"
     weight = 1.0
 
     def warm_up(self) -> None:
-        """A good load arrives."""
+        """Check that good loads arrive."""
         _, (first, _, tail) = _bench()
         for _ in range(3):
             if self.check(b"L" + first) != "load arrived" or self.check(b"T" + tail) != "load arrived":
@@ -105,11 +105,11 @@ class ConnectorTarget:
         self.check(b"E" + bytes(8))
 
     def memory(self, data: bytes) -> int:
-        """Messages are small, and so are the pages."""
+        """Allow little memory, because messages and pages are small."""
         return (32 << 20) + 256 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A letter for the kind, and JSON, a seed of messages or of an engine, or the blob of a chunk or of a tail."""
+        """Make a letter for the kind, then JSON, a seed for messages or an engine, or the blob of a chunk or a tail."""
         kind = dice.pick("OOMMMMLLTTE")
         if kind == "O":
             options: Any = {name: value for name, value in _OPTIONS.items() if dice.chance(0.5)}
@@ -118,7 +118,7 @@ class ConnectorTarget:
                 options = options if isinstance(options, dict) else {"store": options}
             try:
                 return b"O" + json.dumps(options).encode()
-            except ValueError:  # a number too long to be written
+            except ValueError:  # a number too long to be converted
                 return b"O{}"
         if kind in "ME":
             return kind.encode() + dice.junk(8)
@@ -139,7 +139,7 @@ class ConnectorTarget:
         return letter + reseal(good, sections, **fields)
 
     def check(self, data: bytes) -> str:
-        """By kind."""
+        """Check a case by its kind."""
         kind, rest = data[:1], data[1:]
         if kind == b"O":
             return self._options(rest)
@@ -149,7 +149,7 @@ class ConnectorTarget:
             return self._engine(rest)
         outcomes = {self._load(rest, kind == b"T", permuted) for permuted in (False, True)}
         if len(outcomes) > 1:
-            raise Finding("a load depends on where the pages' values lie")
+            raise Finding("a load depends on the order of the pages")
         return outcomes.pop()
 
     def _options(self, text: bytes) -> str:
@@ -177,7 +177,7 @@ class ConnectorTarget:
                 if dice.chance(0.3):
                     plan = desk.plan((request, 0, 40))
                     if pickle.loads(pickle.dumps(plan)) != plan:
-                        raise Finding("a plan changes on its way")
+                        raise Finding("a pickled plan changes")
                 report = _report(dice)
                 other = _report(dice)
                 before = report.metrics
@@ -190,7 +190,7 @@ class ConnectorTarget:
                 desk.side.take(report)
                 totals = desk.recorder.totals()
                 if any(map(math.isnan, totals.values())):
-                    raise Finding("a figure is no number")
+                    raise Finding("a figure is not a number")
                 drained = desk.recorder.drain() or {}
                 collect(drained)
                 interval_figures(drained)
@@ -200,7 +200,7 @@ class ConnectorTarget:
         return "messages taken"
 
     def _engine(self, seed: bytes) -> str:
-        """Requests come and go while entries are damaged and calls fail; the engine checks whatever it is told."""
+        """Run requests while entries are damaged and calls fail; the engine checks every answer."""
         dice = Dice("engine", int.from_bytes(seed, "little"), 0)
         engine = SmallEngine(permuted=dice.chance(0.5), load_async=dice.chance(0.7), load_timeout=5.0)
         broken = {dice.pick(POINTS) for _ in range(dice.number(0, 3))} - {"s._load_is_over", "s._drop"}
@@ -235,7 +235,7 @@ class ConnectorTarget:
         return "engine survived"
 
     def _load(self, blob: bytes, tail: bool, permuted: bool) -> str:
-        """Two chunks and a tail, of which the first or the last is this blob."""
+        """Load two chunks and a tail, with this blob as the first chunk or the tail."""
         bench, good = _bench(permuted)
         entries, keys = bench.store.entries, _keys(bench)
         entries.update(zip(keys, good, strict=True))
@@ -245,7 +245,7 @@ class ConnectorTarget:
         load = bench.load_tail(blocks, 0, _END)
         plan = StepPlan(1, [load], [Save(TENANT, bench.digests[0], 0, blocks[:2])])
         if pickle.loads(pickle.dumps(plan)) != plan:
-            raise Finding("a plan changes on its way")
+            raise Finding("a pickled plan changes")
         bench.worker.start_loads([load], False)
         bench.wait()
         report = bench.worker.report(1)
@@ -256,10 +256,10 @@ class ConnectorTarget:
         slots = (others[:, None] * _BLOCK + torch.arange(_BLOCK)).flatten()
         held = bench.cache.read(slots, 0)
         if not all(bool(unit.isnan().all()) for unit in (*held.keys, *held.values)):
-            raise Finding("a load wrote into blocks of others")
+            raise Finding("a load wrote into other blocks")
         if not report.failed:
             if invalid:
-                raise Finding("a load succeeded and names invalid blocks")
+                raise Finding("a load succeeded but names invalid blocks")
             if not bench.held(blocks, 0, _CHUNKS * _CHUNK if tail else _CHUNK) and blob in good:
                 raise Finding("a good load is not in its pages")
             return "load arrived"
@@ -267,5 +267,5 @@ class ConnectorTarget:
         if invalid != set(failed):
             raise Finding(f"a load of {blocks} failed from {failed} on, and {invalid} are invalid")
         if load.digests[-1 if tail else 0] not in report.unsaved:
-            raise Finding("the chunk of a load that failed is believed to be stored")
+            raise Finding("the chunk of a failed load counts as stored")
         return "load failed"

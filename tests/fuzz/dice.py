@@ -1,4 +1,4 @@
-"""What all generators of cases share: choices, odd numbers, and bytes that are no longer what they were."""
+"""Random choices for generators of cases: picks, odd numbers, and damaged bytes."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import numpy as np
 
 T = TypeVar("T")
 
-# Around the edges of fields, and what signs, shifts and sums trip over.
+# Values around the limits of fields, and values at which signs, shifts and sums may fail.
 ODD = (0, 1, 2, 3, 7, 8, 15, 16, 17, 127, 128, 129, 254, 255, 256, 0x7FFF, 0x8000, 0xFFFE, 0xFFFF, 0x10000)
 ODD_WIDE = (*ODD, (1 << 24) - 1, 1 << 24, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, (1 << 63) - 1, (1 << 64) - 1)
 
 
 class Dice:
-    """Random choices of one case: the same ones for the same target, seed and number, on every machine.
+    """The random choices of one case, which depend only on its target, seed and number.
 
     Attributes:
-        mischief: whether `trick` is ever true: with one rule broken in every part, no case would get far.
+        mischief: whether `trick` may return True. If every part broke a rule, most cases would fail early.
     """
 
     def __init__(self, target: str, seed: int, number: int) -> None:
@@ -27,31 +27,31 @@ class Dice:
         self.rng = np.random.default_rng([zlib.crc32(target.encode()), seed, number])
 
     def chance(self, share: float) -> bool:
-        """True in so many of the cases."""
+        """Return True with probability `share`."""
         return bool(self.rng.random() < share)
 
     def trick(self, share: float) -> bool:
-        """True in so many of the cases in which a rule may be broken."""
+        """Return True with probability `share` if this case may break rules."""
         return self.mischief and self.chance(share)
 
     def number(self, low: int, high: int) -> int:
-        """`low` … `high`, both included."""
+        """Return a number from `low` to `high`, both included."""
         return int(self.rng.integers(low, high, endpoint=True))
 
     def pick(self, options: Sequence[T]) -> T:
-        """One of them."""
+        """Return one of the options."""
         return options[int(self.rng.integers(len(options)))]
 
     def small(self, high: int) -> int:
-        """1 … `high`, most often small."""
+        """Return a number from 1 to `high`, mostly small."""
         return 1 + int((high - 1) * float(self.rng.random()) ** 3)
 
     def junk(self, length: int) -> bytes:
-        """Random bytes."""
+        """Return random bytes."""
         return self.rng.bytes(length)
 
     def odd(self, width: int, near: int = 0) -> int:
-        """An unsigned number of `width` bytes: of the edges, near `near`, or any."""
+        """Return an unsigned number of `width` bytes: a limit, a number near `near`, or any number."""
         kind = self.number(0, 3)
         if kind == 0:
             value = near + self.number(-3, 3)
@@ -64,7 +64,7 @@ class Dice:
         return value & ((1 << 8 * width) - 1)
 
     def damaged(self, data: bytes, others: Sequence[bytes] = ()) -> bytes:
-        """`data` after one to four changes: bytes set, cut out, put in, repeated, or taken from `others`."""
+        """Return `data` after one to four changes: bytes set, removed, inserted, repeated, or taken from `others`."""
         out = bytearray(data)
         for _ in range(self.small(4)):
             at = self.number(0, max(len(out) - 1, 0))

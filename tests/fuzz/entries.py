@@ -1,4 +1,4 @@
-"""Entries of persistent stores: what a reader believes of a file that somebody else wrote; and URLs of stores."""
+"""Targets for entries of persistent stores, which an attacker may have written, and for URLs of stores."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ _PIECES = (
 
 
 class EntryTarget:
-    """Envelopes, as bytes and as files of a folder."""
+    """Envelopes, as bytes and as files in a folder."""
 
     name = "envelope"
     weight = 1.0
 
     def warm_up(self) -> None:
-        """A good entry is read."""
+        """Check that a good entry is read."""
         if self.check(b"\0" + seal(KEY, b"blob", NOW)) != "read":
             raise Finding("a good entry is not read")
 
     def memory(self, data: bytes) -> int:
-        """Copies of the bytes that are there, whatever length the header says."""
+        """Allow copies of the given bytes, whatever length the header states."""
         return (8 << 20) + 16 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A number of how to read it, and an entry."""
+        """Make a byte that selects how to read the entry, and an entry."""
         blob = dice.junk(dice.pick((0, 1, dice.small(3000))))
         data = bytearray(seal(dice.pick((KEY, KEY, OTHER)), blob, NOW + dice.pick((0.0, -120.0, 1e9))))
         kind = dice.number(0, 6)
@@ -69,7 +69,7 @@ class EntryTarget:
         return bytes([dice.number(0, 255)]) + bytes(data)
 
     def check(self, data: bytes) -> str:
-        """Read it as all stores do, and as a file."""
+        """Read the entry as all stores do, and as a file."""
         how, entry = data[0] if data else 0, data[1:]
         ttl = _TTL[how % 4]
         try:
@@ -80,14 +80,14 @@ class EntryTarget:
             outcome = "read"
             written = parse_header(entry[:HEADER_BYTES]).written
             if seal(KEY, blob, written) != entry:
-                raise Finding("an entry was read that nobody would write")
+                raise Finding("an entry was read that no writer makes")
             if ttl is not None and NOW - written > ttl:
-                raise Finding("an entry was read that has expired")
+                raise Finding("an expired entry was read")
         try:
             parse_header(memoryview(entry))
         except CuveeError:
             if outcome == "read":
-                raise Finding("an entry was read whose header is none") from None
+                raise Finding("an entry with a bad header was read") from None
         if how % 8 == 0:
             self._as_file(entry, outcome)
         return outcome
@@ -111,22 +111,22 @@ class EntryTarget:
 
 
 class UrlTarget:
-    """URLs of stores, as a configuration gives them. Nothing is connected to."""
+    """URLs of stores, as a configuration gives them. No store connects."""
 
     name = "url"
     weight = 0.5
 
     def warm_up(self) -> None:
-        """Whatever is imported on the way is imported."""
+        """Import the modules that stores import."""
         for url in _URLS:
             self.check(url.encode())
 
     def memory(self, data: bytes) -> int:
-        """A client takes a few connections' worth."""
+        """Allow the memory of a client with a few connections."""
         return (48 << 20) + 16 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A URL, nearly."""
+        """Make a URL that is nearly valid."""
         text = dice.pick(_URLS)
         for _ in range(dice.small(4)):
             at, cut = dice.number(0, len(text)), dice.pick((0, 0, dice.small(8)))
@@ -135,23 +135,23 @@ class UrlTarget:
         return text.encode("utf-8", "surrogatepass")
 
     def check(self, data: bytes) -> str:
-        """A store, or an error that names no secret."""
+        """Open the URL: it must give a store, or an error that shows no secret."""
         text = data.decode("utf-8", "replace")
         shown = redacted(text)
         if not isinstance(shown, str):
-            raise Finding("redacted gave no text")
+            raise Finding("redacted returned no text")
         try:
             store = open_store(text)
         except CuveeError as error:
             message = str(error)
-            # Only where it stands in the place of a password.
+            # Only a string in the place of a password is secret.
             secrets = [url.rpartition("@")[0].rpartition(":")[2] for url in _URLS if "@" in url]
             heads = [url.rpartition("@")[0] + "@" for url in _URLS if "@" in url]
             placed = zip(secrets, heads, strict=True)
             if any(text.startswith(h) and text.count(s) == 1 and s in message + shown for s, h in placed):
                 raise Finding(f"an error shows a password: {message}") from None
             return type(error).__name__
-        except ImportError:  # of a package that brings a protocol: the documented error
+        except ImportError:  # the documented error if the package of a protocol is missing
             return "ImportError"
         store.close()
         return "opened"

@@ -1,6 +1,6 @@
-"""What audits found before there was a fuzzer, as cases: `python tests/fuzz/past.py` writes them into `corpus/`.
+"""Findings from before the fuzzer existed, as cases: `python tests/fuzz/past.py` writes them into `corpus/`.
 
-A test replays whatever lies there. What the fuzzer finds is copied there as it is, with a name that says what it was.
+A test replays every file there. Findings of the fuzzer are copied there unchanged, under descriptive names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CORPUS = Path(__file__).parent / "corpus"
 
 def _blobs() -> Iterator[tuple[str, bytes]]:
     names = [subject.name for subject in subjects()]
-    # Zeros compress to next to nothing: whole, undamaged, and more than anybody asked for.
+    # Zeros compress to almost no bytes: a valid blob of more tokens than allowed.
     tokens = MAX_TOKENS + 904
     at = names.index("small lossless")
     layers = [(torch.zeros(tokens, x.kv_heads, 4), torch.zeros(tokens, x.kv_heads, 3)) for x in SMALL.layers]
@@ -94,7 +94,7 @@ def _entries() -> Iterator[tuple[str, bytes]]:
 
 
 def cases() -> Iterator[tuple[str, bytes]]:
-    """Names and bytes."""
+    """Yield names and bytes of the cases."""
     yield from (("blob-" + name, data) for name, data in _blobs())
     yield from (("profile-" + name, data) for name, data in _profiles())
     yield from (("envelope-" + name, data) for name, data in _entries())

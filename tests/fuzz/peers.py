@@ -1,7 +1,7 @@
-"""Servers that say anything to the stores that ask them: a Redis or a cluster of them, and object storage over HTTP.
+"""Targets for stores whose servers are hostile: Redis, alone or as a cluster, and object storage over HTTP.
 
-The bytes of a case are what the peer says, over real sockets and through the real clients. Whatever it says, a store
-answers with what was stored, with nothing, or with a `StoreError` that shows no secret; and its counters can be sent.
+The bytes of a case are the peer's replies, over real sockets and to the real clients. Whatever the peer sends, a store
+must return the stored blob, a miss, or a `StoreError` that shows no secret, and its counters must be valid metrics.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from cuvee.integrations.vllm.metrics import Recorder
 KEY, OTHER = "ab12/" + "c0ffee" * 10, "ab12/" + "c0ffef" * 10
 BLOB = b"blob" * 50
 SECRET = "hush-hush-7"
-TIMEOUT = 0.05  # of an operation; some cases wait for it
-SLOW = 30.0  # seconds that no operation takes, however busy the machine is
-MOST_ROUNDS = 5000  # connections over a case; a scan may take many
-_PORT = b"<port>"  # of the peer, in a speech: another one in each process
-HOLD, REPEAT, DRIP = 1, 2, 4  # what a peer does besides: keeps quiet, says the last again and again, says it slowly
+TIMEOUT = 0.05  # seconds per operation; some cases wait for it
+SLOW = 30.0  # seconds; no operation takes this long, even on a busy machine
+MOST_ROUNDS = 5000  # connections per case; a scan may take many
+_PORT = b"<port>"  # stands for the peer's port in a speech, since it differs in each process
+HOLD, REPEAT, DRIP = 1, 2, 4  # manners of a peer: stay silent, repeat the reply, send it slowly
 _SAID_AGAIN = 48 << 20
 
 
 class Peer:
-    """Says one speech per connection, the same ones again when it has said all, and hangs up.
+    """A server that sends one speech per connection, in rotation, and hangs up.
 
     Attributes:
-        port: on 127.0.0.1.
+        port: the port on 127.0.0.1.
         rounds: connections since `learn`.
     """
 
@@ -49,13 +49,15 @@ class Peer:
         self._speeches: list[bytes] = [b""]
         self._manner = 0
         self.rounds = 0
-        self._kept: deque[socket.socket] = deque(maxlen=16)  # to be closed later: a reset would take back what was said
+        self._kept: deque[socket.socket] = deque(
+            maxlen=16
+        )  # closed later, because a reset would discard the bytes that were sent
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._listen, daemon=True).start()
 
     def learn(self, speeches: list[bytes], manner: int) -> None:
-        """What to say from now on, and how."""
+        """Set the speeches and the manner from now on."""
         self._speeches, self._manner, self.rounds = speeches or [b""], manner, 0
         while self._kept:
             self._kept.popleft().close()
@@ -77,7 +79,7 @@ class Peer:
             if not part:
                 return
             request += part
-            # The greetings of redis-py, and AUTH, which it waits for.
+            # redis-py waits for replies to its greetings and to AUTH.
             if request.endswith(b"\r\n") and not self._asked(request):
                 connection.sendall(b"+OK\r\n" * request.count(b"*"))
                 request = b""
@@ -99,7 +101,7 @@ class Peer:
 
 @contextmanager
 def only_to(port: int) -> Iterator[None]:
-    """Refuse connections to anywhere else: peers name hosts, and a fuzzer must not talk to strangers."""
+    """Refuse connections to other hosts, because peers name hosts that a fuzzer must not contact."""
     connect, lookup = socket.socket.connect, socket.getaddrinfo
 
     def connect_here(self: socket.socket, address: Any) -> None:
@@ -130,17 +132,17 @@ _OPERATIONS: dict[str, tuple[Callable[[Store], object], Callable[[Any], bool]]] 
 
 
 class _PeerTarget:
-    """A case: the operation, the kind of store, the peer's manner, then its speeches, each behind its length."""
+    """A case holds the operation, the kind of store, the peer's manner, and its speeches, each after its length."""
 
     name: str
     weight = 1.0
 
     def memory(self, data: bytes) -> int:
-        """The largest reply that is taken, and some copies of the speeches."""
+        """Allow the largest accepted reply and some copies of the speeches."""
         return (128 << 20) + 16 * len(data)
 
     def check(self, data: bytes) -> str:
-        """Let a store ask the peer."""
+        """Run the operation of a store on the peer."""
         operation = tuple(_OPERATIONS)[(data[0] if data else 0) % len(_OPERATIONS)]
         work, sound = _OPERATIONS[operation]
         peer, speeches, at = self.peer(), [], 3
@@ -167,21 +169,21 @@ class _PeerTarget:
             raise Finding(f"{operation} took {time.monotonic() - begun:.1f} s and {peer.rounds} connections")
         counters = store.counters()
         if isinstance(answer, StoreError) and not next(iter(counters.values())).errors:
-            raise Finding(f"{operation} failed, and no error was counted")
+            raise Finding(f"{operation} failed without counting an error")
         recorder = Recorder()
         recorder.record_store(counters)
         if recorder.totals().get(("failures", "store")):
-            raise Finding(f"the counters are not sound: {counters}")
+            raise Finding(f"the counters are invalid: {counters}")
         if odd := [each for each in (recorder.drain() or {}).items() if not 0 <= each[1] < 1 << 64]:
             raise Finding(f"figures that cannot be sent: {odd}")
         return outcome
 
     def peer(self) -> Peer:
-        """The peer of this process, started with its first case."""
+        """Return the peer of this process, which starts with the first case."""
         raise NotImplementedError
 
     def open(self, peer: Peer, kind: int) -> Store:
-        """A store that asks it."""
+        """Open a store on the peer."""
         raise NotImplementedError
 
 
@@ -196,37 +198,37 @@ def _keeps_secrets(error: BaseException) -> None:
 
 
 def case(operation: str, kind: int, manner: int, speeches: list[bytes]) -> bytes:
-    """The bytes of a case."""
+    """Make the bytes of a case."""
     head = bytes([tuple(_OPERATIONS).index(operation), kind, manner])
     return head + b"".join(len(each).to_bytes(3, "little") + each for each in speeches)
 
 
 def _manner(dice: Dice) -> int:
-    """Mostly none: these take long."""
+    """Choose a manner, mostly none, because the others take long."""
     return (HOLD * dice.chance(0.01)) | (REPEAT * dice.chance(0.003)) | (DRIP * dice.chance(0.003))
 
 
 class RedisTarget(_PeerTarget):
-    """What a Redis server, or the nodes of a cluster, may reply."""
+    """Replies of a Redis server or of a cluster's nodes."""
 
     name = "redis"
     _started: ClassVar[list[Peer]] = []
 
     def warm_up(self) -> None:
-        """An entry is read."""
+        """Check that a good entry is read."""
         redis_store._SCAN_SECONDS = TIMEOUT
         if self.check(case("get", 0, 0, [_bulk(seal(KEY, BLOB, time.time()))])) != "get: bytes":
             raise Finding("a good entry is not read")
 
     def peer(self) -> Peer:
-        """Asked is what is neither a greeting nor AUTH."""
+        """Return the peer, which replies to commands other than greetings and AUTH."""
         if not self._started:
             words = (b"GET", b"SET\r\n", b"STRLEN", b"EXISTS", b"MULTI", b"UNLINK", b"SCAN", b"EVAL", b"HSET", b"SLOTS")
             self._started.append(Peer(lambda request: any(word in request for word in words)))
         return self._started[0]
 
     def open(self, peer: Peer, kind: int) -> Store:
-        """Plain, with a budget, with a largest entry, a cluster, and a cluster with both."""
+        """Open a plain store, one with a budget or a largest entry, a cluster, or a cluster with both."""
         url = f"redis://user:{SECRET}@127.0.0.1:{peer.port}"
         limits: list[dict[str, Any]] = [
             {}, {"max_bytes": 10**6}, {"max_entry": 10**5}, {"cluster": True},
@@ -235,7 +237,7 @@ class RedisTarget(_PeerTarget):
         return RedisStore(url, timeout=TIMEOUT, **limits[kind % len(limits)])
 
     def make(self, dice: Dice) -> bytes:
-        """Speeches that are nearly what a server says to the operation."""
+        """Make speeches that are nearly a server's replies to the operation."""
         name, kind = dice.pick(tuple(_OPERATIONS)), dice.number(0, 4)
         port = b":" + _PORT if dice.chance(0.9) else dice.odd(2)
         dice.mischief = dice.chance(0.9)
@@ -284,7 +286,7 @@ def _bulk(text: bytes) -> bytes:
 
 
 def _spoken(dice: Dice, reply: Any) -> bytes:
-    """A reply as RESP has it, if no rule is broken in it."""
+    """Encode a reply in RESP, unless the dice break a rule."""
     if dice.trick(0.04):
         return dice.pick(_ODD)
     if isinstance(reply, list):
@@ -300,13 +302,13 @@ def _spoken(dice: Dice, reply: Any) -> bytes:
 
 
 class HttpTarget(_PeerTarget):
-    """What an object store may answer over HTTP."""
+    """Responses of object storage over HTTP."""
 
     name = "http"
     _started: ClassVar[list[Peer]] = []
 
     def warm_up(self) -> None:
-        """An entry is read."""
+        """Check that a good entry is read."""
         objects_http.SECONDS = 20 * TIMEOUT
         entry = seal(KEY, BLOB, time.time())
         if (
@@ -316,18 +318,18 @@ class HttpTarget(_PeerTarget):
             raise Finding("a good entry is not read")
 
     def peer(self) -> Peer:
-        """Asked is once there are all fields, and the whole body of a PUT."""
+        """Return the peer, which responds after all fields and the whole body of a PUT."""
         if not self._started:
             self._started.append(Peer(_is_request))
         return self._started[0]
 
     def open(self, peer: Peer, kind: int) -> Store:
-        """With a small largest entry, or the usual one."""
+        """Open a store with one of two limits for entries."""
         most = (10**5, 1 << 20, 512 << 20)[kind % 2]
         return ObjectStore(f"http://user:{SECRET}@127.0.0.1:{peer.port}/kv", max_entry=most)
 
     def make(self, dice: Dice) -> bytes:
-        """Answers that are nearly those of an object store."""
+        """Make responses that are nearly those of object storage."""
         dice.mischief = dice.chance(0.9)
         here = f"http://127.0.0.1:{_PORT.decode()}/kv"
         speeches = [self._answer(dice, here) for _ in range(dice.number(1, 3))]

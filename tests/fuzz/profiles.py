@@ -1,4 +1,4 @@
-"""Profiles: safetensors files that hash to what they say, and say what no profile may."""
+"""The target for profiles: safetensors files whose hashes are right and whose contents are invalid."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from cuvee.codec.errors import CuveeError
 from cuvee.codec.profiles.profile import Profile, sealed
 from cuvee.codec.profiles.quality import PRESETS
 
-MOST_VALUES = 4096  # of a token: a larger model is loaded, and not tried
+MOST_VALUES = 4096  # per token; profiles of larger models are loaded but not used
 _TOKENS = 6
 _DTYPES = {"float32": "F32", "uint16": "U16", "int16": "I16", "int32": "I32", "float64": "F64", "uint8": "U8"}
 _DTYPES |= {"int64": "I64", "bool": "BOOL", "float16": "F16", "int8": "I8", "uint32": "U32"}
@@ -33,7 +33,7 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 @cache
 def parts() -> tuple[tuple[dict[str, Any], Arrays], ...]:
-    """Metadata and arrays of good profiles."""
+    """Return metadata and arrays of good profiles."""
     measured = Profile.load(GOLDEN / "profile.safetensors")
     profiles = (measured, learned(), small_profile(), Profile.generic(SMALL))
     return tuple(({**p._metadata(), "id": p.id.hex()}, p._arrays()) for p in profiles)
@@ -43,7 +43,7 @@ ODD_TEXTS = ("[" * 10**5, '{"a":' * 999 + "1" + "}" * 999, "9" * 5000, "[NaN]", 
 
 
 def file_of(data: dict[str, Any], arrays: Arrays, **metadata: str) -> bytes:
-    """A safetensors file. Written here: its own writer refuses much of what a file may say."""
+    """Make a safetensors file. Its own writer is not used because it refuses many files that a reader may get."""
     header: dict[str, Any] = {"__metadata__": {"cuvee": sealed(data), **metadata}}
     body = b""
     for name, array in sorted(arrays.items()):
@@ -60,7 +60,7 @@ def file_of(data: dict[str, Any], arrays: Arrays, **metadata: str) -> bytes:
 
 
 def named_by_content(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
-    """The metadata with the id that the contents hash to, if they make a profile at all."""
+    """Return the metadata with the id of the contents, if they make a profile."""
     with suppress(Exception):
         profile, _ = Profile._from_parts(json.loads(json.dumps(data)), arrays)
         return {**data, "id": profile.id.hex()}
@@ -68,7 +68,7 @@ def named_by_content(data: dict[str, Any], arrays: Arrays) -> dict[str, Any]:
 
 
 def odd_value(dice: Dice, depth: int = 0) -> Any:
-    """Something that JSON can say."""
+    """Return a random JSON value."""
     kind = dice.number(0, 9)
     if kind == 0:
         return None
@@ -88,7 +88,7 @@ def odd_value(dice: Dice, depth: int = 0) -> Any:
 
 
 def odd_json(dice: Dice, data: Any) -> Any:
-    """`data` with something in it changed."""
+    """Return `data` with one value changed."""
     if isinstance(data, dict) and data and dice.chance(0.9):
         key = dice.pick(sorted(data))
         kind = dice.number(0, 9)
@@ -111,7 +111,7 @@ def odd_json(dice: Dice, data: Any) -> Any:
 
 
 def odd_array(dice: Dice, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Another shape, another dtype, or other values."""
+    """Return the array with another shape, another dtype, or other values."""
     kind = dice.number(0, 11)
     if kind == 0:
         return array.astype(dice.pick(sorted(_DTYPES)), casting="unsafe")
@@ -137,7 +137,7 @@ def odd_array(dice: Dice, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
         if dice.chance(0.5):
             flat[where] = dice.pick((info.min, info.max, 0, 1, info.max // 2))
         elif dice.chance(0.6) and flat.size > 1:
-            # Sums stay as they are: that is a rule of tables.
+            # Keep the sum, because tables must sum to a constant.
             with np.errstate(over="ignore"):
                 a, b = dice.number(0, flat.size - 1), dice.number(0, flat.size - 1)
                 moved = dice.pick((1, 2, int(flat[a]) - 1, int(flat[a])))
@@ -150,7 +150,7 @@ def odd_array(dice: Dice, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 class ProfileTarget:
-    """Loading a profile, and all that is done with one that loads."""
+    """Loading a profile, and using it if it loads."""
 
     name = "profile"
     weight = 3.0
@@ -159,17 +159,17 @@ class ProfileTarget:
         self._path = scratch() / "profile.safetensors"
 
     def warm_up(self) -> None:
-        """Good ones load, and do all that is asked of them."""
+        """Check that good profiles load and work."""
         for data, arrays in parts():
             if self.check(file_of(data, arrays)) != "loaded":
                 raise Finding("a good profile does not load")
 
     def memory(self, data: bytes) -> int:
-        """A layout of 2^16 layers, or of 2^24 values per token, can be named in a few bytes; arrays cost their size."""
+        """Allow a layout of 2^16 layers or 2^24 values per token, which takes few bytes, and the size of the arrays."""
         return (160 << 20) + 64 * len(data)
 
     def make(self, dice: Dice) -> bytes:
-        """A whole file."""
+        """Make a complete file."""
         data, arrays = dice.pick(parts())
         arrays = dict(arrays)
         kind = dice.number(0, 9)
@@ -189,7 +189,7 @@ class ProfileTarget:
                 del arrays[name]
         try:
             whole = file_of(named_by_content(data, arrays) if dice.chance(0.9) else data, arrays)
-        except (ValueError, KeyError, OverflowError, UnicodeEncodeError):  # JSON or safetensors cannot say it
+        except (ValueError, KeyError, OverflowError, UnicodeEncodeError):  # JSON or safetensors cannot represent it
             whole = file_of(*parts()[0])
         if kind == 7 and dice.chance(0.2):
             return file_of(*parts()[0], cuvee=dice.pick(ODD_TEXTS))
@@ -202,7 +202,7 @@ class ProfileTarget:
         return whole
 
     def check(self, data: bytes) -> str:
-        """Load, look, ask, encode, decode, save: each gives an error of ours or what it should."""
+        """Load, inspect, encode, decode and save: each must give a `CuveeError` or the right result."""
         self._path.write_bytes(data)
         try:
             profile = Profile.load(self._path)
@@ -211,14 +211,14 @@ class ProfileTarget:
         for preset in PRESETS[1:]:
             with suppress(CuveeError):
                 if type(profile.resolve(preset)) is not int:
-                    raise Finding(f"{preset} is no step")
+                    raise Finding(f"{preset} resolves to no step")
         with suppress(CuveeError):
             profile.least_kl()
         if profile.layout.values_per_token > MOST_VALUES or profile.layout.num_layers > 64:
             return "loaded, too large to try"
         profile.save(self._path)
         if Profile.load(self._path).id != profile.id:
-            raise Finding("a profile that was saved has another id")
+            raise Finding("a saved profile has another id")
         draw = xxhash.xxh3_64_intdigest(data)
         self._code(profile, profile.min_step_index if draw % 2 else 0, draw)
         return "loaded"

@@ -1,11 +1,11 @@
-"""Three processes and one store, for as long as one likes: whatever happens, nothing wrong is ever returned.
+"""A soak test: three processes use one store, which must never return a wrong value.
 
     python tests/fuzz/soak.py --seconds 600               `make soak`: a folder, tiers and Redis, one after the other
 
-Every value can be told from its key, so whoever gets one knows whether it is right. The processes put, get, look,
-delete and start anew; they are killed at any instant, their disk says that it is full, their clocks jump, the Redis
-server is killed and comes back empty. At the end nobody may have seen a wrong value, the budget holds, and the store
-still works.
+Every value follows from its key, so each process can check the values that it gets. The processes put, get, look up,
+delete and reopen the store. They are killed at random, their disk reports that it is full, their clocks jump, and the
+Redis server is killed and restarts empty. At the end, no process may have seen a wrong value, the budget must hold, and
+the store must still work.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from cuvee.integrations.stores.urls import open_store
 PROCESSES = 3
 TENANTS, NAMES = 3, 150
 MAX_MB = 2
-# A folder may pass its budget by 2 % a process, or by what is being written.
+# A folder may exceed its budget by 2 % per process, or by the entries that are being written.
 SLACK = 0.02 * PROCESSES
 _LARGEST = 60_000
 KINDS = ("file", "tiered", "redis")
 
 
 class Wrong(Exception):
-    """A store returned what it must not."""
+    """A store broke its contract."""
 
 
 def every_key() -> list[str]:
-    """All that are ever used."""
+    """Return all keys that the processes use."""
     return [
         f"{tenant:04x}/{hashlib.sha256(b'%d' % name).hexdigest()}" for tenant in range(TENANTS) for name in range(NAMES)
     ]
 
 
 def value_of(key: str) -> bytes:
-    """The one value that `key` can have: up to 60 kB, most much smaller."""
+    """Return the only valid value of `key`: up to 60 kB, mostly much smaller."""
     size = int(hashlib.sha256(key.encode()).hexdigest()[:8], 16) / (1 << 32)
     return hashlib.shake_256(key.encode()).digest(int(_LARGEST * size**3))
 
 
 def checked(key: str, blob: bytes | None) -> bool:
-    """Whether there was one. Raises Wrong if it is not that of the key."""
+    """Return whether there is a value; raise Wrong if it is not the value of the key."""
     if blob is None:
         return False
     if blob != value_of(key):
@@ -72,7 +72,7 @@ def checked(key: str, blob: bytes | None) -> bool:
 
 @contextmanager
 def _trouble(source: random.Random) -> Iterator[Callable[[], None]]:
-    """Yields a function that now and then changes the weather: a full disk, and another time."""
+    """Yield a function that randomly makes the disk full or changes the time."""
     real_write, real_time = os.write, time.time
     full = [0.0]
     ahead = [0.0]
@@ -80,7 +80,7 @@ def _trouble(source: random.Random) -> Iterator[Callable[[], None]]:
     def write(file: int, data: Any) -> int:
         if source.random() < full[0]:
             if len(data) > 1 and source.random() < 0.5:
-                real_write(file, data[: len(data) // 2])  # a disk takes what it has room for
+                real_write(file, data[: len(data) // 2])  # a disk writes as much as fits
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real_write(file, data)
 
@@ -127,7 +127,7 @@ def work(url: str, seed: int, seconds: float, log: Path) -> None:
 
 
 def _one(store: Store, source: random.Random, every: list[str], counts: Counter[str]) -> None:
-    # A tenth of the keys is asked for half of the time.
+    # An eighth of the keys gets half of the operations.
     key = every[int(len(every) * source.random() ** 3)]
     what = source.random()
     if what < 0.45:
@@ -174,10 +174,10 @@ def _redis() -> Iterator[Any]:
 
 
 def soak(kind: str, seconds: float, seed: int = 0) -> dict[str, int]:
-    """Soak one kind of store; what was done, added up.
+    """Soak one kind of store; return the totals of all processes.
 
     Raises:
-        Wrong: a value that is not that of its key, a budget that does not hold, or a store that no longer works.
+        Wrong: a value was wrong, the budget was exceeded, or the store no longer works.
     """
     source = random.Random(seed)
     with ExitStack() as stack:
@@ -233,11 +233,11 @@ def soak(kind: str, seconds: float, seed: int = 0) -> dict[str, int]:
 
 
 def _audit(url: str, root: Path | None) -> dict[str, int]:
-    """What is left is right, is within its budget, and the store works as on its first day."""
+    """Check that the remaining values are right and within the budget, and that the store works; return counts."""
     store = open_store(url, guarded=False)
     every = every_key()
     left = sum(checked(key, store.get(key)) for key in every)
-    for _ in range(2):  # a put looks whether there is room
+    for _ in range(2):  # a put checks the budget
         for key in every[::3]:
             store.put(key, value_of(key))
         store.flush(30)
@@ -249,25 +249,25 @@ def _audit(url: str, root: Path | None) -> dict[str, int]:
         if used > most:
             raise Wrong(f"the folder holds {used} bytes, its budget is {MAX_MB} MB")
         if stray := [file.name for file in root.iterdir() if file.name.startswith(".gone-")]:
-            raise Wrong(f"of tenants that were deleted {stray} is left")
+            raise Wrong(f"remains of deleted tenants: {stray}")
     else:
         used = store.counters()["redis"].bytes or 0
         if used > most:
             raise Wrong(f"Redis holds {used} bytes, the budget is {MAX_MB} MB")
     if not held:
-        raise Wrong("nothing that was put can be found")
+        raise Wrong("no entry that was put can be found")
     for tenant in range(TENANTS):
         store.delete_tenant(f"{tenant:04x}")
     if any(store.contains(every)):
-        raise Wrong("entries of tenants that were deleted are still there")
+        raise Wrong("entries of deleted tenants are still there")
     store.close()
     return {"left at the end": left, "held in the audit": held, "bytes in the audit": used}
 
 
 def main() -> int:
-    """Exit code 1 if something was wrong."""
+    """Run the soak; return 1 if a store broke its contract."""
     parser = argparse.ArgumentParser(description="Soak the stores.")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of all kinds together")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of all kinds in total")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kinds", default=",".join(KINDS))
     parser.add_argument("--worker", help=argparse.SUPPRESS)

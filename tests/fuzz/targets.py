@@ -1,4 +1,4 @@
-"""All targets by name. Their modules, which import much, are imported when they are asked for."""
+"""All targets by name. Their modules, which import a lot, are imported on demand."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TARGETS = {
 
 
 def named(name: str) -> Target:
-    """A target by its name; KeyError if there is none."""
+    """Return a target by its name, or raise KeyError."""
     module, _, kind = TARGETS[name].partition(".")
     target: Target = getattr(import_module(f"tests.fuzz.{module}"), kind)()
     return target

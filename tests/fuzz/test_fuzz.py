@@ -1,4 +1,4 @@
-"""The fuzzer itself: a short run with a fixed seed, past findings, and whether it finds what is broken on purpose."""
+"""Tests of the fuzzer: short runs with a fixed seed, past findings, and defects that it must find."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from cuvee.integrations.stores.redis_replies import Account
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted((Path(__file__).parent / "corpus").glob("*.bin"))
-# About 20 s together. The cases of a command that reads a configuration import much of transformers.
+# About 20 s in total. The cases of commands that read a configuration import much of transformers.
 CASES = {
     "blob": 700,
     "profile": 250,
@@ -44,7 +44,7 @@ CASES = {
     "redis": 250,
     "http": 300,
 }
-# What a short run must have come across, or it tries less than it seems to.
+# Outcomes that a short run must reach, so that its cases are known to get far.
 COMMON = {
     "blob": {"decoded", "FormatError", "CorruptError", "InputError"},
     "profile": {"loaded", "FormatError"},
@@ -96,7 +96,7 @@ def test_dice_reach_the_edges_of_fields() -> None:
     assert all(1 <= dice.small(5) <= 5 for _ in range(100))
 
 
-# --- what is broken on purpose is found
+# --- deliberate defects are found
 
 
 def first_finding(target: engine.Target, cases: int, seed: int = 3) -> str:
@@ -128,7 +128,7 @@ def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) ->
             planes[: len(plan.shift)][planes[: len(plan.shift)] == symbols.ESCAPE] = 0
             return symbols.unpack(planes, good, plan)
 
-    # Of one backend alone: what the other refuses it decodes.
+    # Only one backend has the defect, so it decodes blobs that the other refuses.
     object.__setattr__(get_stages("numba"), "unpack", unpack)
     try:
         monkeypatch.setattr("tests.fuzz.blobs.REFERENCE_EVERY", 1)
@@ -167,7 +167,7 @@ def test_a_missing_rule_of_profiles_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_missing_checksum_of_payloads_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.integrations.stores.envelope.EntryHeader.verify_payload", lambda self, payload: None)
-    assert "nobody would write" in first_finding(EntryTarget(), 300)
+    assert "no writer makes" in first_finding(EntryTarget(), 300)
 
 
 def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,20 +177,20 @@ def test_a_missing_check_of_replies_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.fixture
 def endless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers that say much, in no hurry, to a process that has no freed memory to put it into."""
+    """Make peers send a lot without timeouts, to a process without freed memory that could hold it."""
     monkeypatch.setattr("tests.fuzz.peers._PeerTarget.memory", lambda self, data: 16 << 20)
     monkeypatch.setattr("tests.fuzz.peers._SAID_AGAIN", 192 << 20)
     monkeypatch.setattr("tests.fuzz.peers.TIMEOUT", 20.0)
-    for name in ("redis._SCAN_SECONDS", "objects_http.SECONDS"):  # which warming up sets
+    for name in ("redis._SCAN_SECONDS", "objects_http.SECONDS"):  # set by warm_up
         monkeypatch.setattr(f"cuvee.integrations.stores.{name}", 20.0)
     gc.collect()
-    with suppress(OSError, AttributeError):  # where there is no glibc
+    with suppress(OSError, AttributeError):  # without glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.mark.usefixtures("endless")
 def test_a_missing_bound_of_strings_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer that says the same for ever is read for as long as it talks."""
+    """A peer that repeats its reply is read for as long as it sends."""
     monkeypatch.setattr("cuvee.integrations.stores.redis_replies._LONGEST_LINE", 1 << 40)
     monkeypatch.setattr("cuvee.integrations.stores.redis_replies._LEAST_REPLY", 1 << 40)
     RedisTarget().warm_up()
@@ -213,7 +213,7 @@ def test_reading_without_a_bound_is_found(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Odd:
-    """A target that does as it is told."""
+    """A target that runs a given function."""
 
     name = "odd"
     weight = 1.0
@@ -249,7 +249,7 @@ def test_hangs_are_found() -> None:
 
 @pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="the system does not tell peaks")
 def test_memory_is_found_also_if_it_is_given_back() -> None:
-    gc.collect()  # what a test before this one left must not go while this one grows
+    gc.collect()  # garbage of earlier tests must not be freed while this test measures
     with pytest.raises(Finding, match="grow by"):
         engine.judge(Odd(lambda: np.ones(400 << 20, np.uint8).sum()), b"")
     assert engine.judge(Odd(lambda: np.ones(1 << 20, np.uint8).sum()), b"") == "done"
@@ -282,7 +282,7 @@ def test_a_finding_can_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_process_that_dies_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled code may end the process, or never come back: whoever watches it tells the case."""
+    """Compiled code may end the process or never return; the watching process reports the case."""
     dies = "import os, signal, sys\nfrom pathlib import Path\nsys.path[:0] = ['.', 'src']\n"
     dies += "from tests.fuzz import engine\nengine._State(Path(sys.argv[2])).write(0, 7, 7)\n"
     dies += "os.kill(os.getpid(), signal.SIGKILL)\n"

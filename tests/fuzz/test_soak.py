@@ -1,4 +1,4 @@
-"""Stores under three processes, some seconds each; `make soak` does so for longer."""
+"""Short soak tests of stores with three processes; `make soak` runs them for longer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.integrations.stores.redis_server import require_redis
 def test_nothing_wrong_is_returned(kind: str) -> None:
     if kind == "redis":
         require_redis()
-    done = soak.soak(kind, 6.0)  # of which the processes start for two or three
+    done = soak.soak(kind, 6.0)  # including two or three seconds in which the processes start
     assert done["operations"] > 100 and done["hits"] and done["puts"] and done["held in the audit"]
 
 
@@ -27,7 +27,7 @@ def test_a_wrong_value_is_told(tmp_path: Path) -> None:
 
 
 def test_a_store_over_its_budget_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The audit looks at the folder, not at what the store says."""
+    """The audit measures the folder rather than trusting the store's counters."""
     monkeypatch.setattr(soak, "MAX_MB", 0.1)
     with pytest.raises(soak.Wrong, match="budget is"):
         soak._audit(f"file://{tmp_path / 'store'}", tmp_path / "store")
