@@ -96,10 +96,7 @@ def make_folder(path: str, mode: int) -> None:
     except FileExistsError:
         pass
     except FileNotFoundError:
-        parent = os.path.dirname(path)
-        if parent == path:
-            raise
-        make_folder(parent, 0o755)
+        make_folder(os.path.dirname(path), 0o755)
         with suppress(FileExistsError):
             os.mkdir(path, mode)
 

@@ -205,6 +205,28 @@ def test_delete_tenant_waits_until_an_entry_has_its_name(root: Path, monkeypatch
     assert deleted == [2] and files(root) == []
 
 
+def test_a_folder_that_is_removed_during_a_put(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(root)
+
+    def removed(source: str, target: str, **folders: int) -> None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", removed)
+        with pytest.raises(StoreError, match="No such file"):
+            store.put(KEY, b"x")
+    assert counters(store).errors == 1 and store.put(KEY, b"x") and store.get(KEY) == b"x"
+
+
+def test_a_tree_that_is_gone_already(root: Path) -> None:
+    root.mkdir()
+    folder = os.open(root, os.O_RDONLY)
+    try:
+        assert safe_files.remove_tree("gone", folder) == 0
+    finally:
+        os.close(folder)
+
+
 # --- links, and folders of other users ---
 
 

@@ -34,11 +34,14 @@ class Bucket(MemoryFileSystem):  # type: ignore[misc]
 
     protocol = "testbucket"
     broken: frozenset[str] = frozenset()
+    directories: frozenset[str] = frozenset()  # methods that find a directory in place of the object
     find = AbstractFileSystem.find  # by listing
 
     def _fail(self, method: str) -> None:
         if method in self.broken:
             raise PermissionError(f"403 on {method}")
+        if method in self.directories:
+            raise IsADirectoryError(f"directory on {method}")
 
     def cat_file(self, path: str, *arguments: Any, **named: Any) -> Any:
         self._fail("cat_file")
@@ -82,7 +85,7 @@ def url(request: pytest.FixtureRequest) -> Iterator[str]:
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield f"{request.param}://bucket/pre fix"
-    Bucket.broken = frozenset()
+    Bucket.broken = Bucket.directories = frozenset()
 
 
 @pytest.fixture
@@ -380,3 +383,26 @@ def test_without_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ImportError, match=r"pip install cuvee\[objects\]"):
         importlib.import_module(module.__name__)
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_a_directory_in_place_of_an_object(url: str, open_objects: Open, caplog: pytest.LogCaptureFixture) -> None:
+    store = open_objects(url)
+    assert store.put(KEY, b"x")
+    Bucket.directories = frozenset({"pipe_file", "cat_file"})
+    assert not store.put(KEY, b"y") and store.get(KEY) is None
+    assert counted(store).errors == 2 and caplog.text.count("cannot use an entry") == 1
+    Bucket.directories = frozenset()
+    assert store.get(KEY) == b"x"
+
+
+@pytest.mark.parametrize("url", ["testbucket"], indirect=True)
+def test_an_object_that_is_deleted_meanwhile(url: str, open_objects: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_objects(url)
+    assert store.put(KEY, b"x")
+
+    def gone(self: Bucket, path: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(Bucket, "rm_file", gone)
+    assert store.delete_tenant("ab") == 1 and counted(store).errors == 0

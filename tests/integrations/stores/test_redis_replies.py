@@ -13,6 +13,7 @@ import pytest
 if os.environ.get("CUVEE_REQUIRE_REDIS") != "1":
     pytest.importorskip("redis", reason="needs redis-py")
 
+from redis.exceptions import ConnectionError as RedisConnectionError
 from tests.integrations.stores.fake_redis import ACCOUNTS, FakeRedis, bulk, fake_redis
 
 from cuvee.integrations.stores import open_store, redis_replies
@@ -292,6 +293,24 @@ def test_a_scan_that_never_ends(peer: FakeRedis, open_redis: Open, monkeypatch: 
     with pytest.raises(StoreError, match=r"SCAN: must end"):
         store.put(KEY, b"x")
     assert store.counters()["redis"].errors == 2
+
+
+def test_unsolicited_bytes_end_a_connection(peer: FakeRedis, open_redis: Open) -> None:
+    store = open_redis(peer)
+    peer.replies["GETRANGE"] = peer.replies["GET"] = lambda command: b"$-1\r\n" + bulk(b"unsolicited")
+    assert store.get(KEY) is None
+    peer.replies.clear()
+    opened = peer.connections
+    wait = time.monotonic() + 5.0
+    while peer.sent < len(b"$-1\r\n" + bulk(b"unsolicited")) and time.monotonic() < wait:
+        time.sleep(0.005)
+    assert store.get(KEY) is None and peer.connections == opened + 1
+
+
+def test_a_parser_without_a_connection() -> None:
+    parser = redis_replies.ReplyParser(1 << 16, 1 << 20)
+    with pytest.raises(RedisConnectionError, match="closed"):
+        parser.read_response()
 
 
 def test_long_messages_are_cut(peer: FakeRedis, open_redis: Open) -> None:

@@ -194,6 +194,24 @@ def test_no_thread_can_be_started(pool: ThreadPool, monkeypatch: pytest.MonkeyPa
     assert pool.waiting == 0 and pool.submit(lambda: 2).result(LONG) == 2
 
 
+def test_a_second_thread_cannot_be_started(
+    pool: ThreadPool, hang: Callable[[], Hang], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = hang()
+    pool.submit(job)
+    assert job.begun.wait(LONG)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        waiting = pool.submit(lambda: 1)
+    assert pool.waiting == 1
+    job.go.set()
+    assert waiting.result(LONG) == 1
+
+
 def test_a_process_ends_while_a_job_hangs() -> None:
     script = """
 import threading
