@@ -133,7 +133,7 @@ class DiskStore(Store):
         with suppress(OSError):
             for look in (os.lstat, os.stat):
                 if problem := objection(look(self.root), self.root):
-                    raise InputError(problem)
+                    raise InputError(f"path: {problem}")
         self._monitor = StoreMonitor(_log, f"disk store {self.root}")
         # Entries that had bad sectors since the last successful read.
         self._unreadable: set[str] = set()
@@ -255,7 +255,7 @@ class DiskStore(Store):
         root = open_root(self.root)
         try:
             if problem := objection(os.fstat(root), self.root):
-                raise PermissionError(problem)
+                raise PermissionError(f"path: {problem}")
             if prepare:
                 self._budget.sweep(root)
                 self._prepared = True

@@ -112,7 +112,7 @@ class StoreMonitor:
         return StoreError(f"{self._label}: {kind}{self._shown(error)}{hint}")
 
     def snapshot(self, entries: int | None = None, held: int | None = None) -> TierCounters:
-        """The counters now, with the entries and bytes that the store holds, if it knows them."""
+        """Return the counters now, with the entries and bytes that the store holds, if they are known."""
         with self._lock:
             return replace(self._counters, entries=entries, bytes=held)
 

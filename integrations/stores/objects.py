@@ -95,8 +95,9 @@ class ObjectStore(Store):
         except ImportError as error:
             raise ImportError(f"{self._label}: {error}") from error
         if issubclass(kind, LocalFileSystem):
-            text = f"url: must not be a folder of this machine, where fsspec follows links, got {where}"
-            raise InputError(f"{text}; write file:///path")
+            raise InputError(
+                f"url: must not be a folder of this machine, where fsspec follows links, got {where}; write file:///path"
+            )
         self._http = protocol in ("http", "https")
         self._max_data = HEADER_BYTES + check_max_entry(max_entry)
         self.after_fork()

@@ -154,8 +154,9 @@ class RedisStore(Store):
             )
         except ValueError:
             # The message of the ValueError may quote a part of the password.
-            text = f"url: must be one that redis-py can parse, got {redacted(url)}"
-            raise InputError(f"{text}; percent-encode special characters of the password") from None
+            raise InputError(
+                f"url: must be a URL of redis-py, got {redacted(url)}; percent-encode a password's special characters"
+            ) from None
         self.after_fork()
         tell_after_fork(self)
 

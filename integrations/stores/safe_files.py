@@ -117,7 +117,7 @@ def open_root(path: str, links: int = _LINKS) -> int:
             if not stat.S_ISLNK(info.st_mode) or not links:
                 raise
             if problem := objection(info, path):
-                raise PermissionError(problem) from None
+                raise PermissionError(f"path: {problem}") from None
             # Read through the descriptor: the target of the link that was checked, even if the link was replaced since.
             target = os.readlink("", dir_fd=link)
         finally:
@@ -136,14 +136,14 @@ def objection(info: os.stat_result, path: str) -> str | None:
     us = os.geteuid()
     if info.st_uid not in (us, 0):
         return (
-            f"path: must belong to user {us} or to root, got {path}, a {'link' if link else 'folder'} of user "
+            f"must belong to user {us} or to root, got {path}, a {'link' if link else 'folder'} of user "
             f"{info.st_uid}, who could replace entries: run as that user, name another folder, or run chown -h {us} "
             f"{path}"
         )
     if not link and info.st_mode & 0o022:
         inside = " (or name a folder inside it, which is then created 0700)" if info.st_mode & stat.S_ISVTX else ""
         return (
-            f"path: must not be writable by group or others, who could replace entries, got {path} with mode "
+            f"must not be writable by group or others, who could replace entries, got {path} with mode "
             f"{stat.S_IMODE(info.st_mode):04o}: run chmod go-w {path}{inside}"
         )
     return None
