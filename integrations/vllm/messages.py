@@ -1,122 +1,146 @@
-"""What the scheduler's side and the workers' side of the connector tell each other at every engine step.
+"""The messages between the connector's scheduler side and its workers, sent at every engine step.
 
-    scheduler --StepPlan: loads and stores of this step--> worker(s) --Report: what became of them--> scheduler
+    scheduler --StepPlan: loads and stores of this step--> worker(s) --Report: their outcomes--> scheduler
 
-Both travel between processes, so they hold plain data. Keys are digests of prefixes; each rank makes its own store keys
-of them.
+Both travel between processes, so they hold plain data. Entries are named by digests; each rank derives its own store
+keys from them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from cuvee.integrations.vllm.decision import BlendCost
 from cuvee.integrations.vllm.metrics import Data, merge
 
+Kind = Literal["chunk", "tail", "segment"]
+
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """A segment of a prompt whose KV is in the store, computed somewhere else.
+class Entry:
+    """A run of a prompt's tokens whose KV is one entry of the store, to be loaded or saved.
 
     Attributes:
-        digest: of its tokens.
-        start: position that its first token has in this prompt.
-        tokens: how many it holds.
+        kind: "chunk", a whole chunk of the sequence; "tail", the first tokens of a chunk that is not finished;
+            "segment", tokens that may stand anywhere in a prompt.
+        digest: of the sequence up to the entry's end (chunk, tail), or of the entry's tokens (segment).
+        start: position of the first token in the prompt.
+        tokens: number of tokens.
+        blocks: the engine's blocks of these tokens, from the block of the first token on. In a load they end with the
+            load; they are empty before the engine has allocated blocks.
     """
 
+    kind: Kind
     digest: bytes
     start: int
     tokens: int
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.tokens
+
+    def within(self, blocks: Sequence[int], block_tokens: int) -> Entry:
+        """Return the entry with its blocks, out of a request's blocks from the first token on."""
+        return replace(self, blocks=tuple(blocks[self.start // block_tokens : -(-self.end // block_tokens)]))
 
 
 @dataclass(slots=True)
 class Blend:
-    """What follows the chunks of a load: segments to place, and tokens to compute once they are there.
+    """The part of a load behind its exact prefix: segments to place, and tokens to compute once they are placed.
 
     Attributes:
         tokens: the prompt.
-        start: tokens before this one are exact; those of the load's chunks that are before it are loaded.
-        pieces: in order; the first may begin before `start`, and the last may end after the load.
-        cost: share of the token-layers of what is reused to spend on recomputing it.
-        blocks: the engine's blocks from the first token on, up to the load's end.
-        check: compare the next token's distribution with that of the whole prompt computed.
+        start: tokens before this position are exact; the load's prefix is loaded up to here.
+        pieces: segments in order; the first may begin before `start`, and the last may end after the load.
+        cost: share of the reused tokens' token-layers to spend on recomputing them.
+        blocks: the engine's blocks from the first token to the load's end.
+        check: compare the next token's distribution with that of the exactly computed prompt.
     """
 
     tokens: list[int]
     start: int
-    pieces: list[Piece]
+    pieces: list[Entry]
     cost: float
     blocks: list[int]
     check: bool = False
 
     def reused(self, end: int) -> int:
-        """Tokens of the pieces that lie between `start` and `end`."""
-        return sum(max(min(piece.start + piece.tokens, end) - max(piece.start, self.start), 0) for piece in self.pieces)
+        """Count the tokens of the pieces between `start` and `end`."""
+        return sum(max(min(piece.end, end) - max(piece.start, self.start), 0) for piece in self.pieces)
 
 
 @dataclass(slots=True)
 class Load:
-    """Chunks to restore for one request. The last may be a tail: a chunk of which only the first tokens are stored.
+    """Entries to restore for one request.
 
     Attributes:
-        request: its id.
-        tenant: whose chunks.
-        digests: of the chunks, in order.
-        first_chunk: index of the first of them in the sequence.
-        start, end: tokens to restore; both may lie inside a chunk. The end is that of a block unless there is a blend.
-        blocks: the engine's blocks from the first token of the first chunk on, up to `end`.
-        tail: tokens that the last of the chunks holds, if it is a tail; 0: it is whole.
-        blend: what follows the chunks, if they are not all.
+        request: id of the request.
+        tenant: owner of the entries.
+        prefix: consecutive chunks, the last of which may be a tail.
+        start, end: positions of the tokens to restore; both may lie inside an entry. The end is a block's end unless
+            there is a blend.
+        blocks: the engine's blocks of the tokens `start … end`.
+        blend: what follows the prefix, if anything does.
     """
 
     request: str
     tenant: str
-    digests: list[bytes]
-    first_chunk: int
+    prefix: list[Entry]
     start: int
     end: int
     blocks: list[int]
-    tail: int = 0
     blend: Blend | None = None
 
+    @property
+    def entries(self) -> list[Entry]:
+        """The prefix, then the segments of the blend."""
+        return self.prefix if self.blend is None else [*self.prefix, *self.blend.pieces]
 
-@dataclass(slots=True)
+    @property
+    def exact(self) -> int:
+        """Position at which the exact prefix ends."""
+        return self.end if self.blend is None else self.blend.start
+
+    def placed(self, entry: Entry) -> range:
+        """Return the positions of an entry's tokens that are restored; its other tokens are decoded and dropped."""
+        low, high = (self.exact, self.end) if entry.kind == "segment" else (self.start, self.exact)
+        first = min(max(low, entry.start), entry.end)
+        return range(first, max(min(high, entry.end), first))
+
+
+@dataclass(frozen=True, slots=True)
 class Save:
-    """One chunk to store, or one segment.
+    """One entry to store.
 
     Attributes:
-        tenant: whose it is.
-        digest: of the chunk, of the tail, or of the segment's tokens.
-        chunk: its index in the sequence.
-        blocks: the engine's blocks that hold it.
-        tail: how many of its tokens there are, if it is not finished; 0: it is a whole chunk.
-        segment: position and number of the tokens of a segment, which begins in the first block; None: it is a chunk.
+        tenant: owner of the entry.
+        entry: what to store; all of its tokens are in its blocks.
     """
 
     tenant: str
-    digest: bytes
-    chunk: int
-    blocks: list[int]
-    tail: int = 0
-    segment: tuple[int, int] | None = None
+    entry: Entry
 
 
 @dataclass(slots=True)
 class StepPlan:
-    """Loads to start and chunks to store in step number `step`.
+    """Loads to start and entries to store in step number `step`.
 
     Attributes:
         step: counts up from 1.
         loads: to start.
-        saves: to make of what the step has computed.
-        last_saves: to make before the step loads or computes anything, of requests that have ended. Their blocks are
-            free, and this step may give them to others.
-        blends: requests whose chunks and segments all ranks have placed: recompute, in this order. A request stays
-            among them until a report says that its load is over.
-        blend_tokens: that this step may compute of them, all together.
-        drops: requests that are not blended after all, since a rank failed or the request ended.
-        idle: the step computes no tokens, the engine has nothing to do but to wait for loads.
-        voids: requests that wait for a load which cannot be begun, and the engine's blocks that it was to fill: these
+        saves: entries that the step completes.
+        last_saves: entries of requests that have ended, to be copied before the step loads or computes anything: their
+            blocks are free, and this step may give them to other requests.
+        blends: requests whose prefix and segments all ranks have placed: recompute, in this order. A request stays in
+            the list until a report says that its load is over.
+        blend_tokens: number of tokens that this step may compute for all blends.
+        drops: requests that are not blended after all, because a rank failed or the request ended.
+        idle: the step computes no tokens; the engine only waits for loads.
+        voids: requests that wait for a load which cannot begin, and the engine's blocks that it was to fill. The blocks
             are reported as invalid, so the request is computed.
     """
 
@@ -136,14 +160,14 @@ class Report:
     """What happened on the workers since the last report.
 
     Attributes:
-        steps: steps that were executed.
-        ended: requests whose loads are over, well or not.
-        loaded: tokens decoded, by `load_work`, and seconds of each load that succeeded.
-        failed: requests a part of whose load failed.
-        unsaved: digests of chunks that were to be stored and are not.
-        metrics: as `Recorder.drain` gives them.
-        placed: requests with a blend whose chunks and segments are in their places, once for each rank.
-        blended: what each blend that succeeded did, and the seconds of its parts.
+        steps: numbers of the executed steps.
+        ended: requests whose loads are over, successfully or not.
+        loaded: (work in tokens by `load_work`, seconds) of each successful load.
+        failed: requests whose load failed in part or as a whole.
+        unsaved: digests of entries that were to be stored and are not.
+        metrics: as `Recorder.drain` returns them.
+        placed: requests with a blend whose prefix and segments are placed, once per rank.
+        blended: work and seconds of each successful blend.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -156,7 +180,7 @@ class Report:
     blended: list[BlendCost] = field(default_factory=list)
 
     def add(self, other: Report) -> None:
-        """Take in the report of another rank."""
+        """Merge the report of another rank into this one."""
         self.steps += other.steps
         self.ended |= other.ended
         self.loaded += other.loaded

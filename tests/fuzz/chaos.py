@@ -57,7 +57,7 @@ HIT = (
     "report", "lookup", "load", "store",
 )  # fmt: skip
 NEEDED = {"arrived", "matched_tokens", "allocated", "plan", "take", "save", "report"}  # by the shortest run too
-SPARED = ("s._load_is_over", "s._drop")  # clear up; if they fail again and again, nothing else can
+SPARED = ("s._load_is_over", "s._blends.drop")  # clear up; if they fail again and again, nothing else can
 MOST_LONGER = 8  # times the seconds asked for, until enough has happened
 _COUNTS = (-1, 10**400, 1 << 64, "text", None, math.nan)
 

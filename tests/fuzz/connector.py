@@ -21,8 +21,9 @@ from tests.integrations.vllm.small_engine import SmallEngine, Wrong
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import CuveeError
+from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.messages import Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Report, StepPlan
 from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
 
 _OPTIONS: dict[str, Any] = {
@@ -86,7 +87,7 @@ def _bench(permuted: bool = False) -> tuple[Bench, list[bytes]]:
 def _keys(bench: Bench) -> list[str]:
     """Return the keys of the chunks and of the tail."""
     tail = bench.save_tail(list(range(6)), _END)
-    return [*(bench.key(chunk) for chunk in range(_CHUNKS)), bench.worker._key(tail)]
+    return [*(bench.key(chunk) for chunk in range(_CHUNKS)), store_key(TENANT, tail.entry.digest, 0)]
 
 
 class ConnectorTarget:
@@ -203,7 +204,7 @@ class ConnectorTarget:
         """Run requests while entries are damaged and calls fail; the engine checks every answer."""
         dice = Dice("engine", int.from_bytes(seed, "little"), 0)
         engine = SmallEngine(permuted=dice.chance(0.5), load_async=dice.chance(0.7), load_timeout=5.0)
-        broken = {dice.pick(POINTS) for _ in range(dice.number(0, 3))} - {"s._load_is_over", "s._drop"}
+        broken = {dice.pick(POINTS) for _ in range(dice.number(0, 3))} - {"s._load_is_over", "s._blends.drop"}
         draws = Random(int.from_bytes(seed, "little"))
 
         def decide(point: str) -> str | None:
@@ -243,7 +244,7 @@ class ConnectorTarget:
         poison(bench.cache)
         blocks = [7, 3, 11, 5, 14]
         load = bench.load_tail(blocks, 0, _END)
-        plan = StepPlan(1, [load], [Save(TENANT, bench.digests[0], 0, blocks[:2])])
+        plan = StepPlan(1, [load], [bench.saves(blocks, range(1))[0]])
         if pickle.loads(pickle.dumps(plan)) != plan:
             raise Finding("a pickled plan changes")
         bench.worker.start_loads([load], False)
@@ -266,6 +267,6 @@ class ConnectorTarget:
         failed = blocks[-1:] if tail else blocks
         if invalid != set(failed):
             raise Finding(f"a load of {blocks} failed from {failed} on, and {invalid} are invalid")
-        if load.digests[-1 if tail else 0] not in report.unsaved:
+        if load.prefix[-1 if tail else 0].digest not in report.unsaved:
             raise Finding("the chunk of a failed load counts as stored")
         return "load failed"

@@ -30,7 +30,7 @@ from cuvee.codec.identity import Identity, Scope, canonical, content_digest
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.decision import BlendCost, BlendPays
 from cuvee.integrations.vllm.lookups import Asking, Lookup, Lookups, Question
-from cuvee.integrations.vllm.messages import Blend, Piece
+from cuvee.integrations.vllm.messages import Blend, Entry
 from cuvee.integrations.vllm.metrics import Recorder
 
 logger = logging.getLogger(__name__)
@@ -85,12 +85,34 @@ class Segmented:
         if self.lookup is not None:
             self.lookup.answer.cancel()
 
+    def entry(self, at: int) -> Entry:
+        """Return the entry of segment number `at`, without blocks."""
+        start, end = self.spans[at]
+        return Entry("segment", self.digests[at], start, end - start)
+
     @property
     def told(self) -> dict[str, Any]:
         """What a client learns of its request."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
         return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What can be blended of a request.
+
+    Attributes:
+        blend: without its blocks; None: nothing is blended.
+        ask_again: the answer is not known yet.
+    """
+
+    blend: Blend | None = None
+    ask_again: bool = False
+
+
+NO_BLEND = Offer()
+ASK_AGAIN = Offer(ask_again=True)
 
 
 class BlendPlanner:
@@ -180,7 +202,7 @@ class BlendPlanner:
             segmented.asked = self._clock()
             segmented.lookup = self._lookups.begin(tenant, self._asking(segmented), [None] * len(segmented.digests))
 
-    def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Blend | bool | None:
+    def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Offer:
         """What to blend of a request whose first `base` tokens are exact.
 
         Args:
@@ -190,25 +212,25 @@ class BlendPlanner:
             patience: seconds to wait for the store's answer.
 
         Returns:
-            the blend, without its blocks; None: nothing is blended; True: ask again.
+            the blend without its blocks, or that nothing is blended, or that the engine has to ask again.
         """
         if not segmented.blends or segmented.lookup is None:
-            return None
+            return NO_BLEND
         late = not wait([segmented.lookup.answer], patience).done
         if late and self._clock() - segmented.asked <= self._timeout:
-            return True
+            return ASK_AGAIN
         try:
             there = segmented.lookup.settle()
         except Exception:
             logger.exception("cuvee: a lookup of segments failed; its request is computed")
             self.refuse(segmented, "failed")
-            return None
+            return NO_BLEND
         if late:
             self._overdue()
             self._recorder.count("segments_left_out", sum(found is None for found in there), "time")
             if not any(there):
                 self.refuse(segmented, "timeout")
-                return None
+                return NO_BLEND
         last = request.num_prompt_tokens - 1
         # Less may be exact than when the blocks were renamed: the engine dropped some, and computes them again. Tokens
         # in front of the first renamed one must stay exact.
@@ -218,30 +240,28 @@ class BlendPlanner:
             for at, ((start, end), found) in enumerate(zip(segmented.spans, there, strict=True))
             if found and end > base and first <= start < last
         ]
-        pieces = [
-            Piece(segmented.digests[at], start, end - start) for at in taken for start, end in [segmented.spans[at]]
-        ]
+        pieces = [segmented.entry(at) for at in taken]
         if not pieces:
-            return None
-        end = min(pieces[-1].start + pieces[-1].tokens, last)
+            return NO_BLEND
+        end = min(pieces[-1].end, last)
         blend = Blend(list(request.prompt_token_ids), base, pieces, segmented.cost, [], segmented.check)
         reused = blend.reused(end)
         if reused < self._options.min_reused:
-            return None
+            return NO_BLEND
         if segmented.recipe:  # decided before
-            return blend
+            return Offer(blend)
         computed = end - base - (1 - segmented.cost) * reused
         cost = BlendCost(len(pieces), sum(piece.tokens for piece in pieces), computed, end)
         if not self._always and not self.pays.worth(end - base, cost):
             self.refuse(segmented, "declined")
-            return None
+            return NO_BLEND
         if not self._set_apart(request, segmented, max(base, pieces[0].start), pieces):
             self.refuse(segmented, "hashes")
-            return None
+            return NO_BLEND
         segmented.reused, segmented.taken = reused, frozenset(taken)
         self._blends += 1
         segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
-        return True  # the engine may have this very blend already, under its new names
+        return ASK_AGAIN  # the engine may have this very blend already, under its new names
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
         """Numbers of the segments that can be stored now, since the first `computed` tokens have KV; each only once."""
@@ -307,7 +327,7 @@ class BlendPlanner:
         self.refuse(segmented, reason)
         return segmented
 
-    def _set_apart(self, request: Any, segmented: Segmented, first: int, pieces: Sequence[Piece]) -> bool:
+    def _set_apart(self, request: Any, segmented: Segmented, first: int, pieces: Sequence[Entry]) -> bool:
         """Rename the request's blocks from the one that holds token `first` on; False: they cannot be."""
         hashes = request.block_hashes
         # The last block may have no name yet, because it is not full. It would get an exact one.

@@ -20,26 +20,31 @@ HOOKS = (*SCHEDULER_HOOKS, *WORKER_HOOKS, *dict.fromkeys(THREADS.values()))
 
 # Inner calls, by side. Left out: what contains errors itself, and what puts things right (`_give_up`, `_end`).
 SCHEDULER = (
-    "_arrive", "_match", "_allocate", "_track", "_why_uncached", "_tenant", "_chain", "_is_loaded_by_another",
-    "_prefix_tokens", "_blended_tokens", "_pays", "_usable", "_storable", "_entries", "_tail_sizes", "_worth_asking",
-    "_ask", "_whole", "_look_up", "_answer", "_find", "_lookups._contains", "_lookups.begin",
-    "_count_troubles", "_new_saves", "_new_segments",
-    "_tail", "_last_tail", "_unchanged", "_is_known", "_take_blends", "_blend_tokens", "_plan_requests", "_refuse",
-    "_take_rates", "_rename", "_load_is_over", "_drop", "_clock", "_adapter_identity",
-    "_lookups._crew.submit",
-    "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_store.overdue", "_store.counters", "_store.contains",
-    "_break_even.observe_load", "_break_even.observe_prefill", "_break_even.worth_loading", "_break_even.changed",
+    "_arrive", "_match", "_allocate", "_track", "_requests.why_uncached", "_requests.tenant", "_requests.chain",
+    "_requests._adapter_identity", "_loads.match", "_loads._is_loaded_by_another", "_loads._prefix", "_loads.allocate",
+    "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
+    "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
+    "_prefixes._tail_sizes", "_prefixes._answer", "_prefixes._find", "_lookups._contains", "_lookups.begin",
+    "_lookups._crew.submit", "_count_troubles", "_saves.completed", "_saves._segments", "_saves._tail",
+    "_saves._last_tail", "_saves._storable", "_saves.unchanged", "_known.check", "_blends.take", "_blends.budget",
+    "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over", "_blends.drop",
+    "_state.clock",
+    "_recorder.count", "_recorder.gauge", "_recorder.absorb", "_state.store.overdue", "_state.store.counters",
+    "_state.store.contains", "_rates._break_even.observe_load", "_rates._break_even.observe_prefill",
+    "_rates._break_even.worth_loading", "_rates._break_even.changed",
     "_planner.segment", "_planner.ask", "_planner.offer", "_planner.harvest", "_planner.refuse", "_planner.rename",
 )  # fmt: skip
 WORKER = (
-    "_try_to_load", "_place", "_blend_slice", "_blended", "_fetched", "_get", "_bound_to", "_restore",
-    "_decode",
-    "_in_a_row", "_open", "_discard", "_book", "_count_load", "_copy", "_try_to_save",
-    "_encode", "_try_to_write", "_fail", "_bytes", "_key", "_slots", "_slots_of_save", "_slots_of_entry",
-    "_importance", "_loaders.submit", "_fetchers.submit", "_encoders.submit", "_writers.submit", "_recorder.count",
-    "_recorder.gauge", "_recorder.record_store", "_recorder.drain", "_store.overdue", "_store.counters",
-    "_store.contains", "_store.get_many", "_store.put", "_store.delete", "_codec.encode_paged", "_codec.decode_paged",
-    "_codec.open_expected", "_codec.on_device",
+    "_loads._try_to_load", "_loads._place", "_blends._slice", "_blends._blended", "_loads._restorer.fetched",
+    "_loads._restorer._get", "_state.bound_to", "_loads._restorer.restore", "_loads._restorer._decode",
+    "_loads._restorer._in_a_row", "_loads._restorer._open", "_loads._restorer.discard", "_loads._book",
+    "_loads._count_load", "_saves._copy", "_saves._try_to_save", "_saves._encode", "_saves._try_to_write",
+    "_saves._fail", "_saves._bytes", "_saves._key", "_state.key", "_state.slots", "_saves._importance",
+    "_pools.loaders.submit", "_pools.fetchers.submit", "_pools.encoders.submit", "_pools.writers.submit",
+    "_state.recorder.count", "_state.recorder.gauge", "_state.recorder.record_store", "_state.recorder.drain",
+    "_state.store.overdue", "_state.store.counters", "_state.store.contains", "_state.store.get_many",
+    "_state.store.put", "_state.store.delete", "_state.codec.encode_paged", "_state.codec.decode_paged",
+    "_state.codec.open_expected", "_state.codec.on_device",
 )  # fmt: skip
 CHAIN = ("digests", "tails")
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))

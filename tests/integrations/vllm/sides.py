@@ -20,7 +20,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache, PageOrder, PermutedPages
 from cuvee.codec.profiles.profile import Profile
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.messages import Blend, Load, Piece, Save, StepPlan
+from cuvee.integrations.vllm.messages import Blend, Entry, Load, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 from cuvee.integrations.vllm.scheduler import SchedulerSide
 from cuvee.integrations.vllm.setup import Setup
@@ -264,42 +264,50 @@ class Bench:
         )
 
     def saves(self, blocks: list[int], chunks: range) -> list[Save]:
-        per_chunk = CHUNK // BLOCK
-        return [Save(TENANT, self.digests[c], c, blocks[c * per_chunk : (c + 1) * per_chunk]) for c in chunks]
+        return [Save(TENANT, self.chunk(c).within(blocks, BLOCK)) for c in chunks]
+
+    def chunk(self, at: int) -> Entry:
+        """Chunk number `at` of the sequence."""
+        return Entry("chunk", self.digests[at], at * CHUNK, CHUNK)
 
     def save_tail(self, blocks: list[int], end: int) -> Save:
         """The tail of the sequence's first `end` tokens, which lie in `blocks`."""
-        chunk, tail = divmod(end, CHUNK)
-        return Save(TENANT, bytes([100 + end]) * 32, chunk, blocks[chunk * CHUNK // BLOCK : end // BLOCK], tail)
+        start = end // CHUNK * CHUNK
+        return Save(TENANT, Entry("tail", bytes([100 + end]) * 32, start, end - start).within(blocks, BLOCK))
 
     def save_segment(self, blocks: list[int], start: int, tokens: int) -> Save:
         """Some tokens of the sequence, which lies in `blocks`, as a segment."""
-        held = blocks[start // BLOCK : -(-(start + tokens) // BLOCK)]
-        return Save(TENANT, self.piece(start, tokens, 0).digest, 0, held, segment=(start, tokens))
+        return Save(TENANT, replace(self.piece(start, tokens, 0), start=start).within(blocks, BLOCK))
 
-    def piece(self, start: int, tokens: int, at: int) -> Piece:
+    def piece(self, start: int, tokens: int, at: int) -> Entry:
         """Tokens of the sequence from `start` on, for a prompt that has them from position `at` on."""
-        return Piece(bytes([start, tokens]) * 16, at, tokens)
+        return Entry("segment", bytes([start, tokens]) * 16, at, tokens)
 
     def segment_key(self, start: int, tokens: int) -> str:
         return store_key(TENANT, self.piece(start, tokens, 0).digest, self.rank, *self.codec.key_ids[:1])
 
     def load_blend(
-        self, blocks: list[int], pieces: list[Piece], end: int, start: int = 0, exact: int = 0, request: str = "r"
+        self, blocks: list[int], pieces: list[Entry], end: int, start: int = 0, exact: int = 0, request: str = "r"
     ) -> Load:
         """A load of the sequence's tokens `start … exact`, whole chunks, and of pieces behind them."""
-        first = start // CHUNK
         held = blocks[: -(-end // BLOCK)]
-        blend = Blend(list(range(end + 1)), max(start, exact), pieces, 0.5, held)
-        digests = self.digests[first : exact // CHUNK]
-        return Load(request, TENANT, digests, first, start, end, held[first * CHUNK // BLOCK :], blend=blend)
+        placed = [piece.within(held, BLOCK) for piece in pieces]
+        blend = Blend(list(range(end + 1)), max(start, exact), placed, 0.5, held)
+        prefix = [self.chunk(at).within(held, BLOCK) for at in range(start // CHUNK, exact // CHUNK)]
+        return Load(request, TENANT, prefix, start, end, held[start // BLOCK :], blend)
 
     def load_tail(self, blocks: list[int], start: int, end: int, tail_end: int | None = None) -> Load:
-        """A load that ends with the tail of the first `tail_end` tokens, or inside it."""
-        tail = self.save_tail(list(range(100)), tail_end or end)
-        first = start // CHUNK
-        digests = [*self.digests[first : tail.chunk], tail.digest]
-        return Load("r", TENANT, digests, first, start, end, blocks, tail.tail)
+        """A load into `blocks`, from the first chunk's first block on, that ends with the tail of the first `tail_end`
+        tokens, or inside it.
+        """
+        tail = self.save_tail([], tail_end or end).entry
+        return self._load("r", [*map(self.chunk, range(start // CHUNK, tail.start // CHUNK)), tail], blocks, start, end)
+
+    def _load(self, request: str, prefix: list[Entry], blocks: list[int], start: int, end: int) -> Load:
+        first = start // CHUNK * CHUNK // BLOCK
+        held = [*[-1] * first, *blocks][: -(-end // BLOCK)]
+        placed = [entry.within(held, BLOCK) for entry in prefix]
+        return Load(request, TENANT, placed, start, end, held[start // BLOCK :])
 
     def store_all(self, chunks: int = 8) -> None:
         blocks = list(range(2 * chunks))
@@ -310,11 +318,11 @@ class Bench:
 
     def drain(self) -> None:
         """Wait until nothing is being stored."""
-        wait_until(lambda: not self.worker._saving, "chunks are stored")
+        wait_until(lambda: not self.worker._saves._sizes, "chunks are stored")
 
     def load(self, blocks: list[int], start: int, end: int, request: str = "r") -> Load:
-        first = start // CHUNK
-        return Load(request, TENANT, self.digests[first : end // CHUNK], first, start, end, blocks)
+        """A load of whole chunks into `blocks`, from the first chunk's first block on."""
+        return self._load(request, [*map(self.chunk, range(start // CHUNK, end // CHUNK))], blocks, start, end)
 
     def wait(self, *requests: str) -> None:
         """Poll as the engine does until the loads have arrived."""

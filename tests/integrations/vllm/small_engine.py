@@ -139,7 +139,7 @@ class SmallEngine:
                 return
             self.step()
         left = {name: [r.request_id for r in getattr(self, name)] for name in ("waiting", "loading", "running")}
-        raise Wrong(f"never ended: {left}, {list(self.gone)}, {len(self.worker._saving)} chunks")
+        raise Wrong(f"never ended: {left}, {list(self.gone)}, {len(self.worker._saves._sizes)} chunks")
 
     def close(self) -> None:
         """Both sides, and what they must not keep."""

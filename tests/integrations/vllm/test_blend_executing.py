@@ -22,7 +22,7 @@ from cuvee.blend.recompute_model import Exchange
 from cuvee.codec.paged import PagedCache
 from cuvee.integrations.vllm.blending import executing
 from cuvee.integrations.vllm.blending.executing import PageBlender, PagesExchange, RankFailedError, place, selector_for
-from cuvee.integrations.vllm.messages import Blend, Piece
+from cuvee.integrations.vllm.messages import Blend, Entry
 
 LAYERS = LAYOUT.num_layers
 TABLE = [20, 3, 17, 4, 9, 22]
@@ -62,8 +62,8 @@ def reference(blend: Blend, end: int, sinks: int = 0) -> list[tuple[int, int, bo
     for at, owner in enumerate(owners):
         if at == 0 or owner != owners[at - 1]:
             run, begun = run + 1, at
-        offset = at - (owner.start if isinstance(owner, Piece) else begun)
-        rows.append((run, offset, isinstance(owner, Piece) and sinks <= at < end, owner == "exact"))
+        offset = at - (owner.start if isinstance(owner, Entry) else begun)
+        rows.append((run, offset, isinstance(owner, Entry) and sinks <= at < end, owner == "exact"))
     return rows
 
 
@@ -72,7 +72,7 @@ def blends(draw: Callable[..., Any]) -> tuple[Blend, int]:
     count = draw(st.integers(2, 60))
     bounds = sorted(draw(st.sets(st.integers(0, count), min_size=2, max_size=8)))
     spans = [(a, b) for a, b in itertools.pairwise(bounds) if draw(st.booleans())]
-    pieces = [Piece(bytes([number]), a, b - a) for number, (a, b) in enumerate(spans)]
+    pieces = [Entry("segment", bytes([number]), a, b - a) for number, (a, b) in enumerate(spans)]
     start = draw(st.integers(0, count - 1))
     pieces = [piece for piece in pieces if piece.start + piece.tokens > start]
     end = draw(st.integers(start + 1, count))
@@ -97,7 +97,7 @@ def test_a_blend_is_placed_as_it_says(given: tuple[Blend, int], sinks: int) -> N
 
 def test_an_example_of_it() -> None:
     """Exact, the rest of a piece, another one, text, a piece that is cut, and the end."""
-    pieces = [Piece(b"a", 1, 4), Piece(b"b", 5, 2), Piece(b"c", 8, 3)]
+    pieces = [Entry("segment", b"a", 1, 4), Entry("segment", b"b", 5, 2), Entry("segment", b"c", 8, 3)]
     placed = place(Blend(list(range(12)), 3, pieces, 0.5, []), 10)
     assert placed.segment.tolist() == [0, 0, 0, 1, 1, 2, 2, 3, 4, 4, 4, 5]
     assert placed.offset.tolist() == [0, 1, 2, 2, 3, 0, 1, 0, 0, 1, 2, 0]
@@ -123,7 +123,7 @@ class Written(TorchDispatchMode):
 def placed_numbers(pieces: int, count: int = 1 << 14) -> int:
     """Numbers written to place so many pieces, with a token of text between them, in a prompt of `count` tokens."""
     step = count // (pieces + 1)
-    blend = Blend([0] * count, 0, [Piece(b"", at * step, step - 1) for at in range(pieces)], 0, [])
+    blend = Blend([0] * count, 0, [Entry("segment", b"", at * step, step - 1) for at in range(pieces)], 0, [])
     written = Written()
     with written:
         place(blend, count - 1)
@@ -150,7 +150,7 @@ def test_placing_many_pieces_writes_no_more_than_placing_one() -> None:
     ],
 )
 def test_the_first_tokens_of_a_prompt_are_text(base: int, piece: tuple[int, int], cached: range) -> None:
-    blend = Blend(TOKENS, base, [Piece(b"a", *piece)], 0.5, [])
+    blend = Blend(TOKENS, base, [Entry("segment", b"a", *piece)], 0.5, [])
     end = sum(piece)
     placed = place(blend, end)
     assert placed.cached.nonzero()[:, 0].tolist() == list(cached)
@@ -162,7 +162,7 @@ def test_the_first_tokens_of_a_prompt_are_text(base: int, piece: tuple[int, int]
 
 @pytest.mark.usefixtures("sinks")
 def test_the_first_tokens_of_a_prompt_are_computed() -> None:
-    model, record, keys = run(Blend(TOKENS, 0, [Piece(b"a", 0, 32)], 0, TABLE[:4]), 32)
+    model, record, keys = run(Blend(TOKENS, 0, [Entry("segment", b"a", 0, 32)], 0, TABLE[:4]), 32)
     assert model.through == [list(range(16))] * LAYERS
     assert (keys[:16] != 2).all() and (keys[16:32] == 2).all()
     assert record["blend_reused_tokens"] == 16
@@ -236,7 +236,7 @@ class PagesModel:
         return torch.ones(4, len(hidden), 16)
 
 
-def pages(known: int, pieces: Sequence[Piece], end: int) -> PagedCache:
+def pages(known: int, pieces: Sequence[Entry], end: int) -> PagedCache:
     """NaN, and 1 where KV is known, 2 where a piece is."""
     parts = [torch.full((BLOCKS, BLOCK, 2, 16), torch.nan).bfloat16() for _ in range(2 * LAYERS)]
     slots = torch.tensor(TABLE).repeat_interleave(BLOCK) * BLOCK + torch.arange(BLOCK).repeat(len(TABLE))
@@ -273,7 +273,7 @@ def run(
     return model, record, keys[:, 0, 0].float()
 
 
-PIECES = [Piece(b"a", 6, 12), Piece(b"b", 22, 14)]  # of tokens 6 … 18 and 22 … 36
+PIECES = [Entry("segment", b"a", 6, 12), Entry("segment", b"b", 22, 14)]  # of tokens 6 … 18 and 22 … 36
 
 
 def request(cost: float) -> Blend:
@@ -348,7 +348,7 @@ def test_a_cost_that_pays_for_no_token_recomputes_none() -> None:
 
 
 def test_pieces_without_text_between_them_may_be_left_as_they_are() -> None:
-    pieces = [Piece(b"a", 0, 12), Piece(b"b", 12, 20)]
+    pieces = [Entry("segment", b"a", 0, 12), Entry("segment", b"b", 12, 20)]
     model, record, keys = run(Blend(TOKENS, 0, pieces, 0, TABLE[:4]), 32)
     assert model.through == [[]] * LAYERS and (keys[:32] == 2).all()
     assert record["blends"] == 1 and record["blend_reused_tokens"] == 32

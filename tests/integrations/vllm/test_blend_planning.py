@@ -14,9 +14,9 @@ from tests.integrations.vllm.sides import BLOCK, CHUNK, Desk, generate, make_req
 
 from cuvee.blend.segmentation import ContentChunker
 from cuvee.codec.identity import store_key
-from cuvee.integrations.vllm.blending.planning import BlendPlanner, Segmented
+from cuvee.integrations.vllm.blending.planning import NO_BLEND, BlendPlanner, Segmented
 from cuvee.integrations.vllm.decision import BlendCost
-from cuvee.integrations.vllm.messages import Load, Piece, Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Entry, Load, Report, Save, StepPlan
 
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
 OPTIONS = {"least_tokens": 4, "mean_tokens": 12, "most_tokens": 30, "min_reused": 8}
@@ -94,22 +94,26 @@ def write(d: Desk, plan: StepPlan) -> None:
     """What the workers do with a plan's saves."""
     for save in plan.last_saves + plan.saves:
         for rank in range(d.shards):
-            d.store.entries[store_key(save.tenant, save.digest, rank)] = b"blob"
+            d.store.entries[store_key(save.tenant, save.entry.digest, rank)] = b"blob"
 
 
 def segments_of(saves: list[Save]) -> list[tuple[int, int]]:
-    return [save.segment for save in saves if save.segment is not None]
+    return [(save.entry.start, save.entry.tokens) for save in saves if is_segment(save)]
 
 
-def last_token(save: Save) -> int:
-    """Where what is saved ends."""
-    return sum(save.segment) if save.segment else save.chunk * CHUNK + (save.tail or CHUNK)
+def is_segment(save: Save) -> bool:
+    return save.entry.kind == "segment"
+
+
+def segment(d: Desk, ids: list[int], start: int) -> Entry:
+    """A segment at this position of a request that has `BLOCKS`."""
+    return Entry("segment", d.segment(ids), start, len(ids)).within(BLOCKS, BLOCK)
 
 
 def assert_exact(saves: list[Save], exact: int, *segments: tuple[int, int]) -> None:
     """No chunk or tail ends behind the exact tokens, and these segments are stored, each once."""
     assert segments_of(saves) == list(segments)
-    assert all(last_token(save) <= exact for save in saves if save.segment is None)
+    assert all(save.entry.end <= exact for save in saves if not is_segment(save))
 
 
 def refused(d: Desk) -> dict[str, float]:
@@ -123,12 +127,12 @@ def test_segments_of_a_prompt_that_is_computed_are_stored_once(desk: Callable[..
     d = desk()
     request = ask(d)
     assert d.matched(request) == (0, False)
-    first = [save for save in d.plan((request, 0, 40)).saves if save.segment]
-    assert first == [Save("", d.segment(FIRST), 0, BLOCKS[1:5], segment=(10, 29))]
-    second = [save for save in d.plan((request, 40, 24), new=False).saves if save.segment]
+    first = [save for save in d.plan((request, 0, 40)).saves if is_segment(save)]
+    assert first == [Save("", Entry("segment", d.segment(FIRST), 10, 29, tuple(BLOCKS[1:5])))]
+    second = [save for save in d.plan((request, 40, 24), new=False).saves if is_segment(save)]
     assert second == [], "its last token is not computed yet"
-    second = [save for save in d.plan((request, 64, 13), new=False).saves if save.segment]
-    assert second == [Save("", d.segment(SECOND), 0, BLOCKS[5:9], segment=(44, 21))]
+    second = [save for save in d.plan((request, 64, 13), new=False).saves if is_segment(save)]
+    assert second == [Save("", Entry("segment", d.segment(SECOND), 44, 21, tuple(BLOCKS[5:9])))]
     other = ask(d, "s")
     assert d.matched(other) == (0, False)
     assert segments_of(d.plan((other, 0, 77)).saves) == [], "stored a moment ago"
@@ -188,12 +192,12 @@ def test_pieces_that_are_there_are_loaded_up_to_the_end_of_the_last(desk: Callab
     request = ask(d)
     assert d.matched(request) == (65, True)
     planned = load(d, request)
-    assert (planned.request, planned.start, planned.end, planned.digests) == ("r", 0, 65, [])
-    assert planned.blocks == BLOCKS[:9] and planned.tail == 0
+    assert (planned.request, planned.start, planned.end, planned.prefix) == ("r", 0, 65, [])
+    assert planned.blocks == BLOCKS[:9]
     assert planned.blend is not None
     assert planned.blend.tokens == request.prompt_token_ids and planned.blend.blocks == BLOCKS[:9]
     assert (planned.blend.start, planned.blend.cost) == (0, 0.15)
-    assert planned.blend.pieces == [Piece(d.segment(FIRST), 10, 29), Piece(d.segment(SECOND), 44, 21)]
+    assert planned.blend.pieces == [segment(d, FIRST, 10), segment(d, SECOND, 44)]
     assert d.side.told(request) == {"blended": True, "reused_tokens": 50, "cost": 0.15}
 
 
@@ -218,8 +222,8 @@ def test_what_the_engine_has_is_not_blended(desk: Callable[..., Desk]) -> None:
     request = ask(d)
     planned = load(d, request, 40)
     assert planned.blend is not None
-    assert (planned.first_chunk, planned.start, planned.end) == (2, 40, 65)
-    assert planned.blocks == BLOCKS[4:9] and planned.blend.blocks == BLOCKS[:9]
+    assert (planned.prefix, planned.start, planned.end) == ([], 40, 65)
+    assert planned.blocks == BLOCKS[5:9] and planned.blend.blocks == BLOCKS[:9]
     assert planned.blend.start == 40 and [piece.start for piece in planned.blend.pieces] == [44]
     assert d.matched(ask(d, "s"), 72) == (0, False)
 
@@ -231,10 +235,11 @@ def test_the_exact_prefix_comes_first(desk: Callable[..., Desk], computed: int) 
     d.put_tails(make_request(ids=[*text(10), *FIRST, *text(5, 30), *SECOND, *text(12, 40)]), 40)
     request = ask(d, chunks=2)
     planned = load(d, request, computed)
-    assert planned.digests == [*d.digests(request)[:2], d.tail(request, 40)]
-    assert (planned.first_chunk, planned.start, planned.end, planned.tail) == (0, computed, 65, 8)
+    assert [entry.digest for entry in planned.prefix] == [*d.digests(request)[:2], d.tail(request, 40)]
+    assert [(entry.start, entry.tokens) for entry in planned.prefix] == [(0, CHUNK), (CHUNK, CHUNK), (2 * CHUNK, 8)]
+    assert (planned.start, planned.end) == (computed, 65) and planned.blocks == BLOCKS[computed // BLOCK : 9]
     assert planned.blend is not None
-    assert planned.blend.start == 40 and planned.blend.pieces == [Piece(d.segment(SECOND), 44, 21)]
+    assert planned.blend.start == 40 and planned.blend.pieces == [segment(d, SECOND, 44)]
 
 
 def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: Callable[..., Desk]) -> None:
@@ -244,8 +249,8 @@ def test_a_piece_that_begins_in_the_exact_prefix_is_used_from_its_end_on(desk: C
     before = list(request.block_hashes)
     planned = load(d, request)
     assert planned.blend is not None
-    assert planned.digests == d.digests(request)[:1] and planned.blend.start == 16
-    assert planned.blend.pieces[0] == Piece(d.segment(FIRST), 10, 29), "it is decoded as a whole"
+    assert [entry.digest for entry in planned.prefix] == d.digests(request)[:1] and planned.blend.start == 16
+    assert planned.blend.pieces[0] == segment(d, FIRST, 10), "it is decoded as a whole"
     assert request.block_hashes[:2] == before[:2] and request.block_hashes[2] != before[2]
     assert d.side.told(request) == {"blended": True, "reused_tokens": 23 + 21, "cost": 0.15}
 
@@ -256,7 +261,7 @@ def test_pieces_within_the_exact_prefix_are_not_used(desk: Callable[..., Desk]) 
     request = ask(d, chunks=4)
     assert d.matched(request) == (64, True), "one token of SECOND is behind it, fewer than min_reused"
     planned = load(d, request)
-    assert planned.blend is None and len(planned.digests) == 4
+    assert planned.blend is None and len(planned.prefix) == 4
 
 
 @pytest.mark.parametrize(("tokens", "found"), [(39, 38), (40, 39), (30, 29)])
@@ -325,7 +330,7 @@ def test_a_prefix_too_short_to_be_loaded_is_not_loaded_for_a_blend(desk: Callabl
     d = desk(min_tokens=32)
     d.put_segments(FIRST, SECOND)
     planned = load(d, ask(d, chunks=1))
-    assert planned.blend is not None and planned.digests == [] and planned.blend.start == 0
+    assert planned.blend is not None and planned.prefix == [] and planned.blend.start == 0
 
 
 def test_short_segments_are_not_used(desk: Callable[..., Desk]) -> None:
@@ -375,9 +380,9 @@ def test_tenants_do_not_share_segments(desk: Callable[..., Desk]) -> None:
     for name, salt in (("b", "bob"), ("c", None)):
         request = ask(d, name, cache_salt=salt)
         assert d.matched(request) == (0, False)
-        saves = [save for save in d.plan((request, 0, 77)).saves if save.segment]
+        saves = [save for save in d.plan((request, 0, 77)).saves if is_segment(save)]
         assert [save.tenant for save in saves] == [salt or ""] * 2
-        assert {save.digest for save in saves}.isdisjoint([d.segment(FIRST, "alice"), d.segment(SECOND, "alice")])
+        assert {save.entry.digest for save in saves}.isdisjoint([d.segment(FIRST, "alice"), d.segment(SECOND, "alice")])
 
 
 def test_another_identity_finds_nothing(desk: Callable[..., Desk]) -> None:
@@ -527,11 +532,11 @@ def test_of_a_blend_only_what_is_before_it_is_stored(desk: Callable[..., Desk], 
     assert planned.end == leading + 29
     saves = all_saves(d, request, planned.end)
     assert segments_of(saves) == [(leading + 29, 21)], "FIRST was reused"
-    saves = [save for save in saves if save.segment is None]
-    assert all(last_token(save) <= leading for save in saves)
+    saves = [save for save in saves if not is_segment(save)]
+    assert all(save.entry.end <= leading for save in saves)
     chunks = d.digests(request)[: leading // CHUNK]
     tails = [d.tail(request, leading // BLOCK * BLOCK)] if leading % CHUNK >= BLOCK and leading >= CHUNK else []
-    assert [save.digest for save in saves] == chunks + tails, "that is exact, so it is"
+    assert [save.entry.digest for save in saves] == chunks + tails, "that is exact, so it is"
 
 
 def test_the_same_request_without_blending_is_stored_with_its_answer(desk: Callable[..., Desk]) -> None:
@@ -540,7 +545,7 @@ def test_the_same_request_without_blending_is_stored_with_its_answer(desk: Calla
     request = exact_prompt(d, blend=False)
     assert d.matched(request) == (0, False)
     saves = all_saves(d, request, 0)
-    assert segments_of(saves) == [(30, 29), (59, 21)] and max(map(last_token, saves)) == 152
+    assert segments_of(saves) == [(30, 29), (59, 21)] and max(save.entry.end for save in saves) == 152
 
 
 def test_after_a_preemption_nothing_more_is_stored(desk: Callable[..., Desk]) -> None:
@@ -679,11 +684,11 @@ def test_the_engine_is_not_kept_waiting(desk: Callable[..., Desk]) -> None:
     intercept(d, FIRST, lambda: _wait(go))
     requests = [ask(d, str(number)) for number in range(3)]
     for request in requests:
-        while d.side._requests[request.request_id].settled is False:
+        while d.side._requests.tracked[request.request_id].settled is False:
             assert d.side.matched_tokens(request, 0) == (None, False)
             d.plan()
     assert [d.side.matched_tokens(request, 0) for request in requests] == [(None, False)] * 3
-    assert d.side._patience == 0, "they share that of the step"
+    assert d.side._state.patience == 0, "they share that of the step"
     go.set()
     assert {d.matched(request) for request in requests} == {(39, True)}
 
@@ -699,7 +704,7 @@ def test_a_lookup_that_hangs_is_given_up(desk: Callable[..., Desk], monkeypatch:
     d.put_segments(FIRST)
     intercept(d, FIRST, lambda: _wait(go))
     request = ask(d, chunks=1)
-    while not d.side._requests["r"].settled:
+    while not d.side._requests.tracked["r"].settled:
         assert d.side.matched_tokens(request, 0) == (None, False)
         d.plan()
     d.now += 4
@@ -796,9 +801,9 @@ def test_a_step_that_blends_says_nothing_of_prefill(desk: Callable[..., Desk]) -
     d.matched(other)
     d.side.take(Report(placed=["r"]))
     plan = d.plan((other, 0, 32))
-    assert plan.blends == ["r"] and plan.step not in d.side._timed_steps
+    assert plan.blends == ["r"] and plan.step not in d.side._rates._timed_steps
     d.side.take(Report(ended={"r"}))
-    assert d.plan((other, 32, 32), new=False).step in d.side._timed_steps
+    assert d.plan((other, 32, 32), new=False).step in d.side._rates._timed_steps
 
 
 # All ranks together --------------------------------------------------------------------------------------------------
@@ -849,7 +854,7 @@ def test_what_one_rank_lacks_no_rank_recomputes(
     plans.append(d.plan())
     assert not any(plan.blends for plan in plans)
     assert "r" in {name for plan in plans for name in plan.drops}, "who has placed it waits for nothing any more"
-    assert d.plan().drops == [] and not d.side._placed and not d.side._ready
+    assert d.plan().drops == [] and not d.side._blends._placed and not d.side._blends._ready
 
 
 def test_what_ends_before_it_is_recomputed_is_dropped(desk: Callable[..., Desk]) -> None:
@@ -884,8 +889,8 @@ def test_reset_finds_no_segment_that_was_there(desk: Callable[..., Desk]) -> Non
     later = ask(d, "s")
     for each in (request, later):
         assert d.matched(each) == (0, False)
-    saves = [save for save in d.plan((request, 0, 77)).saves if save.segment]
-    assert segments_of(saves) == [(10, 29), (44, 21)] and old.isdisjoint(save.digest for save in saves)
+    saves = [save for save in d.plan((request, 0, 77)).saves if is_segment(save)]
+    assert segments_of(saves) == [(10, 29), (44, 21)] and old.isdisjoint(save.entry.digest for save in saves)
     write(d, StepPlan(1, saves=saves))
     assert d.matched(ask(d, "t")) == (65, True), "what was stored since is found"
 
@@ -898,7 +903,7 @@ def test_what_was_blended_before_a_reset_stays_apart(desk: Callable[..., Desk]) 
     d.side.reset()
     assert d.side.told(request) == told == {"blended": True, "reused_tokens": 29, "cost": 0.15}
     request.num_computed_tokens = 0  # preempted
-    d.side._requests["r"].stale = False
+    d.side._requests.tracked["r"].stale = False
     assert d.matched(request) == (0, False)
     assert_exact(all_saves(d, request, 0), 30, (59, 21))
 
@@ -986,13 +991,13 @@ def test_renamed_segments_are_asked_for_and_stored_anew(desk: Callable[..., Desk
     planner.rename(found, request, "")
     assert found.lookup is None and set(found.digests).isdisjoint(old) and len(found.digests) == 2
     assert planner.harvest(found, 77) == [0, 1]
-    assert planner.offer(request, found, 0, 0.0) is None
+    assert planner.offer(request, found, 0, 0.0) == NO_BLEND
 
 
 def test_blends_get_what_a_step_leaves(desk: Callable[..., Desk]) -> None:
     """They share what the engine's own requests do not take, and have a quarter of a step in any case."""
     d = desk()
-    d.side._step_tokens = 400
+    d.side._blends._step_tokens = 400
     d.put_segments(FIRST, SECOND)
     names = ["a", "b", "c"]
     for name in names:
@@ -1017,10 +1022,10 @@ def test_a_blend_is_named_until_its_load_is_over(desk: Callable[..., Desk]) -> N
     assert not d.plan().idle, "the next slice waits for nothing"
     d.side.take(Report([2], ended={"c"}))
     assert d.plan().blends == ["a", "b"]
-    d.side.finished(d.side._requests["b"].request, [])
+    d.side.finished(d.side._requests.tracked["b"].request, [])
     plan = d.plan()
     assert plan.blends == ["a"] and plan.drops == ["b"], "it was aborted amid its slices"
     d.side.take(Report([3], ended={"a"}, failed={"a"}))
     plan = d.plan()
     assert plan.blends == [] and plan.drops == ["a"], "ranks that are not told would wait for it"
-    assert not d.side._ready and not d.side._placed
+    assert not d.side._blends._ready and not d.side._blends._placed

@@ -162,7 +162,7 @@ def test_a_segment_is_stored_from_wherever_it_begins(bench: Callable[..., Bench]
     counts = b.counts()
     assert counts["stored_segments"] == 1 and "stored_chunks" not in counts and "stored_tails" not in counts
     assert counts["raw_bytes"] == segment[1] * LAYOUT.bytes_per_token
-    assert b.worker._pending == 0
+    assert b.worker._saves._pending == 0
 
 
 def test_segments_chunks_and_tails_of_a_step_are_stored_together(bench: Callable[..., Bench]) -> None:
@@ -244,7 +244,7 @@ def test_what_the_engine_has_is_left_alone(bench: Callable[..., Bench]) -> None:
     b = bench()
     store_segments(b)
     load = b.load_blend(PAGES, [b.piece(5, 20, 10)], 30, start=24)
-    assert load.digests == [] and load.first_chunk == 1
+    assert load.prefix == []
     b.worker.start_loads([load], synchronous=False)
     place(b)
     assert untouched(b, 0, 24) and holds_piece(b, 5, 20, 10, low=24)
@@ -259,7 +259,7 @@ def test_a_piece_that_goes_on_behind_the_load_is_cut(bench: Callable[..., Bench]
 
 
 def test_many_pieces_are_fetched_in_parts(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.worker._FETCH_CHUNKS", 2)
+    monkeypatch.setattr("cuvee.integrations.vllm.worker_restore._FETCH_ENTRIES", 2)
     b = bench()
     store_segments(b, (5, 7), (31, 9), (64, 6), (90, 8))
     pieces = [b.piece(5, 7, 17), b.piece(31, 9, 24), b.piece(64, 6, 36), b.piece(90, 8, 43)]
@@ -286,7 +286,7 @@ class Walked(list[Any]):
 
 
 def walked(b: Bench, count: int) -> tuple[int, int]:
-    """Pieces and blocks read to place so many pieces of a token, each in a block of its own."""
+    """Pieces read, and blocks that come with them, to place so many pieces of a token, each in a block of its own."""
     load = b.load_blend(PAGES, [b.piece(5 + at, 1, at * BLOCK + 3) for at in range(count)], len(PAGES) * BLOCK - 1)
     assert load.blend is not None
     load.blocks, load.blend.pieces = Walked(load.blocks), Walked(load.blend.pieces)
@@ -294,7 +294,8 @@ def walked(b: Bench, count: int) -> tuple[int, int]:
     place(b)
     compute(b, ["r"], FakeBlender())
     assert b.worker.take_arrived() == {"r"} and b.worker.report(2).blended
-    return load.blend.pieces.read, load.blocks.read
+    assert load.blocks.read == 0
+    return load.blend.pieces.read, sum(len(piece.blocks) for piece in load.blend.pieces)
 
 
 def test_placing_a_piece_reads_neither_the_others_nor_their_blocks(bench: Callable[..., Bench]) -> None:
@@ -574,7 +575,7 @@ def test_a_chunk_that_is_gone_leaves_what_is_before_it(bench: Callable[..., Benc
 def test_the_last_of_many_pieces_that_is_gone_leaves_the_exact_prefix(
     bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.worker._FETCH_CHUNKS", 1)
+    monkeypatch.setattr("cuvee.integrations.vllm.worker_restore._FETCH_ENTRIES", 1)
     b = bench()
     store_segments(b, (5, 7), (31, 9), (64, 6))
     del b.store.entries[b.segment_key(64, 6)]
@@ -595,7 +596,7 @@ def test_an_exact_prefix_may_end_with_a_part_of_a_tail(bench: Callable[..., Benc
     for tensor in b.cache.keys + b.cache.values:
         tensor.fill_(torch.nan)
     load = b.load_blend(PAGES, [b.piece(5, 20, 20)], 40, exact=24)
-    load.digests, load.tail = [*load.digests, b.save_tail(blocks, 24).digest], 8
+    load.prefix.append(b.save_tail(PAGES, 24).entry)
     if gone:
         del b.store.entries[b.segment_key(5, 20)]
         b.worker.start_loads([load], synchronous=False)

@@ -13,7 +13,7 @@ import pytest
 from tests.integrations.vllm.sides import Bench
 
 from cuvee.integrations.stores.threads import ThreadPool
-from cuvee.integrations.vllm import cores, worker
+from cuvee.integrations.vllm import cores, worker_state
 from cuvee.integrations.vllm.cores import free_cores, move_to
 
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
@@ -93,12 +93,18 @@ def test_a_thread_of_a_crew_begins_before_its_first_job() -> None:
 @needs_two_cores
 def test_all_threads_of_a_worker_are_on_free_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     free = frozenset({max(os.sched_getaffinity(0))})
-    monkeypatch.setattr(worker, "free_cores", lambda: free)
+    monkeypatch.setattr(worker_state, "free_cores", lambda: free)
     others = set(threading.enumerate())  # of other tests
     bench = Bench()
     side = bench.worker
     try:
-        for pool in (side._loaders, side._encoders, side._writers, side._fetchers, side._coders):
+        for pool in (
+            side._pools.loaders,
+            side._pools.encoders,
+            side._pools.writers,
+            side._pools.fetchers,
+            side._pools.coders,
+        ):
             assert pool.submit(os.sched_getaffinity, 0).result() == free
         bench.store_all()
         bench.worker.start_loads([bench.load([1, 2], 0, 8)], synchronous=True)

@@ -32,10 +32,10 @@ BLENDED = {"cuvee": {"segments": [[20, 36], [36, 52]]}}
 LOUD = {
     "s._match",
     "s._track",
-    "s._new_saves",
-    "s._unchanged",
-    "s._blend_tokens",
-    "w._copy",
+    "s._saves.completed",
+    "s._saves.unchanged",
+    "s._blends.budget",
+    "w._saves._copy",
     "c.digests",
 }
 
@@ -120,7 +120,7 @@ def test_a_fault_anywhere_costs_no_request(
     injector.undo()
     assert sum(injector.fired.values()) or point in NEVER, f"{point} was called {calls} times"
     assert point not in LOUD or contained
-    if e.side._stores_at_all:  # nothing was switched off
+    if e.side._state.stores:  # nothing was switched off
         loads = _loads(e)
         e.submit("late", B, cache_salt="late")
         e.run()
@@ -129,7 +129,7 @@ def test_a_fault_anywhere_costs_no_request(
         # A load is counted by the thread that ends it, perhaps after its request went on.
         wait_until(lambda: _loads(e) > loads, "what was stored is loaded")
     else:
-        assert point in ("s._rename", "s._clock") or "rename" in point
+        assert point in ("s._rename", "s._state.clock") or "rename" in point
 
 
 def _loads(e: SmallEngine) -> float:
@@ -139,10 +139,10 @@ def _loads(e: SmallEngine) -> float:
 
 
 # Calls that these days do not make: there are other tests of them.
-NEVER = {"s._adapter_identity", "s._store.overdue", "s._break_even.worth_loading"}
+NEVER = {"s._requests._adapter_identity", "s._state.store.overdue", "s._rates._break_even.worth_loading"}
 
 
-@pytest.mark.parametrize("point", [name for name in POINTS if name not in {"s._load_is_over", "s._drop"}])
+@pytest.mark.parametrize("point", [name for name in POINTS if name not in {"s._load_is_over", "s._blends.drop"}])
 def test_what_always_fails_costs_no_request_either(
     point: str, engine: Callable[..., SmallEngine], contained: Contained
 ) -> None:
@@ -302,7 +302,7 @@ def test_odd_adapters_are_harmless(
     from cuvee.integrations.vllm.checkpoint import adapter_identity
 
     e = engine()
-    e.side._adapter_identity = adapter_identity
+    e.side._requests._adapter_identity = adapter_identity
     e.submit("r", A, lora_request=SimpleNamespace(lora_name=adapter[0], lora_path=adapter[1]))
     e.submit("s", A)
     e.run()
@@ -395,7 +395,7 @@ def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contai
     request = make_request(tokens=100)
     d.put(request, 6)
     assert d.matched(request, 32) == (64, True)
-    d.side._entries = lambda tracked: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    d.side._loads._prefix = lambda *given: 1 / 0  # type: ignore[method-assign, assignment, return-value]
     d.side.allocated(request, list(range(12)), 64)
     plan = d.plan()
     assert plan.loads == [] and plan.voids == {"r": list(range(4, 12))}
@@ -424,7 +424,7 @@ def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
     assert d.plan((make_request("after"), 0, 100)).saves == []
     del d.side._rename
     assert d.side.reset() is True
-    d.identity = d.side._identity
+    d.identity = d.side._requests.identity
     d.put(make_request(), 6)
     assert d.matched(make_request("again")) == (96, True)
 
@@ -432,14 +432,17 @@ def test_a_reset_that_fails_stops_the_cache(contained: Contained) -> None:
 def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Contained) -> None:
     b = Bench()
     b.store_all()
-    submit, loads = b.worker._loaders.submit, [b.load(list(range(at, at + 4)), 0, 32, str(at)) for at in (0, 4, 8)]
+    submit, loads = (
+        b.worker._pools.loaders.submit,
+        [b.load(list(range(at, at + 4)), 0, 32, str(at)) for at in (0, 4, 8)],
+    )
 
     def failing(work: Any, job: Any, ready: Any) -> Any:
         if job.load.request == "4":
             raise RuntimeError("can't start new thread")
         return submit(work, job, ready)
 
-    b.worker._loaders.submit = failing  # type: ignore[method-assign]
+    b.worker._pools.loaders.submit = failing  # type: ignore[method-assign]
     b.worker.start_loads(loads, synchronous=True)
     assert b.worker.take_arrived() == {"0", "4", "8"} and b.worker.take_invalid_blocks() == {4, 5, 6, 7}
     assert b.held([0, 1, 2, 3], 0, 32) and b.held([8, 9, 10, 11], 0, 32)
@@ -449,5 +452,5 @@ def test_one_load_that_cannot_begin_does_not_take_the_others_along(contained: Co
 
 def test_every_hook_has_a_label() -> None:
     folder = Path(scheduler.__file__).parent
-    source = "".join((folder / f"{name}.py").read_text() for name in ("scheduler", "worker", "connector"))
+    source = "".join(file.read_text() for file in folder.glob("*.py"))
     assert set(re.findall(r"self\._guard\(\s*\"(\w+)\"", source)) == set(METRICS["contained"].values)

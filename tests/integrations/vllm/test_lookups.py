@@ -306,7 +306,7 @@ def test_a_big_prompt_is_no_outage(desk: Callable[..., Desk]) -> None:
     """The store takes its time for each key. The lookup runs out of its own, the store stays in use."""
     d = desk(blend=SEGMENTS, lookup_timeout=5)
     store = GuardedStore(d.store, clock=lambda: d.now)
-    d.side._store = store
+    d.side._state.store = store
     victim = make_request("v", cache_salt="victim")
     d.put(victim, 6, tenant="victim")
     held, go = threading.Event(), threading.Event()
@@ -402,7 +402,7 @@ def test_the_rest_is_not_asked_for_once_the_request_has_ended(desk: Callable[...
     elif ends == "reset":
         d.side.reset()
     else:
-        tracked = d.side._requests["r"]
+        tracked = d.side._requests.tracked["r"]
         d.side._planner.refuse(tracked.segmented, "failed")  # type: ignore[union-attr, arg-type]
     go.set()
     wait_until(lambda: not d.side._lookups._calls and not d.side._lookups._waiting, "all is quiet")

@@ -157,14 +157,14 @@ class Spy:
 
         def saving(worker: Any, saves: Sequence[Save]) -> None:
             for each in saves:
-                (number,) = each.blocks
-                self.kept.setdefault(each.digest, self.bytes_of(number))
+                (number,) = each.entry.blocks
+                self.kept.setdefault(each.entry.digest, self.bytes_of(number))
                 self._compare(number)
             save(worker, saves)
 
         def starting(worker: Any, loads: Sequence[Load], synchronous: bool) -> None:
             for each in loads:
-                self.loaded.update(zip(each.blocks, each.digests, strict=False))
+                self.loaded.update((entry.blocks[0], entry.digest) for entry in each.prefix)
             start(worker, loads, synchronous)
 
         with pytest.MonkeyPatch.context() as patch:

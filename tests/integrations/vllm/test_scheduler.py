@@ -15,7 +15,7 @@ from cuvee.codec.format.keys import make_keys
 from cuvee.codec.identity import store_key
 from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
-from cuvee.integrations.vllm.messages import Report, StepPlan
+from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 from cuvee.integrations.vllm.metrics import Recorder
 
 
@@ -31,6 +31,11 @@ def desk() -> Iterator[Callable[..., Desk]]:
     for each in made:
         each.store.before = lambda operation: None
         each.side.close()
+
+
+def chunks_of(saves: list[Save]) -> list[int]:
+    """Numbers of the chunks that are stored."""
+    return [save.entry.start // CHUNK for save in saves]
 
 
 def test_entries_of_every_accepted_secret_are_found_and_no_others(
@@ -179,9 +184,9 @@ def test_many_pending_lookups_share_the_patience_of_a_step(desk: Callable[..., D
     d.store.before = lambda operation: _wait(go)
     requests = [make_request(str(number)) for number in range(50)]
     assert {d.side.matched_tokens(request, 0) for request in requests} == {(None, False)}
-    assert d.side._patience == 0
+    assert d.side._state.patience == 0
     d.plan()
-    assert d.side._patience > 0
+    assert d.side._state.patience > 0
     go.set()
     assert {d.matched(request) for request in requests} == {(0, False)}
 
@@ -206,8 +211,8 @@ def test_a_slow_lookup_is_a_miss(desk: Callable[..., Desk]) -> None:
 def test_one_lookup_that_hangs_costs_the_next_ones_nothing(desk: Callable[..., Desk]) -> None:
     """More of them than the pool has threads; afterwards the store is used again."""
     d = desk(lookup_timeout=0.2, own_store=True)
-    d.side._clock = time.monotonic
-    d.side._store = GuardedStore(d.store, first_backoff=0.05, max_backoff=0.05)
+    d.side._state.clock = time.monotonic
+    d.side._state.store = GuardedStore(d.store, first_backoff=0.05, max_backoff=0.05)
     go = threading.Event()
     d.store.before = lambda operation: _wait(go)
     hanging = [make_request(f"hanging {number}") for number in range(6)]
@@ -286,9 +291,11 @@ def test_the_load_that_is_planned(desk: Callable[..., Desk]) -> None:
     d.side.allocated(request, list(range(50, 63)), tokens)
     plan = d.plan()
     (load,) = plan.loads
-    assert (load.request, load.first_chunk, load.start, load.end) == ("r", 1, 24, 48)
-    assert load.digests == d.digests(request)[1:3]
-    assert load.blocks == [52, 53, 54, 55], "from the first chunk's first token on"
+    assert (load.request, load.start, load.end) == ("r", 24, 48)
+    assert load.prefix == [
+        Entry("chunk", d.digests(request)[at], at * CHUNK, CHUNK, (50 + 2 * at, 51 + 2 * at)) for at in (1, 2)
+    ]
+    assert load.blocks == [53, 54, 55], "from the first token on"
     assert d.plan().loads == [], "once"
     d.side.allocated(request, list(range(50, 63)), 0)
     assert d.plan().loads == [], "the second call of the engine, after the load"
@@ -363,10 +370,10 @@ def test_an_aborted_request_is_not_loaded(desk: Callable[..., Desk]) -> None:
 def test_chunks_are_stored_when_they_are_complete(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request()
     d.matched(request)
-    assert [save.chunk for save in d.plan((request, 0, 40)).saves] == [0, 1]
+    assert chunks_of(d.plan((request, 0, 40)).saves) == [0, 1]
     (save,) = d.plan((request, 40, 16), new=False).saves
-    assert (save.chunk, save.blocks, save.digest) == (2, [104, 105], d.digests(request)[2])
-    assert [save.chunk for save in d.plan((request, 56, 44), new=False).saves] == [3, 4, 5]
+    assert save.entry == Entry("chunk", d.digests(request)[2], 2 * CHUNK, CHUNK, (104, 105))
+    assert chunks_of(d.plan((request, 56, 44), new=False).saves) == [3, 4, 5]
     assert d.plan((request, 100, 1), new=False).saves == []
 
 
@@ -375,7 +382,7 @@ def test_what_was_loaded_is_not_stored_again(desk: Callable[..., Desk]) -> None:
     d.put(request, 3)
     d.side.allocated(request, list(range(13)), d.matched(request)[0])
     d.plan()
-    assert [save.chunk for save in d.plan((request, 48, 52)).saves] == [3, 4, 5]
+    assert chunks_of(d.plan((request, 48, 52)).saves) == [3, 4, 5]
 
 
 def test_what_the_engine_had_is_stored_unless_it_is_known_to_be(desk: Callable[..., Desk]) -> None:
@@ -394,20 +401,23 @@ def test_what_a_lookup_found_is_known(desk: Callable[..., Desk]) -> None:
     d, request = desk(min_tokens=64), make_request()
     d.put(request, 3)
     assert d.matched(request)[0] == 0
-    assert [save.chunk for save in d.plan((request, 0, 100)).saves] == [3, 4, 5]
+    assert chunks_of(d.plan((request, 0, 100)).saves) == [3, 4, 5]
 
 
 def test_generated_tokens_are_stored_as_they_become_known(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=30)
     d.matched(request)
-    assert [(save.chunk, save.tail) for save in d.plan((request, 0, 30)).saves] == [(0, 0), (1, 8)]
+    assert [(save.entry.start, save.entry.tokens) for save in d.plan((request, 0, 30)).saves] == [
+        (0, CHUNK),
+        (CHUNK, 8),
+    ]
     generate(request, 1)
     assert d.plan((request, 30, 1), new=False).saves == []
     # Asynchronous scheduling: token 31 is scheduled before it is known.
     assert d.plan((request, 31, 1), new=False).saves == []
     generate(request, 1)
-    assert [save.chunk for save in d.plan((request, 32, 1), new=False).saves] == [1]
-    assert d.side._requests["r"].chain.digests(request.all_token_ids, 2) == d.digests(request)
+    assert chunks_of(d.plan((request, 32, 1), new=False).saves) == [1]
+    assert d.side._requests.tracked["r"].chain.digests(request.all_token_ids, 2) == d.digests(request)
 
 
 def test_generated_tokens_may_be_left_out(desk: Callable[..., Desk]) -> None:
@@ -434,7 +444,7 @@ def test_positions_past_the_limit_are_not_asked_for(
 ) -> None:
     """Whoever stored them: they would not decode."""
     d, request = desk(chunk_tokens=chunk, min_tokens=16), make_request(tokens=100)
-    d.side._positions = positions
+    d.side._state.positions = positions
     d.put(request, 100 // chunk)
     ends = [end for end in range(BLOCK, 100, BLOCK) if end % chunk]
     d.put_tails(request, *ends)
@@ -458,7 +468,7 @@ def test_a_failed_load_is_computed_stored_again_and_not_tried_again(desk: Callab
     plan = d.plan()
     d.side.take(Report([plan.step], {"r"}, [], {"r"}, set(d.digests(request)[1:3])))
     assert d.matched(request, 16) == (0, False)
-    assert [save.chunk for save in d.plan((request, 16, 84)).saves] == [1, 2, 3, 4, 5]
+    assert chunks_of(d.plan((request, 16, 84)).saves) == [1, 2, 3, 4, 5]
 
 
 def test_a_preempted_request_finds_its_own_chunks(desk: Callable[..., Desk]) -> None:
@@ -478,7 +488,7 @@ def test_reset_finds_nothing_that_was_there(desk: Callable[..., Desk]) -> None:
     assert d.matched(request)[0] == 0 and d.matched(other)[0] == 0
     assert len(d.store.entries) == 6
     saved = d.plan((request, 0, 100)).saves
-    assert len(saved) == 6 and not {save.digest for save in saved} & set(d.digests(request))
+    assert len(saved) == 6 and not {save.entry.digest for save in saved} & set(d.digests(request))
 
 
 def test_what_was_computed_before_a_reset_is_not_stored_after_it(desk: Callable[..., Desk]) -> None:
@@ -498,7 +508,7 @@ def test_what_a_lookup_missed_is_not_known_any_more(desk: Callable[..., Desk]) -
     d.put(first, 2)  # the others were evicted at once
     assert d.matched(second)[0] == 32
     d.side.allocated(second, list(range(13)), 32)
-    assert [save.chunk for save in d.plan((second, 32, 68)).saves] == [2, 3, 4, 5]
+    assert chunks_of(d.plan((second, 32, 68)).saves) == [2, 3, 4, 5]
 
 
 def test_loads_that_do_not_pay_are_declined(desk: Callable[..., Desk]) -> None:
@@ -543,4 +553,4 @@ def test_what_could_not_be_stored_is_stored_the_next_time(desk: Callable[..., De
     d.plan((first, 0, 100))
     d.side.take(Report([1], unsaved={d.digests(first)[1]}))
     d.matched(second, 96)
-    assert [save.chunk for save in d.plan((second, 96, 4)).saves] == [1]
+    assert chunks_of(d.plan((second, 96, 4)).saves) == [1]

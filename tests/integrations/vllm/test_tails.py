@@ -13,7 +13,7 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.identity import store_key
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
-from cuvee.integrations.vllm.messages import Report, Save, StepPlan
+from cuvee.integrations.vllm.messages import Entry, Report, Save, StepPlan
 
 CHUNK = 64  # eight blocks, so that a tail has one of seven lengths
 BLOCKS = list(range(100, 200))  # of every request, as `Desk.plan` says
@@ -34,14 +34,14 @@ def desk() -> Iterator[Callable[..., Desk]]:
 
 def places(saves: list[Save]) -> list[tuple[int, int]]:
     """Chunk and tail of each."""
-    return [(save.chunk, save.tail) for save in saves]
+    return [(save.entry.start // CHUNK, save.entry.tokens if save.entry.kind == "tail" else 0) for save in saves]
 
 
 def write(d: Desk, plan: StepPlan) -> None:
     """What the workers do with a plan's saves."""
     for save in plan.last_saves + plan.saves:
         for rank in range(d.shards):
-            d.store.entries[store_key(save.tenant, save.digest, rank)] = b"blob"
+            d.store.entries[store_key(save.tenant, save.entry.digest, rank)] = b"blob"
 
 
 def run(d: Desk, request: SimpleNamespace, generated: int = 0, found: int = 0) -> None:
@@ -72,7 +72,7 @@ def test_the_tail_of_a_prompt_is_stored_by_the_step_that_ends_it(desk: Callable[
     assert places(d.plan((request, 0, 40)).saves) == []
     assert places(d.plan((request, 40, 40), new=False).saves) == [(0, 0)]
     (save,) = d.plan((request, 80, 23), new=False).saves
-    assert save == Save("", d.tail(request, 96), 1, [108, 109, 110, 111], 32)
+    assert save == Save("", Entry("tail", d.tail(request, 96), CHUNK, 32, (108, 109, 110, 111)))
 
 
 def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Callable[..., Desk]) -> None:
@@ -87,7 +87,8 @@ def test_decoding_stores_whole_chunks_and_the_end_of_a_request_its_tail(desk: Ca
     generate(request, 1)
     d.side.finished(request, BLOCKS)
     plan = d.plan()
-    assert (places(plan.saves), plan.last_saves) == ([], [Save("", d.tail(request, 152), 2, [116, 117, 118], 24)])
+    tail = Entry("tail", d.tail(request, 152), 2 * CHUNK, 24, (116, 117, 118))
+    assert (places(plan.saves), plan.last_saves) == ([], [Save("", tail)])
     assert d.plan().last_saves == [], "once"
 
 
@@ -226,7 +227,7 @@ def test_what_was_computed_before_a_reset_is_in_no_tail(desk: Callable[..., Desk
 def test_positions_past_the_limit_are_in_no_tail(desk: Callable[..., Desk]) -> None:
     d, request = desk(), make_request(tokens=4096 + 40)
     d.matched(request)
-    assert {save.tail for save in d.plan((request, 0, 4136)).saves} == {0}
+    assert {save.entry.kind for save in d.plan((request, 0, 4136)).saves} == {"chunk"}
     d.side.finished(request, list(range(1000)))
     assert d.plan().last_saves == []
 
@@ -380,9 +381,11 @@ def test_the_load_of_a_tail(desk: Callable[..., Desk]) -> None:
     d.put_tails(request, 96)
     d.side.allocated(request, list(range(50, 66)), d.matched(request, 24)[0])
     (load,) = d.plan().loads
-    assert (load.first_chunk, load.start, load.end, load.tail) == (0, 24, 96, 32)
-    assert load.digests == [*d.digests(request), d.tail(request, 96)]
-    assert load.blocks == list(range(50, 62))
+    assert (load.start, load.end, load.blocks) == (24, 96, list(range(53, 62)))
+    assert load.prefix == [
+        Entry("chunk", d.digests(request)[0], 0, CHUNK, tuple(range(50, 58))),
+        Entry("tail", d.tail(request, 96), CHUNK, 32, tuple(range(58, 62))),
+    ]
     assert places(d.plan((request, 96, 27)).saves) == [(1, 56)], "the end of the prompt supersedes it"
 
 
@@ -393,7 +396,8 @@ def test_the_last_block_of_a_prompt_is_left_out_of_what_is_loaded(desk: Callable
     d.put_tails(request, 96)
     d.side.allocated(request, list(range(50, 62)), d.matched(request)[0])
     (load,) = d.plan().loads
-    assert (load.start, load.end, load.tail, load.blocks) == (0, 88, 32, list(range(50, 61)))
+    assert (load.start, load.end, load.blocks) == (0, 88, list(range(50, 61)))
+    assert load.prefix[-1] == Entry("tail", d.tail(request, 96), CHUNK, 32, (58, 59, 60)), "without the last block"
 
 
 def test_a_tail_that_another_request_loads_is_waited_for(desk: Callable[..., Desk]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,7 @@ from cuvee.integrations.stores import StoreError
 from cuvee.integrations.stores.guard import GuardedStore
 from cuvee.integrations.stores.tiered import TieredStore
 from cuvee.integrations.vllm.decision import load_work
-from cuvee.integrations.vllm.messages import Load, Report, Save
+from cuvee.integrations.vllm.messages import Entry, Load, Report, Save
 
 
 @pytest.fixture
@@ -391,7 +392,7 @@ def test_a_store_that_hangs_is_given_up_and_never_writes_afterwards(bench: Calla
     assert b.worker.take_invalid_blocks() == {1, 2}
     assert b.worker.report(1).failed == {"r"}
     go.set()
-    assert b.worker._loaders.dismiss(30)
+    assert b.worker._pools.loaders.dismiss(30)
     assert b.cache.keys[0][1].isnan().all(), "the blocks are the engine's again"
     assert b.worker.take_arrived() == set() and b.worker.take_invalid_blocks() == set()
     assert b.counts()["failures{timeout}"] == 1
@@ -405,7 +406,7 @@ def test_a_load_that_never_got_a_thread_is_given_up(bench: Callable[..., Bench])
     b.worker.start_loads([b.load([1, 2], 0, CHUNK, "a"), b.load([3, 4], 0, CHUNK, "b")], synchronous=False)
     b.wait("a", "b")
     go.set()
-    assert b.worker._loaders.dismiss(30)
+    assert b.worker._pools.loaders.dismiss(30)
     assert b.cache.keys[0][3].isnan().all()
     assert b.worker.report(1).failed == {"a", "b"}
 
@@ -427,7 +428,7 @@ def test_a_failed_put_is_counted_and_reported(bench: Callable[..., Bench]) -> No
 
 def test_values_that_cannot_be_coded_are_not_stored(bench: Callable[..., Bench]) -> None:
     b = bench(quality="balanced")
-    b.worker._codec = Codec(Profile.generic(LAYOUT), "balanced")
+    b.worker._state.codec = Codec(Profile.generic(LAYOUT), "balanced")
     b.worker.save(b.saves([0, 1], range(1)))  # pages of NaN
     b.drain()
     assert b.store.entries == {}
@@ -445,7 +446,7 @@ def test_one_chunk_that_cannot_be_coded_costs_no_other(bench: Callable[..., Benc
     assert set(b.store.entries) == {b.key(chunk) for chunk in range(8) if chunk != 2}
     assert b.worker.report(1).unsaved == {b.digests[2]}
     assert (b.counts()["failures{encode}"], b.counts()["stored_chunks"]) == (1, 7)
-    assert b.worker._pending == 0
+    assert b.worker._saves._pending == 0
 
 
 def test_a_bug_in_the_encoder_is_told_with_where_it_is(
@@ -530,9 +531,9 @@ def test_a_write_that_hangs_holds_up_none_of_its_batch(bench: Callable[..., Benc
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
     b.worker.save(b.saves(blocks, range(4)))
-    wait_until(lambda: len(b.worker._saving) == 1, "all but one are stored")
+    wait_until(lambda: len(b.worker._saves._sizes) == 1, "all but one are stored")
     assert len(b.store.entries) == 3 and hangs.is_set()
-    assert b.worker._pending == CHUNK * LAYOUT.bytes_per_token, "what is not written still counts"
+    assert b.worker._saves._pending == CHUNK * LAYOUT.bytes_per_token, "what is not written still counts"
     go.set()
     b.drain()
     assert len(b.store.entries) == 4
@@ -550,7 +551,7 @@ def test_without_memory_for_a_copy_the_engine_goes_on(
     with monkeypatch.context() as patch:
         patch.setattr(PagedCache, "copy", none_left)
         b.worker.save(b.saves([0, 1, 2, 3], range(2)))
-    assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker._pending == 0
+    assert b.worker.report(1).unsaved == set(b.digests[:2]) and b.worker._saves._pending == 0
     assert b.counts()["failures{encode}"] == 2
     b.worker.save(b.saves([0, 1, 2, 3], range(2)))
     b.drain()
@@ -612,7 +613,7 @@ def test_ranks_have_keys_of_their_own(bench: Callable[..., Bench]) -> None:
 
 
 def test_long_loads_come_in_several_fetches(bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cuvee.integrations.vllm.worker._FETCH_CHUNKS", 3)
+    monkeypatch.setattr("cuvee.integrations.vllm.worker_restore._FETCH_ENTRIES", 3)
     b = bench()
     b.store_all()
     blocks = list(range(23, 7, -1))
@@ -681,7 +682,7 @@ def test_what_a_store_could_not_write_behind_is_lost(
 
     slow.before = hang
     tiers = TieredStore([b.store, slow])
-    b.worker._store = tiers
+    b.worker._state.store = tiers
     blocks = list(range(8))
     b.fill(blocks, 4 * CHUNK)
     b.worker.save(b.saves(blocks, range(4)))
@@ -710,14 +711,14 @@ def test_close_does_not_wait_for_loads(bench: Callable[..., Bench], caplog: pyte
     assert hangs.wait(10)
     _in_time(b.worker.close)
     go.set()
-    assert b.worker._loaders.dismiss(30) and b.worker._fetchers.dismiss(30)
+    assert b.worker._pools.loaders.dismiss(30) and b.worker._pools.fetchers.dismiss(30)
     assert b.cache.keys[0][1].isnan().all(), "the engine may have freed its pages"
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench]) -> None:
     b = bench(threads=1, load_timeout=0.2)
-    b.worker._store = GuardedStore(b.store, first_backoff=1e-3, max_backoff=1e-3)
+    b.worker._state.store = GuardedStore(b.store, first_backoff=1e-3, max_backoff=1e-3)
     blocks = list(range(16))
     b.fill(blocks, 8 * CHUNK)
     go, hangs = threading.Event(), threading.Event()
@@ -732,10 +733,10 @@ def test_saves_and_loads_go_on_after_some_that_hang(bench: Callable[..., Bench])
     assert hangs.wait(10)
     threading.Event().wait(0.3)
     b.worker.save(b.saves(blocks, range(1, 3)))
-    wait_until(lambda: not b.worker._saving.keys() & set(b.digests[1:3]), "chunks are stored")
-    assert b.worker._store.counters()["memory"].errors == 1, "the one that hangs, once"
+    wait_until(lambda: not b.worker._saves._sizes.keys() & set(b.digests[1:3]), "chunks are stored")
+    assert b.worker._state.store.counters()["memory"].errors == 1, "the one that hangs, once"
     b.worker.save(b.saves(blocks, range(3, 5)))
-    wait_until(lambda: not b.worker._saving.keys() & set(b.digests[3:5]), "chunks are stored")
+    wait_until(lambda: not b.worker._saves._sizes.keys() & set(b.digests[3:5]), "chunks are stored")
     # The circuit of writing has opened for it; reading has not.
     assert b.key(0) not in b.store.entries
     go.set()
@@ -836,9 +837,10 @@ def test_a_load_may_end_inside_a_tail() -> None:
     b = Bench(chunk_tokens=4 * BLOCK)
     try:
         b.fill([0, 1, 2], 3 * BLOCK)
-        b.worker.save([Save(TENANT, b"t" * 32, 0, [0, 1, 2], 3 * BLOCK)])
+        b.worker.save([Save(TENANT, Entry("tail", b"t" * 32, 0, 3 * BLOCK, (0, 1, 2)))])
         b.drain()
-        b.worker.start_loads([Load("r", TENANT, [b"t" * 32], 0, 0, 2 * BLOCK, [9, 4], 3 * BLOCK)], synchronous=True)
+        tail = Entry("tail", b"t" * 32, 0, 3 * BLOCK, (9, 4))
+        b.worker.start_loads([Load("r", TENANT, [tail], 0, 2 * BLOCK, [9, 4])], synchronous=True)
         assert b.held([9, 4], 0, 2 * BLOCK)
         assert b.cache.keys[0][3:4].isnan().all() and not b.worker.take_invalid_blocks()
     finally:
@@ -851,20 +853,21 @@ def test_a_bad_tail_costs_no_more_than_itself(bench: Callable[..., Bench], damag
     _store_tail(b, end)
     blocks = [20, 3, 17, 4, 9]
     load = b.load_tail(blocks, 0, end)
-    key = store_key(TENANT, load.digests[-1])
+    key = store_key(TENANT, load.prefix[-1].digest)
     if damage == "missing":
         del b.store.entries[key]
     elif damage == "damaged":
         b.store.entries[key] = b.store.entries[key][:-9] + bytes(9)
     else:  # an entry of another place, which holds more tokens than a tail of this length
         b.store.entries[key] = b.store.entries[b.key(0)]
-        load.tail = load.tail if damage == "whole" else 1
+        tokens = BLOCK if damage == "whole" else 1
+        load.prefix[-1] = replace(load.prefix[-1], tokens=tokens)
     b.worker.start_loads([load], synchronous=True)
     assert b.worker.take_arrived() == {"r"}
     assert b.held(blocks, 0, 2 * CHUNK)
     assert b.worker.take_invalid_blocks() == {9}
     report = b.worker.report(1)
-    assert report.failed == {"r"} and report.unsaved == {load.digests[-1]} and not report.loaded
+    assert report.failed == {"r"} and report.unsaved == {load.prefix[-1].digest} and not report.loaded
     assert b.counts()["recomputed_tokens"] == BLOCK and b.counts()["loaded_tokens"] == 2 * CHUNK
     assert key not in b.store.entries, "what can never be loaded is deleted"
 
@@ -892,11 +895,11 @@ def test_a_tail_takes_its_own_share_of_the_budget(bench: Callable[..., Bench]) -
     go = threading.Event()
     b.store.before = lambda operation: _wait(go)
     b.worker.save([*b.saves(blocks, range(1)), b.save_tail(blocks, 3 * BLOCK)])
-    assert b.worker._pending == (CHUNK + BLOCK) * LAYOUT.bytes_per_token
+    assert b.worker._saves._pending == (CHUNK + BLOCK) * LAYOUT.bytes_per_token
     b.worker.save([b.save_tail(blocks, 5 * BLOCK)])
     go.set()
     b.drain()
-    assert b.worker._pending == 0
+    assert b.worker._saves._pending == 0
     assert b.counts()["stores_skipped"] == 1
     assert (b.counts()["stored_chunks"], b.counts()["stored_tails"]) == (1, 1)
 

@@ -188,6 +188,6 @@ def test_nothing_is_loaded_or_stored_while_a_graph_is_captured(
     assert latest.entries == []
     assert [entry for entry, _ in contained] == ["save", "start_loads"]
     assert all(isinstance(error, InputError) and "captured into a CUDA graph" in str(error) for _, error in contained)
-    assert not own.worker._saving and own.worker._pending == 0
+    assert not own.worker._saves._sizes and own.worker._saves._pending == 0
     assert own.worker.take_arrived() == {"r"} and own.worker.take_invalid_blocks() == set(blocks)
     latest.engine.capturing = False

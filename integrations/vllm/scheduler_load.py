@@ -1,0 +1,128 @@
+"""Loads of prefixes: how much of a request is loaded, from which entries, and which loads are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cuvee.integrations.vllm.messages import Entry, Load
+from cuvee.integrations.vllm.scheduler_lookup import PrefixLookups
+from cuvee.integrations.vllm.scheduler_rates import Rates
+from cuvee.integrations.vllm.scheduler_state import SchedulerState, Tracked
+
+
+class SchedulerLoads:
+    """Decides what to load and keeps account of it.
+
+    Args:
+        state: of the scheduler's side.
+        lookups: asks the store.
+        rates: decides whether a load pays.
+        share: whether one request finds in the engine what another one loaded.
+    """
+
+    def __init__(self, state: SchedulerState, lookups: PrefixLookups, rates: Rates, share: bool) -> None:
+        self._state = state
+        self._lookups = lookups
+        self._rates = rates
+        self._share = share
+        self._promised: dict[str, int] = {}  # tokens before those that a request was told it can load
+        self._loads: dict[str, Load] = {}  # to be started by the next step
+        self._voids: dict[str, list[int]] = {}  # as in `StepPlan`
+        self._under_way: dict[str, list[bytes]] = {}  # digests of the prefix in a request's load
+        self._loading: dict[bytes, str] = {}  # the request in whose load each digest is
+
+    def match(self, tracked: Tracked, computed: int) -> int | None:
+        """Return how many tokens after the first `computed` can be loaded from a prefix; None: ask again."""
+        request, options = tracked.request, self._state.options
+        found = self._lookups.look_up(tracked)
+        if found is None:
+            return None
+        usable = self._state.usable(request.num_tokens)
+        coded = found.chunks * self._state.chunk + found.tail
+        tracked.found, tracked.end = found, min(coded, usable)
+        tokens = tracked.end - computed
+        if tokens >= options.least_tokens and self._is_loaded_by_another(tracked, computed):
+            return None
+        result = "miss" if not coded else ("hit" if tracked.end == usable else "partial")
+        if tokens < options.least_tokens or tracked.declined:
+            tokens = 0
+        elif not tracked.settled and not self._rates.pays(tracked, computed):
+            tokens, result, tracked.declined = 0, "declined", True
+        if not tracked.settled:
+            tracked.settled = True
+            self._state.recorder.count("lookups", label=result)
+        return tokens
+
+    def promise(self, request_id: str, computed: int) -> None:
+        """Note that the engine was told of tokens to load after the first `computed`."""
+        self._promised[request_id] = computed
+
+    def take_promise(self, request_id: str) -> int:
+        """Return and forget the number of tokens before those that were promised."""
+        return self._promised.pop(request_id, 0)
+
+    def allocate(self, tracked: Tracked, blocks: Sequence[int], tokens: int) -> None:
+        """Plan a load of the request's last `tokens` tokens before the end of its prefix or blend.
+
+        Args:
+            tracked: the request, with its blend if it has one.
+            blocks: the engine's blocks for it.
+            tokens: to restore.
+        """
+        request_id, blend, block = tracked.request.request_id, tracked.blend, self._state.block
+        end = tracked.end if blend is None else tracked.blend_end
+        start = end - tokens
+        held = list(blocks[: -(-end // block)])
+        prefix = self._prefix(tracked, start // self._state.chunk, held) if blend is None or blend.start > start else []
+        digests = [entry.digest for entry in prefix]
+        self._under_way[request_id] = digests
+        for digest in digests:
+            self._loading.setdefault(digest, request_id)
+        self._loads[request_id] = Load(request_id, tracked.tenant, prefix, start, end, held[start // block :], blend)
+        tracked.saved = max(tracked.saved, tracked.found.chunks)
+
+    def void(self, request_id: str, blocks: list[int]) -> None:
+        """Report these blocks as invalid in place of a request's load, because it cannot begin."""
+        self._loads.pop(request_id, None)
+        self._voids[request_id] = blocks
+
+    def take_step(self) -> tuple[list[Load], dict[str, list[int]]]:
+        """Return and forget the loads to start, and the voids, of the next step."""
+        loads, voids = list(self._loads.values()), self._voids
+        self._loads.clear()
+        self._voids = {}
+        return loads, voids
+
+    def forget(self, request_id: str) -> None:
+        """Start nothing for a request that has ended."""
+        self._promised.pop(request_id, None)
+        self._loads.pop(request_id, None)
+        self._voids.pop(request_id, None)
+
+    def is_under_way(self, request_id: str) -> bool:
+        """Return whether a load for a request of this id has not ended yet."""
+        return request_id in self._under_way
+
+    def over(self, request_id: str) -> None:
+        """Note that the load of a request has ended."""
+        for digest in self._under_way.pop(request_id, ()):
+            if self._loading.get(digest) == request_id:
+                del self._loading[digest]
+
+    def _prefix(self, tracked: Tracked, first: int, blocks: Sequence[int]) -> list[Entry]:
+        """Return the entries that were found, from chunk number `first` on, with their blocks."""
+        chunk, found = self._state.chunk, tracked.found
+        digests = tracked.chain.digests(tracked.request.all_token_ids, found.chunks)
+        entries = [Entry("chunk", digests[at], at * chunk, chunk) for at in range(first, found.chunks)]
+        if found.tail:
+            entries.append(Entry("tail", found.digest, found.chunks * chunk, found.tail))
+        return [entry.within(blocks, self._state.block) for entry in entries]
+
+    def _is_loaded_by_another(self, tracked: Tracked, computed: int) -> bool:
+        """Return whether the next entry is on its way for another request: the engine will have it soon."""
+        if not self._share:
+            return False
+        at, found = computed // self._state.chunk, tracked.found
+        digests = tracked.chain.digests(tracked.request.all_token_ids, found.chunks)
+        owner = self._loading.get(digests[at] if at < found.chunks else found.digest)
+        return owner is not None and owner != tracked.request.request_id

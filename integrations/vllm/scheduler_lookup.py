@@ -1,0 +1,161 @@
+"""Lookups of prefixes: which chunks of a prompt the store has, and which tail after them.
+
+A lookup prefers the whole chunk, then the longest tail. So a chunk or a longer tail supersedes a tail by being found
+first; the shorter one is not deleted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+
+from cuvee.codec.identity import PrefixChain
+from cuvee.integrations.vllm.lookups import Asking, Lookups, Question
+from cuvee.integrations.vllm.scheduler_state import (
+    NOTHING,
+    Found,
+    KnownEntries,
+    PrefixLookup,
+    SchedulerState,
+    Tracked,
+)
+
+logger = logging.getLogger(__name__)
+
+_LOOKUP_AGE = 10.0  # seconds after which the store is asked again: entries may have been evicted
+
+
+class PrefixLookups:
+    """Asks the store what it has of requests, in the background.
+
+    Args:
+        state: of the scheduler's side.
+        lookups: asks the store in turns.
+        known: learns what is there and what is not.
+    """
+
+    def __init__(self, state: SchedulerState, lookups: Lookups, known: KnownEntries) -> None:
+        self._state = state
+        self._lookups = lookups
+        self._known = known
+        self._distrusted = -1.0  # lookups from before this time are not believed
+
+    def distrust(self) -> None:
+        """Believe no lookup from before now, because a load failed."""
+        self._distrusted = self._state.clock()
+
+    def worth_asking(self, request: Any, computed: int) -> bool:
+        """Return whether enough tokens after the first `computed` could be found."""
+        state = self._state
+        could = state.usable(request.num_tokens) - computed
+        return state.loads and not request.skip_reading_prefix_cache and could >= state.options.least_tokens
+
+    def ask(self, tracked: Tracked) -> PrefixLookup:
+        """Send the question what the store has of a request's tokens."""
+        tokens = tracked.request.num_tokens
+        digests = self._whole(tracked, tokens)
+        asking = self._find(tracked.chain, tracked.request.all_token_ids, tokens, digests)
+        lookup = self._lookups.begin(tracked.tenant, asking, NOTHING)
+        tracked.lookup = PrefixLookup(tokens, self._state.clock(), lookup)
+        tracked.settled = False
+        return tracked.lookup
+
+    def look_up(self, tracked: Tracked) -> Found | None:
+        """Return what the store has of a request's tokens; None: not known yet."""
+        now = self._state.clock()
+        lookup = tracked.lookup
+        stale = lookup is not None and (
+            lookup.tokens != tracked.request.num_tokens
+            or now - lookup.asked > _LOOKUP_AGE
+            or lookup.asked <= self._distrusted
+        )
+        if lookup is None or (stale and lookup.answer.done()):
+            lookup = self.ask(tracked)
+        found = self._answer(lookup)
+        if found is None:
+            if now - lookup.asked <= self._state.options.lookup_timeout:
+                return None
+            self._state.overdue()
+            found = lookup.lookup.settle()
+            if not found.chunks and not found.tail:
+                tracked.refused = tracked.settled = True
+                self._state.recorder.count("lookups", label="timeout")
+                return NOTHING
+        if lookup.tokens != tracked.request.num_tokens:  # this question has no answer yet; ask again once it has
+            return None
+        whole = self._whole(tracked, lookup.tokens)
+        for digest in (*whole[found.chunks :], *found.absent):
+            self._known.forget(digest)  # it is absent, or not known to be there
+        for digest in whole[: found.chunks] + [found.digest] * bool(found.tail):
+            self._known.check(digest)
+        return found
+
+    def _answer(self, lookup: PrefixLookup) -> Found | None:
+        """Return the answer if it is there or comes while this step's patience lasts."""
+        with self._state.waiting() as patience:
+            try:
+                return lookup.answer.result(patience)
+            except FutureTimeout:
+                return None
+
+    def _whole(self, tracked: Tracked, tokens: int) -> list[bytes]:
+        """Return the digests of the useful whole chunks among a request's first tokens; of the last one, perhaps only
+        a part is used.
+        """
+        state = self._state
+        limit = min(state.addressed(tokens) // state.chunk, -(-state.usable(tokens) // state.chunk))
+        return tracked.chain.digests(tracked.request.all_token_ids, limit)
+
+    def _tail_sizes(self, tokens: int, chunk: int) -> list[int]:
+        """Return the sizes of tails of this chunk that are useful to a prompt of this many tokens, longest first."""
+        state = self._state
+        start = chunk * state.chunk
+        if not state.tails or start >= state.usable(tokens):
+            return []
+        most = min(state.chunk, state.addressed(tokens) - start + 1)
+        return list(range(state.block, most, state.block))[::-1]
+
+    def _find(self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]) -> Asking[Found]:
+        """Find what every rank has of the first `tokens` of `ids`, whose whole chunks have these digests.
+
+        Finds nothing if the store fails, and counts the failure.
+        """
+        begun = self._state.clock()
+        try:
+            found = yield from self._find_in_parts(chain, ids, tokens, digests)
+        except Exception:
+            logger.exception("cuvee: a lookup failed; its request is computed")
+            self._state.recorder.count("failures", label="lookup")
+            found = NOTHING
+        self._state.recorder.count("lookup_seconds", self._state.clock() - begun)
+        return found
+
+    def _find_in_parts(
+        self, chain: PrefixChain, ids: Sequence[int], tokens: int, digests: Sequence[bytes]
+    ) -> Asking[Found]:
+        """Ask for all tails of a chunk in one question: the tails after the prompt's last whole chunk together with the
+        last whole chunks, the tails of a missing chunk in another question.
+        """
+        size = self._lookups.batch
+        for first in range(0, max(len(digests), 1), size):
+            batch = digests[first : first + size]
+            chunk = first + len(batch)
+            sizes = self._tail_sizes(tokens, chunk) if chunk == len(digests) else []
+            tails = chain.tails(ids, chunk, sizes)
+            there = yield Question([*batch, *tails], Found(first))
+            if not all(there[: len(batch)]):
+                chunk = first + there.index(False)
+                sizes = self._tail_sizes(tokens, chunk)
+                tails = chain.tails(ids, chunk, sizes)
+                there = yield Question(tails, Found(chunk))
+                return _longest(chunk, sizes, tails, there)
+        return _longest(chunk, sizes, tails, there[len(batch) :])
+
+
+def _longest(chunk: int, sizes: Sequence[int], tails: Sequence[bytes], there: Sequence[bool]) -> Found:
+    """Return what is there after `chunk` whole chunks: the first present tail; tails are given longest first."""
+    at = next((at for at, found in enumerate(there) if found), len(there))
+    absent = tuple(digest for digest, found in zip(tails, there, strict=True) if not found)
+    return Found(chunk, sizes[at], tails[at], absent) if at < len(there) else Found(chunk, absent=absent)

@@ -1,0 +1,143 @@
+"""Saves: which chunks, tails and segments of a request are new and complete, and so are to be stored.
+
+A tail has a key of its own, made from the chunks before it and its tokens. Only two tails of a request are stored: one
+where its prompt ends, and one where the request ends, because a tail for every block would write each token of a chunk
+many times. A tail serves requests that diverge from there: the same prompt again, a regenerated answer, a chat
+template that drops the reasoning of earlier answers. These requests may reach another replica, so a tail is not
+deleted when it is superseded. The store evicts unused tails first.
+
+What a chunk adds to a tail that was loaded is coded together with the decoded tail. That is exact at lossless. A
+learned profile codes each token by itself and finds the same numbers again: the squared error grows by 2 to 3 % once,
+and then no more. The generic profile scales a chunk by its own tokens, so its error grew eightfold over 15 such tails:
+with it, no tails are stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cuvee.integrations.vllm.blending.planning import BlendPlanner
+from cuvee.integrations.vllm.messages import Entry, Save
+from cuvee.integrations.vllm.scheduler_state import KnownEntries, SchedulerState, Tracked
+
+
+class SchedulerSaves:
+    """Decides what to store.
+
+    Args:
+        state: of the scheduler's side.
+        known: entries that need not be stored again.
+        planner: knows the segments to store; None: the engine does not blend.
+    """
+
+    def __init__(self, state: SchedulerState, known: KnownEntries, planner: BlendPlanner | None) -> None:
+        self._state = state
+        self._known = known
+        self._planner = planner
+        self._last: list[Save] = []  # of requests that ended since the last step was planned
+
+    def completed(self, tracked: Tracked, before: int, after: int, block_state: Any) -> list[Save]:
+        """Return the chunks and segments of a request that a step completes, and the prompt's tail if it computes the
+        prompt's end.
+
+        Args:
+            tracked: the request.
+            before: first position that the step computes.
+            after: position after the last one.
+            block_state: the engine's table of blocks.
+        """
+        request, chunk, block = tracked.request, self._state.chunk, self._state.block
+        segments = self._segments(tracked, after, block_state)
+        done = min(after, self._storable(tracked)) // chunk
+        first = min(tracked.saved, before // chunk)  # fewer than saved: a load failed, or the request was preempted
+        prompt_ends = before < request.num_prompt_tokens <= after
+        if done <= first and not prompt_ends:
+            return segments
+        digests = tracked.chain.digests(request.all_token_ids, max(done, first))
+        tracked.saved = max(done, first)
+        wanted = [at for at in range(first, done) if not self._known.check(digests[at])]
+        if not wanted and not prompt_ends:
+            return segments
+        blocks = block_state.get_block_ids(request.request_id)[0]
+        saves = [
+            Save(tracked.tenant, Entry("chunk", digests[at], at * chunk, chunk).within(blocks, block)) for at in wanted
+        ]
+        end = min(request.num_prompt_tokens, self._storable(tracked))
+        return saves + (self._tail(tracked, end, blocks) if prompt_ends else []) + segments
+
+    def end(self, tracked: Tracked, blocks: Sequence[int]) -> None:
+        """Store the tail of a request that has ended with the next step."""
+        self._last += self._last_tail(tracked, blocks)
+
+    def take_last(self) -> list[Save]:
+        """Return and forget the tails of requests that have ended."""
+        last, self._last = self._last, []
+        return last
+
+    def unchanged(self, saves: Sequence[Save], output: Any) -> list[Save]:
+        """Return the saves whose blocks the engine does not overwrite before the step, with zeros or copies of other
+        blocks.
+        """
+        overwritten = set(output.new_block_ids_to_zero or ())
+        overwritten.update(block for copied in output.kv_cache_block_copies or () for block in copied)
+        kept = [save for save in saves if overwritten.isdisjoint(save.entry.blocks)]
+        self.forget([save for save in saves if save not in kept])
+        return kept
+
+    def forget(self, saves: Sequence[Save]) -> None:
+        """Take entries that were to be stored for not stored."""
+        for save in saves:
+            self._known.forget(save.entry.digest)
+
+    def reset(self) -> None:
+        """Forget what is stored and what was to be."""
+        self._known.clear()
+        self._last.clear()
+
+    def _segments(self, tracked: Tracked, after: int, block_state: Any) -> list[Save]:
+        """Return a prompt's new segments whose last token this step or an earlier one computes."""
+        segmented = tracked.segmented
+        if segmented is None or self._planner is None:
+            return []
+        harvest = self._planner.harvest(segmented, self._state.addressed(after))
+        new = [at for at in harvest if not self._known.check(segmented.digests[at])]
+        if not new:
+            return []
+        blocks = block_state.get_block_ids(tracked.request.request_id)[0]
+        return [Save(tracked.tenant, segmented.entry(at).within(blocks, self._state.block)) for at in new]
+
+    def _last_tail(self, tracked: Tracked, blocks: Sequence[int]) -> list[Save]:
+        """Return the tail of a request that has ended."""
+        request = tracked.request
+        # A preempted request has no blocks, and none of its tokens count as computed. The last token's KV is left out:
+        # where the engine plans ahead it may be there, but the connector is not told.
+        held = len(blocks) * self._state.block
+        end = min(tracked.computed, request.num_computed_tokens, request.num_tokens - 1, held)
+        return self._tail(tracked, min(end, self._storable(tracked)), blocks)
+
+    def _tail(self, tracked: Tracked, end: int, blocks: Sequence[int]) -> list[Save]:
+        """Return the tail of a request's first `end` tokens, which have KV in `blocks`: the whole blocks after the last
+        whole chunk. Empty if it was stored a moment ago, or has too few tokens ever to be loaded.
+        """
+        state = self._state
+        chunk, tokens = divmod(end // state.block * state.block, state.chunk)
+        start = chunk * state.chunk
+        if not state.tails or not tokens or start + tokens < state.options.least_tokens:
+            return []
+        ids = tracked.request.all_token_ids
+        tracked.chain.digests(ids, chunk)
+        (digest,) = tracked.chain.tails(ids, chunk, [tokens])
+        if self._known.check(digest):
+            return []
+        return [Save(tracked.tenant, Entry("tail", digest, start, tokens).within(blocks, state.block))]
+
+    def _storable(self, tracked: Tracked) -> int:
+        """Return how many of a request's tokens may be stored once they have KV: those before the first inexact one."""
+        request = tracked.request
+        # What is sampled in a step has no KV yet; under asynchronous scheduling its tokens are not known either.
+        generated = self._state.options.store_generated
+        known: int = request.num_tokens if generated else request.num_prompt_tokens
+        segmented = tracked.segmented
+        exact = known if segmented is None or segmented.exact is None else segmented.exact
+        return min(self._state.addressed(known), exact)

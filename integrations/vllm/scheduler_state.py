@@ -1,0 +1,205 @@
+"""What the tasks of the scheduler's side share: the engine's measures, the store, and what is known of each request."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from cuvee.codec.identity import PrefixChain, store_key
+from cuvee.codec.profiles.quality import LOSSLESS
+from cuvee.integrations.stores import Store
+from cuvee.integrations.vllm.blending.planning import Segmented
+from cuvee.integrations.vllm.lookups import Lookup
+from cuvee.integrations.vllm.messages import Blend
+from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.setup import Setup
+
+PATIENCE = 1e-3  # seconds that a step of the engine waits for lookups in total, before it goes on and asks again
+# Share of `lookup_timeout` after which a call hangs. Each call asks for few keys, however many a lookup needs.
+_HANGS = 0.5
+_KNOWN = 1 << 20  # digests remembered as stored
+_KNOWN_AGE = 60.0  # seconds they are believed; then the worker asks the store again
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What the store has of a prompt, on every rank.
+
+    Attributes:
+        chunks: number of whole chunks in a row.
+        tail: tokens of the longest tail after them; 0: there is none.
+        digest: of that tail.
+        absent: digests of the tails that were asked for and are not there.
+    """
+
+    chunks: int = 0
+    tail: int = 0
+    digest: bytes = b""
+    absent: tuple[bytes, ...] = ()
+
+
+NOTHING = Found()
+
+
+@dataclass(slots=True)
+class PrefixLookup:
+    """A question to the store: what does it have of a prompt of this many tokens?"""
+
+    tokens: int
+    asked: float
+    lookup: Lookup[Found]
+
+    @property
+    def answer(self) -> Future[Found]:
+        """The answer to come."""
+        return self.lookup.answer
+
+
+@dataclass(slots=True)
+class Tracked:
+    """What is known of a request.
+
+    Attributes:
+        request: the engine's.
+        tenant: owner of its entries.
+        chain: digests of its chunks and tails.
+        lookup: the question under way, or the last one.
+        found: the last answer.
+        end: number of the prompt's tokens that `found` can give.
+        computed: tokens that have KV in the blocks the request has now, once its last step is over.
+        settled: the answer was judged and counted; the engine may ask again.
+        refused: nothing is loaded for it any more, because that was too slow or failed once.
+        declined: its prefix is quicker to compute than to load.
+        stale: it computed some tokens before a reset, so nothing of it is stored.
+        saved: number of chunks that need not be stored (again).
+        segmented: the segments of it that may be blended.
+        blend: the blend offered to the engine last, and the position where that ends.
+    """
+
+    request: Any
+    tenant: str
+    chain: PrefixChain
+    lookup: PrefixLookup | None = None
+    found: Found = NOTHING
+    end: int = 0
+    computed: int = 0
+    settled: bool = False
+    refused: bool = False
+    declined: bool = False
+    stale: bool = False
+    saved: int = 0
+    segmented: Segmented | None = None
+    blend: Blend | None = None
+    blend_end: int = 0
+
+    def forget_lookups(self) -> None:
+        """Cancel the request's lookups: no one waits for them any more."""
+        if self.lookup is not None:
+            self.lookup.answer.cancel()
+        if self.segmented is not None:
+            self.segmented.forget_lookup()
+
+
+class SchedulerState:
+    """What lookups, loads, saves and blends share. Used in the engine's loop alone, `contains` apart.
+
+    Attributes:
+        options: of the connector.
+        loads, stores: whether requests are loaded and stored at all.
+        chunk, block: tokens per chunk, and per block of the engine.
+        positions: number of positions the model has; None: no limit.
+        tails: whether tails are stored (see `scheduler_save`).
+        shards: number of ranks.
+        store: looked into, never read from.
+        recorder: takes the figures.
+        clock: seconds, monotonic.
+        patience: seconds that the current step still waits for lookups.
+    """
+
+    def __init__(self, setup: Setup, store: Store, recorder: Recorder, clock: Callable[[], float]) -> None:
+        self.options = setup.options
+        self._role = setup.loads, setup.stores
+        self.loads, self.stores = self._role
+        self.chunk = setup.options.chunk_tokens
+        self.block = setup.block_tokens
+        self.positions = setup.layout.max_positions
+        self.tails = setup.quality == LOSSLESS or bool(setup.profile.learned)
+        self.shards = setup.shards
+        self._key_ids = setup.options.key_ids() or (b"",)
+        self.store = store
+        self.recorder = recorder
+        self.clock = clock
+        self.patience = PATIENCE
+
+    def enable(self, enabled: bool) -> None:
+        """Load and store what the engine's role allows, or nothing."""
+        self.loads, self.stores = self._role if enabled else (False, False)
+
+    @contextmanager
+    def waiting(self) -> Iterator[float]:
+        """Give the seconds that the caller may wait, and charge the seconds it waited to the step."""
+        begun = time.monotonic()
+        try:
+            yield self.patience
+        finally:
+            self.patience = max(self.patience - (time.monotonic() - begun), 0)
+
+    def addressed(self, tokens: int) -> int:
+        """Return how many of the first tokens have positions in the model: others are neither stored nor decoded."""
+        return tokens if self.positions is None else min(tokens, self.positions)
+
+    def usable(self, tokens: int) -> int:
+        """Return how many tokens of a prompt of this length can be loaded: whole blocks without the last token, which
+        is computed because its output is needed. Without tails, at most the prompt's whole chunks.
+        """
+        blocks = min(tokens - 1, self.addressed(tokens)) // self.block * self.block
+        return blocks if self.tails else min(blocks, self.addressed(tokens) // self.chunk * self.chunk)
+
+    def overdue(self) -> None:
+        """Tell the store that a lookup took too long, so that a call that hangs delays no other request as well."""
+        self.store.overdue("contains", _HANGS * self.options.lookup_timeout)
+
+    def contains(self, tenant: str, digests: Sequence[bytes]) -> list[bool]:
+        """Return whether every rank's part of each entry is there, with a tag of any accepted secret. Thread-safe."""
+        parts = [(digest, rank) for digest in digests for rank in range(self.shards)]
+        there = [False] * len(parts)
+        for key_id in self._key_ids:
+            missing = [at for at, found in enumerate(there) if not found]
+            if not missing:
+                break
+            keys = [store_key(tenant, *parts[at], key_id) for at in missing]
+            for at, found in zip(missing, self.store.contains(keys), strict=True):
+                there[at] = found
+        return [all(there[at : at + self.shards]) for at in range(0, len(there), self.shards)]
+
+
+class KnownEntries:
+    """Digests of entries that were found or stored a moment ago, so that they are not stored again."""
+
+    def __init__(self, state: SchedulerState) -> None:
+        self._state = state
+        self._seen: OrderedDict[bytes, float] = OrderedDict()
+
+    def check(self, digest: bytes) -> bool:
+        """Return whether an entry is known to be stored, and remember that it is from now on."""
+        now = self._state.clock()
+        if now - self._seen.get(digest, -_KNOWN_AGE) < _KNOWN_AGE:
+            return True
+        self._seen[digest] = now
+        self._seen.move_to_end(digest)
+        if len(self._seen) > _KNOWN:
+            self._seen.popitem(last=False)
+        return False
+
+    def forget(self, digest: bytes) -> None:
+        """Take an entry for not stored."""
+        self._seen.pop(digest, None)
+
+    def clear(self) -> None:
+        """Forget all entries."""
+        self._seen.clear()

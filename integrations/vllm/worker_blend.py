@@ -1,0 +1,90 @@
+"""Blends on one rank: compute, slice by slice, what the placed segments of a load leave to be computed."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from cuvee.codec.errors import CuveeError, allocations
+from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.vllm.messages import Blend
+from cuvee.integrations.vllm.worker_load import WorkerLoads
+from cuvee.integrations.vllm.worker_restore import LoadJob
+from cuvee.integrations.vllm.worker_state import WorkerState
+
+if TYPE_CHECKING:
+    from cuvee.integrations.vllm.blending.executing import PageBlender
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerBlends:
+    """The blends of one rank.
+
+    Args:
+        state: of the worker.
+        loads: of which a blend is the last part.
+        guard: contains errors.
+    """
+
+    def __init__(self, state: WorkerState, loads: WorkerLoads, guard: Guard) -> None:
+        self._state = state
+        self._loads = loads
+        self._guard = guard
+
+    def advance(self, requests: Sequence[str], tokens: int, blender: PageBlender) -> None:
+        """See `WorkerSide.blend`."""
+        left = float(tokens)
+        for request in requests:
+            if left <= 0:
+                break
+            job = self._loads.job(request)
+            before, left = left, 0.0  # it stays 0 after an error, because the ranks may not have computed alike
+            with self._guard("blend", None if job is None else partial(self._loads.abandon, job)):
+                left = before - self._slice(job, before, blender)
+
+    def _slice(self, job: LoadJob | None, tokens: float, blender: PageBlender) -> float:
+        """Compute a slice of one blend; return the number of tokens it took, which is the same on all ranks."""
+        blend = None if job is None else job.load.blend
+        if job is None or blend is None:
+            blender.agree(False)  # the other ranks may have the blend, and must not wait
+            return 0
+        with job.lock:
+            if not blender.agree(job.placed and not job.over):
+                self._loads.end(job, "blend")
+                return 0
+            begun = time.monotonic()
+            try:
+                with allocations(f"blending {job.load.end - blend.start} tokens"):
+                    if job.blending is None:
+                        job.blending = blender.begin(blend, job.load.end)
+                    spent = job.blending.advance(tokens)
+            except CuveeError as error:
+                logger.warning("cuvee: request %s is not blended but computed: %s", job.load.request, error)
+                self._loads.end(job, "blend")
+                return tokens  # the ranks have not computed alike
+            except Exception:
+                logger.exception("cuvee: request %s is not blended but computed", job.load.request)
+                self._loads.end(job, "blend")
+                return tokens
+            job.compute_seconds += time.monotonic() - begun
+            self._state.recorder.count("blend_slices")
+            if job.blending.done:
+                self._blended(job, blend, job.blending.figures)
+            return spent
+
+    def _blended(self, job: LoadJob, blend: Blend, figures: Mapping[str, float]) -> None:
+        """Book a blend that is completely computed; `job.lock` is held."""
+        recorder = self._state.recorder
+        for name, value in figures.items():
+            recorder.count(name, value)
+        recorder.count("blend_seconds", job.compute_seconds)
+        again = figures.get("blend_token_layers", 0) / self._state.pages.layout.num_layers
+        job.computed = figures["blended_tokens"] - figures["blend_reused_tokens"] + again
+        if blend.check:  # the check adds a whole prefill, which says nothing about the blend
+            job.compute_seconds = 0.0
+        job.valid_until = job.load.end
+        self._loads.end(job)

@@ -1,0 +1,247 @@
+"""Loads on one rank: start them, wait for them, give them up, and tell the engine how each of them ended.
+
+A page that is being restored belongs to a request that waits for it, so no other request touches it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from cuvee.codec.errors import CuveeError
+from cuvee.codec.identity import tenant_id
+from cuvee.integrations.vllm.decision import BlendCost, load_work
+from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.vllm.messages import Load
+from cuvee.integrations.vllm.worker_restore import LateError, LoadJob, Restorer
+from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
+from cuvee.kernels.devices import Mark
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerLoads:
+    """The loads of one rank.
+
+    Args:
+        state: of the worker.
+        pools: threads of the worker.
+        guard: contains errors.
+    """
+
+    def __init__(self, state: WorkerState, pools: WorkerPools, guard: Guard) -> None:
+        self._state = state
+        self._pools = pools
+        self._guard = guard
+        self._restorer = Restorer(state, pools)
+        # The state's lock guards these tables.
+        self._jobs: dict[str, LoadJob] = {}
+        self._arrived: set[str] = set()
+        self._invalid: set[int] = set()
+
+    def start(self, loads: Sequence[Load], synchronous: bool) -> None:
+        """See `WorkerSide.start_loads`."""
+        ready: Mark | None = None
+        jobs = []
+        for load in loads:
+            job = LoadJob(load, time.monotonic(), load.start)
+            with self._state.lock:
+                self._jobs[load.request] = job
+            with self._guard("start_loads", partial(self.abandon, job)):
+                ready = ready or Mark(self._state.pages.device)
+                loading = self._pools.loaders.submit(self._load, job, ready)
+                if load.blend is None:  # a blend takes more than one step in any case
+                    jobs.append((job, loading))
+        if not synchronous:
+            return
+        for job, future in jobs:
+            remaining = job.begun + self._state.timeout - time.monotonic()
+            with self._guard("start_loads", partial(self.abandon, job)):
+                try:
+                    future.result(max(remaining, 0))
+                except TimeoutError:
+                    self._give_up(job, patient=True)
+
+    def void(self, loads: Mapping[str, Sequence[int]]) -> None:
+        """See `WorkerSide.void`."""
+        with self._state.lock:
+            for request, blocks in loads.items():
+                self._invalid.update(blocks)
+                self._arrived.add(request)
+                self._state.report.ended.add(request)
+                self._state.report.failed.add(request)
+            self._state.progress.notify()
+
+    def take_arrived(self, patience: float) -> set[str]:
+        """See `WorkerSide.take_arrived`."""
+        state = self._state
+        if patience:
+            with state.progress:
+                state.progress.wait_for(lambda: self._arrived or state.report.placed or not self._jobs, patience)
+        now = time.monotonic()
+        with state.lock:
+            late = [job for job in self._jobs.values() if not job.placed and now - job.begun > state.timeout]
+        for job in late:
+            with self._guard("take_arrived"):
+                self._give_up(job, patient=False)
+        with state.lock:
+            arrived, self._arrived = self._arrived, set()
+        return arrived
+
+    def take_invalid_blocks(self) -> set[int]:
+        """See `WorkerSide.take_invalid_blocks`."""
+        with self._state.lock:
+            invalid, self._invalid = self._invalid, set()
+        return invalid
+
+    def job(self, request: str) -> LoadJob | None:
+        """Return the load under way for a request; None: there is none."""
+        with self._state.lock:
+            return self._jobs.get(request)
+
+    def under_way(self) -> list[LoadJob]:
+        """Return the loads under way; the state's lock is held."""
+        return list(self._jobs.values())
+
+    def drop(self, requests: Sequence[str]) -> None:
+        """See `WorkerSide.drop`."""
+        for request in requests:
+            job = self.job(request)
+            if job is not None:
+                with self._guard("drop"):
+                    self.abandon(job)
+
+    def _load(self, job: LoadJob, ready: Mark) -> None:
+        with self._guard("load", partial(self.abandon, job)):
+            self._try_to_load(job, ready)
+
+    def _try_to_load(self, job: LoadJob, ready: Mark) -> None:
+        load = job.load
+        try:
+            with ready.followed():
+                for batch in self._restorer.fetched(job):
+                    with job.lock:
+                        if job.over:
+                            return
+                        self._restorer.restore(job, batch)
+        except LateError:
+            self._give_up(job, patient=True)
+        except CuveeError as error:
+            logger.warning(
+                "cuvee: request %s: %s; its tokens from %d on are recomputed", load.request, error, job.valid_until
+            )
+        except Exception:
+            if not job.over:  # otherwise it was given up, or the worker closes
+                logger.exception(
+                    "cuvee: request %s: its tokens from %d on are recomputed", load.request, job.valid_until
+                )
+        else:
+            if load.blend is not None:
+                self._place(job)
+                return
+        # Without the lock, because the store may hang; and before the end, so that the entry can be stored again.
+        if job.bad is not None:
+            self._restorer.discard(job.bad)
+        with job.lock:
+            self.end(job)
+
+    def _place(self, job: LoadJob) -> None:
+        """Report that everything a blend reuses is placed; the scheduler's side says when the rest is computed."""
+        with job.lock, self._state.lock:
+            if not job.over:
+                job.placed = True
+                job.place_seconds = time.monotonic() - job.begun
+                self._state.report.placed.append(job.load.request)
+                self._state.progress.notify()
+
+    def _give_up(self, job: LoadJob, patient: bool) -> None:
+        """Declare a load dead. That is impossible while its pages are written: wait if `patient`, else return."""
+        if not job.lock.acquire(blocking=patient):
+            return
+        try:
+            if not job.over:
+                logger.warning(
+                    "cuvee: request %s: no end of its load after load_timeout=%g s; tokens from %d on are recomputed",
+                    job.load.request, self._state.timeout, job.valid_until,
+                )  # fmt: skip
+                self.end(job, "timeout")
+        finally:
+            job.lock.release()
+        self._state.store.overdue("get_many", self._state.timeout)
+
+    def abandon(self, job: LoadJob) -> None:
+        """End a load or blend that failed in an unforeseen place, with what is valid by now."""
+        with job.lock:
+            self.end(job)
+
+    def end(self, job: LoadJob, failure: str = "load") -> None:
+        """Book the outcome; `job.lock` is held. A second call does nothing."""
+        if job.over:
+            return
+        job.over = True
+        with self._guard("load", partial(self._book_as_failed, job)):
+            self._book(job)
+        with self._guard("load"):
+            self._count_load(job, failure)
+
+    def _book(self, job: LoadJob) -> None:
+        load, done, chunk = job.load, job.valid_until, self._state.chunk
+        seconds = time.monotonic() - job.begun
+        failed = done < load.end
+        missing = load.blocks[done // self._state.block - load.start // self._state.block :] if failed else []
+        tail = sum(entry.tokens for entry in load.prefix if entry.kind == "tail")
+        work = load_work(len(load.prefix) - bool(tail), tail, chunk)
+        unsaved = [
+            entry.digest
+            for entry in (load.entries if failed else ())
+            if entry.kind == "segment" or entry.start >= done // chunk * chunk
+        ]
+        with self._state.lock:
+            report = self._state.report
+            self._invalid.update(missing)
+            self._is_over(job)
+            if failed:
+                report.failed.add(load.request)
+                report.unsaved.update(unsaved)
+            elif load.blend is None:
+                report.loaded.append((work, seconds))
+            else:
+                pieces = load.blend.pieces
+                report.blended.append(
+                    BlendCost(
+                        len(pieces), sum(piece.tokens for piece in pieces), job.computed, load.end, work,
+                        job.place_seconds, job.compute_seconds,
+                    )
+                )  # fmt: skip
+
+    def _book_as_failed(self, job: LoadJob) -> None:
+        """Book a load about which nothing is certain: all blocks that it was to fill are invalid."""
+        load = job.load
+        with self._state.lock:
+            if self._jobs.get(load.request) is not job:  # the engine may have heard of its end
+                return
+            self._invalid.update(load.blocks)
+            self._is_over(job)
+            self._state.report.failed.add(load.request)
+
+    def _is_over(self, job: LoadJob) -> None:
+        """Tell the engine of the end of a load; the state's lock is held."""
+        request = job.load.request
+        self._arrived.add(request)
+        self._state.report.ended.add(request)
+        if self._jobs.get(request) is job:
+            del self._jobs[request]
+        self._state.progress.notify()
+
+    def _count_load(self, job: LoadJob, failure: str) -> None:
+        load, done, recorder = job.load, job.valid_until, self._state.recorder
+        recorder.count("loads")
+        recorder.count("load_seconds", time.monotonic() - job.begun)
+        recorder.count("loaded_tokens", done - load.start)
+        if self._state.tenant_metrics:
+            recorder.count_tenant("tenant_loaded_tokens", done - load.start, tenant_id(load.tenant))
+        if done < load.end:
+            recorder.count("failures", label=failure)
+            recorder.count("recomputed_tokens", load.end - done)

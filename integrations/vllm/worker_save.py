@@ -1,0 +1,217 @@
+"""Saves on one rank: pages -> copy, inside the step -> codec -> store.
+
+A page that is being stored is copied before its step ends, so the engine may free or overwrite it at once. A step's
+entries are copied together and encoded as a batch, and each is written to the store alone: a write that hangs holds up
+no other entry. The copies have a budget.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from cuvee.codec.errors import CuveeError, OutOfMemoryError, allocations
+from cuvee.codec.identity import tenant_id
+from cuvee.codec.paged import PagedCache
+from cuvee.integrations.vllm.guard import Guard
+from cuvee.integrations.vllm.messages import Entry, Save
+from cuvee.integrations.vllm.worker_state import WorkerPools, WorkerState
+from cuvee.kernels.devices import Mark, refuse_capture, send
+
+logger = logging.getLogger(__name__)
+
+_STORED = {"chunk": "stored_chunks", "tail": "stored_tails", "segment": "stored_segments"}
+
+
+class WorkerSaves:
+    """The saves of one rank.
+
+    Args:
+        state: of the worker.
+        pools: threads of the worker.
+        guard: contains errors.
+        budget: bytes of copies that may wait to be stored.
+    """
+
+    def __init__(self, state: WorkerState, pools: WorkerPools, guard: Guard, budget: int) -> None:
+        self._state = state
+        self._pools = pools
+        self._guard = guard
+        self._budget = budget
+        # The state's lock guards these.
+        self._pending = 0  # bytes of copies
+        self._sizes: dict[bytes, int] = {}  # bytes of each copy, by digest
+
+    def queued(self) -> tuple[int, int]:
+        """Return how many entries are being stored, and the bytes of their copies; the state's lock is held."""
+        return len(self._sizes), self._pending
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """See `WorkerSide.save`."""
+        if not saves:
+            return
+        # A batch is one thread's work: a device takes all entries in one go, the CPU's threads share them. They are
+        # dealt like cards, so that the first chunks of a prefix are the first to be stored.
+        batches = 1
+        with self._guard("save"):
+            for operation in ("contains", "put"):
+                self._state.store.overdue(operation, self._state.timeout)
+            on_device = self._state.codec.on_device(self._state.pages.device)
+            batches = 1 if on_device else self._pools.encoders.threads
+        admitted = self._admit(saves)
+        for batch in filter(None, (admitted[first::batches] for first in range(batches))):
+            with self._guard("save", partial(self._release, batch)):
+                try:
+                    copy = self._copy(batch)
+                except OutOfMemoryError as error:
+                    self._fail(batch, "encode", error)
+                else:
+                    self._pools.encoders.submit(self._save, batch, copy, Mark(copy.device))
+
+    def _admit(self, saves: Sequence[Save]) -> list[Save]:
+        """Return the saves that are not under way already and fit the budget, and charge it; report the others."""
+        admitted, skipped = [], 0
+        for save in saves:
+            with self._guard("save", partial(self._release, [save])):
+                size, digest = self._bytes(save.entry), save.entry.digest
+                with self._state.lock:
+                    if digest in self._sizes:  # another request has the same prefix
+                        continue
+                    if self._state.closed or self._pending + size > self._budget:
+                        self._state.report.unsaved.add(digest)
+                        skipped += 1
+                        continue
+                    self._pending += size
+                    self._sizes[digest] = size
+                    admitted.append(save)
+        with self._guard("save"):
+            if skipped:
+                self._state.recorder.count("stores_skipped", skipped)
+        return admitted
+
+    def _copy(self, batch: Sequence[Save]) -> PagedCache:
+        """Copy the entries' tokens, one entry after the other, into a cache of one block.
+
+        A device copies them behind the engine's step, and the engine's thread does not wait for that. The copy belongs
+        to the engine's stream: a reader on another stream must have waited for that before the copy is freed.
+
+        Raises:
+            OutOfMemoryError: there is no room for them.
+            InputError: the engine's stream is being captured into a CUDA graph.
+        """
+        pages = self._state.pages
+        refuse_capture(pages.device)
+        slots = torch.cat([self._state.slots(save.entry) for save in batch])
+        with allocations(f"copying {len(slots)} tokens"):
+            return pages.copy(send(slots, pages.device))
+
+    def _save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
+        with self._guard("store", partial(self._release, batch)):
+            self._try_to_save(batch, copy, ready)
+
+    def _try_to_save(self, batch: Sequence[Save], copy: PagedCache, ready: Mark) -> None:
+        """Encode the entries of a batch that the store does not have, and hand them to the writers."""
+        try:
+            there = self._state.store.contains([self._key(save) for save in batch])
+            missing = [at for at, (_, known) in enumerate(zip(batch, there, strict=True)) if not known]
+        except Exception as error:
+            self._fail(batch, "store", error)
+            return
+        blobs: dict[int, bytes] = {}
+        if missing:
+            with ready.followed():
+                blobs = self._encode(batch, copy, missing)
+        for at, save in enumerate(batch):  # only now: until here the whole copy is charged to the budget
+            if there[at]:
+                self._saved(save, kept=True)
+        for at, blob in blobs.items():
+            try:
+                self._pools.writers.submit(self._write, batch[at], blob)
+            except RuntimeError as error:  # no thread can be started, or the worker has closed and counted it as lost
+                if not self._state.closed:
+                    self._fail([batch[at]], "store", error)
+
+    def _encode(self, batch: Sequence[Save], copy: PagedCache, which: Sequence[int]) -> dict[int, bytes]:
+        """Return the blobs of some of a batch's entries, by their index in it; those that cannot be encoded are left
+        out.
+        """
+        begun = time.monotonic()
+        sizes = [save.entry.tokens for save in batch]
+        try:
+            rows = torch.arange(sum(sizes), device=copy.device).split(sizes)
+            blobs = self._state.codec.encode_paged(
+                copy,
+                [rows[at] for at in which],
+                [batch[at].entry.start for at in which],
+                importance=[self._importance(batch[at].entry) for at in which],
+                associated_data=[self._state.bound_to(batch[at].tenant, batch[at].entry.digest) for at in which],
+            )
+        except Exception as error:
+            if len(which) == 1:
+                self._fail([batch[which[0]]], "encode", error)
+                return {}
+        else:
+            self._state.recorder.count("encode_seconds", time.monotonic() - begun)
+            return dict(zip(which, blobs, strict=True))
+        # At least one entry cannot be encoded; encoding them one by one tells which.
+        return {at: blob for each in which for at, blob in self._encode(batch, copy, [each]).items()}
+
+    def _write(self, save: Save, blob: bytes) -> None:
+        with self._guard("store", partial(self._release, [save])):
+            self._try_to_write(save, blob)
+
+    def _try_to_write(self, save: Save, blob: bytes) -> None:
+        try:
+            kept = self._state.store.put(self._key(save), blob)
+        except Exception as error:
+            self._fail([save], "store", error)
+            return
+        recorder = self._state.recorder
+        if kept:
+            recorder.count(_STORED[save.entry.kind])
+            recorder.count("raw_bytes", self._bytes(save.entry))
+            recorder.count("stored_bytes", len(blob))
+            if self._state.tenant_metrics:
+                recorder.count_tenant("tenant_stored_bytes", len(blob), tenant_id(save.tenant))
+        self._saved(save, kept)
+
+    def _fail(self, saves: Sequence[Save], kind: str, error: Exception) -> None:
+        """Count entries that are not stored, and log why."""
+        self._release(saves)
+        if isinstance(error, CuveeError):
+            logger.warning("cuvee: %d chunks were not stored: %s", len(saves), error)
+        else:
+            logger.error("cuvee: %d chunks were not stored", len(saves), exc_info=error)
+        self._state.recorder.count("failures", len(saves), kind)
+
+    def _release(self, saves: Sequence[Save]) -> None:
+        """Book these entries as not stored. Entries that are booked already stay as they are."""
+        for save in saves:
+            self._saved(save, kept=False)
+
+    def _saved(self, save: Save, kept: bool) -> None:
+        """Book an entry as stored or as never to be. One whose job was cancelled stays: it is lost at close."""
+        with self._state.lock:
+            self._pending -= self._sizes.pop(save.entry.digest, 0)
+            if not kept:
+                self._state.report.unsaved.add(save.entry.digest)
+
+    def _key(self, save: Save) -> str:
+        return self._state.key(save.tenant, save.entry.digest)
+
+    def _importance(self, entry: Entry) -> torch.Tensor | None:
+        """Return equal importance for a segment's tokens; None: as the profile predicts it.
+
+        A profile predicts which tokens matter from how caches are usually read. A segment is read behind other text, so
+        all its tokens count alike, as in `cuvee.blend.ChunkCache`.
+        """
+        alike = entry.kind == "segment" and bool(self._state.codec.profile.learned)
+        return torch.ones(entry.tokens) if alike else None
+
+    def _bytes(self, entry: Entry) -> int:
+        """Return the size of an entry's tokens, uncompressed."""
+        return entry.tokens * self._state.pages.layout.bytes_per_token

@@ -1,0 +1,121 @@
+"""What the tasks of a worker share: its codec, its store, the engine's pages, its threads, and the next report."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from cuvee.codec.codec import Codec
+from cuvee.codec.identity import store_key
+from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.integrations.stores import Store
+from cuvee.integrations.stores.threads import ThreadPool
+from cuvee.integrations.vllm.cores import free_cores, move_to
+from cuvee.integrations.vllm.messages import Entry, Report
+from cuvee.integrations.vllm.metrics import Recorder
+from cuvee.integrations.vllm.setup import Setup
+
+_FETCHERS = 4
+
+
+class WorkerPools:
+    """The threads of a worker. A thread that waits for a store is replaced when the store hangs.
+
+    No pool here is one of `concurrent.futures`: where the system refuses a thread, its `submit` raises, and the job
+    runs later all the same, when its pages may be those of another request.
+
+    Attributes:
+        loaders: one load each.
+        fetchers: read from the store.
+        coders: open and decode blobs.
+        encoders: encode copies of pages.
+        writers: write to the store.
+    """
+
+    def __init__(self, threads: int, patience: float) -> None:
+        self._cores: frozenset[int] = frozenset()
+
+        def pool(count: int, name: str) -> ThreadPool:
+            return ThreadPool(count, f"cuvee-{name}", patience, begin=lambda: move_to(self._cores))
+
+        self.loaders = pool(threads, "load")
+        self.encoders = pool(threads, "encode")
+        self.writers = pool(threads, "write")
+        self.fetchers = pool(_FETCHERS, "fetch")
+        self.coders = pool(threads, "decode")
+
+    def use_free_cores(self) -> None:
+        """Run threads that start from now on beside the cores to which the engine is bound."""
+        self._cores = free_cores()
+
+
+class WorkerState:
+    """What loads, blends and saves of one rank share.
+
+    Attributes:
+        rank: tensor-parallel rank.
+        chunk, block: tokens per chunk, and per block of the engine.
+        timeout: seconds after which a load, or a call of the store, is given up.
+        codec: of this rank.
+        key_ids: ids of the secrets, that of the writing secret first; b"" stands for none.
+        store: read and written.
+        recorder: figures, drained into the reports.
+        tenant_metrics: whether to count per tenant.
+        lock: guards `report`, `closed` and the tables of the tasks.
+        progress: notified when a load is over or placed.
+        report: what happened since the last report.
+        closed: nothing is admitted any more.
+    """
+
+    def __init__(self, setup: Setup, rank: int, codec: Codec, store: Store, recorder: Recorder) -> None:
+        options = setup.options
+        self.rank = rank
+        self.chunk, self.block = options.chunk_tokens, setup.block_tokens
+        self.timeout = options.load_timeout
+        self.codec = codec
+        self.key_ids = codec.key_ids or (b"",)
+        self.store = store
+        self.recorder = recorder
+        self.tenant_metrics = options.tenant_metrics
+        self.lock = threading.Lock()
+        self.progress = threading.Condition(self.lock)
+        self.report = Report()
+        self.closed = False
+        self.cache: PagedCache | None = None
+
+    @property
+    def pages(self) -> PagedCache:
+        """The engine's pages.
+
+        Raises:
+            RuntimeError: they are not attached yet.
+        """
+        if self.cache is None:
+            raise RuntimeError("attach was not called")
+        return self.cache
+
+    def key(self, tenant: str, digest: bytes) -> str:
+        """Return the store key under which an entry is written, with the id of the writing secret if there is one."""
+        return store_key(tenant, digest, self.rank, self.key_ids[0])
+
+    def bound_to(self, tenant: str, digest: bytes) -> bytes:
+        """Return what a blob's tag covers besides the blob: tenant, prefix, model, adapter, quality and rank."""
+        return store_key(tenant, digest, self.rank).encode() if self.codec.key_ids else b""
+
+    def slots(self, entry: Entry, placed: range | None = None) -> torch.Tensor:
+        """Return the slot of each of an entry's tokens, int64 `[T]`.
+
+        Args:
+            entry: with its blocks.
+            placed: positions of the tokens that have slots, all others get `NOWHERE`; None: all have slots.
+        """
+        placed = range(entry.start, entry.end) if placed is None else placed
+        slots = torch.full((entry.tokens,), NOWHERE)
+        origin = entry.start // self.block * self.block
+        offset = torch.arange(placed.start, placed.stop) - origin
+        blocks = torch.tensor(entry.blocks, dtype=torch.int64)
+        slots[placed.start - entry.start : placed.stop - entry.start] = (
+            blocks[offset // self.block] * self.block + offset % self.block
+        )
+        return slots
