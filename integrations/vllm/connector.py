@@ -1,16 +1,18 @@
-"""`CuveeConnector`: vLLM's V1 connector interface, handed on to the scheduler's side and the workers' side.
+"""`CuveeConnector`: hands the calls of vLLM's V1 connector interface to the scheduler's side and the workers' side.
 
-The only modules that import vLLM are this one, `prometheus` and `blending.model`. Tested with vLLM 0.32.
+Only this module, `prometheus` and `blending.paged_model` import vLLM. Tested with vLLM 0.32.
 
 vLLM imports this module while it reads its configuration, long before it makes a connector. The codec is imported only
-then: it brings numba, and with numba's llvmlite in memory vLLM 0.32 cannot start a worker on a CPU (it looks into every
-loaded module for kernels to replace, and one of llvmlite's objects answers to every name).
+when a connector is made, because it imports numba. With numba's llvmlite in memory, vLLM 0.32 cannot start a worker on
+a CPU: vLLM looks into every loaded module for kernels to replace, and one of llvmlite's objects answers to every name.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 def _join_log() -> None:
-    """Write where vLLM writes, unless the application configured logging itself."""
+    """Log to vLLM's handlers, unless the application configured logging itself."""
     ours, engine = logging.getLogger("cuvee"), logging.getLogger("vllm")
     if not ours.handlers and engine.handlers:
         ours.handlers, ours.propagate = engine.handlers, False
@@ -60,8 +62,8 @@ def _join_log() -> None:
 
 _join_log()
 
-# Seconds that a step without tokens waits for a load to end. The engine would only ask again at once, and take the
-# interpreter from the threads that decode; a request that comes meanwhile waits no longer than this.
+# Seconds that a step without tokens waits for a load to end. Otherwise the engine would ask again at once, and keep the
+# interpreter from the threads that decode. A request that arrives meanwhile waits no longer than this.
 _IDLE_WAIT = 2e-3
 _HIT_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
 
@@ -80,15 +82,15 @@ class CuveeWorkerMetadata(KVConnectorWorkerMetadata):
     report: Report
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> CuveeWorkerMetadata:
-        """One report of all ranks."""
+        """Merge the reports of two ranks."""
         if not isinstance(other, CuveeWorkerMetadata):
-            raise TypeError(f"a report of {type(other).__name__}, not of a cuvee worker")
+            raise TypeError(f"other: must be a report of a cuvee worker, got {type(other).__name__}")
         self.report.add(other.report)
         return self
 
 
 class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
-    """Keeps the KV of prompts compressed in a store, and finds it again.
+    """Keeps the KV of prompts compressed in a store, and loads it for later prompts.
 
     vLLM makes one for its scheduler and one for each worker. `connector_config.Options` lists the options.
 
@@ -100,17 +102,17 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         from cuvee.integrations.vllm.checkpoint import adapter_identity
         from cuvee.integrations.vllm.scheduler import SchedulerSide
-        from cuvee.integrations.vllm.setup import Setup
+        from cuvee.integrations.vllm.setup import Setup, stop_advice
 
         self._setup = Setup.of_engine(vllm_config, kv_cache_config)
-        # A load that fails is recomputed. vLLM's default is to fail the request; it reads this after we are made.
+        # Recompute loads that fail. vLLM's default is to fail the request; it reads this after making the connector.
         vllm_config.kv_transfer_config.kv_load_failure_policy = "recompute"
         self._store = _borrow_store(self._setup.options.store)
         backend = vllm_config.parallel_config.distributed_executor_backend
         if not self._store.shared and backend != "uni":
             raise InputError(
-                f"store: {self._store.name} is seen by one process only, but the workers are processes of their own "
-                f"(executor {backend!r}); use file:///dev/shm/… for RAM that they share"
+                f"store: must be one that several processes share, because the workers run in their own processes "
+                f"(executor {backend!r}), got {self._store.name}; use file:///dev/shm/… for shared RAM"
             )
         self._cache_hit_source = _HIT_SOURCES.get(self._store.name, CacheHitSource.EXTERNAL_UNSPECIFIED)
         self._closed = False
@@ -128,16 +130,14 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 self._setup, identity, self._store, self._recorder, adapter_identity, own_store=backend != "uni",
                 separator=_separator(self._setup.options.blend, model),
             )  # fmt: skip
-            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1):
-                logger.info(
-                    "cuvee: vLLM kills this engine at once when it is stopped, and what waits to be stored then is "
-                    "lost; --shutdown-timeout 60 gives it time"
-                )
+            advice = stop_advice(sys.argv[0], multiprocessing.parent_process() is None)
+            if self._setup.stores and not getattr(vllm_config, "shutdown_timeout", 1) and advice:
+                logger.info("cuvee: %s", advice)
         atexit.register(self.shutdown)
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache may drop what it is given."""
+        """False: a cache may drop what it is given."""
         return False
 
     # The scheduler's side ---------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.take(metadata.report)
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: what is stored was copied, or is before anything is written to them again."""
+        """Let the engine free the blocks at once: they were copied, or are before anything overwrites them."""
         told = self._scheduling.told(request)
         self._scheduling.finished(request, block_ids)
         return False, None if told is None else {"cuvee": told}
@@ -173,7 +173,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`. Models with several groups of layers are refused by `Setup`, not run without them."""
+        """See `request_finished`. `Setup` refuses models with several groups of layers."""
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
@@ -183,7 +183,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
     # The workers' side ------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Find out how the pages are laid out, or refuse to start."""
+        """Find the layout of the pages, or refuse to start."""
         from cuvee.integrations.vllm.worker import WorkerSide
 
         rank = get_tensor_model_parallel_rank()
@@ -196,13 +196,13 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker = worker
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Copy what requests that ended leave behind. The engine calls this before it writes to any block: at every
-        step, preemption or not. `start_load_kv` may come after the step has computed.
+        """Copy the tails of requests that have ended. The engine calls this at every step, with or without preemption,
+        before it writes to any block. `start_load_kv` may come after the step has computed.
         """
         self._working.save(_plan_of(kv_connector_metadata).last_saves)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Start this step's loads; synchronous ones are over on return. Then compute this step's slice of blends."""
+        """Start this step's loads (synchronous loads are over on return), then compute this step's slice of blends."""
         self._working.void(self._plan.voids)
         self._working.start_loads(self._plan.loads, synchronous=not self._setup.options.load_async)
         self._working.drop(self._plan.drops)
@@ -210,31 +210,31 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             self._working.blend(self._plan.blends, self._plan.blend_tokens, self._blender)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Nothing: loads are asynchronous as a whole, or done before the step."""
+        """Do nothing: a load is asynchronous as a whole, or over before the step."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Nothing: a chunk spans all layers, it is copied after the last one."""
+        """Do nothing: a chunk spans all layers and is copied after the last one."""
 
     def wait_for_save(self) -> None:
-        """Copy what this step completed."""
+        """Copy the entries that this step completed."""
         self._working.save(self._plan.saves)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Requests whose loads are over."""
+        """Return the requests whose loads are over."""
         return None, self._working.take_arrived(_IDLE_WAIT if self._plan.idle else 0.0) or None
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Blocks to be recomputed."""
+        """Return the blocks to recompute."""
         return self._working.take_invalid_blocks()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata:
-        """What happened on this rank."""
+        """Return what happened on this rank."""
         return CuveeWorkerMetadata(self._working.report(self._plan.step))
 
     # Both -------------------------------------------------------------------------------------------------------
 
     def get_kv_connector_stats(self) -> CuveeStats | None:
-        """Figures for the log and for Prometheus; those of the workers come through the scheduler's side."""
+        """Return figures for the log and for Prometheus; the workers' figures come through the scheduler's side."""
         if self._scheduler is None:
             return None
         with self._guard("stats"):
@@ -244,18 +244,18 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CuveeStats:
-        """Figures from another process."""
+        """Wrap figures that come from another process."""
         return CuveeStats(data or {})
 
     @classmethod
     def build_prom_metrics(
         cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> CuveePrometheus:
-        """Prometheus metrics of this connector."""
+        """Return the Prometheus metrics of this connector."""
         return CuveePrometheus(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def shutdown(self) -> None:
-        """Finish what is being stored and say what was done; may be called again."""
+        """Finish what is being stored and log what was done; further calls do nothing."""
         atexit.unregister(self.shutdown)
         if self._scheduler is not None:
             self._scheduler.close()
@@ -268,7 +268,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def estimate(self) -> Estimate | None:
-        """On the scheduler's side, the rates behind the decision to load or to compute; None: not measured yet."""
+        """The rates behind the decision to load or to compute; None: not measured yet. Only on the scheduler's side."""
         return self._scheduling.estimate
 
     @property
@@ -288,7 +288,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         return _plan_of(self._get_connector_metadata())
 
     def _page_blender(self, pages: PagedCache, kv_caches: dict[str, torch.Tensor]) -> PageBlender:
-        """What recomputes in these pages, with the model that the engine has loaded."""
+        """Return the blender for these pages, which runs the model that the engine has loaded."""
         from cuvee.blend.recompute import MOST_ROWS
         from cuvee.integrations.vllm.blending.executing import PageBlender
         from cuvee.integrations.vllm.blending.paged_model import LoadedModel, agree_over_ranks, total_over_ranks
@@ -302,7 +302,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
         return PageBlender(pages, self._setup.block_tokens, model.open, total_over_ranks, agree_over_ranks, rows)
 
     def _pages(self, kv_caches: dict[str, torch.Tensor], rank: int) -> PagedCache:
-        """The engine's tensors as the codec sees them, in the order of the layers."""
+        """Return the engine's tensors as the codec sees them, in the order of the layers."""
         layout = self._setup.layout.shard(rank, self._setup.shards)
         layers = get_layers_from_vllm_config(self._vllm_config, Attention)
         names = sorted(kv_caches, key=extract_layer_index)
@@ -316,8 +316,8 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
             tensor, attention = kv_caches[name], layers[name]
             if not hasattr(attention.impl, "do_kv_cache_update"):
                 raise UnsupportedModelError(
-                    f"{name}: {type(attention.impl).__name__} has no writer of its own (do_kv_cache_update), so its "
-                    "pages cannot be found out: this attention backend is not supported"
+                    f"{name}: {type(attention.impl).__name__} has no writer (do_kv_cache_update), so the layout of its "
+                    "pages cannot be found: this attention backend is not supported"
                 )
             if tensor.dtype != layout.torch_dtype:
                 raise UnsupportedModelError(
@@ -338,7 +338,7 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
                 verify_page_layout(tensor, write, found)
             else:
                 found = find_page_layout(tensor, write, shape.kv_heads, shape.head_dim)
-                logger.info("cuvee: pages of %s: %s", name, found)
+                logger.debug("cuvee: pages of %s: %s", name, found)
             k, v = found.views(tensor)
             keys.append(k)
             values.append(v)
@@ -346,21 +346,21 @@ class CuveeConnector(KVConnectorBase_V1, SupportsHMA):
 
 
 def _separator(blend: BlendOptions | None, model: Any) -> Sequence[int] | None:
-    """The tokens of blending's separator, by the engine's tokenizer."""
+    """Return the tokens of blending's separator, by the engine's tokenizer."""
     given = None if blend is None else blend.separator
     if not isinstance(given, str):
         return given
     if model.skip_tokenizer_init:
-        raise InputError("blend.separator: the engine has no tokenizer: give the separator's token ids")
+        raise InputError("blend.separator: must be token ids, got a text, because the engine has no tokenizer")
     ids: list[int] = cached_tokenizer_from_config(model).encode(given, add_special_tokens=False)
     if not ids:
-        raise InputError(f"blend.separator: {given!r} is no token to the engine's tokenizer")
+        raise InputError(f"blend.separator: must be at least one token of the engine's tokenizer, got {given!r}")
     return ids
 
 
 def _plan_of(metadata: KVConnectorMetadata) -> StepPlan:
     if not isinstance(metadata, CuveeMetadata):
-        raise TypeError(f"metadata of {type(metadata).__name__}, not of a cuvee scheduler")
+        raise TypeError(f"metadata: must be of a cuvee scheduler, got {type(metadata).__name__}")
     return metadata.plan
 
 

@@ -1,4 +1,4 @@
-"""What a user may write into `kv_connector_extra_config`, checked when the engine starts."""
+"""Options of the connector in `kv_connector_extra_config`, checked when the engine starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cuvee.integrations.vllm.blending.blend_options import BlendOptions
 
 _QUALITIES = ("quality", "kl", "bits", "ratio", "step")
 _DECISIONS = ("measured", "always")
-# A request that loads waits for at least one step of the engine, which this many more tokens hardly lengthen.
+# A request that loads waits for at least one step of the engine, and this many more tokens hardly lengthen a step.
 _LEAST_TOKENS = 64
 
 
@@ -23,29 +23,30 @@ class Options:
     """Options of the connector, by the names of the JSON that sets them.
 
     Attributes:
-        store: where the blobs go: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
-        profile: path of the model's profile; None: the generic profile, which knows nothing about the model.
+        store: a store URL, or a list of them, fastest first (`cuvee.integrations.stores`).
+        profile: path of the model's profile; None: the generic profile, which is not fitted to any model.
         quality, kl, bits, ratio, step: at most one, as `cuvee.Codec` takes them; default `quality="balanced"` with a
             profile, `"lossless"` without one.
         chunk_tokens: tokens per blob; a multiple of the engine's block size.
         min_tokens: shorter hits are not loaded; default: 64, or one chunk if that is shorter.
         load_async: load while other requests run; False: the engine waits for its loads.
-        decide: "measured": load where that is expected to beat recompute; "always": load whatever is found.
-        store_generated: store what the model generated, too: the next turn of a conversation begins with it.
-        tenant: of requests that carry no `cache_salt`.
-        model_id: names the weights; default: computed from the checkpoint's files.
+        decide: "measured": load if that is expected to be faster than computing; "always": load all that is found.
+        store_generated: also store generated tokens: the next turn of a conversation begins with them.
+        tenant: of requests without a `cache_salt`.
+        model_id: identifies the weights; default: computed from the checkpoint's files.
         check_model: refuse a profile that was calibrated on other weights.
         threads: CPU threads that encode and decode.
-        max_pending_mb: uncompressed chunks that may wait to be stored, in 10^6 bytes; more are not stored.
-        lookup_timeout: seconds that a request waits for the answer whether it is cached.
-        load_timeout: seconds after which a load is given up and the tokens are recomputed.
-        close_timeout: seconds that the engine's stop waits for what is being stored; what is left then is lost.
-        tenant_metrics: count what each tenant stores and loads; off, because every tenant makes series of its own.
+        max_pending_mb: budget for uncompressed chunks that wait to be stored, in 10^6 bytes; beyond it chunks are not
+            stored.
+        lookup_timeout: seconds that a request waits to learn whether it is cached.
+        load_timeout: seconds after which a load is given up and its tokens are computed.
+        close_timeout: seconds that the engine's stop waits for chunks being stored; the rest is lost.
+        tenant_metrics: count what each tenant stores and loads; each tenant adds its own time series.
         key_env: name of the environment variable that holds the secret, or a list of them; blobs are then
             authenticated: written with the first secret, accepted with any.
-        key_file: instead: path of a file that holds the secret, or a list of them.
-        blend: reuse cached segments at any position, recomputing a part of their tokens; answers are approximations
-            then (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
+        key_file: instead of `key_env`: path of a file with the secret, or a list of them.
+        blend: reuse cached segments at any position and recompute some of their tokens, so that answers are
+            approximations (`cuvee.integrations.vllm.blending.blend_options.BlendOptions`). None: never.
     """
 
     store: tuple[str, ...] = ("memory://?max_gb=4",)
@@ -90,7 +91,7 @@ class Options:
                 raise InputError(f"{name}: must be a name or a list of them, or left out")
             object.__setattr__(self, name, names)
         if self.key_env and self.key_file:
-            raise InputError("key_file: give key_env or key_file, not both")
+            raise InputError("key_file: must be left out if key_env is given, got both")
         for name in ("profile", "quality", "model_id"):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, str) and value):
@@ -115,11 +116,11 @@ class Options:
             object.__setattr__(self, "blend", BlendOptions.from_json(blend))
         if len(self.codec_quality) > 1:
             raise InputError(
-                f"quality: give at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
+                f"quality: must be at most one of {', '.join(_QUALITIES)}, got {', '.join(self.codec_quality)}"
             )
 
     def __repr__(self) -> str:
-        """All options; of the store's URLs what messages may show, and not the tenant, which is as good as a secret."""
+        """Show all options, secrets in the store's URLs and the tenant redacted: a tenant is as good as a secret."""
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
         shown["store"] = tuple(map(redacted, self.store))
         shown["tenant"] = "***" if self.tenant else ""
@@ -127,7 +128,7 @@ class Options:
 
     @classmethod
     def from_dict(cls, extra: Mapping[str, Any]) -> Options:
-        """Options from the engine's JSON.
+        """Return options from the engine's JSON.
 
         Raises:
             InputError: an unknown name (with the nearest known one), or a value of the wrong type or range.
@@ -140,16 +141,16 @@ class Options:
 
     @property
     def codec_quality(self) -> dict[str, Any]:
-        """The one quality asked for, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
+        """The configured quality, as arguments of `Codec` and `Profile.resolve`; empty: the default."""
         return {name: getattr(self, name) for name in _QUALITIES if getattr(self, name) is not None}
 
     @property
     def least_tokens(self) -> int:
-        """Shortest load worth a look."""
+        """Fewest tokens worth a load."""
         return min(self.chunk_tokens, _LEAST_TOKENS) if self.min_tokens is None else self.min_tokens
 
     def secrets(self) -> tuple[bytes, ...]:
-        """The keys of authenticated blobs, the one that writes first; none without `key_env` and `key_file`.
+        """Return the secrets that authenticate blobs, the writing secret first; none without `key_env` and `key_file`.
 
         Raises:
             InputError: a variable is not set, a file cannot be read, or a secret is not 16 to 64 bytes.
@@ -167,7 +168,7 @@ class Options:
         return tuple(secrets)
 
     def key_ids(self) -> tuple[bytes, ...]:
-        """Names of the secrets, as `Codec.key_ids`.
+        """Return the ids of the secrets, as `Codec.key_ids`.
 
         Raises:
             InputError: as `secrets`.

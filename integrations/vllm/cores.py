@@ -1,8 +1,8 @@
-"""Which cores the connector's threads use beside an engine that is bound to some.
+"""Cores for the connector's threads beside an engine that is bound to cores.
 
-vLLM's CPU engine binds each of its OpenMP threads to a core, the main thread among them, and keeps a core or two free
-for others. A thread inherits the cores of the one that starts it. So without this, everything that the connector does
-would run on the one core of the engine's main thread, and hold it up.
+vLLM's CPU engine binds each of its OpenMP threads, the main thread among them, to a core, and keeps one or two cores
+free. A thread inherits the cores of the thread that starts it. So by default the connector's threads would all run on
+the core of the engine's main thread, and slow it down.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ logger = logging.getLogger(__name__)
 
 
 def free_cores() -> frozenset[int]:
-    """The cores of this machine that no thread of this process is bound to; all, if each has one.
+    """Return the cores to which no thread of this process is bound; all cores if none is free.
 
-    Which cores the process may use at all is what its parent may use. Empty if the calling thread may use all of them,
-    and where the system cannot tell.
+    The process may use the cores that its parent may use. Empty if the calling thread may use all of them, or if the
+    system cannot tell.
     """
     try:
         whole, own = os.sched_getaffinity(os.getppid()), os.sched_getaffinity(0)
@@ -38,10 +38,10 @@ def free_cores() -> frozenset[int]:
 
 
 def move_to(cores: frozenset[int]) -> None:
-    """Run the calling thread, and those that it starts, on these cores; where it is, if there are none."""
+    """Run the calling thread, and the threads it starts, on these cores; leave it where it is if there are none."""
     if not cores:
         return
     try:
         os.sched_setaffinity(0, cores)
     except OSError as error:
-        logger.warning("cuvee: its threads stay on the engine's core: cores %s: %s", sorted(cores), error)
+        logger.warning("cuvee: the connector's threads stay on the engine's core: cores %s: %s", sorted(cores), error)

@@ -1,11 +1,11 @@
-"""What keeps the connector's own errors from the engine: `Guard`.
+"""`Guard`: keeps the connector's errors from the engine.
 
 vLLM calls its connector unguarded: an error in any hook ends the engine, and every request with it. A cache is not
-worth that. So whatever fails inside a hook stays there: it is counted and logged, and what it was about is computed.
-Only start-up may refuse, since nobody waits for an answer yet.
+worth that. So an error inside a hook stays there: it is counted and logged, and the affected requests are computed.
+Only start-up may refuse, because no request waits for an answer yet.
 
-Containing an error is half of it. The other half is to leave nothing behind that the engine would wait for, or take for
-valid. Each guarded block therefore names what is to be done where it fails: `then`.
+A contained error must also leave nothing behind that the engine would wait for or take for valid. Each guarded block
+therefore names what to do when it fails: `then`.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from cuvee.integrations.vllm.metrics import Recorder
 
 logger = logging.getLogger(__name__)
 
-_FATAL = (KeyboardInterrupt, SystemExit)  # somebody wants the process to end
+_FATAL = (KeyboardInterrupt, SystemExit)  # the process has to end
 
 
 class Guard:
-    """Makes contexts that errors do not leave. Safe to use from several threads.
+    """Makes contexts that contain errors. Thread-safe.
 
     Args:
         recorder: counts them as `contained`, by entry point.
@@ -38,24 +38,24 @@ class Guard:
         self._seen: set[tuple[str, type[BaseException]]] = set()
 
     def __call__(self, entry: str, then: Callable[[], object] | None = None) -> Guarded:
-        """A context that ends early, but quietly, where its block raises. KeyboardInterrupt and SystemExit pass.
+        """Return a context that suppresses its block's errors, KeyboardInterrupt and SystemExit apart.
 
         Args:
             entry: the hook that runs, one of the values of the metric `contained`.
-            then: called after an error, to leave the state whole. What it raises is contained as well.
+            then: called after an error, to leave a consistent state. Its own errors are contained as well.
         """
         return Guarded(self, entry, then)
 
     def note(self, entry: str, error: BaseException) -> None:
         """Count and log an error. The first of its kind at an entry point is logged with its traceback, the others at
-        DEBUG: what clients send must not fill the log. Raises nothing.
+        DEBUG, so that clients cannot fill the log. Raises nothing.
         """
         kind = entry, type(error)
         level = logging.DEBUG if kind in self._seen else logging.ERROR
         self._seen.add(kind)
         with suppress(Exception):
             logger.log(
-                level, "cuvee: an error in %s is kept from the engine; what it was about is computed, or not stored. "
+                level, "cuvee: an error in %s is kept from the engine; affected tokens are computed, or not stored. "
                 "More of its kind are logged at DEBUG", entry, exc_info=error,
             )  # fmt: skip
         with suppress(Exception):
@@ -71,7 +71,7 @@ class Guarded:
         self._guard, self._entry, self._then = guard, entry, then
 
     def __enter__(self) -> None:
-        """Nothing to prepare."""
+        """Prepare nothing."""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

@@ -1,12 +1,12 @@
-"""Lookups: what of a prompt is in the store, asked in the background, in calls of bounded size, by tenants in turn.
+"""Lookups: ask the store for entries in the background, in calls of bounded size, for one tenant after the other.
 
     Lookups.begin --> tenant: lookup, lookup, … --+
                       tenant: lookup, …         --+--> a thread: one call of the store --> behind the tenant's others,
                       tenant: …                 --+                                        or the answer
 
-A client chooses how much there is to ask of its prompt. So a prompt is never one call: a store would take as long for
-that as it takes to fail, and nobody could tell the one from the other. After each call the next tenant has its turn,
-and of a tenant the next lookup. What was answered in time can be used, and whoever has no use for the rest says so.
+A client chooses how many entries its prompt asks for. So a lookup takes several calls: a single call could take as long
+as a store that hangs, and the two could not be told apart. After each call the next tenant has its turn, and within a
+tenant the next lookup. A caller can use the answers that came in time, and cancel the rest.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from cuvee.integrations.stores.threads import ThreadPool
 
 T = TypeVar("T")
 
-CALL_KEYS = 64  # that one call of the store is asked for; most prefixes end early, and an object store takes 16 at once
+CALL_KEYS = 64  # keys per call of the store; most prefixes end early, and an object store takes 16 at once
 THREADS = 6
-THREADS_PER_TENANT = 4  # so that a tenant whose calls are slow leaves some to the others
+THREADS_PER_TENANT = 4  # so that a tenant with slow calls leaves threads to the others
 
 
 @dataclass(frozen=True, slots=True)
 class Question(Generic[T]):
-    """What a lookup wants to know next.
+    """The next question of a lookup.
 
     Attributes:
         digests: of entries; the answer is whether each is there.
-        known: answer of the whole lookup if this question gets none in time.
+        known: answer of the whole lookup if this question is not answered in time.
     """
 
     digests: Sequence[bytes]
@@ -43,14 +43,14 @@ class Question(Generic[T]):
 
 
 Asking = Generator[Question[T], list[bool], T]
-"""Asks one question after the other, and returns the lookup's answer. It runs in threads, one at a time."""
+"""Yields one question after the other, and returns the lookup's answer. It runs in threads, one at a time."""
 
 
 class Lookup(Generic[T]):
     """A lookup under way.
 
     Attributes:
-        answer: to come; cancel it where it is not wanted any more, and nothing more is asked.
+        answer: to come; cancel it to ask nothing more.
     """
 
     def __init__(self, tenant: str, asking: Asking[T], nothing: T) -> None:
@@ -58,19 +58,19 @@ class Lookup(Generic[T]):
         self._tenant, self._asking, self._known = tenant, asking, nothing
         self._question: Question[T] | None = None
         self._there: list[bool] = []
-        self._lock = threading.Lock()  # of the answer: who asks and who waits may both give it
+        self._lock = threading.Lock()  # of the answer, which the asking and the waiting thread may both set
 
     def settle(self) -> T:
-        """Be content with what is known now, so that nothing more is asked. Returns the answer.
+        """Take what is known now as the answer, so that nothing more is asked, and return it.
 
         Raises:
-            Exception: what asking raised, or CancelledError if the answer was cancelled.
+            Exception: the error of the lookup, or CancelledError if the answer was cancelled.
         """
         self._answer(lambda: self.answer.set_result(self._known))
         return self.answer.result()
 
     def step(self, contains: Callable[[str, Sequence[bytes]], list[bool]], most: int) -> None:
-        """Ask the store once, for `most` entries at most; the answer is there if that was the last of it."""
+        """Ask the store once, for at most `most` entries; the answer is set if that was the last call."""
         try:
             try:
                 question = self._next(lambda: next(self._asking)) if self._question is None else self._question
@@ -91,7 +91,7 @@ class Lookup(Generic[T]):
             self._answer(lambda: self.answer.set_exception(told))
 
     def _next(self, ask: Callable[[], Question[T]]) -> Question[T]:
-        """The next question that needs the store."""
+        """Return the next question that needs the store."""
         question = ask()
         while not question.digests:
             question = self._asking.send([])
@@ -105,13 +105,13 @@ class Lookup(Generic[T]):
 
 
 class Lookups:
-    """Asks the store for all requests of an engine. Safe to call from several threads.
+    """Asks the store for all requests of an engine. Thread-safe.
 
     Args:
         pool: threads that wait for the store.
         contains: asks the store for digests of a tenant.
         shards: keys per digest.
-        patience: seconds after which a call counts as stuck, and no more as one of its tenant's.
+        patience: seconds after which a call counts as stuck, and not against its tenant any more.
         clock: seconds, monotonic.
     """
 
@@ -123,23 +123,23 @@ class Lookups:
         patience: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._crew = pool
+        self._pool = pool
         self._contains = contains
         self._shards = shards
         self._patience = patience
         self._clock = clock
         self._lock = threading.Lock()
-        self._waiting: OrderedDict[str, deque[Lookup[Any]]] = OrderedDict()  # by tenant, whose turn it is first
+        self._waiting: OrderedDict[str, deque[Lookup[Any]]] = OrderedDict()  # by tenant, the next one first
         self._calls: dict[str, list[float]] = {}  # when those under way began, by tenant
         self._unused = 0  # jobs that found only tenants with enough calls under way
 
     @property
     def batch(self) -> int:
-        """Digests that one call of the store may be asked for, one at least. All ranks' parts are asked for."""
+        """Most digests per call of the store, at least 1. Each call asks for all ranks' parts."""
         return max(CALL_KEYS // self._shards, 1)
 
     def begin(self, tenant: str, asking: Asking[T], nothing: T) -> Lookup[T]:
-        """Ask in the background. `nothing` is the answer while nothing is known.
+        """Ask in the background; `nothing` is the answer while nothing is known.
 
         Raises:
             RuntimeError: the threads were dismissed, or none can be started.
@@ -147,9 +147,9 @@ class Lookups:
         lookup = Lookup(tenant, asking, nothing)
         self._wait(tenant, lookup)
         try:
-            self._crew.submit(self._serve)
+            self._pool.submit(self._serve)
         except BaseException:
-            lookup.answer.cancel()  # it would take the turn of one that somebody waits for
+            lookup.answer.cancel()  # otherwise it would take a turn from a lookup that a request waits for
             raise
         return lookup
 
@@ -158,7 +158,7 @@ class Lookups:
             self._waiting.setdefault(tenant, deque()).append(lookup)
 
     def _serve(self) -> None:
-        """One call, of the lookup whose turn it is. A thread does one at a time, or it would seem to be stuck."""
+        """Make one call for the next lookup. A job makes only one call, or it would seem to be stuck."""
         with self._lock:
             turn = self._turn()
             if turn is None:
@@ -181,7 +181,7 @@ class Lookups:
                     jobs += 1
         for done in range(jobs):
             try:
-                self._crew.submit(self._serve)
+                self._pool.submit(self._serve)
             except Exception:  # the threads were dismissed, or none can be started
                 with self._lock:
                     self._unused += jobs - done  # the next call that ends makes up for it
@@ -190,7 +190,7 @@ class Lookups:
                 return
 
     def _turn(self) -> tuple[str, Lookup[Any], float] | None:
-        """The next lookup that is still wanted, of the next tenant that may call, counted as under way."""
+        """Return the next lookup that is still wanted, of the next tenant that may call, and count its call."""
         now = self._clock()
         for tenant in list(self._waiting):
             lookups = self._waiting[tenant]

@@ -1,6 +1,6 @@
-"""What both roles of the connector agree on before the first request: model, profile, quality, identity, or a refusal.
+"""The setup that both roles of the connector share: model, profile, quality and identity.
 
-Everything that cuvee does not do with vLLM is refused here, by name, when the engine starts.
+Models and features of vLLM that cuvee does not support are refused here, by name, when the engine starts.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import logging
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 
 from cuvee.codec.codec import Codec
@@ -34,15 +35,15 @@ class Setup:
     """The connector's view of the engine.
 
     Attributes:
-        options: what the user asked for.
+        options: of the connector.
         layout: KV layout of the whole model; its dtype is that of the engine's cache.
         profile: of the whole model.
         quality: "lossless", or "step:" and the step's index.
-        block_tokens: tokens a block of the engine's scheduler.
+        block_tokens: tokens per block of the engine's scheduler.
         shards: tensor-parallel ranks.
         loads, stores: whether this engine loads, and stores (`kv_role`).
-        prefix_caching: whether one request finds in the engine what another one loaded.
-        step_tokens: that a step of the engine computes at most.
+        prefix_caching: whether a request finds in the engine what another request loaded.
+        step_tokens: most tokens that a step of the engine computes.
     """
 
     options: Options
@@ -65,8 +66,8 @@ class Setup:
             kv_cache_config: vLLM's `KVCacheConfig`.
 
         Raises:
-            InputError: an option that makes no sense.
-            UnsupportedModelError: a model or a feature of the engine that cuvee does not handle, by name.
+            InputError: an unknown option, or a value out of range.
+            UnsupportedModelError: a model or a feature of the engine that cuvee does not support.
             ProfileMismatchError: a profile of another model.
         """
         transfer = vllm_config.kv_transfer_config
@@ -99,7 +100,9 @@ class Setup:
         )  # fmt: skip
 
     def identity(self, vllm_config: Any) -> Identity:
-        """Names what every blob of this engine holds, its tokens apart. Reads the checkpoint's files."""
+        """Return the identity of this engine's blobs: everything but tokens that determines their content. Reads the
+        checkpoint's files.
+        """
         model = vllm_config.model_config
         return Identity(
             model=_model_identity(model, str(vllm_config.load_config.load_format), self.options),
@@ -111,15 +114,15 @@ class Setup:
         )
 
     def check_profile(self, model_path: str, revision: str | None = None) -> None:
-        """Refuse a profile that was calibrated on other weights than those in `model_path` (or of a hub's model).
+        """Refuse a profile that was calibrated on other weights than those in `model_path`, a folder or a hub id.
 
         Raises:
-            ProfileMismatchError: it was.
+            ProfileMismatchError: it was calibrated on other weights.
         """
         if self.options.profile is None:
             logger.info(
-                "cuvee: no profile is configured: quality is %s. With a profile learned for this model entries are "
-                "several times smaller, at a KL that was measured (`cuvee profile learn`, then option 'profile')",
+                "cuvee: no profile is configured, so the quality is %s. With a profile learned for this model, entries "
+                "are several times smaller, at a measured KL (`cuvee profile learn`, then option 'profile')",
                 self.quality,
             )
             return
@@ -128,21 +131,43 @@ class Setup:
         verdict = check_profile(self.profile, model_path, revision=revision)
         if verdict == "mismatch":
             raise ProfileMismatchError(
-                f"profile: {self.options.profile} was calibrated on other weights than {model_path}; calibrate one for "
-                "this model, or set check_model to false where they are the same model quantized or converted"
+                f"profile: must be of the model's weights, got {self.options.profile}, calibrated on other weights "
+                f"than {model_path}; calibrate one for this model, or set check_model to false if it is the same "
+                "model quantized or converted"
             )
         if verdict != "match":
-            logger.info("cuvee: whether %s was calibrated on these weights: %s", self.options.profile, verdict)
+            logger.info("cuvee: %s: calibrated on these weights? %s", self.options.profile, verdict)
 
     def codec(self, rank: int) -> Codec:
-        """The codec of one tensor-parallel rank. It starts no threads: the worker codes several chunks at a time."""
+        """Return the codec of one rank. It starts no threads, because the worker codes several chunks at a time."""
         profile = self.profile.shard(rank, self.shards)
         asked, secrets = self.options.codec_quality, self.options.secrets() or None
         codec = Codec(profile, **asked, dtype=self.layout.dtype, threads=1, key=secrets)
         if codec.key_ids and rank == 0:
-            # Replicas with other secrets do not find each other's entries: this is where one sees why.
+            # Replicas with other secrets do not find each other's entries; the id in the log shows why.
             logger.info("cuvee: blobs are signed with the key of id %s", _key_ids(codec))
         return codec
+
+
+def stop_advice(program: str, in_process: bool) -> str | None:
+    """Return how to give the engine time to finish storing when it is stopped; None: it has that time.
+
+    Args:
+        program: path of the program that started the engine (`sys.argv[0]`).
+        in_process: the engine runs in the program's own process, which stores what waits before it exits.
+    """
+    if in_process:
+        return None
+    path = PurePath(program)
+    if path.name == "vllm" or {"vllm", "entrypoints"} <= set(path.parts):
+        return (
+            "vLLM kills this engine at once when the server is stopped, and chunks that wait to be stored are lost; "
+            "--shutdown-timeout 60 gives it time"
+        )
+    return (
+        "vLLM gives this engine a few seconds when the program ends, and chunks that still wait to be stored are lost; "
+        "llm.llm_engine.engine_core.shutdown(timeout=60) at the program's end gives it time"
+    )
 
 
 def _key_ids(codec: Codec) -> str:
@@ -152,12 +177,12 @@ def _key_ids(codec: Codec) -> str:
 
 @lru_cache(maxsize=1)
 def _load_profile(path: str) -> Profile:
-    """Both roles live in one process where there is one rank: read the file once."""
+    """Read the file once: with one rank, both roles live in one process."""
     return Profile.load(path)
 
 
 def _only_group(kv_cache_config: Any) -> Any:
-    """The spec of the only group of layers, plain full attention."""
+    """Return the spec of the only group of layers, which is plain full attention."""
     groups = kv_cache_config.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
     names = ", ".join(sorted({type(spec).__name__ for spec in specs}))
@@ -205,7 +230,7 @@ def _dtype(spec: Any) -> str:
 
 
 def _check_heads(layout: KVLayout, spec: Any, kv_cache_config: Any, shards: int) -> None:
-    """The engine's pages must be what the model's configuration says."""
+    """Refuse pages whose heads differ from the model's configuration."""
     names = kv_cache_config.kv_cache_groups[0].layer_names
     if len(names) != layout.num_layers:
         raise UnsupportedModelError(
@@ -222,7 +247,7 @@ def _check_heads(layout: KVLayout, spec: Any, kv_cache_config: Any, shards: int)
 
 
 def _model_identity(model: Any, load_format: str, options: Options) -> str:
-    """Names the weights as this engine uses them."""
+    """Name the weights as this engine uses them."""
     overrides = model.hf_overrides if isinstance(model.hf_overrides, dict) else {"": str(model.hf_overrides)}
     return name_of_weights(
         options.model_id or checkpoint_identity(model.model, revision=model.revision),
@@ -235,7 +260,7 @@ def _model_identity(model: Any, load_format: str, options: Options) -> str:
 
 
 def _tokenizer(model: Any) -> str:
-    """Names the tokenizer, where there is one. KV depends on token ids alone, so an unknown one is left out."""
+    """Name the tokenizer; "" if there is none or it is unknown, since KV depends on token ids alone."""
     if model.skip_tokenizer_init or not model.tokenizer:
         return ""
     try:

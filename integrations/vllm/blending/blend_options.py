@@ -1,4 +1,4 @@
-"""What a user may ask of blending: for the engine (`BlendOptions`), and for one request (`BlendRequest`)."""
+"""Options of blending: for the engine (`BlendOptions`) and for one request (`BlendRequest`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 
 _REQUEST_FIELDS = ("blend", "segments", "cost")
-_MOST_SHOWN = 40  # characters of what a client sent that go into a message, and with it into the log
+_MOST_SHOWN = 40  # characters of a client's value that go into a message, and so into the log
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,18 +19,18 @@ class BlendOptions:
     """Option `blend` of the connector, by the names of the JSON that sets it; `{}` is all defaults.
 
     Attributes:
-        cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all.
-        separator: a text or token ids that stand between the parts of prompts; None: parts are found by their content.
-        least_tokens, mean_tokens, most_tokens: of the segments that are found by content. No shorter ones are used at
-            all, however they were found.
-        harvest: store the segments of prompts that were computed and not reused.
-        min_context: tokens that must stand before a segment to be stored, unless the request itself names it. What was
-            computed at the beginning of a prompt knows too little of what usually stands before it.
-        min_reused: tokens that a blend must reuse; below, a prompt is computed.
+        cost: share of the reused tokens' computation to spend on recomputing some of them; 1 recomputes all of them.
+        separator: text or token ids between the parts of prompts; None: parts are found by their content.
+        least_tokens, mean_tokens, most_tokens: sizes of the segments that are found by content. Segments of fewer than
+            `least_tokens` are never used, however they were found.
+        harvest: store the segments of prompts that were computed, not reused.
+        min_context: tokens that must stand before a segment for it to be stored, unless the request names it. A
+            segment computed at the beginning of a prompt lacks the context that it usually has.
+        min_reused: fewest tokens that a blend must reuse; otherwise the prompt is computed.
         check_every: also compute every n-th blend exactly, and export how far the next token's distribution moved
-            (`blend_kl`). That takes a whole prefill, in slices like the blend's own. 0: never.
-        most_segments: of a prompt, that are looked up and stored. Of more, the longest are kept, of equal ones the
-            first: clients choose how many there are, and the longest save the most per question to the store.
+            (`blend_kl`). Each check takes a whole prefill, in slices like the blend itself. 0: never.
+        most_segments: most segments per prompt that are looked up and stored. If there are more, the longest are kept,
+            and the first among equals: clients choose the number, and the longest save most per lookup.
 
     Raises:
         InputError: a value of the wrong type or range.
@@ -52,7 +52,7 @@ class BlendOptions:
         given: Any = self.separator
         if isinstance(given, list | tuple):
             if not given or not all(type(token) is int and token >= 0 for token in given):
-                raise InputError(f"blend.separator: must hold token ids, at least one, got {given!r}")
+                raise InputError(f"blend.separator: must be at least one token id, got {given!r}")
             object.__setattr__(self, "separator", tuple(given))
         elif given is not None and not (isinstance(given, str) and given):
             raise InputError(f"blend.separator: must be a text or a list of token ids, or left out, got {given!r}")
@@ -65,11 +65,11 @@ class BlendOptions:
         try:
             self.chunker()
         except InputError as error:
-            raise InputError(f"blend: least_tokens, mean_tokens and most_tokens do not fit: {error}") from None
+            raise InputError(f"blend: least_tokens, mean_tokens and most_tokens must fit each other: {error}") from None
 
     @classmethod
     def from_json(cls, given: Any) -> BlendOptions:
-        """Options from the engine's JSON.
+        """Return options from the engine's JSON.
 
         Raises:
             InputError: not an object, an unknown name, or a value of the wrong type or range.
@@ -83,18 +83,18 @@ class BlendOptions:
         return cls(**given)
 
     def chunker(self) -> ContentChunker:
-        """What finds segments by their content."""
+        """Return the chunker that finds segments by their content."""
         return ContentChunker(self.least_tokens, self.mean_tokens, self.most_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class BlendRequest:
-    """What a request asks for, in `kv_transfer_params`: `{"cuvee": {"segments": [[0, 512], …], "cost": 0.3}}`.
+    """Options of one request, in `kv_transfer_params`: `{"cuvee": {"segments": [[0, 512], …], "cost": 0.3}}`.
 
     Attributes:
-        blend: False: compute this request, or load it exactly.
-        segments: token positions `[start, end)` of its parts, rising, not overlapping; None: they are found.
-        cost: as in `BlendOptions`; None: that of the engine.
+        blend: if False, the request is computed or loaded exactly.
+        segments: token positions `[start, end)` of its parts, in order, not overlapping; None: they are found.
+        cost: as in `BlendOptions`; None: the engine's.
     """
 
     blend: bool = True
@@ -103,10 +103,10 @@ class BlendRequest:
 
     @classmethod
     def of(cls, params: Any, tokens: int) -> BlendRequest:
-        """What `kv_transfer_params` say of a prompt of so many tokens.
+        """Read `kv_transfer_params` of a prompt of this many tokens.
 
         Raises:
-            InputError: something else than the above.
+            InputError: an unknown field, or a value of the wrong type or range.
         """
         given = params.get("cuvee") if isinstance(params, Mapping) else None
         if given is None:
@@ -135,7 +135,7 @@ def _spans(given: Any, tokens: int) -> tuple[Span, ...]:
     spans: list[Span] = []
     for number, pair in enumerate(given):
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(at) is int for at in pair):
-            raise InputError(f"{name}[{number}]: must be [start, end], two token positions")
+            raise InputError(f"{name}[{number}]: must be [start, end], two token positions, got {_shown(pair)}")
         start, end = pair
         before = spans[-1][1] if spans else 0
         if not before <= start < end <= tokens:
@@ -153,7 +153,7 @@ def _check_cost(name: str, cost: object) -> None:
 
 
 def _shown(value: object) -> str:
-    """A value as messages show it: short, whatever it is."""
+    """Show a value in a message, in few characters whatever it is."""
     if isinstance(value, int) and not -(10**_MOST_SHOWN) < value < 10**_MOST_SHOWN:  # Python may refuse to write it
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str):

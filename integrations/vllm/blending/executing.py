@@ -1,4 +1,4 @@
-"""The workers' side of blending: recomputes tokens among segments that were placed in the engine's pages.
+"""The workers' side of blending: recompute tokens among the segments placed in the engine's pages.
 
 Blend --> Placed --cuvee.blend.Recompute--> the engine's layers write what they compute into its pages
 
@@ -22,20 +22,20 @@ from cuvee.integrations.vllm.messages import Blend
 
 logger = logging.getLogger(__name__)
 
-SINKS = 16  # tokens at the beginning of a prompt that are computed in any case
-_MASK_CELLS = 1 << 24  # most cells of a mask: a check of a long prompt takes few tokens at a time
+SINKS = 16  # tokens at the beginning of a prompt that are always computed
+_MASK_CELLS = 1 << 24  # most cells of a mask; a check of a long prompt takes few tokens at a time
 
 
 class ServedModel(RecomputeModel, Protocol):
-    """A model that also says which token comes next."""
+    """A model that also predicts the next token."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What `layer` returns for the last layer, `[S, C]` -> float32 logits `[S, V]`."""
+        """Turn the last layer's output `[S, C]` into float32 logits `[S, V]`."""
         ...
 
 
 class RankFailedError(CuveeError):
-    """Another rank cannot go on with a blend, so this one does not either."""
+    """Another rank cannot go on with a blend, so this rank stops as well."""
 
     blames_blob = False
 
@@ -45,11 +45,11 @@ class PageBlender:
 
     Args:
         cache: the engine's pages.
-        block_tokens: of a block.
+        block_tokens: tokens per block.
         open_model: makes the model for a prompt, from its block table.
-        total: adds up over the ranks (`Recompute`).
-        agree: tells each rank whether all of them are well. All ranks call it equally often, in one order.
-        rows: tokens that are computed together, at most.
+        total: adds up tensors over the ranks (`Recompute`).
+        agree: tells each rank whether all ranks can go on. All ranks call it equally often, in the same order.
+        rows: most tokens that are computed at a time.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class PageBlender:
         self._block = block_tokens
 
     def begin(self, blend: Blend, end: int) -> PageBlend:
-        """The blend of the tokens `blend.start … end`, of which nothing is computed yet."""
+        """Return the blend of the tokens `blend.start … end`, of which nothing is computed yet."""
         return PageBlend(self, blend, end)
 
     def slots(self, blocks: Sequence[int], end: int) -> torch.Tensor:
-        """Where the first `end` tokens of a prompt with this block table are, on the device of the pages."""
+        """Return the slots of the first `end` tokens of a prompt with this block table, on the pages' device."""
         at = torch.arange(end)
         return (torch.tensor(blocks)[at // self._block] * self._block + at % self._block).to(self.cache.device)
 
 
 class PageBlend:
-    """One blend, computed in slices: the tokens that are not reused, and some that are.
+    """One blend, computed in slices: the tokens that are not reused, and some of the reused ones.
 
     A slice consists of units, each of which goes through the model in one piece. Before and after each unit all ranks
-    agree that they are well: a rank that went into a unit alone would wait for the others there for ever. What a unit
-    needs is prepared before the ranks agree on it. Nobody can rescue ranks whose peer fails amid a unit, as nobody can
-    in the engine's own passes.
+    agree that they can go on, because a rank that entered a unit alone would wait for the others forever. Each unit is
+    prepared before the ranks agree on it. If a rank fails inside a unit, the other ranks hang, as in the engine's own
+    passes.
 
     Attributes:
         done: everything is computed.
-        figures: what happened, by the names of metrics; complete once it is done.
+        figures: values of metrics, by name; complete once the blend is done.
     """
 
     def __init__(self, blender: PageBlender, blend: Blend, end: int) -> None:
@@ -97,23 +97,23 @@ class PageBlend:
         self._end = end
         self._layers = blender.cache.layout.num_layers
         self._units = self._compute()
-        self._following = 0.0  # tokens that the next unit computes; what comes before the first costs next to nothing
+        self._following = 0.0  # tokens that the next unit computes; preparing the first unit costs almost nothing
         self._checking = False
         self.done = False
         self.figures: dict[str, float] = {}
 
     def advance(self, budget: float) -> float:
-        """Compute a slice: as many units as fit, but one at least.
+        """Compute a slice: as many units as fit the budget, and at least one.
 
         Args:
-            budget: tokens to compute, at most. A token that goes through half of the layers counts half.
+            budget: most tokens to compute. A token that goes through half of the layers counts half.
 
         Returns:
-            tokens computed, the same number on all ranks.
+            number of computed tokens, the same on all ranks.
 
         Raises:
             RankFailedError: another rank cannot go on.
-            Exception: whatever this rank fails with; the others are told.
+            Exception: this rank's error; the other ranks learn of it.
         """
         spent = 0.0
         while not self.done and (not spent or spent + self._following <= budget):
@@ -145,7 +145,7 @@ class PageBlend:
             self.done = finished
 
     def _compute(self) -> Generator[int, None, None]:
-        """Do all of it, and stop before each unit, to say how many token-layers it takes."""
+        """Compute the blend; before each unit, yield the number of token-layers it takes."""
         blender, blend = self._blender, self._blend
         placed = place(blend, self._end)
         slots = blender.slots(blend.blocks, self._end)
@@ -162,12 +162,12 @@ class PageBlend:
             "blend_token_layers": int(done.depth[placed.cached].sum()) + done.query_token_layers,
         }
         if blend.check:
-            yield 0  # all ranks have computed the blend: from here on, what fails is the check alone
+            yield 0  # all ranks have computed the blend: from here on, only the check can fail
             self._checking = True
             self.figures["blend_kl"] = yield from self._divergence(model, slots, placed)
 
     def _divergence(self, model: ServedModel, slots: torch.Tensor, placed: Placed) -> Generator[int, None, float]:
-        """KL of the next token's distribution behind the blend from that behind the whole prompt computed, in nats."""
+        """Return the KL of the next token's distribution after the blend from that after the exact prompt, in nats."""
         cache = self._blender.cache
         kv = _PagesKV(cache, slots, torch.arange(len(placed.tokens)) < placed.end)
         exact = yield from self._next_token(model, placed.tokens, 0, None)
@@ -177,9 +177,9 @@ class PageBlend:
     def _next_token(
         self, model: ServedModel, tokens: torch.Tensor, first: int, held: _PagesKV | None
     ) -> Generator[int, None, torch.Tensor]:
-        """Log-probabilities `[V]` of the token after a prompt, of which the tokens before `first` are held.
+        """Return log-probabilities `[V]` of the token after a prompt, whose tokens before `first` are held.
 
-        Layer by layer, since only one layer's KV of the whole prompt is to be kept beside the pages.
+        Works layer by layer, so that only one layer's KV of the whole prompt is kept beside the pages.
         """
         cache = self._blender.cache
         count = len(tokens)
@@ -201,23 +201,23 @@ class PageBlend:
 
 
 def selector_for(cost: float, reused: int) -> Selector:
-    """What selects among so many reused tokens: the library's default, or nothing, where the cost pays for no token."""
+    """Return the selector for this many reused tokens: the default, or `Nothing` if the cost pays for no token."""
     return default_selector(cost=cost) if cost * reused >= 1 else Nothing()
 
 
 def place(blend: Blend, end: int) -> Placed:
-    """A blend as `cuvee.blend` sees it: exact tokens, pieces, and text between and after them.
+    """Describe a blend to `cuvee.blend`: exact tokens, pieces, and text between and after them.
 
-    The first tokens of a prompt are text even where a piece holds them. All others look at them far more than at any
-    other (attention sinks: Xiao et al., arXiv:2309.17453), and a piece that was computed behind something has none.
+    The first tokens of a prompt count as text even where a piece holds them: all later tokens attend to them most
+    (attention sinks: Xiao et al., arXiv:2309.17453), and a piece that was computed behind other text has no sinks.
     """
     tokens = torch.tensor(blend.tokens)
     count = len(tokens)
-    # Clients choose how many pieces there are: whatever is done for each must not walk the prompt.
+    # Clients choose the number of pieces, so the work per piece must not depend on the prompt's length.
     begins = torch.tensor([piece.start for piece in blend.pieces], dtype=torch.int64)
     ends = begins + torch.tensor([piece.tokens for piece in blend.pieces], dtype=torch.int64)
     firsts = begins.clamp(min=blend.start)
-    # A piece that ends the prompt goes on behind `end`, with the prompt's last token, which is always computed.
+    # A piece at the end of the prompt extends beyond `end` by the prompt's last token, which is always computed.
     cached = _added(count, firsts, ends.clamp(max=end), torch.ones_like(firsts)) > 0
     cached[:SINKS] = False
     bounds = torch.cat((torch.tensor([0, blend.start]), firsts, ends)).unique()
@@ -225,14 +225,14 @@ def place(blend: Blend, end: int) -> Placed:
     segment = torch.zeros(count, dtype=torch.int64)
     segment[bounds[1:]] = 1
     segment = segment.cumsum(0)
-    # A piece counts from its own beginning, though that may be exact.
+    # Offsets count from a piece's beginning, even if that lies in the exact part.
     offset = torch.arange(count) - bounds[segment] + _added(count, firsts, ends, firsts - begins)
     known = torch.arange(count) < blend.start
     return Placed(tokens, segment, offset, cached, torch.zeros_like(cached), known, end)
 
 
 def _added(count: int, firsts: torch.Tensor, ends: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Zeros `[count]`, plus `values[i]` at positions `firsts[i] … ends[i]`, none where these end before they begin."""
+    """Return zeros `[count]` plus `values[i]` at positions `firsts[i] … ends[i]`; an inverted range adds nothing."""
     steps = torch.zeros(count + 1, dtype=torch.int64)
     steps.index_add_(0, firsts.clamp(max=count), values)
     steps.index_add_(0, torch.maximum(firsts, ends).clamp(max=count), -values)
@@ -240,7 +240,7 @@ def _added(count: int, firsts: torch.Tensor, ends: torch.Tensor, values: torch.T
 
 
 class _PagesKV:
-    """The KV of a prompt of T tokens, the first of which have slots. `there`, bool `[T]`, have KV before the blend."""
+    """The KV of a prompt of T tokens, the first of which have slots; `there`, bool `[T]`: has KV before the blend."""
 
     def __init__(self, cache: PagedCache, slots: torch.Tensor, there: torch.Tensor) -> None:
         self._cache = cache
@@ -249,7 +249,7 @@ class _PagesKV:
         self._missing = (~there).nonzero()[:, 0].to(slots.device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies `[H, T, D]`. All others are zeros: pages hold garbage before they are written, and 0 * NaN is NaN."""
+        """Copy keys and values `[H, T, D]`; missing tokens are zeros (unwritten pages may hold NaN, and 0 * NaN is NaN)."""
         keys, values = self._read(index)
         for part in (keys, values):
             part[self._missing] = 0
@@ -260,7 +260,7 @@ class _PagesKV:
 
 
 class PagesExchange:
-    """Takes note of new KV before the engine writes it into its pages, by itself."""
+    """Observes new KV before the engine writes it into its pages."""
 
     def __init__(self, cache: PagedCache, layer: int, slots: torch.Tensor, positions: torch.Tensor) -> None:
         self._cache = cache
@@ -272,7 +272,7 @@ class PagesExchange:
 
     @property
     def watching(self) -> bool:
-        """Whether somebody wants to know how far new KV is from the old."""
+        """Whether the distance of new KV from old KV is asked for."""
         return self._watched is not None
 
     def watch(self, cached: torch.Tensor) -> None:
@@ -280,7 +280,7 @@ class PagesExchange:
         self._watched = cached[self._positions].nonzero()[:, 0]
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take note of new keys and values `[H, S, D]`; returns them as they are, for the engine keeps the rest."""
+        """Observe new keys and values `[H, S, D]`, and return them unchanged: the engine stores them itself."""
         if self._watched is not None:
             device = self._slots.device
             slots = self._slots[self._positions[self._watched].to(device)]

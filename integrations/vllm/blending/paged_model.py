@@ -1,10 +1,10 @@
-"""vLLM's own decoder layers behind `cuvee.blend.recompute_model.RecomputeModel`. Nothing of vLLM is patched or copied.
+"""vLLM's decoder layers behind `cuvee.blend.recompute_model.RecomputeModel`. vLLM is neither patched nor copied.
 
-    tokens that are recomputed   the engine's layers, attention backend and pages. A run of adjacent tokens [s, e) is to
-                                 the backend a request of its own: e - s queries, a context of e tokens, and the block
-                                 table that all runs of a prompt share
-    the query's pass             the same layers, but its attention is computed here, over copies of the pages: it looks
-                                 at cached tokens and not at the text between them, which no backend can express
+    recomputed tokens   the engine's layers, attention backend and pages. The backend sees a run of adjacent tokens
+                        [s, e) as one request: e - s queries, a context of e tokens, and the block table that all runs
+                        of a prompt share
+    the query's pass    the same layers, but attention is computed here, over copies of the pages: it attends to cached
+                        tokens and not to the text between them, which no backend can express
 
 Hidden states and residual of vLLM's layers travel side by side, as one tensor `[S, 2 C]`.
 """
@@ -29,20 +29,20 @@ from cuvee.codec.layout import KVLayout
 from cuvee.integrations.vllm.blending.executing import PagesExchange
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-"""Model types whose layers were checked in vLLM against its own prefill."""
+"""Model types whose layers were checked against vLLM's prefill."""
 
 _LAYER_ARGUMENTS = ["positions", "hidden_states", "residual"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """What a pass needs to know of its tokens.
+    """The tokens of a pass.
 
     Attributes:
         positions: on the model's device.
-        visible: bool `[S, T]` for the query's pass; None: the backend's metadata say it.
+        visible: bool `[S, T]` for the query's pass; None: the backend's metadata define it.
         metadata: of the attention backend.
-        slots: where new KV goes.
+        slots: of new KV.
         asked: the queries of the layer that ran last.
     """
 
@@ -54,23 +54,23 @@ class _Rows:
 
 
 class LoadedModel:
-    """The model that an engine has loaded, and what it takes to run its layers.
+    """The model that an engine has loaded, and access to its layers.
 
     Args:
         vllm_config: of the engine.
         layout: of this rank.
-        attention: the engine's attention modules in the order of layers, by name.
+        attention: the engine's attention modules by name, in layer order.
         spec: of its only KV cache group.
 
     Raises:
-        UnsupportedModelError: its layers are not of a kind that was checked, or cannot be found.
+        UnsupportedModelError: its layers were not checked, or cannot be found.
     """
 
     def __init__(self, vllm_config: Any, layout: KVLayout, attention: dict[str, Any], spec: Any) -> None:
         family = vllm_config.model_config.hf_text_config.model_type
         if family not in FAMILIES:
             raise UnsupportedModelError(
-                f"blend: {family} was not checked for blending in vLLM, only {', '.join(FAMILIES)}"
+                f"blend: must be used with one of {', '.join(FAMILIES)}, got {family}, which was not checked in vLLM"
             )
         self.config = vllm_config
         self.layout = layout
@@ -92,12 +92,12 @@ class LoadedModel:
         self.builder = backend.get_builder_cls()(spec, self.names, vllm_config, self.device)
 
     def open(self, blocks: Sequence[int]) -> EngineModel:
-        """The model for a prompt with this block table."""
+        """Return the model for a prompt with this block table."""
         return EngineModel(self, blocks)
 
 
 class EngineModel:
-    """See `RecomputeModel`: the engine's layers, on the pages of one prompt; and what comes after the last of them."""
+    """The engine's layers on the pages of one prompt, and its output head; see `RecomputeModel`."""
 
     def __init__(self, loaded: LoadedModel, blocks: Sequence[int]) -> None:
         self.layout = loaded.layout
@@ -137,12 +137,12 @@ class EngineModel:
     def layer(self, index: int, hidden: torch.Tensor, rows: _Rows, exchange: Exchange) -> torch.Tensor:  # noqa: D102
         loaded = self._loaded
         states, residual = (hidden, None) if index == 0 else hidden.chunk(2, -1)
-        # Halves of a wider tensor; kernels of norms want rows without gaps.
+        # Halves of a wider tensor; norm kernels need rows without gaps.
         states = states.contiguous()
         residual = None if residual is None else residual.contiguous()
         module = loaded.attention[index]
         if rows.visible is not None:
-            with _replaced(module, self._own_attention(index, rows, exchange)), self._context(rows):
+            with _replaced(module, self._attention_here(index, rows, exchange)), self._context(rows):
                 after = loaded.layers[index](rows.positions, states, residual)
         else:
             with _noted(module, exchange), self._context(rows):
@@ -154,20 +154,20 @@ class EngineModel:
         return asked * float(self._loaded.attention[index].impl.scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Hidden states `[S, 2 C]` after the last layer -> float32 logits `[S, V]`, on every rank."""
+        """Turn hidden states `[S, 2 C]` after the last layer into float32 logits `[S, V]`, on every rank."""
         states, residual = (half.contiguous() for half in hidden.chunk(2, -1))
         normed, _ = self._loaded.decoder.norm(states, residual)
         logits = self._loaded.owner.compute_logits(normed)
         return cast(torch.Tensor, logits).float()
 
-    def _own_attention(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
+    def _attention_here(self, index: int, rows: _Rows, exchange: Exchange) -> Callable[..., torch.Tensor]:
         module, visible, asked = self._loaded.attention[index], rows.visible, rows.asked
 
         def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             q, k, v = (part.view(len(part), -1, module.head_size).transpose(0, 1) for part in (query, key, value))
             keys, values = exchange(k, v)
             if asked is not None:
-                asked.clear()  # only the last layer is asked for, and only once
+                asked.clear()  # only the last layer's queries are read, and only once
                 asked[index] = q
             mixed = torch.nn.functional.scaled_dot_product_attention(
                 q[None], keys[None], values[None], attn_mask=visible, scale=float(module.impl.scale), enable_gqa=True
@@ -187,7 +187,7 @@ class EngineModel:
 
 
 def total_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum over all tensor-parallel ranks, the same bits on each: rank 0's are sent to all."""
+    """Sum over all tensor-parallel ranks; bit-for-bit identical on each, because rank 0's result is sent to all."""
     group = get_tp_group()
     if group.world_size == 1:
         return tensor
@@ -197,7 +197,7 @@ def total_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def agree_over_ranks(well: bool) -> bool:
-    """Whether all tensor-parallel ranks are well. It takes the CPU's group, so that it waits for no device."""
+    """Return whether all tensor-parallel ranks can go on. Uses the CPU's group, so it waits for no device."""
     group = get_tp_group()
     if group.world_size == 1:
         return well
@@ -207,11 +207,11 @@ def agree_over_ranks(well: bool) -> bool:
 
 
 def _owner_of(attention: Any) -> Any:
-    """The model that owns an attention module. vLLM hands its connectors none."""
+    """Find the model that owns an attention module, because vLLM does not pass it to connectors."""
     owners = [
         each
         for each in gc.get_objects()
-        # Of the type alone: some objects warn when they are asked for their class.
+        # The type alone: some objects warn when their class is read.
         if issubclass(type(each), torch.nn.Module)
         and hasattr(each, "compute_logits")
         and hasattr(getattr(each, "model", None), "layers")
@@ -227,7 +227,7 @@ def _owner_of(attention: Any) -> Any:
 
 @contextmanager
 def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> Iterator[None]:
-    """Let a module run `forward` for once."""
+    """Let a module run `forward` inside the context."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -241,7 +241,7 @@ def _replaced(module: torch.nn.Module, forward: Callable[..., torch.Tensor]) -> 
 
 @contextmanager
 def _noted(module: torch.nn.Module, exchange: Exchange) -> Iterator[None]:
-    """Tell the exchange of new KV before the engine writes it, if anybody wants to know."""
+    """Show new KV to the exchange before the engine writes it, if the exchange watches."""
     if not (isinstance(exchange, PagesExchange) and exchange.watching):
         yield
         return

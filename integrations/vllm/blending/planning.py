@@ -1,17 +1,17 @@
-"""The scheduler's side of blending: what of a prompt is in the store, at any position, and whether to blend it.
+"""The scheduler's side of blending: find parts of a prompt in the store, at any position, and decide on the blend.
 
-    prompt -> segments -> ask the store (in the background) -> pieces of the prompt that are there -> `Blend`, or not
+    prompt -> segments -> ask the store (in the background) -> pieces that are there -> `Offer` of a `Blend`, or of none
 
-**Approximate KV never stands under an exact name.** From the first block on that holds a reused token, the request's
-block hashes are replaced by hashes of the recipe and themselves. The engine hashes every later block, answers included,
-from the one before it, so all that follows is apart as well: a request that asks for the same blend finds it again, and
-nobody else does. Such a request stores no chunks from that token on.
+**Approximate KV never has an exact name.** From the first block with a reused token on, the request's block hashes are
+replaced by hashes of themselves and the recipe. The engine hashes every later block, answers included, from the block
+before it, so all later blocks are kept apart as well: only a request for the same blend finds them again. A blended
+request stores no chunks from that token on.
 
-**Segments are stored as they were computed, behind whatever stood before them.** That is no exact name, and the more
-stood there the better: on SmolLM2, segments from the middle of other prompts recover 73 to 85 % of what a blend loses
-without recomputing anything, while those from the beginning of a prompt make it worse. What stood before may itself
-have been blended, or a document that is new in prompts of known ones would never be stored. Reused segments are not
-stored again, so errors do not add up in one segment.
+**Segments are stored as they were computed, behind any text.** Their names do not cover that text, and more of it is
+better: on SmolLM2, segments from the middle of other prompts recover 73 to 85 % of a blend's loss without recomputing
+anything, while segments from the beginning of a prompt increase the loss. The text before a segment may itself have
+been blended; otherwise a new document among known ones would never be stored. Reused segments are not stored again, so
+errors do not add up in one segment.
 """
 
 from __future__ import annotations
@@ -36,33 +36,34 @@ from cuvee.integrations.vllm.metrics import Recorder
 logger = logging.getLogger(__name__)
 
 
-_LEAST_SHARE = 4  # a slice takes at least one in this many of a step's tokens
+_LEAST_SHARE = 4  # a slice takes at least one of this many of a step's tokens
 
 
 def least_slice(step_tokens: int) -> int:
-    """Tokens of blends that a step computes even if the engine's own requests fill it."""
+    """Return the tokens of blends that a step computes even if the engine's own requests fill it."""
     return max(step_tokens // _LEAST_SHARE, 1)
 
 
 @dataclass(slots=True)
 class Segmented:
-    """A request's segments, and what the store said of them.
+    """A request's segments and the store's answer about them.
 
     Attributes:
-        spans: where they are in the prompt.
-        digests: of their tokens.
+        spans: their positions in the prompt.
+        digests: digests of their tokens.
         cost: share of the token-layers to spend.
         asked: when the store was asked.
-        lookup: asks whether each is there, and answers None of those that it did not ask for in time; None: no lookup.
-        blends: whether reuse is allowed at all; else its segments are only harvested.
-        recipe: names what makes a blend of this request; empty until it is decided.
-        exact: tokens before this one are exact; None: all are.
-        named: whether the request itself said where they are.
-        taken: which of them are reused, by number.
-        harvested: segments that were looked at, to be stored or not.
+        lookup: asks whether each is there; its answer is None for each that it could not ask for in time. None: no
+            lookup.
+        blends: whether reuse is allowed at all; otherwise segments are only harvested.
+        recipe: identifies the blend of this request; empty until it is decided.
+        exact: tokens before this position are exact; None: all tokens are.
+        named: whether the request itself named the segments.
+        taken: numbers of the reused segments.
+        harvested: number of segments for which it was decided whether to store them.
         check: whether the blend is compared with the exact prompt.
-        refused: why it is not blended, if it could have been.
-        reused: tokens that came with cached KV.
+        refused: why the request is not blended although it could have been.
+        reused: number of tokens with cached KV.
     """
 
     spans: list[Span]
@@ -81,7 +82,7 @@ class Segmented:
     reused: int = 0
 
     def forget_lookup(self) -> None:
-        """Nobody waits for its answer any more."""
+        """Cancel the lookup."""
         if self.lookup is not None:
             self.lookup.answer.cancel()
 
@@ -92,7 +93,7 @@ class Segmented:
 
     @property
     def told(self) -> dict[str, Any]:
-        """What a client learns of its request."""
+        """The part of the client's answer that describes the blend."""
         if self.refused:
             return {"blended": False, "refused": self.refused}
         return {"blended": self.exact is not None, "reused_tokens": self.reused, "cost": self.cost}
@@ -121,13 +122,13 @@ class BlendPlanner:
     Args:
         options: of the engine.
         identity: of its blobs.
-        block_tokens: of a block of the engine.
+        block_tokens: tokens per block of the engine.
         lookups: asks the store in the background.
-        overdue: called where a lookup takes too long.
+        overdue: called when a lookup takes too long.
         recorder: takes the figures.
         lookup_timeout: seconds that a request waits for the answer.
-        always: blend whatever is found, whether or not it is expected to be quicker.
-        positions: that the model has; None: no limit.
+        always: blend all that is found, even if computing is expected to be faster.
+        positions: number of positions of the model; None: no limit.
         separator: token ids of the separator, if there is one.
         clock: seconds, monotonic.
     """
@@ -163,13 +164,13 @@ class BlendPlanner:
         self._warned: set[str] = set()
 
     def segment(self, request: Any, tenant: str) -> Segmented | None:
-        """Find a new request's segments; None: it has none, or must not be cut."""
+        """Find a new request's segments; None: it has none, or is not cut."""
         try:
             wants = BlendRequest.of(request.kv_transfer_params, request.num_prompt_tokens)
         except InputError as error:
             self._warn("parameters", "request %s is not blended: %s", request.request_id, error)
             return self._refused("parameters")
-        if request.lora_request is not None:  # its passes would have to run through the adapter
+        if request.lora_request is not None:  # recomputing would have to run through the adapter
             return self._refused("adapter") if wants.segments else None
         if request.mm_features:
             return self._refused("media") if wants.segments else None
@@ -191,24 +192,24 @@ class BlendPlanner:
         return Segmented(spans, digests, float(cost), self._clock(), blends=wants.blend, named=named)
 
     def rename(self, segmented: Segmented, request: Any, tenant: str) -> None:
-        """The identity has changed: what the store said of the segments is void, and it is not asked again."""
+        """Name the segments by a changed identity, forget the store's answer, and do not ask again."""
         segmented.digests = self._digests(request, tenant, segmented.spans)
         segmented.forget_lookup()
         segmented.lookup, segmented.harvested = None, 0
 
     def ask(self, segmented: Segmented, tenant: str) -> None:
-        """Ask the store which segments are there, in the background."""
+        """Ask the store in the background which segments are there."""
         if segmented.blends and segmented.lookup is None and segmented.digests:
             segmented.asked = self._clock()
             segmented.lookup = self._lookups.begin(tenant, self._asking(segmented), [None] * len(segmented.digests))
 
     def offer(self, request: Any, segmented: Segmented, base: int, patience: float) -> Offer:
-        """What to blend of a request whose first `base` tokens are exact.
+        """Offer a blend for a request whose first `base` tokens are exact.
 
         Args:
             request: the engine's.
             segmented: its segments.
-            base: tokens that the engine has, or loads exactly.
+            base: number of tokens that the engine has or loads exactly.
             patience: seconds to wait for the store's answer.
 
         Returns:
@@ -232,8 +233,8 @@ class BlendPlanner:
                 self.refuse(segmented, "timeout")
                 return NO_BLEND
         last = request.num_prompt_tokens - 1
-        # Less may be exact than when the blocks were renamed: the engine dropped some, and computes them again. Tokens
-        # in front of the first renamed one must stay exact.
+        # The engine may have dropped blocks since they were renamed, so that fewer tokens are exact now. Tokens before
+        # the first renamed block must stay exact.
         first = 0 if segmented.exact is None or base >= segmented.exact else segmented.exact
         taken = [
             at
@@ -261,10 +262,10 @@ class BlendPlanner:
         segmented.reused, segmented.taken = reused, frozenset(taken)
         self._blends += 1
         segmented.check = bool(self._options.check_every) and self._blends % self._options.check_every == 0
-        return ASK_AGAIN  # the engine may have this very blend already, under its new names
+        return ASK_AGAIN  # the engine may have this blend already, under its new hashes
 
     def harvest(self, segmented: Segmented, computed: int) -> list[int]:
-        """Numbers of the segments that can be stored now, since the first `computed` tokens have KV; each only once."""
+        """Return the numbers of the segments that can be stored once `computed` tokens have KV, each only once."""
         if not self._options.harvest:
             return []
         least = 0 if segmented.named else self._options.min_context
@@ -277,9 +278,9 @@ class BlendPlanner:
         return found
 
     def refuse(self, segmented: Segmented, reason: str) -> None:
-        """A request is not blended, and why; counted, and told to the client. The first reason stands."""
+        """Do not blend a request; count the reason and tell the client. The first reason stands."""
         segmented.forget_lookup()
-        segmented.taken = frozenset()  # all of it is computed, and what was to be reused can be stored again
+        segmented.taken = frozenset()  # everything is computed, so segments that were to be reused can be stored again
         if segmented.refused:
             return
         self._recorder.count("blends_refused", label=reason)
@@ -287,7 +288,7 @@ class BlendPlanner:
         segmented.blends = False
 
     def _asking(self, segmented: Segmented) -> Asking[list[bool | None]]:
-        """Asks for a digest once, those of the longest segments first: should time run out, they are worth the most."""
+        """Ask for each digest once, longest segments first: they are worth most if time runs out."""
         digests, spans = list(segmented.digests), segmented.spans
         longest = sorted(range(len(digests)), key=lambda at: spans[at][0] - spans[at][1])
         wanted = list(dict.fromkeys(digests[at] for at in longest))
@@ -299,10 +300,10 @@ class BlendPlanner:
         return [there[digest] for digest in digests]
 
     def _kept(self, request: Any, spans: list[Span]) -> list[Span]:
-        """Those that the model has positions for, and of these the longest where there are too many, in their order."""
+        """Return the segments within the model's positions, in order; if there are too many, the longest of them."""
         within = [span for span in spans if self._positions is None or span[1] <= self._positions]
         most = self._options.most_segments
-        longest = sorted(within, key=lambda span: span[0] - span[1])[:most]  # a stable sort: of equal ones the first
+        longest = sorted(within, key=lambda span: span[0] - span[1])[:most]  # a stable sort: the first among equals
         for reason, left_out, limit in (
             ("positions", len(spans) - len(within), f"the model has {self._positions} positions"),
             ("number", len(within) - len(longest), f"blend.most_segments is {most}; raise it, or name longer ones"),
@@ -313,7 +314,7 @@ class BlendPlanner:
         return sorted(longest)
 
     def _warn(self, what: str, message: str, *arguments: Any) -> None:
-        """Log a warning once: what clients send must not fill the log."""
+        """Log a warning once per kind, so that clients cannot fill the log."""
         level = logging.DEBUG if what in self._warned else logging.WARNING
         self._warned.add(what)
         logger.log(level, f"cuvee: {message} (logged once)", *arguments)
@@ -328,9 +329,9 @@ class BlendPlanner:
         return segmented
 
     def _set_apart(self, request: Any, segmented: Segmented, first: int, pieces: Sequence[Entry]) -> bool:
-        """Rename the request's blocks from the one that holds token `first` on; False: they cannot be."""
+        """Rename the request's blocks from the block of token `first` on; return whether that is possible."""
         hashes = request.block_hashes
-        # The last block may have no name yet, because it is not full. It would get an exact one.
+        # The last block may have no hash yet, because it is not full. It would get an exact one later.
         if len(hashes) != request.num_tokens // self._block or first // self._block >= len(hashes):
             return False
         parts = [piece.digest + piece.start.to_bytes(8, "little") for piece in pieces]

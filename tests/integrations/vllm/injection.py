@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 from cuvee.codec.identity import PrefixChain
@@ -25,7 +26,7 @@ SCHEDULER = (
     "_blends.segment", "_blends.ask", "_blends.match", "_blends.allocate", "_rates.pays", "_state.usable",
     "_state.addressed", "_prefixes.worth_asking", "_prefixes.ask", "_prefixes.look_up", "_prefixes._whole",
     "_prefixes._tail_sizes", "_prefixes._answer", "_prefixes._find", "_lookups._contains", "_lookups.begin",
-    "_lookups._crew.submit", "_count_troubles", "_saves.completed", "_saves._segments", "_saves._tail",
+    "_lookups._pool.submit", "_count_troubles", "_saves.completed", "_saves._segments", "_saves._tail",
     "_saves._last_tail", "_saves._storable", "_saves.unchanged", "_known.check", "_blends.take", "_blends.budget",
     "_plan_requests", "_refuse", "_rates.take", "_rates.begin_step", "_rename", "_load_is_over", "_blends.drop",
     "_state.clock",
@@ -47,7 +48,23 @@ WORKER = (
     "_state.codec.open_expected", "_state.codec.on_device",
 )  # fmt: skip
 CHAIN = ("digests", "tails")
+# Tables that are empty once all requests have ended, by side.
+SCHEDULER_TABLES = (
+    "_requests.tracked", "_requests.uncached", "_loads._promised", "_loads._loads", "_loads._voids",
+    "_loads._under_way", "_loads._loading", "_blends._placed", "_blends._ready", "_blends._drops",
+)  # fmt: skip
+WORKER_TABLES = ("_loads._jobs", "_loads._arrived", "_loads._invalid", "_saves._sizes", "_saves._pending")
 POINTS = (*(f"s.{name}" for name in SCHEDULER), *(f"w.{name}" for name in WORKER), *(f"c.{name}" for name in CHAIN))
+
+
+def kept(side: SchedulerSide, worker: WorkerSide) -> dict[str, Any]:
+    """The tables that are not empty, by name."""
+    tables = {
+        name: attrgetter(name)(owner)
+        for owner, names in ((side, SCHEDULER_TABLES), (worker, WORKER_TABLES))
+        for name in names
+    }
+    return {name: table for name, table in tables.items() if table}
 
 
 class Injected(Exception):

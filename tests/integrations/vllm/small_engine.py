@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 from tests.integrations.stores.dict_store import DictStore
+from tests.integrations.vllm.injection import kept
 from tests.integrations.vllm.sides import BLOCK, BLOCKS, IDENTITY, LAYOUT, Bench, generate, make_request
 
 from cuvee.codec.paged import PagedCache
@@ -146,18 +147,8 @@ class SmallEngine:
         self.run()
         self.worker.close()
         self.side.close()
-        side, worker = self.side, self.worker
-        kept = {
-            name: state
-            for owner, names in (
-                (side, "_requests _uncached _promised _loads _voids _under_way _loading _placed _ready _drops"),
-                (worker, "_jobs _saving _pending _arrived _invalid"),
-            )
-            for name in names.split()
-            if (state := getattr(owner, name))
-        }
-        if kept:
-            raise Wrong(f"kept: {str(kept)[:2000]}")
+        if left := kept(self.side, self.worker):
+            raise Wrong(f"kept: {str(left)[:2000]}")
         if sorted(self.free) != list(range(BLOCKS)):
             raise Wrong(f"blocks are lost: {self.free}")
 

@@ -54,7 +54,7 @@ def test_everything_can_be_set() -> None:
         ({"key_env": 5}, "key_env: must be"),
         ({"key_env": []}, "key_env: must be"),
         ({"key_file": [5]}, "key_file: must be"),
-        ({"key_env": "A", "key_file": "/b"}, "key_file: give key_env or key_file, not both"),
+        ({"key_env": "A", "key_file": "/b"}, "key_file: must be left out if key_env is given, got both"),
         ({"tenant": None}, "tenant: must be"),
         ({"load_async": 1}, "load_async: must be true or false"),
         ({"store_generated": "yes"}, "store_generated: must be true or false"),
@@ -75,9 +75,9 @@ def test_everything_can_be_set() -> None:
         ({"decide": "maybe"}, "decide: must be one of measured, always"),
         (
             {"quality": "high", "kl": 0.1},
-            "quality: give at most one of quality, kl, bits, ratio, step, got quality, kl",
+            "quality: must be at most one of quality, kl, bits, ratio, step, got quality, kl",
         ),
-        ({"bits": 2, "step": 1}, "quality: give at most one of"),
+        ({"bits": 2, "step": 1}, "quality: must be at most one of"),
     ],
 )
 def test_what_makes_no_sense_is_refused(extra: dict[str, Any], message: str) -> None:

@@ -395,7 +395,7 @@ def test_a_load_that_cannot_be_planned_is_over_and_its_blocks_are_invalid(contai
     request = make_request(tokens=100)
     d.put(request, 6)
     assert d.matched(request, 32) == (64, True)
-    d.side._loads._prefix = lambda *given: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+    d.side._loads._prefix = lambda *given: 1 / 0  # type: ignore[method-assign, assignment]
     d.side.allocated(request, list(range(12)), 64)
     plan = d.plan()
     assert plan.loads == [] and plan.voids == {"r": list(range(4, 12))}

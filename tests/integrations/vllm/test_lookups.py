@@ -196,7 +196,7 @@ def test_where_no_thread_can_be_started_what_is_known_is_the_answer(
     made: Callable[..., tuple[Lookups, Counter]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     them, _ = made()
-    start, calls = them._crew.submit, 0
+    start, calls = them._pool.submit, 0
 
     def submit(work: Callable[[], None]) -> Any:
         nonlocal calls
@@ -205,7 +205,7 @@ def test_where_no_thread_can_be_started_what_is_known_is_the_answer(
             raise RuntimeError("can't start new thread")
         return start(work)
 
-    monkeypatch.setattr(them._crew, "submit", submit)
+    monkeypatch.setattr(them._pool, "submit", submit)
     cut = them.begin("a", asking(4, 6), [])
     assert cut.answer.result(30) == [2], "the second question was not asked"
     whole = them.begin("a", asking(4, 6), [])
@@ -217,7 +217,7 @@ def test_a_lookup_that_cannot_begin_takes_nobody_s_turn(
 ) -> None:
     them, store = made()
     with monkeypatch.context() as patch:
-        patch.setattr(them._crew, "submit", refuse)
+        patch.setattr(them._pool, "submit", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
             them.begin("a", asking(5), [])
     assert them.begin("a", asking(3), []).answer.result(30) == [2]

@@ -22,7 +22,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
 from cuvee.integrations.vllm import checkpoint as checkpoint_module
 from cuvee.integrations.vllm import setup
-from cuvee.integrations.vllm.setup import Setup
+from cuvee.integrations.vllm.setup import Setup, stop_advice
 
 CONFIG = LlamaConfig(
     vocab_size=61, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -233,7 +233,7 @@ def test_what_could_not_be_checked_is_said(
         Setup.of_engine(*_engine(extra={"profile": str(tmp_path / "p")})).check_profile("folder")
         Setup.of_engine(*_engine()).check_profile("folder")
     assert "unknown: no weights" in caplog.text
-    assert "no profile is configured: quality is lossless" in caplog.text
+    assert "no profile is configured, so the quality is lossless" in caplog.text
 
 
 def test_a_lossy_quality_without_a_profile_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -330,3 +330,21 @@ def test_the_id_of_the_key_is_logged_and_not_the_key(
     caplog.clear()
     Setup.of_engine(*_engine(extra={"quality": "lossless"})).codec(0)
     assert "signed" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("program", "in_process", "advice"),
+    [
+        ("/venv/bin/vllm", False, "--shutdown-timeout 60"),
+        ("/venv/lib/python3.11/site-packages/vllm/entrypoints/openai/api_server.py", False, "--shutdown-timeout 60"),
+        ("/home/me/offline.py", False, "engine_core.shutdown(timeout=60)"),
+        ("-c", False, "engine_core.shutdown(timeout=60)"),
+        ("", False, "engine_core.shutdown(timeout=60)"),
+        ("/home/me/offline.py", True, None),
+    ],
+)
+def test_the_advice_for_the_end_fits_how_the_engine_was_started(
+    program: str, in_process: bool, advice: str | None
+) -> None:
+    said = stop_advice(program, in_process)
+    assert said is None if advice is None else said is not None and advice in said

@@ -916,7 +916,7 @@ def test_a_tail_that_cannot_be_written_is_reported(bench: Callable[..., Bench]) 
     save = b.save_tail(blocks, 3 * BLOCK)
     b.worker.save([save])
     b.drain()
-    assert b.worker.report(1).unsaved == {save.digest}
+    assert b.worker.report(1).unsaved == {save.entry.digest}
     assert b.counts()["failures{store}"] == 1
 
 
