@@ -249,7 +249,7 @@ class _PagesKV:
         self._missing = (~there).nonzero()[:, 0].to(slots.device)
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy keys and values `[H, T, D]`; missing tokens are zeros (unwritten pages may hold NaN, and 0 * NaN is NaN)."""
+        """Copy keys and values `[H, T, D]`; missing tokens are zeros, because unwritten pages may hold NaN."""
         keys, values = self._read(index)
         for part in (keys, values):
             part[self._missing] = 0

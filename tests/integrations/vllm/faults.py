@@ -178,8 +178,8 @@ class Driven:
         """From now on load as the option `load_async` says: "async" or "sync"."""
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        changed = replace(self.scheduling._options, load_async=mode == "async")
-        self.scheduling._options = changed
+        changed = replace(self.scheduling._state.options, load_async=mode == "async")
+        self.scheduling._state.options = changed
         for connector in (self.core.scheduler.connector, get_kv_transfer_group()):
             connector._setup = replace(connector._setup, options=changed)
 
@@ -244,15 +244,15 @@ class Driven:
 
     def settle(self) -> None:
         """Wait until everything is stored, or failed to be, and counted."""
-        wait_until(lambda: not self.working._saving, "chunks are stored")
+        wait_until(lambda: not self.working._saves._sizes, "chunks are stored")
         self.ask([1], max_tokens=1)
 
     def load_threads_idle(self) -> None:
         """Wait until every thread that loads has come back."""
-        count = self.working._loaders.threads
+        count = self.working._pools.loaders.threads
         barrier = threading.Barrier(count + 1)
         for _ in range(count):
-            self.working._loaders.submit(barrier.wait, 20)
+            self.working._pools.loaders.submit(barrier.wait, 20)
         barrier.wait(20)
 
     def free_blocks(self) -> int:
@@ -263,7 +263,7 @@ class Driven:
         """Of a chunk in the store."""
         from cuvee.codec.identity import PrefixChain, Scope, store_key
 
-        chain = PrefixChain(self.scheduling._identity, Scope(), CHUNK)
+        chain = PrefixChain(self.scheduling._requests.identity, Scope(), CHUNK)
         return store_key("", chain.digests(prompt, chunk + 1)[chunk])
 
     def totals(self) -> Totals:
@@ -284,21 +284,21 @@ class Driven:
     @contextmanager
     def load_timeout(self, seconds: float) -> Iterator[None]:
         """Another `load_timeout` for a while."""
-        usual, self.working._timeout = self.working._timeout, seconds
+        usual, self.working._state.timeout = self.working._state.timeout, seconds
         try:
             yield
         finally:
-            self.working._timeout = usual
+            self.working._state.timeout = usual
 
     @contextmanager
     def lookup_timeout(self, seconds: float) -> Iterator[None]:
         """Another `lookup_timeout` for a while."""
-        usual = self.scheduling._options
-        self.scheduling._options = replace(usual, lookup_timeout=seconds)
+        usual = self.scheduling._state.options
+        self.scheduling._state.options = replace(usual, lookup_timeout=seconds)
         try:
             yield
         finally:
-            self.scheduling._options = usual
+            self.scheduling._state.options = usual
 
     @contextmanager
     def logged(self, *texts: str) -> Iterator[list[str]]:
@@ -937,7 +937,7 @@ def redis_down_at_start(engine: Driven, server: RedisServer) -> None:
 def _looked_up(engine: Driven, prompt: Sequence[int]) -> str:
     """Submit a request and wait for the answer that everything is there."""
     name = engine.submit(prompt)
-    (tracked,) = engine.scheduling._requests.values()
+    (tracked,) = engine.scheduling._requests.tracked.values()
     assert tracked.lookup.answer.result(20).chunks == (len(prompt) - 1) // CHUNK
     return name
 
