@@ -1,15 +1,15 @@
-"""Names of what lies on disk: checkpoints, tokenizers and adapters; and whether a profile belongs to a checkpoint.
+"""Identities of checkpoints, tokenizers and adapters on disk, and whether a profile belongs to a checkpoint.
 
     folder ─┬─ config.json …       canonical JSON without volatile entries ─┐
             ├─ *.safetensors       header, and pages spread over each tensor ├─> BLAKE2b
-            └─ *.bin, *.gguf …     size, and pages spread over the file      ┘   (else: where there are no safetensors)
+            └─ *.bin, *.gguf …     size, and pages spread over the file      ┘   (only without safetensors)
 
-Neither the folder's place nor the files' times enter, so replicas with copies at other paths find each other's entries.
+Paths and times are left out, so replicas with copies at other paths find each other's entries.
 
-**What a name catches.** Any other tensor name, shape, dtype, order or entry of the configuration; a file of up to 2 MiB
-to the last bit; of a larger one 2 MiB: a page of 4 KiB or more from each tensor (with over 512 tensors in one file,
-from 512 of them). Fine-tunes change nearly every value and have other names. **What it does not:** a few values changed
-outside the sampled pages; whoever edits weights that way sets the connector's option `model_id`.
+**Covered**: any tensor name, shape, dtype, order or entry of the configuration; any bit of a file of up to 2 MiB; of a
+larger file any bit of 2 MiB, at least one page of 4 KiB from each tensor (with over 512 tensors in one file, from 512
+of them). A fine-tune changes nearly every value, and so the identity. **Not covered**: a few values changed outside the
+sampled pages; set the connector's option `model_id` after such an edit.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ _PAGE = 4096
 _PAGES = 512  # read of one file
 _MAX_HEADER = 100_000_000  # bytes; the limit of the safetensors library
 _OTHER_WEIGHTS = ("*.bin", "*.pt", "*.pth", "*.gguf")
-# Files that decide, besides the weights, what a token's KV is; code counts where the checkpoint brings its own.
+# Files besides the weights that determine a token's KV, including a checkpoint's code.
 _CONFIGS = ("config.json", "params.json", "quantize_config.json", "hf_quant_config.json", "adapter_config.json", "*.py")
-# Who wrote the file and where from, and the place of an adapter's base model.
+# Entries about a file's writer and origin, and the path of an adapter's base model.
 _VOLATILE = {
     "transformers_version", "_name_or_path", "_commit_hash", "peft_version", "base_model_name_or_path", "revision",
 }  # fmt: skip
-# What makes numbers of text. Not tokenizer_config.json: a chat template decides which tokens a text becomes, and those
-# are in the key, not what a token is.
+# Files that map text to token ids. Not tokenizer_config.json: a chat template changes which tokens a prompt has, which
+# are in the key, but not what a token is.
 _TOKENIZERS = (
     "tokenizer.json", "*.model", "tokenizer.model.v*", "*.tiktoken", "tekken.json", "vocab.json", "vocab.txt",
     "merges.txt",
@@ -63,9 +63,9 @@ _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 
 
 def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str:
-    """Name the weights and the configuration of a checkpoint: 32 hex digits.
+    """Return the identity of a checkpoint's weights and configuration: 32 hex digits.
 
-    Reads 2 MiB of each weight file (see above): milliseconds a file from the page cache.
+    Reads 2 MiB of each weight file (see above), in milliseconds per file from the page cache.
 
     Args:
         path: a local folder (of a model or an adapter), a single weight file, or a hub id (`org/name`), which is looked
@@ -73,7 +73,7 @@ def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str
         revision: of a hub id.
 
     Raises:
-        InputError: nothing there, no weights there, or a damaged file.
+        InputError: the path does not exist, holds no weights, or holds a damaged file.
     """
     root = _resolve(path, revision)
     digest = hashlib.blake2b(digest_size=16, person=b"cuvee-weights")
@@ -86,18 +86,18 @@ def checkpoint_identity(path: str | Path, *, revision: str | None = None) -> str
     weights = _weights(root)
     if not weights:
         raise InputError(
-            f"model: {path} holds no weights ({', '.join(('*.safetensors', *_OTHER_WEIGHTS))}) to tell it from other "
-            "models by: set option 'model_id' to a name of your own that changes with the weights"
+            f"model: must hold weights ({', '.join(('*.safetensors', *_OTHER_WEIGHTS))}), got {path} without any: set "
+            "option 'model_id' to a name of your own that changes with the weights"
         )
     for file in weights:
-        # A single file names its content: what it is called is the user's choice.
+        # A single file is identified by its content alone, because the user chooses its name.
         name = file.name.encode() if root.is_dir() else b""
         digest.update(canonical(b"weights", name, _sampled_digest(file)))
     return digest.hexdigest()
 
 
 def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
-    """Name the vocabulary files of a tokenizer, byte for byte: 32 hex digits; `""` if there are none.
+    """Return the identity of a tokenizer's vocabulary files, byte for byte: 32 hex digits; `""` if there are none.
 
     Args and Raises as `checkpoint_identity`, weights apart.
     """
@@ -111,14 +111,14 @@ def tokenizer_identity(path: str | Path, *, revision: str | None = None) -> str:
 
 
 def name_of_weights(weights: str, compute: str, quantization: str, overrides: str, dummy: str) -> str:
-    """Names the weights as an engine uses them: `Identity.model` of its blobs.
+    """Name the weights as an engine uses them: `Identity.model` of its blobs.
 
     Args:
-        weights: `checkpoint_identity` of the model, or a name that the user gives it.
-        compute: the dtype that it computes in, as torch writes it.
-        quantization: how its weights are quantized, or "None".
-        overrides: what the engine changes of the model's configuration, as JSON.
-        dummy: the seed of weights that are in no file, or "".
+        weights: `checkpoint_identity` of the model, or the user's name for it.
+        compute: dtype of its computation, as torch writes it.
+        quantization: method of its quantized weights, or "None".
+        overrides: the engine's changes to the model's configuration, as JSON.
+        dummy: seed of random weights that are in no file, or "".
     """
     parts = {
         "weights": weights, "compute": compute, "quantization": quantization, "overrides": overrides, "dummy": dummy,
@@ -127,14 +127,14 @@ def name_of_weights(weights: str, compute: str, quantization: str, overrides: st
 
 
 def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = None, tokenizer: bool = True) -> Identity:
-    """What the connector calls the blobs of an engine on one rank, whose options change nothing about the model.
+    """Return the identity of the blobs of an engine on one rank, whose options do not change the model.
 
     With it, `cuvee.blend.ChunkCache` and the connector find each other's segments in one store.
 
     Args:
         path: of the checkpoint, as in `checkpoint_identity`.
-        codec: with the profile and the quality of the engine; its layout's dtype is the one that the engine computes
-            and caches in.
+        codec: with the engine's profile and quality; its layout's dtype is the engine's dtype of computation and
+            cache.
         model_id: the option of the connector, if it is set.
         tokenizer: False if the engine has none (`skip_tokenizer_init`).
 
@@ -153,7 +153,7 @@ def engine_identity(path: str | Path, codec: Codec, *, model_id: str | None = No
 
 @dataclass(slots=True)
 class _Adapter:
-    """What an adapter's folder held when it was first asked for."""
+    """The content of an adapter's folder when it was first read."""
 
     files: tuple[tuple[str, int, int, int], ...]
     identity: str
@@ -164,15 +164,14 @@ _reported: set[tuple[str, str]] = set()
 
 
 def adapter_identity(name: str, path: str) -> str:
-    """Name a LoRA adapter as this process has it: its name and the content of its folder. Cheap when asked again.
+    """Return the identity of a LoRA adapter in this process: its name and its folder's content. Later calls are cheap.
 
-    Two adapters must never share KV, so where the content cannot be known, every call gives a name that is given only
-    once: nothing is found, nothing is shared, and a warning says so once. That is so for a folder that cannot be read
-    (tried anew at every call), and for one that changed since this process first looked at it: whether the engine
-    still runs the old weights or has loaded the new ones cannot be seen from here.
+    Two adapters must never share KV. So if the content is unknown, every call returns a new identity: nothing is found,
+    nothing is shared, and one warning says so. This applies to a folder that cannot be read (tried again at every
+    call), and to one that changed since this process first read it: the engine may run the old or the new weights.
 
     Args:
-        name: of the adapter, as requests give it.
+        name: of the adapter, as in requests.
         path: its folder, or a hub id in the local cache.
     """
     try:
@@ -192,11 +191,11 @@ def adapter_identity(name: str, path: str) -> str:
 
 
 def check_profile(profile: Profile, path: str | Path, *, revision: str | None = None) -> str:
-    """Whether a profile was calibrated on the weights of a checkpoint, without loading them.
+    """Check whether a profile was calibrated on the weights of a checkpoint, without loading them.
 
-    Computes what `model_fingerprint` gives for the transformers model: names and shapes from its skeleton, built on
-    the meta device from the configuration, and 256 values of each parameter from the files. The calibration may have
-    loaded the weights as they are, or as float32, bfloat16 or float16.
+    Computes `model_fingerprint` of the transformers model from names and shapes of its skeleton, built on the meta
+    device from the configuration, and 256 values of each parameter from the files. The calibration may have loaded the
+    weights in the files' dtype, or as float32, bfloat16 or float16.
 
     Args:
         profile: any.
@@ -208,7 +207,7 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
         stored under the names that transformers gives its parameters (quantized, fused experts, no safetensors).
 
     Raises:
-        InputError: nothing there, or a damaged file.
+        InputError: the path does not exist, or holds a damaged file.
     """
     if profile.model is None:
         return f"unknown: a {profile.source} profile names no model"
@@ -221,7 +220,7 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
         samples = _parameters(model, files)
     except _Unknown as reason:
         return f"unknown: {reason}"
-    for dtype in (None, torch.bfloat16, torch.float16):  # None: as they are, which float32 leaves as they are
+    for dtype in (None, torch.bfloat16, torch.float16):  # None: the files' dtype; float32 keeps its values
         cast = ((name, shape, values if dtype is None else values.to(dtype)) for name, shape, values in samples)
         if fingerprint_samples(cast) == profile.model:
             return "match"
@@ -229,11 +228,11 @@ def check_profile(profile: Profile, path: str | Path, *, revision: str | None = 
 
 
 class _Unknown(Exception):
-    """Why it cannot be said whether a profile belongs to a checkpoint."""
+    """Why it is unknown whether a profile belongs to a checkpoint."""
 
 
 def _resolve(path: str | Path, revision: str | None) -> Path:
-    """The local file or folder of a path or a hub id."""
+    """Return the local file or folder of a path or a hub id."""
     local = Path(path)
     if local.exists():
         return local
@@ -246,7 +245,7 @@ def _resolve(path: str | Path, revision: str | None) -> Path:
         return Path(snapshot_download(str(path), revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError) as error:
         raise InputError(
-            f"model: {path} is neither a local folder nor in the local cache of huggingface_hub: give a folder that "
+            f"model: must be a local folder or in the local cache of huggingface_hub, got {path}: give a folder that "
             "exists, or set option 'model_id' to a name of your own that changes with the weights"
         ) from error
 
@@ -262,7 +261,7 @@ def _weights(root: Path) -> list[Path]:
 
 
 def _canonical_json(file: Path, data: bytes) -> bytes:
-    """JSON without what differs between copies of one checkpoint, and in one spelling."""
+    """Return JSON in one spelling, without entries that differ between copies of a checkpoint."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, list):
@@ -277,11 +276,13 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
     try:
         return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
     except ValueError as error:
-        raise InputError(f"model: {file} is not JSON ({error}): copy the checkpoint again") from error
+        raise InputError(
+            f"model: must hold valid JSON in {file}, got an error ({error}): copy the checkpoint again"
+        ) from error
 
 
 def _sampled_digest(file: Path) -> bytes:
-    """BLAKE2b over the size of a weight file, its header and pages that are spread over its tensors."""
+    """Return BLAKE2b over a weight file's size, header and pages spread over its tensors."""
     digest = hashlib.blake2b(digest_size=32, person=b"cuvee-file")
     with _open(file) as stream:
         size = os.fstat(stream.fileno()).st_size
@@ -298,7 +299,7 @@ def _sampled_digest(file: Path) -> bytes:
 
 
 def _spread(spans: list[tuple[int, int]]) -> Iterator[int]:
-    """Page numbers: of each span equally many, in the middle of equal parts; of too many spans, every n-th."""
+    """Yield page numbers, equally many per span, in the middle of equal parts; of too many spans, every n-th."""
     chosen = spans if len(spans) <= _PAGES else [spans[index * len(spans) // _PAGES] for index in range(_PAGES)]
     for begin, end in chosen:
         parts = min(_PAGES // len(chosen), -(-(end - begin) // _PAGE))
@@ -317,7 +318,7 @@ class _Tensor:
 
 
 def _header(file: Path, stream: FileIO) -> tuple[bytes, dict[str, _Tensor]]:
-    """The header of a safetensors file, as it stands and by tensor."""
+    """Return the header of a safetensors file, raw and by tensor."""
     size = os.fstat(stream.fileno()).st_size
     try:
         (length,) = struct.unpack("<Q", os.pread(stream.fileno(), 8, 0))
@@ -332,7 +333,7 @@ def _header(file: Path, stream: FileIO) -> tuple[bytes, dict[str, _Tensor]]:
         if not all(8 + length <= tensor.begin <= tensor.end <= size for tensor in tensors.values()):
             raise ValueError("tensors outside of the file")
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
-        raise InputError(f"model: {file} is cut off or no safetensors file ({error}): copy it again") from error
+        raise InputError(f"model: must hold complete safetensors files, got {file} ({error}): copy it again") from error
     return raw, tensors
 
 
@@ -344,7 +345,7 @@ def _open(file: Path) -> FileIO:
 
 
 def _skeleton(root: Path) -> PreTrainedModel:
-    """The transformers model of a checkpoint, without storage."""
+    """Return the transformers model of a checkpoint, without storage."""
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -357,13 +358,13 @@ def _skeleton(root: Path) -> PreTrainedModel:
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except _Unknown:
         raise
-    except Exception as error:  # whatever transformers has to say about a configuration it does not know
+    except Exception as error:  # transformers raises many kinds of errors for an unknown configuration
         raise _Unknown(f"transformers does not build the model ({error})") from error
     return model
 
 
 def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tuple[int, ...], torch.Tensor]]:
-    """Name, shape and sampled values of every parameter, in the model's order and the files' dtypes."""
+    """Return name, shape and sampled values of every parameter, in the model's order and the files' dtypes."""
     with ExitStack() as stack:
         found: dict[str, tuple[Path, FileIO, _Tensor]] = {}
         for file in files:
@@ -384,7 +385,9 @@ def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tu
             dtype = _DTYPES[tensor.dtype]
             width = dtype.itemsize
             if tensor.end - tensor.begin != width * parameter.numel():
-                raise InputError(f"model: {file}: {name} has another size than its shape says: copy it again")
+                raise InputError(
+                    f"model: must hold whole tensors, got another size of {name} than its shape in {file}: copy again"
+                )
             positions = sampled_positions(parameter.numel()).tolist()
             data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
             samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
@@ -392,7 +395,7 @@ def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tu
 
 
 def _unshared(name: str, path: str, reason: str) -> str:
-    """A name given only once, and the reason in the log once."""
+    """Return a new identity, and log the reason once."""
     if (name, path) not in _reported:
         _reported.add((name, path))
         logger.warning("cuvee: KV of adapter %r (%s) is neither shared nor found again: %s", name, path, reason)

@@ -1,4 +1,4 @@
-"""Is it expected to be quicker than computing: loading a cached prefix (`BreakEven`), a blend (`BlendPays`)?
+"""Decide whether loading a cached prefix (`BreakEven`) or a blend (`BlendPays`) is faster than computing.
 
     seconds
       |              / recompute: n / prefill rate
@@ -10,9 +10,10 @@
       +-----------------------  n tokens
              break-even length: loads from here on pay
 
-Both lines are measured while serving, with forgetting: stores slow down, batches change. A line is the weighted least
-absolute deviation from the last samples (a median, for a line through the origin), because the first calls compile
-kernels and take a hundred times as long: fewer than half of the samples, however far off, move it little.
+Both lines are measured while serving. Old samples are forgotten, because stores slow down and batches change. A line
+minimizes the weighted absolute deviation from the last samples (a median, for a line through the origin). The first
+calls compile kernels and take a hundred times as long; outliers move such a line little while they are fewer than half
+of the samples.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ import numpy.typing as npt
 
 from cuvee.codec.errors import InputError
 
-# With five samples a median stands when two are wrong: the first call of two lengths, each of which compiles.
+# A median of five samples is right when two are wrong: the first calls of two lengths, which compile.
 MIN_SAMPLES = 5
-# Weight halves every 8 samples, so that 8 after a change the new ones outweigh all the old; 4 half-lives are kept.
+# Weight halves every 8 samples, so 8 samples after a change the new ones outweigh the old; 4 half-lives are kept.
 HALF_LIFE = 8
 WINDOW = 32
-# One in this many loads that look too slow is tried all the same: only a sample shows that they no longer are.
+# One in this many loads that look too slow is tried anyway: only a sample shows that loads have become faster.
 TRIAL_EVERY = 32
-# Seconds between reports of a changed break-even length: noise alone may move it by a quarter.
+# Least seconds between reports of a changed break-even length, which noise alone may move by a quarter.
 REPORT_SECONDS = 60.0
 
-# Share of a chunk's decoding that takes as long if the chunk is short: headers, tables, calls. On a CPU SmolLM2's 256
-# tokens take 24 ms, 16 tokens 8 ms.
+# Share of a chunk's decoding time that does not depend on its length: headers, tables, calls. On a CPU, 256 tokens of
+# SmolLM2 take 24 ms and 16 tokens 8 ms.
 FIXED_SHARE = 1 / 3
 
 F64 = npt.NDArray[np.float64]
 
 
 def load_work(chunks: int, tail: int, chunk_tokens: int) -> int:
-    """What a load has to decode, in tokens of whole chunks.
+    """Return the decoding work of a load, in tokens of whole chunks.
 
     Args:
-        chunks: whole chunks, even if the load needs only a part of their tokens.
-        tail: tokens of the chunk that is not finished; 0: there is none.
+        chunks: number of whole chunks, even if the load needs only a part of their tokens.
+        tail: tokens of the tail; 0: there is none.
         chunk_tokens: tokens of a whole chunk.
     """
     fixed = math.ceil(FIXED_SHARE * (chunk_tokens - tail)) if tail else 0
@@ -61,12 +62,12 @@ def load_work(chunks: int, tail: int, chunk_tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What loading and recomputing are expected to cost.
+    """The expected cost of loading and of recomputing.
 
     Attributes:
         prefill_rate: tokens/s recomputed.
         load_rate: tokens/s loaded, beyond the overhead; `math.inf` if length makes no difference.
-        overhead: seconds a load takes whatever its length.
+        overhead: seconds of a load that do not depend on its length.
     """
 
     prefill_rate: float
@@ -80,24 +81,24 @@ class Estimate:
         return max(1, math.ceil(self.overhead / saved)) if saved > 0 else math.inf
 
     def pays(self, tokens: int, work: int) -> bool:
-        """Whether it pays to load `tokens` by decoding `work` tokens (`load_work`). What is decoded in vain, and what a
-        tail costs beyond its tokens, delays the load as its overhead does.
+        """Return whether it pays to load `tokens` by decoding `work` tokens (`load_work`). Work beyond `tokens` delays
+        the load like overhead.
         """
         return tokens >= replace(self, overhead=self.overhead + (work - tokens) / self.load_rate).break_even
 
 
 class BreakEven:
-    """Decides between loading and recomputing from what both took of late. Safe to call from several threads.
+    """Decides between loading and recomputing by recent measurements of both. Thread-safe.
 
-    What the two measurements are, and how they are biased:
+    The two measurements and their biases:
 
-    - *prefill* is the throughput of engine steps made of prompt tokens for the most part. The step also computes the
-      decode tokens of its batch and pays its fixed costs, so recompute looks slower than it is, at worst by half;
-      long steps weigh more, which keeps the fixed costs small. Attention over a long prefix makes late tokens dearer
-      than the average says. Where requests share a step, one of them waits longer than its own tokens take: the
-      figure is what the engine pays, not the latency of a request.
-    - *load* is the time from submission to completion, so waiting for a worker counts. It is the median that is
-      fitted: rare slow loads (a store's time-out) do not enter.
+    - *prefill* is the throughput of engine steps that consist mostly of prompt tokens. A step also computes the decode
+      tokens of its batch and has fixed costs, so recompute looks slower than it is, by half at worst; long steps weigh
+      more, which keeps the share of fixed costs small. Attention over a long prefix makes late tokens more expensive
+      than average. Requests that share a step wait longer than their own tokens take: the figure is the engine's cost,
+      not a request's latency.
+    - *load* is the time from submission to completion, so waiting for a worker counts. The fit is a median, so rare
+      slow loads (a store's time-out) do not count.
 
     Args:
         clock: seconds, monotonic; spaces the reports of `changed`.
@@ -114,7 +115,7 @@ class BreakEven:
         self._reported: tuple[float, float] | None = None  # break-even length, time
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """An engine step took `seconds` in which it computed `tokens` prompt tokens (16 or more, half of its batch).
+        """Note that an engine step took `seconds` and computed `tokens` prompt tokens (16 or more, half of its batch).
 
         Raises:
             InputError: `tokens` is below 1, or `seconds` is not positive and finite.
@@ -122,7 +123,7 @@ class BreakEven:
         self._add(self._prefill, tokens, seconds)
 
     def observe_load(self, tokens: int, seconds: float) -> None:
-        """A load that decoded `tokens` tokens, by `load_work`, took `seconds` from submission to completion.
+        """Note that a load of `tokens` tokens, by `load_work`, took `seconds` from submission to completion.
 
         Raises:
             InputError: `tokens` is below 1, or `seconds` is not positive and finite.
@@ -130,14 +131,14 @@ class BreakEven:
         self._add(self._load, tokens, seconds)
 
     def worth_loading(self, tokens: int, work: int | None = None) -> bool:
-        """Whether to load `tokens` cached tokens rather than to compute them. Ask once a request.
+        """Return whether to load `tokens` cached tokens instead of computing them. Call it once per request.
 
         Args:
-            tokens: that need not be computed then.
-            work: what has to be decoded for it, as `load_work` counts; default: these tokens.
+            tokens: to load.
+            work: tokens to decode, by `load_work`; default: `tokens`.
 
-        True until `MIN_SAMPLES` loads and prefill steps were measured: without loads there is nothing to learn from.
-        Afterwards one in `TRIAL_EVERY` of the declined is let through, so that a store that has recovered is noticed.
+        True until `MIN_SAMPLES` loads and prefill steps were measured, because only loads yield samples. Afterwards one
+        in `TRIAL_EVERY` declined loads is let through, to notice a store that has recovered.
         """
         with self._lock:
             estimate = self._estimate()
@@ -159,8 +160,8 @@ class BreakEven:
         return None if estimate is None else estimate.break_even
 
     def changed(self) -> bool:
-        """Whether the break-even length is worth reporting: known for the first time, or a quarter away from what it
-        was when this last said so. True once a change, and at most once in `REPORT_SECONDS`.
+        """Return whether the break-even length is worth reporting: known for the first time, or changed by a quarter
+        since the last report. True once per change, and at most once in `REPORT_SECONDS`.
         """
         with self._lock:
             estimate = self._estimate()
@@ -175,7 +176,7 @@ class BreakEven:
             return True
 
     def describe(self) -> str:
-        """One line: `loads pay from 384 tokens on: prefill 21.3 k tokens/s, load 96 k tokens/s + 3.1 ms`."""
+        """Return one line: `loads pay from 384 tokens on: prefill 21.3 k tokens/s, load 96 k tokens/s + 3.1 ms`."""
         with self._lock:
             estimate = self._estimate()
             loads, steps = len(self._load), len(self._prefill)
@@ -195,11 +196,11 @@ class BreakEven:
             self._stale = True
 
     def _estimate(self) -> Estimate | None:
-        """The fit, made anew if samples came; call it with the lock held."""
+        """Return the fit, updated if there are new samples; the lock is held."""
         if self._stale and min(len(self._prefill), len(self._load)) >= MIN_SAMPLES:
             _, cost = _fit(self._prefill, through_origin=True)
             lengths = [tokens for tokens, _ in self._load]
-            # Loads of about one length cannot tell overhead from rate: all rate, so that shorter ones get a try.
+            # Loads of similar length cannot tell overhead from rate: take all as rate, so that shorter loads are tried.
             overhead, slope = _fit(self._load, through_origin=max(lengths) < 2 * min(lengths))
             self._fitted = Estimate(1 / cost, 1 / slope if slope > 0 else math.inf, overhead)
             self._stale = False
@@ -211,7 +212,7 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class BlendCost:
-    """What a blend has to do, or had to, and how long that took.
+    """The work of a blend, and the time it took.
 
     Attributes:
         pieces: segments to place.
@@ -233,21 +234,21 @@ class BlendCost:
 
     @property
     def shapes(self) -> tuple[Shape, Shape]:
-        """What placing and computing have in common with those of about the same cost per token, to within a factor of
-        two: how many pieces and of what size are placed; how much is computed, and behind how much.
+        """The shapes of placing and of computing, to within a factor of two: number and size of the placed pieces;
+        computed tokens and the context before them. Equal shapes cost about the same per token.
         """
         size = self.placed / max(self.pieces, 1)
         return (_octave(self.pieces), _octave(size)), (_octave(self.computed), _octave(self.context))
 
 
 class BlendPays:
-    """Decides between a blend and computing its tokens. Used in the engine's loop alone.
+    """Decides between a blend and computing its tokens. Used only in the engine's loop.
 
-    Clients choose the shape of their blends: much text and little reuse, a thousand small pieces, a few tokens. A rate
-    over all of them would let the useless blends of one stand for the useful ones of another. So placing and computing
-    are measured apart, each against the work it did, and only among blends of its shape: a median for each, with
-    forgetting. What was not measured yet counts as free, so that it is tried. Between the two, a blend waits for the
-    engine's step; that is neither.
+    Clients choose the shape of their blends: much text and little reuse, a thousand small pieces, a few tokens. With
+    one rate for all, one client's useless blends would get another's useful ones refused. So placing and computing are
+    measured separately, each per unit of work and among blends of the same shape: a median for each, with forgetting.
+    A shape that was not measured yet counts as free, so that it is tried. The wait for the engine's step between
+    placing and computing counts as neither.
     """
 
     def __init__(self) -> None:
@@ -257,7 +258,7 @@ class BlendPays:
         self._declined: dict[tuple[Shape, Shape], int] = {}
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """As `BreakEven.observe_prefill`.
+        """Note a step of prefill, as `BreakEven.observe_prefill`.
 
         Raises:
             InputError: `tokens` is below 1, or `seconds` is not positive and finite.
@@ -266,7 +267,7 @@ class BlendPays:
         self._prefill.append((tokens, seconds))
 
     def observe(self, done: BlendCost) -> None:
-        """A blend was made. Parts that took no time, or did nothing, are not taken for measured."""
+        """Note a blend that was made. Parts without time or work count as not measured."""
         place, compute = done.shapes
         if done.placed > 0 and 0 < done.place_seconds < math.inf:
             self._place.setdefault(place, deque(maxlen=WINDOW)).append((done.placed + done.prefix, done.place_seconds))
@@ -274,15 +275,15 @@ class BlendPays:
             self._compute.setdefault(compute, deque(maxlen=WINDOW)).append((done.computed, done.compute_seconds))
 
     def expected(self, blend: BlendCost) -> float:
-        """Seconds that a blend takes, by what blends of its shape took; parts that nobody measured count nothing."""
+        """Return the expected seconds of a blend, from blends of its shape; unmeasured parts count as free."""
         place, compute = blend.shapes
         placing = _rate_of(self._place.get(place)) * (blend.placed + blend.prefix)
         return placing + _rate_of(self._compute.get(compute)) * blend.computed
 
     def worth(self, tokens: int, blend: BlendCost) -> bool:
-        """Whether to blend rather than to compute `tokens`. Ask once a request.
+        """Return whether to blend instead of computing `tokens`. Call it once per request.
 
-        One in `TRIAL_EVERY` of the declined of a shape is let through, as in `BreakEven.worth_loading`.
+        One in `TRIAL_EVERY` declined blends of a shape is let through, as in `BreakEven.worth_loading`.
         """
         if self.expected(blend) < _rate_of(self._prefill) * tokens or len(self._prefill) < MIN_SAMPLES:
             return True
@@ -291,12 +292,12 @@ class BlendPays:
 
 
 def _octave(number: float) -> int:
-    """`n` of the octave `2 ** (n - 1) … 2 ** n` that a number is in; 0 of those below 1."""
+    """Return the `n` for which a number is in `2 ** (n - 1) … 2 ** n`; 0 for numbers below 1."""
     return max(math.frexp(number)[1], 0)
 
 
 def _rate_of(samples: deque[Any] | None) -> float:
-    """Seconds per token, a weighted median; 0 until there are `MIN_SAMPLES`."""
+    """Return seconds per token, a weighted median; 0 until there are `MIN_SAMPLES`."""
     return 0.0 if samples is None or len(samples) < MIN_SAMPLES else _fit(samples, through_origin=True)[1]
 
 
@@ -308,10 +309,10 @@ def _check_sample(tokens: int, seconds: float) -> None:
 
 
 def _fit(samples: deque[Any], *, through_origin: bool) -> tuple[float, float]:
-    """Overhead (s) and cost (s/token), neither negative, with the least weighted absolute deviation, exactly.
+    """Return overhead (s) and cost (s/token), both at least 0, with the least weighted absolute deviation, exactly.
 
-    This is a linear program in two unknowns, so an optimum lies where two of its lines meet: two samples, or one
-    sample and a bound. All of these are tried: 560 for 32 samples.
+    This is a linear program in two unknowns, so an optimum lies where two constraints meet: two samples, or one sample
+    and a bound. All candidates are tried: 560 for 32 samples.
     """
     t, s = np.array(samples, dtype=np.float64).T
     decay = 0.5 ** (np.arange(len(t))[::-1] / HALF_LIFE)
@@ -324,12 +325,12 @@ def _fit(samples: deque[Any], *, through_origin: bool) -> tuple[float, float]:
     overhead = np.concatenate([np.zeros_like(t), s, s[first][two] - slope * t[first][two]])
     slope = np.concatenate([s / t, np.zeros_like(t), slope])
     allowed = (overhead >= 0) & (slope >= 0)
-    # Deviations count per token: else one slow call at the longest length outweighs many right ones at short lengths.
+    # Deviations count per token: otherwise one slow long call outweighs many right short ones.
     return _best(overhead[allowed], slope[allowed], t, s, decay / t)
 
 
 def _best(overhead: F64, slope: F64, t: F64, s: F64, weight: F64) -> tuple[float, float]:
-    """The candidate `overhead[i] + slope[i] * t` closest to the samples `s`."""
+    """Return the candidate `overhead[i] + slope[i] * t` closest to the samples `s`."""
     deviation = np.abs(overhead[:, None] + slope[:, None] * t - s) @ weight
     best = int(deviation.argmin())
     return float(overhead[best]), float(slope[best])

@@ -1,11 +1,11 @@
-"""What the connector measures: the table of its metrics, and `Recorder`, which every process has one of.
+"""`Recorder`: counts what the connector does, one recorder per process.
 
     worker, rank 0   Recorder --drain--+
     worker, rank 1   Recorder --drain--+--> merge --> absorb, scheduler's Recorder --drain--> API process: Prometheus
 
-What travels is a plain dict of numbers, changes only. Its keys are `name|label|rank`: the label's value where the
-metric has one, the rank of a gauge that ranks add up. A histogram's label is the observed value to 3 digits, its number
-how often that was seen; so all but gauges merge by addition, and no list grows with the load.
+Recorders exchange plain dicts of numbers, which hold changes only. Their keys are `name|label|rank`: the label's value
+if the metric has a label, and the rank for a gauge that ranks add up. A histogram's label is the observed value to 3
+digits, and its number the count of that value; so all but gauges merge by addition, and no list grows with the load.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import logging
 import math
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
+from cuvee.integrations.vllm.metric_table import METRICS, Metric
 
 if TYPE_CHECKING:
     from cuvee.integrations.stores.base import TierCounters
@@ -28,130 +29,13 @@ logger = logging.getLogger(__name__)
 
 Data = dict[str, float]
 
-
-@dataclass(frozen=True, slots=True)
-class Metric:
-    """One metric.
-
-    Attributes:
-        name: as the recorder takes it; Prometheus has `vllm:cuvee_` before it.
-        kind: a counter only grows, a gauge is set, a histogram takes observations.
-        help: one line for operators.
-        label: name of its label, if it has one.
-        values: the label's permitted values; empty: any.
-        ranks: what becomes of the figures of several tensor-parallel ranks: "sum", or "first" where all ranks see the
-            same thing, and only rank 0 reports it.
-        buckets: upper edges of a histogram's buckets, in seconds if the metric's name says nothing else.
-    """
-
-    name: str
-    kind: Literal["counter", "gauge", "histogram"]
-    help: str
-    label: str = ""
-    values: tuple[str, ...] = ()
-    ranks: Literal["sum", "first"] = "sum"
-    buckets: tuple[float, ...] = ()
-
-
-_LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-_LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
-_KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
-_RESULTS = ("hit", "partial", "miss", "declined", "timeout")
-_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
-_UNCACHED = ("embeddings", "streamed", "media", "salt", "error")
-_ENTRIES = (
-    "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
-    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
-)  # fmt: skip
-_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
-_LEFT_OUT = ("number", "positions", "time")
-
-# A chunk is one rank's: with two ranks, a span of tokens is two chunks. Where nothing else is said, tails are chunks.
-METRICS: dict[str, Metric] = {
-    metric.name: metric
-    for metric in (
-        Metric("raw_bytes", "counter", "Bytes of KV that were stored, before compression."),
-        Metric("stored_bytes", "counter", "Bytes that they were compressed to."),
-        Metric("stored_chunks", "counter", "Whole chunks stored, of all ranks."),
-        Metric("stored_tails", "counter", "Unfinished chunks stored, of all ranks: ends of prompts and of answers."),
-        Metric("encode_seconds", "counter", "Seconds of compression, added up over threads and ranks."),
-        Metric("decode_seconds", "counter", "Seconds of decompression, added up over threads and ranks."),
-        Metric("fetch_seconds", "counter", "Seconds of reading from the store, added up over threads and ranks."),
-        Metric("load_seconds", "histogram", "Seconds from the start to the end of a load, failed ones included, on the "
-               "first rank.", ranks="first", buckets=_LOAD_BUCKETS),
-        Metric("loads", "counter", "Loads that ended, failed ones included.", ranks="first"),
-        Metric("loaded_tokens", "counter", "Tokens that were loaded instead of computed.", ranks="first"),
-        Metric("loaded_chunks", "counter", "Whole chunks loaded, of all ranks."),
-        Metric("loaded_tails", "counter", "Unfinished chunks loaded, of all ranks."),
-        Metric("loaded_segments", "counter", "Segments placed for blends, of all ranks."),
-        Metric("stored_segments", "counter", "Segments of prompts stored to be blended, of all ranks."),
-        Metric("blends", "counter", "Prompts that were blended.", ranks="first"),
-        Metric("blended_tokens", "counter", "Tokens of blends, reused ones and the text between them.", ranks="first"),
-        Metric("blend_reused_tokens", "counter", "Tokens of them that came with cached KV.", ranks="first"),
-        Metric("blend_recomputed_tokens", "counter", "Reused tokens that were recomputed all the same.", ranks="first"),
-        Metric("blend_token_layers", "counter", "Token-layers spent on that and on choosing them.", ranks="first"),
-        Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing, in the engine's loop.",
-               ranks="first", buckets=_LOAD_BUCKETS),
-        Metric("blend_slices", "counter", "Steps of the engine that computed a part of a blend.", ranks="first"),
-        Metric("blend_kl", "histogram", "How far blends moved the next token's distribution, in nats: those that were "
-               "computed exactly, too (check_every).", ranks="first", buckets=_KL_BUCKETS),
-        Metric("blend_checks_failed", "counter", "Blends that were to be compared with the exact prompt and could not.",
-               ranks="first"),
-        Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
-               "reason", _REFUSALS),
-        Metric("segments_left_out", "counter", "Segments that were not looked up: too many in one prompt, beyond the "
-               "model's positions (neither is stored), or not asked for within lookup_timeout.", "reason", _LEFT_OUT),
-        Metric("recomputed_tokens", "counter", "Tokens of loads that failed, recomputed instead; of all ranks."),
-        Metric("lookups", "counter", "Requests by what was found for them: their whole prompt, a part, nothing, "
-               "something slower to load than to compute, no answer in time.", "result", _RESULTS),
-        Metric("lookup_seconds", "histogram", "Seconds a question to the store took, of what a prompt's chunks are.",
-               buckets=_LOOKUP_BUCKETS),
-        Metric("failures", "counter", "Operations that failed or took too long; their tokens are computed or not "
-               "stored.", "kind", _FAILURES),
-        Metric("contained", "counter", "Errors inside the connector that were kept from the engine, by the hook it "
-               "called; what they were about is computed, or not stored.", "entry", _ENTRIES),
-        Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is embeddings or comes "
-               "in parts, an image has no name or no place in it, the salt is no text or too long, or an error.",
-               "reason", _UNCACHED),
-        Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting to be."),
-        Metric("lost", "counter", "Chunks that waited when the engine stopped, for compression or to be written, and "
-               "were not stored within close_timeout.", "where", ("encode", "store")),
-        Metric("tenant_stored_bytes", "counter", "Compressed bytes that a tenant stored, all ranks; with "
-               "tenant_metrics. A tenant is named as its part of the store's keys is.", "tenant"),
-        Metric("tenant_loaded_tokens", "counter", "Tokens that a tenant loaded instead of computing them; with "
-               "tenant_metrics.", "tenant", ranks="first"),
-        Metric("hits", "counter", "Chunks that a tier of the store had.", "tier"),
-        Metric("misses", "counter", "Chunks that a tier was asked for and did not have.", "tier"),
-        Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
-        Metric("puts", "counter", "Chunks written to a tier.", "tier"),
-        Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
-        Metric("evictions", "counter", "Chunks a tier deleted to stay within its budget.", "tier"),
-        Metric("expired", "counter", "Chunks found older than their time to live; misses too.", "tier"),
-        Metric("corrupt", "counter", "Chunks that failed their checksum: deleted, and misses too.", "tier"),
-        Metric("store_errors", "counter", "Operations of a tier that failed.", "tier"),
-        Metric("store_skipped", "counter", "Operations not tried because the tier is known to be down.", "tier"),
-        Metric("dropped", "counter", "Chunks a tier gave up: its queue was full, or they exceed its budget.", "tier"),
-        Metric("queue_depth", "gauge", "Chunks that wait for compression or are in it."),
-        Metric("pending_bytes", "gauge", "Bytes of KV copied and not stored yet."),
-        Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
-        Metric("store_entries", "gauge", "Chunks a tier holds, where it knows.", "tier", ranks="first"),
-        Metric("store_bytes", "gauge", "Bytes a tier holds, where it knows.", "tier", ranks="first"),
-        Metric("ratio", "gauge", "raw_bytes over stored_bytes since the start.", ranks="first"),
-        Metric("break_even_tokens", "gauge", "Length in tokens from which loading is quicker than computing; +Inf: "
-               "at no length. Absent until it was measured.", ranks="first"),
-        Metric("prefill_tokens_per_second", "gauge", "Measured speed of computing tokens.", ranks="first"),
-        Metric("load_tokens_per_second", "gauge", "Measured speed of loading tokens, the fixed cost of a load apart.",
-               ranks="first"),
-    )
-}  # fmt: skip
-
-MOST_TENANTS = 1000  # that have figures of their own: what counts them must not grow with what clients send
+MOST_TENANTS = 1000  # with separate figures, so that clients cannot make the recorder grow
 OTHER_TENANTS = "others"
 
-_MOST = 1 << 63  # what counts has less: every message and every client takes that
-_EXACT = 1 << 53  # up to here a float is exact
+_MOST = 1 << 63  # figures are below this, which every message and every client can hold
+_EXACT = 1 << 53  # floats are exact up to here
 _LONGEST_TIER = 64
-_MOST_LEFT_OUT = 100  # figures of stores that are remembered as unsound
+_MOST_LEFT_OUT = 100  # unusable figures of stores that are remembered
 
 # Fields of TierCounters whose metric has another name.
 _TIER_COUNTERS = {"errors": "store_errors", "skipped": "store_skipped"}
@@ -159,15 +43,15 @@ _TIER_GAUGES = {"queued": "store_queue_depth", "entries": "store_entries", "byte
 
 
 def metric_of(key: str) -> tuple[Metric, str]:
-    """The metric of a key of `Recorder.drain`, and its label's value (a histogram's: the observation)."""
+    """Return the metric of a key of `Recorder.drain`, and its label's value (for a histogram: the observation)."""
     name, label, _ = key.split("|")
     return METRICS[name], label
 
 
 def merge(first: Mapping[str, float], second: Mapping[str, float]) -> Data:
-    """Two drained dicts, of two ranks or of one after the other, as one. Neither is changed.
+    """Merge two drained dicts, of two ranks or of two intervals, into a new one.
 
-    Counters and histograms add up. Of a gauge the second counts: ranks that are added up have keys of their own.
+    Counters and histograms add up. A gauge takes the second value: gauges that ranks add up have a key per rank.
     """
     merged = dict(first)
     for key, value in second.items():
@@ -176,7 +60,7 @@ def merge(first: Mapping[str, float], second: Mapping[str, float]) -> Data:
 
 
 def collect(data: Mapping[str, float]) -> dict[tuple[str, str], float]:
-    """The figures of a drained dict by name and label, ranks added up."""
+    """Return the figures of a drained dict by name and label, summed over ranks."""
     figures: dict[tuple[str, str], float] = {}
     for key, value in data.items():
         metric, label = metric_of(key)
@@ -185,7 +69,7 @@ def collect(data: Mapping[str, float]) -> dict[tuple[str, str], float]:
 
 
 class Recorder:
-    """Counts what happens in one process. Safe to call from several threads.
+    """Counts what happens in one process. Thread-safe.
 
     Args:
         rank: tensor-parallel rank of a worker; 0 for the scheduler.
@@ -209,7 +93,7 @@ class Recorder:
         metric = _declared(name, label, gauge=False)
         value = _number(name, value)
         if not 0 <= value < math.inf:
-            raise InputError(f"value: {name} takes finite numbers from 0 on, got {value}")
+            raise InputError(f"value: must be finite and at least 0 for {name}, got {value}")
         if metric.kind == "histogram":
             self._add(metric, f"{name}|{value:.3g}|", 1)
         elif value:
@@ -238,7 +122,7 @@ class Recorder:
         metric = _declared(name, label, gauge=True)
         value = _number(name, value)
         if math.isnan(value):
-            raise InputError(f"value: {name} must be a number, got NaN")
+            raise InputError(f"value: must be a number for {name}, got NaN")
         if metric.ranks == "sum":
             self._set(f"{name}|{label}|{self._rank}", value)
         elif self._rank == 0:
@@ -247,14 +131,14 @@ class Recorder:
     def record_store(self, counters: Mapping[str, TierCounters]) -> None:
         """Count what a store did since the last call, and set the gauges of its tiers.
 
-        Call it in one place a store: of two connectors in a process that share one, both would count the same.
+        Call it in one place per store: two connectors that share a store would count the same operations twice.
 
-        This never raises: it runs in the engine's loop, and some figures come from a server. A figure that is no number
-        from 0 up to 2^63 is left out, and so is a tier whose name cannot be a label. The first is logged, and each is
-        counted once in `failures` of the kind "store".
+        Never raises, because it runs in the engine's loop and some figures come from a server. A figure that is not a
+        number from 0 to 2^63 is left out, and so is a tier whose name cannot be a label. The first is logged, and each
+        is counted once in `failures` of the kind "store".
 
         Args:
-            counters: cumulative, of `Store.counters`. A store that was opened anew starts from zero.
+            counters: cumulative, from `Store.counters`. A reopened store starts from zero.
         """
         for tier, now in counters.items():
             if not _is_label(tier) or not is_dataclass(now):
@@ -272,12 +156,12 @@ class Recorder:
                     with self._lock:
                         last, self._stores[tier, field.name] = self._stores.get((tier, field.name), 0), value
                     new = value - last if value >= last else value
-                    # Integers may add up to more than the 64 bits that messages between processes have for them.
+                    # Sums of integers may exceed the 64 bits that messages between processes have for them.
                     name = _TIER_COUNTERS.get(field.name, field.name)
                     self.count(name, new if new < _EXACT else float(new), tier)
 
     def _leave_out(self, what: str, given: object) -> None:
-        """Count a figure of a store that is none, once, and log the first."""
+        """Count an unusable figure of a store once, and log the first."""
         with self._lock:
             if what in self._left_out or len(self._left_out) >= _MOST_LEFT_OUT:
                 return
@@ -286,10 +170,10 @@ class Recorder:
         self.count("failures", label="store")
         if first:
             why = "out of range" if isinstance(given, Real) else f"of the type {type(given).__name__}"
-            logger.warning("cuvee: the store reports what cannot be counted, and it is left out: %s, %s", what, why)
+            logger.warning("cuvee: a figure of the store cannot be counted and is left out: %s, %s", what, why)
 
     def absorb(self, data: Mapping[str, float]) -> None:
-        """Take in what another recorder drained."""
+        """Add what another recorder drained."""
         for key, value in data.items():
             metric, _ = metric_of(key)
             if metric.kind == "gauge":
@@ -298,7 +182,7 @@ class Recorder:
                 self._add(metric, key, value)
 
     def drain(self) -> Data | None:
-        """What came since the last drain, or None if nothing did; a gauge only if it changed, then of every rank."""
+        """Return the changes since the last drain, or None; a gauge only if it changed, then for every rank."""
         with self._lock:
             data, self._pending = self._pending, {}
             raw, stored = self._totals.get("raw_bytes||", 0), self._totals.get("stored_bytes||", 0)
@@ -309,21 +193,21 @@ class Recorder:
         return data or None
 
     def totals(self) -> dict[tuple[str, str], float]:
-        """Everything since the start by name and label, as `collect` gives it: what this process saw, whatever its
-        rank, and what it absorbed.
+        """Return all figures since the start by name and label, as `collect`: of this process, whatever its rank, and
+        those it absorbed.
         """
         with self._lock:
             return collect(self._totals)
 
     def summary(self) -> str:
-        """One line about everything since the start."""
+        """Summarize everything since the start in one line."""
         totals = self.totals()
 
         def figure(name: str, label: str = "") -> float:
             return totals.get((name, label), 0)
 
         def split(name: str) -> str:
-            """Figures of a metric by label, in the order they came."""
+            """Show a metric's figures by label, in order of appearance."""
             return ", ".join(f"{value:,} {label}" for (of, label), value in totals.items() if of == name)
 
         parts = []
@@ -344,7 +228,7 @@ class Recorder:
         checks = {label: count for (name, label), count in totals.items() if name == "blend_kl"}
         if checks:
             mean = sum(float(kl) * count for kl, count in checks.items()) / sum(checks.values())
-            parts.append(f"{sum(checks.values()):,} blends were computed exactly, too: KL {mean:.3g} nats on average")
+            parts.append(f"{sum(checks.values()):,} blends were also computed exactly: KL {mean:.3g} nats on average")
         if refused := split("blends_refused"):
             parts.append(f"not blended: {refused}")
         if figure("loads"):
@@ -389,7 +273,7 @@ _LOSSES = {
 
 
 def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
-    """The few figures of an interval that the engine's log line shows; `data` is what was drained in it."""
+    """Return the figures of an interval for the engine's log line; `data` was drained in the interval."""
     figures = collect(data)
 
     def total(*names: str) -> int:
@@ -411,7 +295,7 @@ def interval_figures(data: Mapping[str, float]) -> dict[str, int | float]:
 
 
 def _figure(given: object) -> float | None:
-    """A plain number for a figure of a store; None if it is not a number from 0 up to 2^63."""
+    """Convert a store's figure to a plain number; None if it is not a number from 0 to 2^63."""
     if not isinstance(given, Real):
         return None
     figure: Any = given
@@ -421,32 +305,36 @@ def _figure(given: object) -> float | None:
 
 
 def _is_label(tier: object) -> bool:
-    """Whether the name of a tier can be a label, in messages between processes and at Prometheus."""
+    """Return whether a tier's name can be a label, in messages between processes and in Prometheus."""
     return isinstance(tier, str) and tier.isprintable() and "|" not in tier and 0 < len(tier) <= _LONGEST_TIER
 
 
 def _declared(name: str, label: str, *, gauge: bool) -> Metric:
-    """The metric of that name, if it is (not) a gauge and takes that label."""
+    """Return the metric of a name if it is (not) a gauge and takes the label."""
     metric = METRICS.get(name)
     if metric is None:
-        raise InputError(f"name: there is no metric {name!r}: {suggestion(name, METRICS)}")
+        raise InputError(f"name: must be a known metric, got {name!r}: {suggestion(name, METRICS)}")
     if (metric.kind == "gauge") is not gauge:
-        raise InputError(f"name: {name} is a {metric.kind}; call {'count' if gauge else 'gauge'}")
+        raise InputError(
+            f"name: must be a {'gauge' if gauge else 'counter or histogram'}, got the {metric.kind} {name}; call "
+            f"{'count' if gauge else 'gauge'}"
+        )
     if not isinstance(label, str):
         raise InputError(f"label: must be text, got {type(label).__name__}")
     if bool(label) != bool(metric.label):
-        raise InputError(f"label: {name} needs a {metric.label}" if metric.label else f"label: {name} takes none")
+        wanted = f"a {metric.label}" if metric.label else "empty"
+        raise InputError(f"label: must be {wanted} for {name}, got {label!r}")
     if metric.values and label not in metric.values:
-        raise InputError(f"label: {metric.label} must be one of {', '.join(metric.values)}, got {label!r}")
+        raise InputError(f"label: must be a {metric.label} of {', '.join(metric.values)}, got {label!r}")
     if "|" in label:
-        raise InputError(f"label: {metric.label} must not contain '|', got {label!r}")
+        raise InputError(f"label: must not contain '|', got {label!r}")
     if not _is_unicode(label):
-        raise InputError(f"label: {metric.label} must not contain surrogates, got {label!r}")
+        raise InputError(f"label: must not contain surrogates, got {label!r}")
     return metric
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether a text can be sent: no lone surrogates."""
+    """Return whether a text can be sent, that is, has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -455,21 +343,21 @@ def _is_unicode(text: str) -> bool:
 
 
 def _number(name: str, value: float) -> float:
-    """A number as it travels: the engine sends figures by msgpack, whose integers have 64 bits.
+    """Convert a number for messages: the engine sends figures by msgpack, whose integers have 64 bits.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a number.
     """
     try:
         if isinstance(value, int) and -(1 << 63) <= value < 1 << 63:
             return int(value)
         return float(value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise InputError(f"value: {name} takes numbers, got {type(value).__name__}: {error}") from None
+        raise InputError(f"value: must be a number for {name}, got {type(value).__name__}: {error}") from None
 
 
 def _size(count: float) -> str:
-    """Bytes in decimal units, 3 digits."""
+    """Show bytes in decimal units, to 3 digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.3g} {unit}"

@@ -1,13 +1,13 @@
-"""How a serving engine lays out its pages: found out by writing through the engine's own writer, never assumed.
+"""Find how a serving engine lays out its pages, by writing through the engine's own writer.
 
-    number every value -> engine writes them into a block -> where did each land? -> strides of K and V, or a table
+    number every value -> the engine writes them into a block -> read where each is -> strides of K and V, or a table
 
-A page is a permutation of the values of a block's tokens: vLLM's GPU backends keep K beside V for each token, its CPU
-backend keeps K transposed and V after it, or, with AMX, both in tiles. Whatever it is, if token, head and dimension
-each advance by a fixed stride, K and V are strided views of the engine's tensor, and the codec reads and writes through
-those. If not, it goes by a table of all places, on the CPU. What is found in one block must hold in others, and for
-tokens however they are written: all at once, from the middle of a block to that of another, one by one. If it does
-not, we refuse: a layout that is only nearly known corrupts silently.
+A page is a permutation of the values of a block's tokens: vLLM's GPU backends keep K beside V for each token; its CPU
+backend keeps K transposed and V after it, or, with AMX, both in tiles. If token, head and dimension each advance by a
+fixed stride, K and V are strided views of the engine's tensor, and the codec reads and writes through these views.
+Otherwise it uses a table of all places, on the CPU only. The layout of one block must hold in other blocks, and for
+tokens written in any way: all at once, from the middle of a block to the middle of another, one by one. If it does not,
+the engine is refused, because a layout that is only nearly right corrupts silently.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _BASE = 128  # numbers are written in digits of this base: exact in every floati
 _UNWRITTEN = -1.0
 
 Writer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-"""Writes keys `[T, H, D]`, values `[T, H, D]` to slots, int64 `[T]`, of one layer, as the engine's model does."""
+"""Writes keys and values `[T, H, D]` to slots, int64 `[T]`, of one layer, as the engine's model does."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strides:
-    """K or V of a block at fixed strides: offset + token, head and dimension x stride, in elements from its start."""
+    """K or V of a block at fixed strides of token, head and dimension from an offset, in elements from its start."""
 
     offset: int
     strides: tuple[int, int, int]
 
     def pages(self, tensor: torch.Tensor, size: tuple[int, int, int]) -> torch.Tensor:
-        """The view `[blocks, *size]` of a layer's tensor."""
+        """Return the view `[blocks, *size]` of a layer's tensor."""
         start = tensor.storage_offset() + self.offset
         return tensor.as_strided((tensor.shape[0], *size), (tensor.stride(0), *self.strides), start)
 
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """Where the values of a block lie, alike in every block of tensors of one shape and strides."""
+    """The places of a block's values, the same in every block of tensors with one shape and strides."""
 
     block_tokens: int
     heads: int
@@ -52,10 +52,10 @@ class PageLayout:
     values: Strides | PageOrder
 
     def views(self, tensor: torch.Tensor) -> tuple[Pages, Pages]:
-        """K and V `[blocks, block_tokens, heads, dim]` of a layer's tensor, without a copy.
+        """Return K and V `[blocks, block_tokens, heads, dim]` of a layer's tensor, without a copy.
 
         Raises:
-            UnsupportedModelError: no strides describe them, and the tensor is on a device.
+            UnsupportedModelError: they have no fixed strides, and the tensor is on a device.
         """
         return self._view(tensor, self.keys), self._view(tensor, self.values)
 
@@ -71,17 +71,17 @@ class PageLayout:
 
 
 def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) -> PageLayout:
-    """Find the layout of a layer's pages. Some blocks are written, and restored.
+    """Find the layout of a layer's pages. Writes some blocks and restores them.
 
     Args:
-        tensor: the layer's cache, blocks first, any strides, not in use yet.
+        tensor: the layer's cache, blocks first, any strides, not yet in use.
         write: the engine's writer for this layer.
-        heads: KV heads.
+        heads: number of KV heads.
         dim: size of a head, of keys and of values.
 
     Raises:
-        UnsupportedModelError: the pages are no permutation of K and V, or not the same in every block, or in the
-            memory of a device and no strided views.
+        UnsupportedModelError: the pages are not a permutation of K and V, or differ between blocks, or lie on a device
+            without fixed strides.
     """
     block_tokens, rest = divmod(tensor[0].numel(), heads * 2 * dim)
     if rest or not block_tokens:
@@ -96,17 +96,17 @@ def find_page_layout(tensor: torch.Tensor, write: Writer, heads: int, dim: int) 
 
 
 def verify_page_layout(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
-    """Whether a layer's pages are laid out as those of another. Some blocks are written, and restored.
+    """Check that a layer's pages have this layout. Writes some blocks and restores them.
 
     Raises:
-        UnsupportedModelError: they are not.
+        UnsupportedModelError: they have another layout.
     """
     with _restored(tensor):
         _verify(tensor, write, layout)
 
 
 def _tried(tensor: torch.Tensor) -> torch.Tensor:
-    """The blocks that are written: the first, the last, and two between them."""
+    """Return the blocks to write: the first, the last, and two between them."""
     last = tensor.shape[0] - 1
     return torch.tensor(sorted({0, last // 3, last - last // 3, last}), device=tensor.device)
 
@@ -122,13 +122,13 @@ def _restored(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def _verify(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
-    """Write random tokens into several blocks, in each of the ways that an engine does, and look for all of them."""
+    """Write random tokens into several blocks, in each of the ways that an engine does, and check all of them."""
     blocks, tokens = _tried(tensor), layout.block_tokens
     first = torch.arange(tokens, device=tensor.device)
     slots = (blocks[:, None] * tokens + first).flatten()
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(slots), generator=generator)
-    # What a write must leave alone is seen where every other token, or so, is not written.
+    # Writing about every other token shows whether a write changes tokens that it must not touch.
     ways = (
         ("all at once", [torch.arange(len(slots))]),
         ("in part", [torch.arange(tokens // 2, len(slots) - tokens // 3)]),
@@ -153,7 +153,7 @@ def _verify(tensor: torch.Tensor, write: Writer, layout: PageLayout) -> None:
 
 
 def _tokens(pages: Pages, blocks: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-    """A copy `[T, H, D]` of these blocks' tokens."""
+    """Copy these blocks' tokens, `[T, H, D]`."""
     if not isinstance(pages, PermutedPages):
         return pages[blocks].flatten(0, 1)
     block, token = torch.meshgrid(blocks, tokens, indexing="ij")
@@ -194,7 +194,7 @@ def _find(tensor: torch.Tensor, write: Writer, block_tokens: int, heads: int, di
 
 
 def _strides(offsets: torch.Tensor) -> Strides | None:
-    """The strides of offsets `[T, H, D]`; None where they are not fixed."""
+    """Return the strides of offsets `[T, H, D]`; None if they are not fixed."""
     start = int(offsets[0, 0, 0])
     token, head, step = (
         int(offsets.select(axis, 1).flatten()[0]) - start if offsets.shape[axis] > 1 else 0 for axis in range(3)

@@ -1,6 +1,6 @@
-"""vLLM's hooks for a connector's figures: `CuveeStats` for its log line, `CuveePrometheus` for `/metrics`.
+"""vLLM's hooks for a connector's figures: `CuveeStats` for the log line, `CuveePrometheus` for `/metrics`.
 
-Both run in the API process and get, at every engine step, what the scheduler's `Recorder` drained.
+Both run in the API process and receive, at every engine step, the figures that the scheduler's `Recorder` drained.
 """
 
 from __future__ import annotations
@@ -9,41 +9,42 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from cuvee.integrations.vllm.metrics import METRICS, Metric, collect, interval_figures, merge
+from cuvee.integrations.vllm.metric_table import METRICS, Metric
+from cuvee.integrations.vllm.metrics import collect, interval_figures, merge
 
 NAMESPACE = "vllm:cuvee_"
 
-# prometheus_client refuses a second metric of a name: what this process has, by class and name.
+# Metrics of this process, by class and name: prometheus_client refuses a second metric of the same name.
 _registered: dict[tuple[Any, str, tuple[str, ...]], Any] = {}
 
 
 class CuveeStats(KVConnectorStats):
-    """What came in an interval; `data` is of `Recorder.drain`."""
+    """The figures of an interval; `data` comes from `Recorder.drain`."""
 
     def reset(self) -> None:
         """Start a new interval."""
         self.data: dict[str, Any] = {}
 
     def aggregate(self, other: KVConnectorStats) -> CuveeStats:
-        """Add what came after, or on another rank. The dicts stay as they are: Prometheus may be reading them."""
+        """Add later figures, or another rank's. Changes neither dict, because Prometheus may be reading them."""
         self.data = merge(self.data, other.data)
         return self
 
     def reduce(self) -> dict[str, int | float]:
-        """Figures for the log."""
+        """Return the figures for the log."""
         return interval_figures(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing came."""
+        """Return whether there are no figures."""
         return not self.data
 
 
 class CuveePrometheus(KVConnectorPromMetrics):
     """The metrics of `METRICS`, each with vLLM's labels and its own, as `vllm:cuvee_<name>` (counters: `…_total`).
 
-    Arguments are vLLM's: classes of metrics (prometheus_client's or Ray's), names of its labels, and their values by
-    engine. Counters are there from the start at zero, where their labels are known, so that an alarm on a rate works;
-    gauges once they are known.
+    The arguments are vLLM's: classes of metrics (prometheus_client's or Ray's), names of its labels, and their values
+    by engine. Counters with known labels start at zero, so that an alarm on a rate works; gauges appear once they are
+    known.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class CuveePrometheus(KVConnectorPromMetrics):
                     self._child(metric, label, engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
-        """Record what an engine sent."""
+        """Record the figures of an engine."""
         for (name, label), value in collect(transfer_stats_data).items():
             metric = METRICS[name]
             if metric.kind == "counter":
@@ -82,7 +83,7 @@ class CuveePrometheus(KVConnectorPromMetrics):
         if metric.kind == "counter":
             kind = self._counter_cls
         elif metric.kind == "gauge":
-            # With several API processes each gets some of the figures: the latest is the right one.
+            # Each of several API processes gets some of the figures: the latest value is the right one.
             kind, extra = self._gauge_cls, {"multiprocess_mode": "mostrecent"}
         else:
             kind, extra = self._histogram_cls, {"buckets": list(metric.buckets)}
@@ -90,12 +91,12 @@ class CuveePrometheus(KVConnectorPromMetrics):
         try:
             _registered[key] = kind(name=name, documentation=metric.help, labelnames=labelnames, **extra)
         except ValueError:
-            # Another engine of this process registered it. vLLM unregisters all of its metrics when it makes a logger,
-            # so this is a second logger that lives beside the first: they share.
+            # Another engine of this process registered the metric. vLLM unregisters all of its metrics when it makes a
+            # logger, so this is a second logger beside the first: they share metrics.
             if key not in _registered:
                 raise
         return _registered[key]
 
     def _child(self, metric: Metric, label: str, engine: int) -> Any:
-        """The metric with its labels' values; prometheus_client keeps one of each."""
+        """Return the metric for these label values; prometheus_client keeps one object for each."""
         return self._metrics[metric.name].labels(*self.per_engine_labelvalues[engine], *([label] if label else []))

@@ -24,7 +24,8 @@ from cuvee.codec.errors import CuveeError
 from cuvee.codec.identity import store_key
 from cuvee.integrations.vllm.connector_config import Options
 from cuvee.integrations.vllm.messages import Report, StepPlan
-from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures
+from cuvee.integrations.vllm.metric_table import METRICS
+from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures
 
 _OPTIONS: dict[str, Any] = {
     "store": ["memory://?max_gb=1", "file:///nowhere"], "quality": "high", "chunk_tokens": 256, "min_tokens": 512,

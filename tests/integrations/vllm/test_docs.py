@@ -17,7 +17,7 @@ from cuvee.integrations.stores import open_store
 from cuvee.integrations.stores.redaction import redacted
 from cuvee.integrations.vllm.blending.blend_options import BlendOptions, BlendRequest
 from cuvee.integrations.vllm.connector_config import Options
-from cuvee.integrations.vllm.metrics import METRICS
+from cuvee.integrations.vllm.metric_table import METRICS
 
 ROOT = Path(__file__).parents[3] / "integrations"
 CONNECTOR = (ROOT / "vllm" / "README.md").read_text()

@@ -22,7 +22,8 @@ from tests.integrations.vllm.small_engine import SmallEngine
 from cuvee.integrations.stores.base import TierCounters
 from cuvee.integrations.vllm import scheduler
 from cuvee.integrations.vllm.guard import Guard
-from cuvee.integrations.vllm.metrics import METRICS, Recorder
+from cuvee.integrations.vllm.metric_table import METRICS
+from cuvee.integrations.vllm.metrics import Recorder
 
 Contained = list[tuple[str, BaseException]]
 A, B, C = (random.Random(seed).choices(range(60), k=count) for seed, count in ((1, 70), (2, 40), (3, 44)))

@@ -16,7 +16,8 @@ import pytest
 
 from cuvee.codec.errors import InputError
 from cuvee.integrations.stores.base import TierCounters
-from cuvee.integrations.vllm.metrics import METRICS, Recorder, collect, interval_figures, merge
+from cuvee.integrations.vllm.metric_table import METRICS
+from cuvee.integrations.vllm.metrics import Recorder, collect, interval_figures, merge
 
 
 def test_the_table_is_consistent() -> None:
@@ -115,20 +116,20 @@ def test_the_ratio_follows_the_bytes() -> None:
 @pytest.mark.parametrize(
     ("method", "arguments", "message"),
     [
-        ("count", ("load",), "name: there is no metric 'load': did you mean 'loads'?"),
-        ("count", ("zzz",), "name: there is no metric 'zzz'"),
-        ("gauge", ("zzz", 1), "name: there is no metric 'zzz'"),
-        ("count", ("queue_depth",), "name: queue_depth is a gauge; call gauge"),
-        ("gauge", ("loads", 1), "name: loads is a counter; call count"),
-        ("gauge", ("load_seconds", 1), "name: load_seconds is a histogram; call count"),
-        ("count", ("loads", 1, "disk"), "label: loads takes none"),
-        ("count", ("hits",), "label: hits needs a tier"),
-        ("count", ("lookups", 1, "found"), "label: result must be one of hit, partial, miss, declined, timeout, got"),
-        ("count", ("hits", 1, "a|b"), "label: tier must not contain '|', got 'a|b'"),
-        ("count", ("loads", -1), "value: loads takes finite numbers from 0 on, got -1"),
-        ("count", ("loads", math.inf), "value: loads takes finite numbers"),
-        ("count", ("load_seconds", math.nan), "value: load_seconds takes finite numbers"),
-        ("gauge", ("queue_depth", math.nan), "value: queue_depth must be a number, got NaN"),
+        ("count", ("load",), "name: must be a known metric, got 'load': did you mean 'loads'?"),
+        ("count", ("zzz",), "name: must be a known metric, got 'zzz'"),
+        ("gauge", ("zzz", 1), "name: must be a known metric, got 'zzz'"),
+        ("count", ("queue_depth",), "name: must be a counter or histogram, got the gauge queue_depth; call gauge"),
+        ("gauge", ("loads", 1), "name: must be a gauge, got the counter loads; call count"),
+        ("gauge", ("load_seconds", 1), "name: must be a gauge, got the histogram load_seconds; call count"),
+        ("count", ("loads", 1, "disk"), "label: must be empty for loads, got 'disk'"),
+        ("count", ("hits",), "label: must be a tier for hits, got ''"),
+        ("count", ("lookups", 1, "found"), "label: must be a result of hit, partial, miss, declined, timeout, got"),
+        ("count", ("hits", 1, "a|b"), "label: must not contain '|', got 'a|b'"),
+        ("count", ("loads", -1), "value: must be finite and at least 0 for loads, got -1"),
+        ("count", ("loads", math.inf), "value: must be finite and at least 0 for loads"),
+        ("count", ("load_seconds", math.nan), "value: must be finite and at least 0 for load_seconds"),
+        ("gauge", ("queue_depth", math.nan), "value: must be a number for queue_depth, got NaN"),
     ],
 )
 def test_refuses_what_is_not_declared(method: str, arguments: tuple[object, ...], message: str) -> None:
@@ -222,7 +223,7 @@ def test_a_figure_that_is_none_is_left_out(figure: Any, caplog: pytest.LogCaptur
     data = recorder.drain()
     unknown = figure is None  # which is sound of entries and bytes
     assert data == {"store_errors|redis|": 1, "hits|disk|": 1, "failures|store|": 2 if unknown else 4}
-    assert caplog.text.count("cannot be counted, and it is left out: hits of redis") == 1 == len(caplog.records)
+    assert caplog.text.count("cannot be counted and is left out: hits of redis") == 1 == len(caplog.records)
     recorder.record_store({"redis": replace(good, hits=7)})
     assert recorder.totals()["hits", "redis"] == 7, "it goes on from the last sound figure"
 

@@ -109,7 +109,7 @@ def check_what_is_recorded_is_rendered() -> None:
 def check_counters_start_at_zero_and_gauges_when_known() -> None:
     from prometheus_client import CollectorRegistry
 
-    from cuvee.integrations.vllm.metrics import METRICS
+    from cuvee.integrations.vllm.metric_table import METRICS
 
     registry = CollectorRegistry()
     exporter(registry)
@@ -126,7 +126,8 @@ def check_counters_start_at_zero_and_gauges_when_known() -> None:
 def check_every_metric_can_be_observed() -> None:
     from prometheus_client import CollectorRegistry
 
-    from cuvee.integrations.vllm.metrics import METRICS, Recorder
+    from cuvee.integrations.vllm.metric_table import METRICS
+    from cuvee.integrations.vllm.metrics import Recorder
 
     registry = CollectorRegistry()
     metrics = exporter(registry)

@@ -1,0 +1,126 @@
+"""The table of the connector's metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One metric.
+
+    Attributes:
+        name: as the recorder takes it; Prometheus prefixes it with `vllm:cuvee_`.
+        kind: a counter only grows, a gauge is set, a histogram takes observations.
+        help: one line for operators.
+        label: name of its label, if it has one.
+        values: the label's permitted values; empty: any.
+        ranks: how figures of several tensor-parallel ranks combine: "sum", or "first" where all ranks count the same
+            events and only rank 0 reports them.
+        buckets: upper edges of a histogram's buckets, in seconds unless the metric's name has another unit.
+    """
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    label: str = ""
+    values: tuple[str, ...] = ()
+    ranks: Literal["sum", "first"] = "sum"
+    buckets: tuple[float, ...] = ()
+
+
+_LOAD_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+_LOOKUP_BUCKETS = (0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 5.0)
+_KL_BUCKETS = (0.0001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+_RESULTS = ("hit", "partial", "miss", "declined", "timeout")
+_FAILURES = ("load", "encode", "store", "lookup", "timeout", "blend")
+_UNCACHED = ("embeddings", "streamed", "media", "salt", "error")
+_ENTRIES = (
+    "arrived", "matched_tokens", "allocated", "plan", "take", "finished", "told", "reset", "stats",
+    "start_loads", "load", "blend", "drop", "save", "store", "take_arrived", "report", "close",
+)  # fmt: skip
+_REFUSALS = ("parameters", "adapter", "media", "prompt_logprobs", "hashes", "timeout", "declined", "failed")
+_LEFT_OUT = ("number", "positions", "time")
+
+# A chunk belongs to one rank: with two ranks, a run of tokens is two chunks. Unless stated otherwise, tails are chunks.
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric("raw_bytes", "counter", "Bytes of stored KV before compression."),
+        Metric("stored_bytes", "counter", "Bytes of stored KV after compression."),
+        Metric("stored_chunks", "counter", "Whole chunks stored, of all ranks."),
+        Metric("stored_tails", "counter", "Unfinished chunks stored, of all ranks: ends of prompts and of answers."),
+        Metric("encode_seconds", "counter", "Seconds of compression, summed over threads and ranks."),
+        Metric("decode_seconds", "counter", "Seconds of decompression, summed over threads and ranks."),
+        Metric("fetch_seconds", "counter", "Seconds of reading from the store, summed over threads and ranks."),
+        Metric("load_seconds", "histogram", "Seconds from the start to the end of a load, failed loads included, on "
+               "the first rank.", ranks="first", buckets=_LOAD_BUCKETS),
+        Metric("loads", "counter", "Loads that ended, failed loads included.", ranks="first"),
+        Metric("loaded_tokens", "counter", "Tokens loaded instead of computed.", ranks="first"),
+        Metric("loaded_chunks", "counter", "Whole chunks loaded, of all ranks."),
+        Metric("loaded_tails", "counter", "Unfinished chunks loaded, of all ranks."),
+        Metric("loaded_segments", "counter", "Segments placed for blends, of all ranks."),
+        Metric("stored_segments", "counter", "Segments of prompts stored for blends, of all ranks."),
+        Metric("blends", "counter", "Prompts that were blended.", ranks="first"),
+        Metric("blended_tokens", "counter", "Tokens of blends: reused tokens and the text between them.",
+               ranks="first"),
+        Metric("blend_reused_tokens", "counter", "Tokens of blends with cached KV.", ranks="first"),
+        Metric("blend_recomputed_tokens", "counter", "Reused tokens that were recomputed.", ranks="first"),
+        Metric("blend_token_layers", "counter", "Token-layers spent on choosing and recomputing reused tokens.",
+               ranks="first"),
+        Metric("blend_seconds", "histogram", "Seconds of choosing and recomputing tokens in the engine's loop.",
+               ranks="first", buckets=_LOAD_BUCKETS),
+        Metric("blend_slices", "counter", "Steps of the engine that computed a part of a blend.", ranks="first"),
+        Metric("blend_kl", "histogram", "How far a blend moved the next token's distribution, in nats, for the blends "
+               "that were also computed exactly (check_every).", ranks="first", buckets=_KL_BUCKETS),
+        Metric("blend_checks_failed", "counter", "Blends that could not be compared with the exact prompt.",
+               ranks="first"),
+        Metric("blends_refused", "counter", "Requests that were not blended although segments were given or found.",
+               "reason", _REFUSALS),
+        Metric("segments_left_out", "counter", "Segments that were not looked up: too many in one prompt, beyond the "
+               "model's positions (neither is stored), or not reached within lookup_timeout.", "reason", _LEFT_OUT),
+        Metric("recomputed_tokens", "counter", "Tokens of failed loads that were recomputed, of all ranks."),
+        Metric("lookups", "counter", "Requests by result: the whole prompt found, a part, nothing, something slower to "
+               "load than to compute, no answer in time.", "result", _RESULTS),
+        Metric("lookup_seconds", "histogram", "Seconds of a lookup of a prompt's chunks in the store.",
+               buckets=_LOOKUP_BUCKETS),
+        Metric("failures", "counter", "Operations that failed or took too long; their tokens are computed or not "
+               "stored.", "kind", _FAILURES),
+        Metric("contained", "counter", "Errors inside the connector that were kept from the engine, by the hook it "
+               "called; affected tokens are computed, or not stored.", "entry", _ENTRIES),
+        Metric("uncached", "counter", "Requests that are neither loaded nor stored: the prompt is given as embeddings "
+               "or in parts, an image has no name or no place in it, the salt is no string or too long, or an error.",
+               "reason", _UNCACHED),
+        Metric("stores_skipped", "counter", "Chunks not stored because too many were waiting."),
+        Metric("lost", "counter", "Chunks that waited for compression or to be written when the engine stopped, and "
+               "were not stored within close_timeout.", "where", ("encode", "store")),
+        Metric("tenant_stored_bytes", "counter", "Compressed bytes that a tenant stored, of all ranks; with "
+               "tenant_metrics. The label is the tenant's part of the store keys.", "tenant"),
+        Metric("tenant_loaded_tokens", "counter", "Tokens that a tenant loaded instead of computing; with "
+               "tenant_metrics.", "tenant", ranks="first"),
+        Metric("hits", "counter", "Chunks found in a tier of the store.", "tier"),
+        Metric("misses", "counter", "Chunks not found in a tier of the store.", "tier"),
+        Metric("hit_bytes", "counter", "Bytes read from a tier.", "tier"),
+        Metric("puts", "counter", "Chunks written to a tier.", "tier"),
+        Metric("put_bytes", "counter", "Bytes written to a tier.", "tier"),
+        Metric("evictions", "counter", "Chunks that a tier deleted to stay within its budget.", "tier"),
+        Metric("expired", "counter", "Chunks found older than their time to live; also counted as misses.", "tier"),
+        Metric("corrupt", "counter", "Chunks that failed their checksum: deleted, and also counted as misses.", "tier"),
+        Metric("store_errors", "counter", "Failed operations of a tier.", "tier"),
+        Metric("store_skipped", "counter", "Operations skipped because the tier is known to be down.", "tier"),
+        Metric("dropped", "counter", "Chunks that a tier dropped: its queue was full, or they exceed its budget.",
+               "tier"),
+        Metric("queue_depth", "gauge", "Chunks that wait for compression or are being compressed."),
+        Metric("pending_bytes", "gauge", "Bytes of KV that were copied and are not stored yet."),
+        Metric("store_queue_depth", "gauge", "Chunks that wait to be written to a tier behind the first.", "tier"),
+        Metric("store_entries", "gauge", "Chunks in a tier, if the tier knows.", "tier", ranks="first"),
+        Metric("store_bytes", "gauge", "Bytes in a tier, if the tier knows.", "tier", ranks="first"),
+        Metric("ratio", "gauge", "raw_bytes over stored_bytes since the start.", ranks="first"),
+        Metric("break_even_tokens", "gauge", "Length in tokens from which loading is faster than computing; +Inf: "
+               "at no length. Absent until measured.", ranks="first"),
+        Metric("prefill_tokens_per_second", "gauge", "Measured speed of computing tokens.", ranks="first"),
+        Metric("load_tokens_per_second", "gauge", "Measured speed of loading tokens, without the fixed cost of a load.",
+               ranks="first"),
+    )
+}  # fmt: skip
