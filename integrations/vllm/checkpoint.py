@@ -276,9 +276,7 @@ def _canonical_json(file: Path, data: bytes) -> bytes:
     try:
         return json.dumps(clean(parse_json(data, constants=True)), sort_keys=True).encode()
     except ValueError as error:
-        raise InputError(
-            f"model: must hold valid JSON in {file}, got an error ({error}): copy the checkpoint again"
-        ) from error
+        raise InputError(f"model: must hold valid JSON in {file}, got {error}: copy the checkpoint again") from error
 
 
 def _sampled_digest(file: Path) -> bytes:
@@ -385,9 +383,7 @@ def _parameters(model: PreTrainedModel, files: list[Path]) -> list[tuple[str, tu
             dtype = _DTYPES[tensor.dtype]
             width = dtype.itemsize
             if tensor.end - tensor.begin != width * parameter.numel():
-                raise InputError(
-                    f"model: must hold whole tensors, got another size of {name} than its shape in {file}: copy again"
-                )
+                raise InputError(f"model: must hold whole tensors, got another size of {name} in {file}: copy again")
             positions = sampled_positions(parameter.numel()).tolist()
             data = b"".join(os.pread(stream.fileno(), width, tensor.begin + width * at) for at in positions)
             samples.append((name, tensor.shape, torch.frombuffer(bytearray(data), dtype=dtype)))
