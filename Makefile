@@ -28,7 +28,7 @@ THREADS := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 # What `make check` leaves to `make test`: tests of an engine, of kernels and of the real model, and the files that take
 # longest. A new test file is checked unless it is named here.
 CHECK_MARKS := not gpu and not real and not slow
-CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blending eval/report blend/test_blender.py \
+CHECK_LEFT  := kernels ptx fuzz eval/bench eval/blend_report eval/report blend/test_blender.py \
 	codec/test_calibrate.py codec/test_hostile.py codec/test_memory.py codec/test_shard.py codec/test_distributed.py \
 	eval/test_lm.py eval/test_tasks.py \
 	integrations/stores/test_redis.py integrations/vllm/test_prometheus.py \

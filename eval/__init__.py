@@ -13,7 +13,7 @@ The commands
     report               `cuvee report`, and `cuvee compare`
     blending             what blending chunks loses and recovers
     bench                `cuvee bench`: speed on a CPU, on a GPU, and in a serving engine
-    arms                 `cuvee tasks`
+    score_tasks          `cuvee tasks`
     lm_command           `cuvee eval`
 
 What they share

@@ -1,4 +1,4 @@
-"""What a report is written with: tables, texts and figures under headings, as Markdown or on a terminal."""
+"""The parts of reports: tables, texts and figures under headings, as Markdown or on a terminal."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from cuvee.codec.support.terminal_table import terminal_table
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -19,13 +21,14 @@ __all__ = [
     "ReportTable",
     "escape",
     "markdown_document",
+    "provenance",
 ]
 
 ReportData = Mapping[str, Any]
-"""What a `report.json` or `blend.json` holds."""
+"""The contents of a `report.json` or `blend.json`."""
 
 Entry = Mapping[str, Any]
-"""An entry of one of its lists."""
+"""An entry of one of the lists in it."""
 
 SMALL_MODEL = 500_000_000
 """Parameters below which a report warns that a large model may lose more or less."""
@@ -33,13 +36,14 @@ SMALL_MODEL = 500_000_000
 
 @dataclass(frozen=True, slots=True)
 class ReportTable:
-    """A table of plain text; each kind of document escapes it.
+    """A table of plain text, which each kind of document escapes.
 
     Attributes:
-        columns: the headings. If one ends in a space, its column holds text and is aligned left; others hold numbers.
-        rows: a cell for each column.
+        columns: the headings. A column whose heading ends in a space holds text and is aligned left; others hold
+            numbers.
+        rows: one cell per column.
         title: above the table; may be empty.
-        note: below it; may be empty.
+        note: below the table; may be empty.
         strong: the rows that stand out.
     """
 
@@ -51,22 +55,18 @@ class ReportTable:
 
     @property
     def kind(self) -> str:
-        """How the template tells a table from a `ReportBlock`."""
+        """The kind of block, by which the template distinguishes tables from other blocks."""
         return "table"
 
     def is_text(self, column: int) -> bool:
-        """Whether a column is aligned left."""
+        """Return whether a column is aligned left."""
         return self.columns[column].endswith(" ")
 
-    def for_terminal(self, title: str) -> RichTable:
-        """The table for a terminal, under this title."""
-        from rich import box
-        from rich.table import Table
+    def for_terminal(self, title: str = "", tight: bool = False, wrap: bool = True) -> RichTable:
+        """Make the table for a terminal, under `title` or its own title; see `terminal_table` for the rest."""
         from rich.text import Text
 
-        table = Table(title=title, box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, column in enumerate(self.columns):
-            table.add_column(Text(column.strip()), justify="left" if self.is_text(index) else "right")
+        table = terminal_table(title or self.title, *self.columns, tight=tight, wrap=wrap)
         for index, row in enumerate(self.rows):
             table.add_row(*map(Text, row), style="bold" if index in self.strong else "")
         return table
@@ -74,7 +74,7 @@ class ReportTable:
 
 @dataclass(frozen=True, slots=True)
 class ReportBlock:
-    """Anything but a table: a "text", "code", a "list" with `items`, or a "figure" with its caption as the text."""
+    """A block that is no table: a "text", "code", a "list" with `items`, or a "figure" with its caption as the text."""
 
     kind: str
     text: str = ""
@@ -84,23 +84,55 @@ class ReportBlock:
 
 @dataclass(frozen=True, slots=True)
 class ReportSection:
-    """A heading and what follows it."""
+    """A heading and the blocks under it."""
 
     id: str
     title: str
     blocks: list[ReportTable | ReportBlock]
 
 
+def provenance(report: ReportData, facts: Mapping[str, object]) -> ReportSection:
+    """Make the section that says how a report was measured: its command, facts, texts, software and hardware.
+
+    Args:
+        report: the dict of `report.json` or `blend.json`.
+        facts: further facts by name, after those about the model; None leaves one out.
+    """
+    model = report["model"]
+    shown = {
+        "model": f"{model['name']} ({model['model_type']}, {model['parameters']:,} parameters, {model['dtype']})",
+        "model fingerprint": model["fingerprint"],
+        "cache": f"{model['layers']} layers, {model['values_per_token']:,} values per token",
+        **facts,
+    }
+    texts = [
+        [use, str(source["name"]), f"{source['tokens']:,}", str(source["sha256"])]
+        for use in ("calibration", "evaluation")
+        for source in report["text"][use]
+    ]
+    blocks: list[ReportTable | ReportBlock] = [ReportBlock("code", report["command"])] if report["command"] else []
+    blocks.append(ReportTable(["what ", "value "], _named(shown)))
+    if texts:
+        blocks.append(ReportTable(["text for ", "name ", "tokens", "SHA-256 "], texts, title="Texts"))
+    environment = _named(report["environment"])
+    blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
+    return ReportSection("protocol", "How it was measured", blocks)
+
+
+def _named(values: Mapping[str, object]) -> list[list[str]]:
+    return [[name, str(value)] for name, value in values.items() if value is not None]
+
+
 def markdown_document(
     title: str, preface: Sequence[str], body: Sequence[ReportSection], figures: Mapping[str, str]
 ) -> str:
-    """A document in GitHub-flavored Markdown.
+    """Write a document in GitHub-flavored Markdown.
 
     Args:
-        title: in plain text, like everything else.
+        title: in plain text, like all other texts.
         preface: paragraphs before the first section.
         body: the sections.
-        figures: the file of each plot, relative to the document. Plots that are not in it are left out.
+        figures: the file of each plot, relative to the document. Plots without a file are left out.
     """
     parts = [f"# {escape(title)}", *map(escape, preface)]
     for section in body:
@@ -134,7 +166,7 @@ def _markdown_table(table: ReportTable) -> list[str]:
 
 
 def escape(text: str) -> str:
-    """Plain text as inline Markdown, which is safe inside a table, too."""
+    """Escape plain text as inline Markdown, also for use inside a table."""
     text = " ".join(text.split())
     text = re.sub(r"([\\`*|<>\[\]$~])", r"\\\1", text)
     text = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", text)  # inside a word an underscore means nothing

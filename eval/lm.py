@@ -47,7 +47,7 @@ try:
     from lm_eval.utils import get_rolling_token_windows
     from tqdm import tqdm
 except ImportError as missing:
-    raise ImportError("the lm-eval model needs lm-eval: install cuvee[eval]") from missing
+    raise ImportError("the lm-eval model needs lm-eval: pip install 'cuvee[eval]'") from missing
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance

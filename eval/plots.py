@@ -1,14 +1,14 @@
-"""What all plots of cuvee look like, and the plot of size against KL.
+"""The style of all plots, and the plot of size against KL.
 
-There is no pyplot and no global backend: a library must not decide what the caller's figures use. The colors are those
-of Okabe and Ito, which color-blind readers can tell apart (jfly.uni-koeln.de/color).
+Plots use no pyplot and no global backend, because a library must not change the settings of the caller's figures. The
+colors are those of Okabe and Ito, which color-blind readers can distinguish (jfly.uni-koeln.de/color).
 """
 
 from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from cuvee.codec.profiles.quality import PRESET_KL
 from cuvee.codec.support.files import write_atomically
+from cuvee.eval.documents import ReportData
 from cuvee.eval.formatting import format_number
 from cuvee.eval.labels import Label, place_labels
 from cuvee.eval.quality import Quality
@@ -41,6 +42,8 @@ __all__ = [
     "add_heading",
     "add_title",
     "bar_length",
+    "compared_with",
+    "draw_ratios",
     "draw_size_kl",
     "family_look",
     "new_figure",
@@ -49,6 +52,7 @@ __all__ = [
     "save_figure",
     "size_axis",
     "styled",
+    "write_plots",
 ]
 
 TRANSFORMS = ("pca/", "kvtc/")
@@ -108,7 +112,7 @@ def plot_quality(
         title: over the plot.
 
     Raises:
-        ImportError: matplotlib is not installed (install `cuvee[plot]`).
+        ImportError: matplotlib is not installed (`pip install 'cuvee[eval]'`).
     """
     families = list(_CUVEE_COLORS)
     series = []
@@ -142,7 +146,7 @@ def styled() -> Iterator[None]:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        raise ImportError("the plots need matplotlib: install cuvee[plot]") from error
+        raise ImportError("plots need matplotlib: pip install 'cuvee[eval]'") from error
     with mpl.rc_context(_STYLE):
         yield
 
@@ -280,6 +284,52 @@ def add_title(axes: Axes, title: str, below: str) -> None:
     axes.annotate(
         below, (0, 1), xycoords="axes fraction", xytext=(0, 7), textcoords="offset points", fontsize=9, color=SOFT
     )
+
+
+def draw_ratios(axes: Axes, x: Sequence[float], ratios: Sequence[Mapping[str, float]], label: str, **look: Any) -> None:
+    """Draw medians with bars from the 20th to the 80th percentile; `look` goes to matplotlib."""
+    middle = [r["median"] for r in ratios]
+    bars = [[r["median"] - r["p20"] for r in ratios], [r["p80"] - r["median"] for r in ratios]]
+    axes.errorbar(x, middle, bars, label=label, markersize=5, elinewidth=0.8, linewidth=1.2, **look)
+
+
+def compared_with(axes: Axes, *levels: float) -> None:
+    """Draw a thin line at each level that figures are compared with, and a grid across."""
+    for level in levels:
+        axes.axhline(level, color="#888888", linewidth=0.8)
+    axes.grid(True, axis="y", color=LINE, linewidth=0.6)
+
+
+def write_plots(
+    plots: Mapping[str, tuple[Callable[[ReportData], Figure | None], str]], report: ReportData, folder: Path
+) -> dict[str, list[str]]:
+    """Write the plots of a report as PNG and as SVG, and remove stale files of plots that it has nothing for.
+
+    The same report gives the same SVG, byte for byte.
+
+    Args:
+        plots: name -> (how to draw it, its caption).
+        report: the dict of `report.json` or `blend.json`.
+        folder: where the files go; it is made.
+
+    Returns:
+        The file names of each plot, in the order of `plots`.
+
+    Raises:
+        ImportError: matplotlib is not installed (`pip install 'cuvee[eval]'`).
+    """
+    written: dict[str, list[str]] = {}
+    for name, (draw, _) in plots.items():
+        figure = draw(report)
+        paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
+        for path in paths:
+            if figure is None:
+                path.unlink(missing_ok=True)
+            else:
+                save_figure(figure, path)
+        if figure is not None:
+            written[name] = [path.name for path in paths]
+    return written
 
 
 def bar_length(kl: float, error: float | None) -> float:

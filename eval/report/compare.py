@@ -35,7 +35,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.learning.divergence import stderr
 from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.documents import Entry, ReportData
-from cuvee.eval.report.load import METRIC_FIELDS, SPEEDS
+from cuvee.eval.report.report_file import METRIC_FIELDS, SPEEDS
 from cuvee.eval.stats import paired_difference
 
 __all__ = ["Change", "Comparison", "Condition", "Failure", "Missing", "compare_reports", "print_comparison"]

@@ -1,4 +1,4 @@
-"""`cuvee report`: what compression costs a model, next to the baselines, in one folder that anyone can rerun.
+"""`cuvee report`: measure what compression costs a model, next to the baselines, in one folder.
 
     model, texts --> profiles --> quality of each method --> each method at each cache length --> each task score
                         |                   |                             |                            |
@@ -6,15 +6,13 @@
                                                                                         |
                                                         equal-KL ratios, report.md, report.html, plots
 
-Everything is in `report.json`, which is written after every single measurement and is also the state of an unfinished
-run: with the same configuration, a second run continues where the first one stopped. A folder with the results of
-another configuration is refused.
+`report.json` holds everything. It is written after every measurement and is also the state of an unfinished run: with
+the same configuration, a second run continues where the first one stopped. A folder with the results of another
+configuration is refused.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import time
 from collections.abc import Mapping
@@ -29,33 +27,34 @@ from rich.console import Console
 
 import cuvee
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.data.corpus import BUNDLED_MODEL, Corpus, load_model, read_corpus, sequences_by_text
+from cuvee.codec.data.corpus import Corpus, read_corpus, sequences_by_text
 from cuvee.codec.errors import InputError, ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.calibrate import CPU_FLOPS, GPU_FLOPS, choose_group
 from cuvee.codec.learning.sequences import LENGTH, reread
-from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import check_tokens, prefill
 from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.machine import hardware, torch_threads
+from cuvee.eval.machine import hardware
 from cuvee.eval.methods import UNCOMPRESSED
-from cuvee.eval.progress import Plan, ProgressBar, progress_bar
+from cuvee.eval.progress import Plan, ProgressBar
 from cuvee.eval.quality import Method, QualityBench
 from cuvee.eval.report.candidates import Candidate, LearnedBaselines, codec_candidates, fixed_baselines, select
 from cuvee.eval.report.learning import all_sequences, cached_tokens, learning_corpora, learning_sequences
 from cuvee.eval.report.lengths import length_candidates, length_entry, length_tokens
-from cuvee.eval.report.load import REPORT_FORMAT, REPORT_VERSION
-from cuvee.eval.report.render import write_report
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
+from cuvee.eval.report.report_documents import write_report
+from cuvee.eval.report.report_file import REPORT_FORMAT, REPORT_VERSION
 from cuvee.eval.report.scoring import TaskScorer
 from cuvee.eval.runs import (
+    KEPT,
+    ReportRun,
     check_folder,
-    interruptible,
-    load_matching_profile,
-    resume,
-    run_digest,
-    save_results,
+    metadata_pairs,
+    need_packages,
+    software,
+    stoppable_run,
     text_entry,
+    tokens_sha256,
     writing,
 )
 from cuvee.eval.stats import compare_at_equal_kl, of_sequences, paired_difference, sizes_at_kl
@@ -72,6 +71,7 @@ WHOLE_CACHE_VALUES = 4096  # per token; up to here one basis for all layers is l
 LEARNING_ROWS = 4  # sequences per forward pass while a profile is learned
 LEARNED_BASELINES = ("pca", "kvtc")
 REPORT_FILE = "report.json"
+_LISTS = ("quality", "lengths", "tasks", "scores", "skipped", "comparison", "by_kind", "sizes")
 _PASS_TOKENS = 8192  # of a forward pass; long sequences go through one by one
 
 
@@ -94,11 +94,12 @@ def run_report(
     Ctrl-C and SIGTERM raise `Interrupted` and leave a folder that can be continued.
 
     Raises:
-        InputError: `out` holds something else or cannot be written, a method is not known, or texts, tasks, lengths or
+        ImportError: a package of `cuvee[eval]` is missing.
+        InputError: `out` holds other files or cannot be written, a method is not known, or texts, tasks, lengths or
             sizes do not fit the model.
-        Interrupted: somebody wants it to end.
+        Interrupted: Ctrl-C or SIGTERM.
         UnsupportedModelError: cuvee does not support the model.
-        ProfileMismatchError, ProfileError: a profile is of another model, or cannot be learned.
+        ProfileMismatchError, ProfileError: a profile belongs to another model, or cannot be learned.
 
     Example:
         >>> from pathlib import Path
@@ -108,29 +109,23 @@ def run_report(
         >>> config = quick_config(ReportConfig(tasks=()))
         >>> report = run_report(config, Path("out/report"), Console())  # doctest: +SKIP
     """
-    # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
-    few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
-
-    def farewell() -> None:
-        kept = f"{out} keeps what was measured, and the same command goes on from there"
-        console.print(f"interrupted: {kept}", highlight=False, markup=False, soft_wrap=True)
-
-    with few, interruptible(farewell):
-        return _ReportRun(config, out, console, force, command).run()
+    need_packages("cuvee report", "transformers", "matplotlib", "jinja2", *(["lm_eval"] if config.tasks else []))
+    check_folder(out, force, resumed=REPORT_FILE)
+    with stoppable_run(console, f"{out} {KEPT}", config.model):
+        return _FullReport(config, out, console, force, command).run()
 
 
-class _ReportRun:
-    """One run: `data` holds what has been measured so far, and the methods measure the rest."""
+class _FullReport(ReportRun):
+    """The run behind `run_report`."""
+
+    FORMAT, VERSION, FILE = REPORT_FORMAT, REPORT_VERSION, REPORT_FILE
+    PERSON = b"cuvee-report"
+    COLUMNS = 44
 
     def __init__(self, config: ReportConfig, out: Path, console: Console, force: bool, command: str) -> None:
-        self.config = config
-        self.out = out
-        self.console = console
-        check_folder(out, force, resumed=REPORT_FILE)
         dtype = ("float32" if config.device == "cpu" else "auto") if config.dtype == "auto" else config.dtype
-        self.model = load_model(config.model, dtype, config.device)
-        self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
-        self.fingerprint = model_fingerprint(self.model)
+        super().__init__(config.model, dtype, config.device, out, console)
+        self.config = config
         self.given = self._given()
         self.groups = self._groups()
         self.candidates = self._candidates()
@@ -141,10 +136,9 @@ class _ReportRun:
         self.prefix = check_tokens(self.model, tokens, config.prefix)
         self.tokens = reread(tokens, self.prefix, config.seed) if config.reread else tokens
         self.long_tokens = self._long_tokens() if config.lengths else {}
-        parameters = sum(p.numel() for p in self.model.parameters())
-        self.limit = config.limit or (None if parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
+        self.limit = config.limit or (None if self.measured.parameters <= SMALL_PARAMETERS else LARGE_LIMIT)
         self.scorer = self._scorer() if config.tasks else None
-        self.data = resume(out / REPORT_FILE, self._describe(command), console, force, _measurements)
+        self._describe(command, force)
         self._profiles: dict[str, Profile] = {}
 
     # What is measured --------------------------------------------------------------------------------------------
@@ -155,8 +149,10 @@ class _ReportRun:
         for path in self.config.profiles:
             name = Path(path).stem
             if name in profiles or "@" in name:
-                raise InputError(f"profiles: {path} must have a name of its own without an @, which names its methods")
-            profiles[name] = load_matching_profile(path, self.layout, self.fingerprint, self.config.model)
+                raise InputError(
+                    f"profiles: must have different names without an @ (methods are named after them), got {path}"
+                )
+            profiles[name] = self.measured.profile(path)
         return profiles
 
     def _scorer(self) -> TaskScorer:
@@ -166,7 +162,7 @@ class _ReportRun:
             config.model,
             config.tasks,
             include_path=config.include_path,
-            metadata=dict(pair.split("=", 1) for pair in config.metadata),
+            metadata=metadata_pairs(config.metadata),
             limit=self.limit,
             num_fewshot=config.num_fewshot,
             chat_template=config.chat_template,
@@ -207,8 +203,8 @@ class _ReportRun:
     def _learning_corpora(self) -> list[Corpus]:
         return learning_corpora(self.config)
 
-    def _describe(self, command: str) -> dict[str, Any]:
-        """The report before anything has been measured."""
+    def _describe(self, command: str, force: bool) -> None:
+        """Begin the report, or continue the one in the folder."""
         config = self.config
         machine = hardware()
         on_gpu = torch.device(config.device).type == "cuda"
@@ -217,13 +213,14 @@ class _ReportRun:
             "calibration": [text_entry(corpus) for corpus in self.calibration],
             "evaluation": [text_entry(corpus) for corpus in self.evaluation],
         }
+        model = self.measured.describe()
         decided = {
             **{k: v for k, v in asdict(config).items() if k not in ("profiles", "groups", "include_path")},
             **texts,
             "calibration_sequences": config.learned_sequences,
-            "model": Path(config.model).name,
+            "model": model["name"],
             "model_fingerprint": self.fingerprint,
-            "dtype": str(self.model.dtype).removeprefix("torch."),
+            "dtype": model["dtype"],
             "prefix": self.prefix,
             "groups": [] if self.given else list(self.groups),
             "profiles": {name: profile.id.hex() for name, profile in self.given.items()},
@@ -232,28 +229,12 @@ class _ReportRun:
             "limit": self.limit if config.tasks else None,
             "lengths": list(self.long_tokens),
             "gpu": environment["gpu"],
-            "software": {k: v for k, v in machine.items() if k not in ("commit", "date", "cores")},
+            "software": software(machine),
         }
         decided = json.loads(json.dumps(decided, allow_nan=False))  # in the form in which it will be read back
-        parameters = sum(p.numel() for p in self.model.parameters())
-        return {
-            "format": REPORT_FORMAT,
-            "version": REPORT_VERSION,
-            "complete": False,
-            "digest": run_digest(decided, b"cuvee-report"),
-            "command": command,
-            "configuration": decided,
+        empty: dict[str, Any] = {
             "environment": environment,
-            "model": {
-                "name": Path(config.model).name,
-                "fingerprint": self.fingerprint,
-                "model_type": self.layout.model_type,
-                "parameters": parameters,
-                "dtype": decided["dtype"],
-                "layers": self.layout.num_layers,
-                "values_per_token": self.layout.values_per_token,
-                "positions": self.layout.max_positions,
-            },
+            "model": {**model, "positions": self.layout.max_positions},
             "text": {
                 **texts,
                 "calibration_sequences": None,
@@ -261,47 +242,32 @@ class _ReportRun:
                 "length": config.length,
                 "prefix": self.prefix,
                 "reread": config.reread,
-                "tokens_sha256": _sha256(self.tokens),
+                "tokens_sha256": tokens_sha256(self.tokens),
                 "kinds": self._kinds(),
                 "lengths": [
-                    {"cached": length, "sequences": len(rows), "tokens_sha256": _sha256(rows)}
+                    {"cached": length, "sequences": len(rows), "tokens_sha256": tokens_sha256(rows)}
                     for length, rows in self.long_tokens.items()
                 ],
             },
             "profiles": {},
             "exact": None,
-            "quality": [],
-            "lengths": [],
-            "tasks": [],
-            "scores": [],
-            "skipped": [],
-            "comparison": [],
-            "by_kind": [],
-            "sizes": [],
-            "seconds": 0.0,
+            **{name: [] for name in _LISTS},
         }
+        self.resume(decided, decided, empty, command, force)
+
+    @staticmethod
+    def measurements(data: Mapping[str, Any]) -> int:
+        """Methods measured, at the usual length and at others, and scores of tasks."""
+        return sum(len(data[block]) for block in ("quality", "lengths", "scores"))
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
-        """Measure everything that is missing, then make the comparison and the documents."""
-        self._began, self._before = time.perf_counter(), self.data["seconds"]
-        self._save()
-        if not self.data["complete"]:
-            with progress_bar(self.console, 44) as progress:
-                self._measure(progress)
-            self.data |= self._comparisons()
-            self.data["complete"] = True
-            self._save()
-        with writing(self.out):
-            write_report(self.data, self.out)
-        return self.data
+    def write_documents(self) -> None:
+        """Write `report.md`, `report.html` and the plots."""
+        write_report(self.data, self.out)
 
-    def _save(self) -> None:
-        self.data["seconds"] = self._before + time.perf_counter() - self._began
-        save_results(self.out / REPORT_FILE, self.data)
-
-    def _measure(self, progress: ProgressBar) -> None:
+    def measure(self, progress: ProgressBar) -> None:
+        """Learn the profiles, then measure methods, lengths and tasks, and compare the results."""
         scored = [c for c in self.candidates if self._is_scored(c)] if self.scorer else []
         names = self.scorer.names if self.scorer else []
         progress.expect(self._plan(len(scored) * len(names)))
@@ -312,7 +278,7 @@ class _ReportRun:
                 continue
             with progress.step(f"quality: {candidate.key}", "quality"):
                 self._measure_quality(candidate)
-                self._save()
+                self.save()
         self._measure_lengths(progress)
         for candidate in scored:
             for name in names:
@@ -321,7 +287,8 @@ class _ReportRun:
                     continue
                 with progress.step(f"{name}: {candidate.key}", "task"):
                     self._score(self.scorer, candidate, name)
-                    self._save()
+                    self.save()
+        self.data |= self._comparisons()
 
     def _plan(self, scores: int) -> Plan:
         """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
@@ -365,7 +332,7 @@ class _ReportRun:
                         self._skip(f"{candidate.key} at {length} tokens", refused)
                         continue
                     self.data["lengths"].append(length_entry(candidate, length, quality))
-                    self._save()
+                    self.save()
 
     def _kinds(self) -> list[dict[str, Any]]:
         """Which sequences are of which text, and which of them repeat a part of their cache."""
@@ -460,7 +427,7 @@ class _ReportRun:
             profile.save(path)
         self.data["profiles"][group] = self._profile_entry(profile, path, seconds)
         self.data["text"]["calibration_sequences"] = len(all_sequences(self._learning))
-        self._save()
+        self.save()
         return profile
 
     def _rows(self, most: int) -> int:
@@ -592,10 +559,6 @@ class _ReportRun:
             self.data["tasks"].append(task)
 
 
-def _measurements(data: Mapping[str, Any]) -> int:
-    return sum(len(data[block]) for block in ("quality", "lengths", "scores"))
-
-
 def _saved_size(profile: Profile) -> int:
     import tempfile
 
@@ -603,7 +566,3 @@ def _saved_size(profile: Profile) -> int:
         path = Path(folder) / "profile"
         profile.save(path)
         return path.stat().st_size
-
-
-def _sha256(tokens: torch.Tensor) -> str:
-    return hashlib.sha256(tokens.contiguous().numpy().tobytes()).hexdigest()

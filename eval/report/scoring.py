@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import hashlib
 import io
 import logging
@@ -72,7 +73,7 @@ class TaskScorer:
         try:
             from lm_eval.tasks import TaskManager
         except ImportError as error:
-            raise ImportError("task scores need lm-eval: install cuvee[eval], or leave the tasks out") from error
+            raise ImportError("task scores need lm-eval: pip install 'cuvee[eval]', or leave the tasks out") from error
         self._model = model
         self._model_name = model_name
         self._limit, self._num_fewshot, self._chat_template = limit, num_fewshot, chat_template
@@ -84,10 +85,10 @@ class TaskScorer:
         if not all(self._manager.match_tasks([name]) for name in tasks):
             # Reading the index of lm-eval's own tasks takes seconds, so this is done only if they are asked for.
             self._manager = TaskManager(include_path=paths, metadata=dict(metadata or {}))
-        known = dict.fromkeys([*own, *self._manager.all_tasks])
+        known = list(dict.fromkeys([*own, *self._manager.all_tasks]))
         for name in tasks:
             if not self._manager.match_tasks([name]):
-                raise InputError(f"tasks: {name!r} is not known; {suggestion(name, known, most=3)}")
+                raise InputError(f"tasks: {name!r} is not known; {_suggested_tasks(name, known)}")
         with _quiet():
             self.names: list[str] = list(self._load(tasks)["tasks"])
 
@@ -166,6 +167,12 @@ class TaskScorer:
             "docs": len(per_doc),
         }
         return task, score
+
+
+def _suggested_tasks(name: str, known: Sequence[str]) -> str:
+    """The end of an error about an unknown task: the nearest names, or cuvee's groups. lm-eval knows 15,000 names."""
+    groups = "cuvee's groups are cuvee_local and cuvee_public; `lm-eval ls tasks` lists lm-eval's"
+    return suggestion(name, known, most=3) if difflib.get_close_matches(name, known, 1) else groups
 
 
 def _first_metric(results: Mapping[str, Any], name: str) -> tuple[str, bool]:

@@ -1,7 +1,7 @@
-"""What a report says, section by section.
+"""The sections of a report.
 
-What a report does not hold (no tasks, a single sequence without standard errors, a curve that does not reach a size)
-is left out or said in words.
+What a report lacks (tasks, standard errors of a single sequence, a curve that does not reach a size) is left out or
+said in words.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from cuvee.eval.documents import SMALL_MODEL, Entry, ReportBlock, ReportData, ReportSection, ReportTable
+from cuvee.eval.documents import SMALL_MODEL, Entry, ReportBlock, ReportData, ReportSection, ReportTable, provenance
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.report.families import family_rank, is_learned, label_and_setting, layer_entries
-from cuvee.eval.report.plots import PLOTS, machine_name
+from cuvee.eval.report.report_plots import PLOTS, machine_name
 
 __all__ = ["RATIOS", "by_kind", "equal_kl", "headline", "report_preface", "report_sections", "report_title"]
 
-RATIOS = (4, 8, 16, 32)  # how many times smaller a reader may want the cache
+RATIOS = (4, 8, 16, 32)  # how many times smaller the cache shall be
 
 
 def report_sections(report: ReportData) -> list[ReportSection]:
-    """Everything a report says, in order. Sections that it has nothing for are left out."""
+    """Return all sections of a report, in order, without empty ones."""
     made = (
-        headline, equal_kl, by_kind, _sizes, _methods, _lengths, _tasks, _layers, _speed, _profiles, _curves, _protocol,
-        _limits,
+        headline, equal_kl, by_kind, _sizes, _methods, _lengths, _tasks, _layers, _speed, _profiles, _curves,
+        _provenance, _limits,
     )  # fmt: skip
     return [section for section in (make(report) for make in made) if section.blocks]
 
@@ -400,36 +400,22 @@ def _profiles(report: ReportData) -> ReportSection:
     return ReportSection("profiles", "Profiles", [ReportTable(columns, rows, note=note)] if rows else [])
 
 
-def _protocol(report: ReportData) -> ReportSection:
-    model, text, configuration = report["model"], report["text"], report["configuration"]
-    facts: list[tuple[str, Any]] = [
-        ("model", f"{model['name']} ({model['model_type']}, {model['parameters']:,} parameters, {model['dtype']})"),
-        ("model fingerprint", model["fingerprint"]),
-        ("cache", f"{model['layers']} layers, {model['values_per_token']:,} values per token"),
-        ("cache stored as", configuration.get("cache_dtype")),
-        ("sequences", f"{text['sequences']} of {text['length']} tokens, the first {text['prefix']} cached"),
-        ("repeats", _repeats(text)),
-        ("tokens coded together", configuration.get("chunk_tokens")),
-        ("sequences to calibrate on", text["calibration_sequences"]),
-        ("SHA-256 of the tokens", text["tokens_sha256"]),
-        ("perplexity, exact cache", report["exact"] and format_number(report["exact"]["perplexity"], 4)),
-        ("documents per task, at most", configuration.get("limit")),
-        ("seed", configuration.get("seed")),
-        ("time taken", f"{report['seconds']:.0f} s"),
-        ("digest of the configuration", report["digest"]),
-    ]
-    texts = [
-        [use, str(source["name"]), f"{source['tokens']:,}", str(source["sha256"])]
-        for use, key in (("calibration", "calibration"), ("evaluation", "evaluation"))
-        for source in text[key]
-    ]
-    environment = [[str(name), str(value)] for name, value in report["environment"].items() if value is not None]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("code", report["command"])] if report["command"] else []
-    blocks.append(ReportTable(["what ", "value "], [[name, str(value)] for name, value in facts if value is not None]))
-    if texts:
-        blocks.append(ReportTable(["text for ", "name ", "tokens", "SHA-256 "], texts, title="Texts"))
-    blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
-    return ReportSection("protocol", "How it was measured", blocks)
+def _provenance(report: ReportData) -> ReportSection:
+    text, configuration = report["text"], report["configuration"]
+    facts = {
+        "cache stored as": configuration.get("cache_dtype"),
+        "sequences": f"{text['sequences']} of {text['length']} tokens, the first {text['prefix']} cached",
+        "repeats": _repeats(text),
+        "tokens coded together": configuration.get("chunk_tokens"),
+        "sequences to calibrate on": text["calibration_sequences"],
+        "SHA-256 of the tokens": text["tokens_sha256"],
+        "perplexity, exact cache": report["exact"] and format_number(report["exact"]["perplexity"], 4),
+        "documents per task, at most": configuration.get("limit"),
+        "seed": configuration.get("seed"),
+        "time taken": f"{report['seconds']:.0f} s",
+        "digest of the configuration": report["digest"],
+    }
+    return provenance(report, facts)
 
 
 def _limits(report: ReportData) -> ReportSection:

@@ -85,6 +85,6 @@ def _configs() -> dict[str, dict[str, Any]]:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError as missing:
-        raise ImportError("the tasks need lm-eval: install cuvee[eval]") from missing
+        raise ImportError("the tasks need lm-eval: pip install 'cuvee[eval]'") from missing
     manager = TaskManager(include_path=str(TASKS_PATH), include_defaults=False)
     return {name: cast(dict[str, Any], manager.task_index[name].cfg) for name in manager.all_subtasks}

@@ -114,5 +114,5 @@ def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:
         save_results(tmp_path / "file" / "report.json", {})
     with pytest.raises(InputError, match=r"^out: .* cannot be written"), writing(tmp_path):
         (tmp_path / "no" / "folder").write_text("")
-    with pytest.raises(InputError, match=r"^out: .* is a file"):
+    with pytest.raises(InputError, match=r"^out: must be a folder"):
         check_folder(tmp_path / "file", force=False)

@@ -97,7 +97,7 @@ def test_unknown_task(function: Any) -> None:
 def test_without_lm_eval(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks._configs.cache_clear()
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(ImportError, match=r"the tasks need lm-eval: install cuvee\[eval\]"):
+    with pytest.raises(ImportError, match=r"the tasks need lm-eval: pip install 'cuvee\[eval\]'"):
         chance("cuvee_kv_8")
 
 

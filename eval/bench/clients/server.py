@@ -49,7 +49,7 @@ class Server:
             "PYTHONPATH": os.pathsep.join(filter(None, (sources, os.environ.get("PYTHONPATH")))),
             "HF_HUB_OFFLINE": "1",
             "VLLM_NO_USAGE_STATS": "1",
-            # On a CPU vLLM gives an engine with a connector other cores than one without. All arms have the same.
+            # On a CPU vLLM gives an engine with a connector other cores than one without. All variants have the same.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(os.cpu_count() or 1),
             "GOMP_SPINCOUNT": "1000",  # see eval/bench/engine/process.py

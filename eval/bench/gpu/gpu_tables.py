@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from cuvee.eval.bench.table_style import new_table
+from cuvee.codec.support.terminal_table import terminal_table as new_table
 from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS
 
 __all__ = ["print_gpu_report"]

@@ -208,11 +208,12 @@ def bench_clients(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the report.")] = Path("out/clients"),
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Of this model; without it, no lossy arm runs.", show_default=False)
+        Path | None,
+        typer.Option("--profile", help="Of this model; without it, no lossy variant runs.", show_default=False),
     ] = None,
-    arms: Annotated[
+    variants: Annotated[
         list[str] | None,
-        typer.Option("--arm", metavar="ARM", help="Run this one. Repeatable. Default: all.", show_default=False),
+        typer.Option("--variant", metavar="NAME", help="Run this one. Repeatable. Default: all.", show_default=False),
     ] = None,
     workloads: Annotated[
         list[str] | None,
@@ -234,13 +235,13 @@ def bench_clients(
 ) -> None:  # fmt: skip
     """Run other people's benchmarks against vLLM's server, with and without cuvee.
 
-    They are `vllm bench serve` and `lmcache bench engine` (pip install lmcache-cli). Takes five minutes per arm.
+    They are `vllm bench serve` and `lmcache bench engine` (pip install lmcache-cli). Takes five minutes per variant.
 
     Example: cuvee bench clients --model smollm2 --profile smollm2.safetensors
     """
-    from cuvee.eval.bench.clients.arms import choose_arms
     from cuvee.eval.bench.clients.clients_bench import ClientsRun, run_clients
     from cuvee.eval.bench.clients.clients_tables import clients_markdown
+    from cuvee.eval.bench.clients.variants import choose_variants
     from cuvee.eval.bench.clients.workloads import choose_workloads
     from cuvee.eval.bench.engine.engine_bench import describe_model
     from cuvee.eval.runs import check_folder
@@ -250,7 +251,7 @@ def bench_clients(
         "--dtype", "bfloat16", "--max-num-seqs", "8", "--block-size", "32",
         "--kv-cache-memory-bytes", str(kv_cache_mb * 10**6),
     )  # fmt: skip
-    servers = choose_arms(arms or (), profile)
+    servers = choose_variants(variants or (), profile)
     chosen = choose_workloads(workloads or (), None if questions is None else questions.resolve())
     checkpoint = _checkpoint(model)
     run = ClientsRun(

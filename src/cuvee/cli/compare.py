@@ -32,7 +32,7 @@ def compare(
     Example: cuvee compare old/report.json new/report.json --fail-if 'kl>5%@cuvee/*'
     """
     from cuvee.eval.report.compare import Condition, compare_reports, print_comparison
-    from cuvee.eval.report.load import load_report
+    from cuvee.eval.report.report_file import load_report
 
     comparison = compare_reports(
         load_report(old),

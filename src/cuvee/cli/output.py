@@ -1,4 +1,4 @@
-"""What commands print, JSON for programs and tables for people, and the exit code of a run that is told to stop."""
+"""Output of commands, as JSON for programs and as tables for people, and the exit code of a run that was stopped."""
 
 from __future__ import annotations
 
@@ -20,39 +20,35 @@ _FILE_WIDTH = 120
 
 
 def make_console(stderr: bool = False) -> Console:
-    """Standard output, or standard error."""
+    """Make a console for standard output, or for standard error."""
     from rich.console import Console
 
     console = Console(stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
-        console.width = _FILE_WIDTH  # a file or a pipe has no width; at rich's 80 columns tables lose their figures
+        console.width = _FILE_WIDTH  # a file or a pipe has no width, and rich's default of 80 columns cuts figures off
     return console
 
 
 def make_table(*columns: str) -> Table:
-    """An empty table. Narrow enough for 80 columns; where it is not, the first column gives way."""
-    from rich import box
-    from rich.table import Table
+    """Make an empty table that fits into 80 columns; if it does not, the first column breaks its lines."""
+    from cuvee.codec.support.terminal_table import terminal_table
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", overflow="fold", no_wrap=bool(index))
-    return table
+    return terminal_table("", *columns, tight=True)
 
 
 def counted(number: int, what: str) -> str:
-    """`1 chunk`, `2 chunks`."""
+    """Write a number with its noun: `1 chunk`, `2 chunks`."""
     return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 def print_json(data: Any) -> None:
-    """To standard output."""
+    """Print JSON to standard output."""
     print(json.dumps(data, indent=2, allow_nan=False))
 
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """End with 128 + signal, as shells expect, if a run inside is told to stop. The run has said how to go on."""
+    """End with 128 + signal, as shells expect, if a signal stops the run inside. The run has said how to continue."""
     from cuvee.eval.runs import Interrupted
 
     try:

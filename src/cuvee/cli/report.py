@@ -1,18 +1,25 @@
-"""`cuvee report`: what compression costs a model, beside the baselines."""
+"""`cuvee report`: measure what compression costs a model, next to the baselines."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from cuvee.cli.options import (
     DEFAULT_CHUNK_TOKENS,
+    BatchSize,
+    ChunkTokens,
     Dtype,
     Evaluation,
     Json,
+    Metadata,
     Model,
+    ReplaceRun,
+    Seed,
+    comma_separated,
+    fields_from,
     refuse_moved,
     typed_command,
 )
@@ -30,7 +37,7 @@ _MOVED = {
 
 
 class ReportCommand(typer.core.TyperCommand):
-    """Names the commands that were options of this one."""
+    """The command, which names the new commands for its former options."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
         """Read the options."""
@@ -89,10 +96,10 @@ def report(
     prefix: Annotated[
         int | None, typer.Option(min=1, help="How many of them are cached. Default: three quarters.")
     ] = None,
-    repeat: Annotated[
+    reread: Annotated[
         bool, typer.Option("--reread/--no-reread", help="Let every second sequence repeat a part of its cache.")
     ] = True,
-    chunk_tokens: Annotated[int, typer.Option(min=1, help="Tokens coded together.")] = DEFAULT_CHUNK_TOKENS,
+    chunk_tokens: ChunkTokens = DEFAULT_CHUNK_TOKENS,
     tasks: Annotated[
         str | None,
         typer.Option(help="lm-eval tasks, separated by commas; none for no tasks. Default: cuvee's local tasks."),
@@ -110,62 +117,44 @@ def report(
         bool, typer.Option("--apply-chat-template", help="Put prompts into the tokenizer's chat template.")
     ] = False,
     include_path: Annotated[Path | None, typer.Option(help="A folder with tasks of your own.")] = None,
-    metadata: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=VALUE", help="For tasks that ask for it. Repeatable.", show_default=False),
-    ] = None,
+    metadata: Metadata = None,
     dtype: Annotated[
-        Dtype, typer.Option(help="Of the model. auto: float32 on a CPU, elsewhere what its files say.")
+        Dtype, typer.Option(help="Dtype of the model. auto: float32 on a CPU, elsewhere what its files say.")
     ] = Dtype.auto,
-    cache_dtype: Annotated[Dtype, typer.Option(help="Of the caches that are coded.")] = Dtype.bfloat16,
+    cache_dtype: Annotated[Dtype, typer.Option(help="Dtype of the caches that are coded.")] = Dtype.bfloat16,
     device: Annotated[str, typer.Option(help="Where the model runs and its caches are coded.")] = "cpu",
-    batch_size: Annotated[int, typer.Option(min=1, help="Sequences per forward pass.")] = 8,
-    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 7,
+    batch_size: BatchSize = 8,
+    seed: Seed = 7,
     quick: Annotated[
         bool, typer.Option("--quick", help="Fewer sequences, methods and tasks: two minutes on the bundled model.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace another run in the folder.")] = False,
+    force: ReplaceRun = False,
     as_json: Json = False,
 ) -> None:
-    """Measure what compression costs a model, beside the baselines: sizes, KL, task scores, plots.
+    """Measure what compression costs a model, next to the baselines: sizes, KL, task scores, plots.
 
     A TEXT is a file (.jsonl: one document per line), hf:DATASET:SPLIT:COLUMN, or the name of a bundled text.
 
-    Results are saved as they come. Stop it with Ctrl-C or SIGTERM, give the same command again, and it goes on where
-    it stopped.
+    Results are saved as they come. After Ctrl-C or SIGTERM, the same command continues where it stopped.
 
     Example: cuvee report --model smollm2 --quick -o out/smollm2
 
     Example: cuvee report --model smollm2 --methods cuvee,fp8-e4m3,kivi4 --lengths 256,1024 --tasks none -o out/lengths
     """
+    options = {**locals()}
     from cuvee.eval.report.report_config import ReportConfig, quick_config
     from cuvee.eval.report.report_run import run_report
 
-    given: dict[str, Any] = {
-        "profiles": tuple(map(str, profiles or ())),
-        "groups": tuple(groups or ()),
-        "metadata": tuple(metadata or ()),
-        "include_path": None if include_path is None else str(include_path),
-    }
-    if calibration:
-        given["calibration"] = tuple(calibration)
-    if evaluation:
-        given["evaluation"] = tuple(evaluation)
-    if tasks is not None:
-        given["tasks"] = () if tasks == "none" else _parts(tasks)
-    given["methods"] = _parts(methods)
-    try:
-        given["lengths"] = tuple(map(int, _parts(lengths)))
-    except ValueError:
-        raise typer.BadParameter(f"must be numbers of tokens, got {lengths}", param_hint="--lengths") from None
     if cache_dtype is Dtype.auto:
         raise typer.BadParameter("must be a dtype; auto says none", param_hint="--cache-dtype")
-    config = ReportConfig(
-        model=model, calibration_sequences=calibration_sequences, samples=samples, sequences=sequences, length=length,
-        prefix=prefix, reread=repeat, chunk_tokens=chunk_tokens, limit=limit, dtype=dtype.value,
-        cache_dtype=cache_dtype.value, device=device, batch_size=batch_size, seed=seed, num_fewshot=num_fewshot,
-        chat_template=chat_template, length_sequences=length_sequences, **given,
-    )  # fmt: skip
+    options["tasks"] = comma_separated(tasks, none=True)
+    options["methods"] = comma_separated(methods)
+    try:
+        options["lengths"] = tuple(map(int, comma_separated(lengths) or ()))
+    except ValueError:
+        raise typer.BadParameter(f"must be numbers of tokens, got {lengths}", param_hint="--lengths") from None
+    others = ("out", "quick", "force", "as_json")
+    config = ReportConfig(**fields_from(options, *(name for name in options if name not in others)))
     if quick:
         config = quick_config(config)
     with stoppable():
@@ -174,11 +163,7 @@ def report(
         print_json(data)
         return
 
-    from cuvee.eval.report.render import print_summary
+    from cuvee.eval.report.report_documents import print_summary
 
     print_summary(data, make_console())
     print(f"{out / 'report.md'}\n{out / 'report.html'}\n{out / 'report.json'}")
-
-
-def _parts(listed: str | None) -> tuple[str, ...]:
-    return tuple(filter(None, map(str.strip, (listed or "").split(","))))

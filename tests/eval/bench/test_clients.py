@@ -19,9 +19,9 @@ from cuvee.codec.data.bundled import bundled_model_path
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.eval.bench.clients import clients_bench as run_module
 from cuvee.eval.bench.clients import workloads as workloads_module
-from cuvee.eval.bench.clients.arms import ARMS, BASELINE, choose_arms
 from cuvee.eval.bench.clients.clients_bench import COLD, RESTART, WARM, ClientsRun, run_clients
 from cuvee.eval.bench.clients.server import Server
+from cuvee.eval.bench.clients.variants import BASELINE, VARIANTS, choose_variants
 from cuvee.eval.bench.clients.workloads import (
     WORKLOADS,
     LMCacheWorkload,
@@ -30,24 +30,26 @@ from cuvee.eval.bench.clients.workloads import (
     choose_workloads,
 )
 
-LOSSLESS = next(arm for arm in ARMS if arm.quality == "lossless")
+LOSSLESS = next(variant for variant in VARIANTS if variant.quality == "lossless")
 
 
 def test_arms_that_need_a_profile_are_left_out_or_refused_without_one() -> None:
-    assert [arm.name for arm in choose_arms((), None)] == [arm.name for arm in ARMS if not arm.learned]
-    assert choose_arms((), Path("p")) == ARMS
-    # The baseline is always there, and arms keep their order.
-    assert [arm.name for arm in choose_arms(["cuvee high", "cuvee lossless"], Path("p"))] == [
+    assert [variant.name for variant in choose_variants((), None)] == [
+        variant.name for variant in VARIANTS if not variant.learned
+    ]
+    assert choose_variants((), Path("p")) == VARIANTS
+    # The baseline is always there, and variants keep their order.
+    assert [variant.name for variant in choose_variants(["cuvee high", "cuvee lossless"], Path("p"))] == [
         BASELINE, "cuvee lossless", "cuvee high",
     ]  # fmt: skip
-    with pytest.raises(InputError, match="arm 'cuvee high' needs a profile of the model: give --profile"):
-        choose_arms(["cuvee high"], None)
-    with pytest.raises(InputError, match="arm 'cuvee' is unknown: choose from 'no cache'"):
-        choose_arms(["cuvee"], None)
+    with pytest.raises(InputError, match="profile: 'cuvee high' needs one of the model: give --profile"):
+        choose_variants(["cuvee high"], None)
+    with pytest.raises(InputError, match=r"variant: must be one of 'no cache', .*, got 'cuvee'"):
+        choose_variants(["cuvee"], None)
 
 
 def test_the_command_of_an_arm_is_what_vllm_takes() -> None:
-    none, own, raw, lossless, high, *_ = ARMS
+    none, own, raw, lossless, high, *_ = VARIANTS
     assert none.command(Path("s"), None) == ["--no-enable-prefix-caching"]
     assert own.command(Path("s"), None) == []
     flag, transfer = lossless.command(Path("/s"), Path("/p"))
@@ -58,7 +60,7 @@ def test_the_command_of_an_arm_is_what_vllm_takes() -> None:
         "kv_connector": "ExampleConnector", "kv_role": "kv_both",
         "kv_connector_extra_config": {"shared_storage_path": "/s"},
     }  # fmt: skip
-    assert [arm.stores for arm in ARMS[:5]] == [False, False, True, True, True]
+    assert [variant.stores for variant in VARIANTS[:5]] == [False, False, True, True, True]
     transfer = json.loads(high.command(Path("/s"), Path("/p"))[1])
     assert transfer["kv_connector_extra_config"] == {"store": "file:///s", "quality": "high", "profile": "/p"}
 
@@ -191,8 +193,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeServer]:
     return FakeServer
 
 
-def a_run(tmp_path: Path, *workloads: Any, arms: Sequence[Any] = (*ARMS[:2], *ARMS[3:6])) -> ClientsRun:
-    return ClientsRun(tmp_path, arms, workloads, Path("profile"), ("--dtype", "bfloat16"), tmp_path / "out")
+def a_run(tmp_path: Path, *workloads: Any, variants: Sequence[Any] = (*VARIANTS[:2], *VARIANTS[3:6])) -> ClientsRun:
+    return ClientsRun(tmp_path, variants, workloads, Path("profile"), ("--dtype", "bfloat16"), tmp_path / "out")
 
 
 def test_every_arm_meets_every_workload(tmp_path: Path, fake: type[FakeServer]) -> None:
@@ -242,7 +244,7 @@ def test_a_client_that_fails_leaves_the_rest(
     tmp_path: Path, fake: type[FakeServer], monkeypatch: pytest.MonkeyPatch, code: str, said: str
 ) -> None:
     monkeypatch.setattr(run_module, "_CLIENT_SECONDS", 1)
-    report = run_clients(a_run(tmp_path, Scripted("bad", code), Scripted("good", WRITES), arms=ARMS[:2]))
+    report = run_clients(a_run(tmp_path, Scripted("bad", code), Scripted("good", WRITES), variants=VARIANTS[:2]))
     for found in report["arms"].values():
         assert said in found["workloads"]["bad"][COLD]["error"] and found["workloads"]["good"][COLD]["p50"] == 0.2
     assert f"| no cache | cold | failed: {said}" in (tmp_path / "out" / "clients.md").read_text()
@@ -297,7 +299,7 @@ def test_the_command_refuses_bad_input_before_it_starts_anything(tmp_path: Path)
     (tmp_path / "something").write_text("")
     runner = CliRunner()
     for arguments, said in (
-        (["--arm", "cuvee small"], "needs a profile"),
+        (["--variant", "cuvee small"], "needs one of the model"),
         (["--workload", "none"], "is unknown"),
         (["--questions", "nowhere.json", "--workload", "rag-qa-quality"], "questions" if _lmcache() else "LMCache"),
     ):

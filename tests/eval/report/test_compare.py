@@ -13,7 +13,7 @@ from rich.console import Console
 
 from cuvee.codec.errors import FormatError, InputError, VersionError
 from cuvee.eval.report.compare import Change, Comparison, Condition, compare_reports, print_comparison
-from cuvee.eval.report.load import METRIC_FIELDS, load_report
+from cuvee.eval.report.report_file import METRIC_FIELDS, load_report
 
 Report = dict[str, Any]
 

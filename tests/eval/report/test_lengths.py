@@ -19,8 +19,8 @@ from cuvee.eval.documents import ReportTable
 from cuvee.eval.quality import Quality, QualityBench
 from cuvee.eval.report.candidates import Candidate
 from cuvee.eval.report.lengths import length_candidates, length_tokens
-from cuvee.eval.report.plots import lengths as draw_lengths
 from cuvee.eval.report.report_config import ReportConfig, quick_config
+from cuvee.eval.report.report_plots import lengths as draw_lengths
 from cuvee.eval.report.report_run import run_report
 from cuvee.eval.report.sections import report_sections
 

@@ -14,11 +14,11 @@ from xml.etree import ElementTree
 import pytest
 
 from cuvee.eval.labels import shared_area
-from cuvee.eval.plots import plot_quality
+from cuvee.eval.plots import plot_quality, write_plots
 from cuvee.eval.quality import LayerCost, PerSequence, Quality
-from cuvee.eval.report import plots
+from cuvee.eval.report import report_plots as plots
 from cuvee.eval.report.families import family_rank, layer_entries
-from cuvee.eval.report.plots import PLOTS, write_plots
+from cuvee.eval.report.report_plots import PLOTS
 
 pytest.importorskip("matplotlib")
 
@@ -122,7 +122,7 @@ def series(axes: Any) -> dict[str, Any]:
 
 
 def test_every_plot_is_written_as_png_and_svg(report: dict[str, Any], tmp_path: Path) -> None:
-    written = write_plots(report, tmp_path / "deep" / "plots")
+    written = write_plots(PLOTS, report, tmp_path / "deep" / "plots")
     assert written == {name: [f"{name}.png", f"{name}.svg"] for name in PLOTS}
     files = sorted(path.name for path in (tmp_path / "deep" / "plots").iterdir())
     assert files == sorted(name for pair in written.values() for name in pair)
@@ -136,7 +136,7 @@ def test_every_plot_is_written_as_png_and_svg(report: dict[str, Any], tmp_path: 
 
 def test_the_same_report_gives_the_same_svg(report: dict[str, Any], tmp_path: Path) -> None:
     for name in ("a", "b"):
-        write_plots(report, tmp_path / name)
+        write_plots(PLOTS, report, tmp_path / name)
     for name in PLOTS:
         one, two = ((tmp_path / folder / f"{name}.svg").read_bytes() for folder in "ab")
         assert one == two and not re.search(rb"20\d\d-\d\d-\d\d|matplotlib.org", one)
@@ -148,21 +148,21 @@ def test_matplotlib_stays_as_it_was(report: dict[str, Any], tmp_path: Path) -> N
 
     with mpl.rc_context({"font.size": 7.0, "svg.fonttype": "path"}):
         before, managed = dict(mpl.rcParams), list(_pylab_helpers.Gcf.figs)
-        write_plots(report, tmp_path)
+        write_plots(PLOTS, report, tmp_path)
         assert dict(mpl.rcParams) == before and list(_pylab_helpers.Gcf.figs) == managed
 
 
 def test_plots_of_another_report_do_not_stay(report: dict[str, Any], tmp_path: Path) -> None:
-    write_plots(report, tmp_path)
+    write_plots(PLOTS, report, tmp_path)
     (tmp_path / "mine.png").write_text("not a plot of ours")
-    written = set(write_plots({**report, "tasks": [], "scores": []}, tmp_path))
+    written = set(write_plots(PLOTS, {**report, "tasks": [], "scores": []}, tmp_path))
     assert written == {"size_kl", "lengths", "layers", "throughput"}
     assert not list(tmp_path.glob("size_scores*")) and (tmp_path / "mine.png").exists()
 
 
 def test_a_report_with_nothing_has_no_plots(report: dict[str, Any], tmp_path: Path) -> None:
     empty = {**report, "quality": [], "lengths": [], "tasks": [], "scores": [], "comparison": []}
-    assert write_plots(empty, tmp_path / "none") == {}
+    assert write_plots(PLOTS, empty, tmp_path / "none") == {}
     assert not list(tmp_path.rglob("*.*"))
 
 
@@ -309,7 +309,7 @@ def test_families_are_in_order(report: dict[str, Any]) -> None:
 def test_names_are_taken_literally(report: dict[str, Any], tmp_path: Path) -> None:
     name = r"<b> & $\frac{1}{0}$ _x_"
     report["model"]["name"] = name
-    write_plots(report, tmp_path)
+    write_plots(PLOTS, report, tmp_path)
     root = ElementTree.fromstring((tmp_path / "size_kl.svg").read_text())
     assert any(name in (element.text or "") for element in root.iter())
 
@@ -329,10 +329,10 @@ def test_measured_methods_are_plotted_without_a_report(tmp_path: Path, suffix: s
 def test_without_matplotlib_the_remedy_is_named(report: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     calls: list[Callable[[], Any]] = [
-        lambda: write_plots(report, tmp_path),
+        lambda: write_plots(PLOTS, report, tmp_path),
         lambda: plot_quality(tmp_path / "x.png", {}, [quality("a", 1.0, 0.1)]),
     ]
     for call in calls:
-        with pytest.raises(ImportError, match=r"install cuvee\[plot\]"):
+        with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
             call()
     assert not list(tmp_path.iterdir())

@@ -25,7 +25,7 @@ from cuvee.eval.documents import escape
 from cuvee.eval.formatting import format_interval, format_ratio, with_error
 from cuvee.eval.methods import family_label
 from cuvee.eval.quality import CodecMethod, Method, QualityBench
-from cuvee.eval.report.render import html, markdown, print_summary, write_report
+from cuvee.eval.report.report_documents import html, markdown, print_summary, write_report
 
 pytest.importorskip("matplotlib")
 
@@ -624,10 +624,10 @@ def test_a_summary_on_the_terminal(report: dict[str, Any]) -> None:
 
 def test_without_jinja_the_remedy_is_named(report: dict[str, Any], tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
-    with pytest.raises(ImportError, match=r"install cuvee\[eval\]"):
+    with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
         html(report, tmp_path)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=r"install cuvee\[plot\]"):
+    with pytest.raises(ImportError, match=r"pip install 'cuvee\[eval\]'"):
         write_report(report, tmp_path)
     assert not list(tmp_path.iterdir())

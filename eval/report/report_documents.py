@@ -1,9 +1,9 @@
-"""A report as documents: Markdown for a repository, one HTML file for a mail.
+"""The documents of a report: Markdown for a repository, and one HTML file for a mail.
 
     report.json -> sections of texts, tables, figures --+--> report.md    + plots/*.png
                                                         +--> report.html  (plots inside, no script, nothing loaded)
 
-Both documents are written from the same sections, so both say the same.
+Both documents are written from the same sections.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from cuvee.codec.support.files import write_atomically
 from cuvee.eval.documents import ReportData, ReportTable, markdown_document
-from cuvee.eval.report.plots import PLOTS, write_plots
+from cuvee.eval.plots import write_plots
+from cuvee.eval.report.report_plots import PLOTS
 from cuvee.eval.report.sections import equal_kl, headline, report_preface, report_sections, report_title
 
 if TYPE_CHECKING:
@@ -27,23 +28,23 @@ _TEMPLATE = Path(__file__).with_name("report.html.j2")
 
 
 def write_report(report: ReportData, folder: Path) -> None:
-    """Write `report.md`, `report.html` and `plots/*` of a report, each file whole or not at all.
+    """Write `report.md`, `report.html` and `plots/*` of a report, each file completely or not at all.
 
     Args:
         report: the dict in `report.json`.
         folder: where to write them; it is made if need be.
 
     Raises:
-        ImportError: matplotlib or jinja2 is not installed (install `cuvee[eval]`).
+        ImportError: matplotlib or jinja2 is not installed (`pip install 'cuvee[eval]'`).
     """
-    written = write_plots(report, folder / "plots")
+    written = write_plots(PLOTS, report, folder / "plots")
     plots = {name: [f"plots/{file}" for file in files] for name, files in written.items()}
     write_atomically(folder / "report.md", markdown(report, plots).encode())
     write_atomically(folder / "report.html", html(report, folder / "plots").encode())
 
 
 def print_summary(report: ReportData, console: Console) -> None:
-    """Show on a terminal what you lose, and how much smaller the cache is at equal KL."""
+    """Print what you lose, and how much smaller the cache is at equal KL."""
     from rich.text import Text
 
     console.print(Text(report_title(report), style="bold"))
@@ -56,7 +57,7 @@ def print_summary(report: ReportData, console: Console) -> None:
 
 
 def markdown(report: ReportData, plots: Mapping[str, Sequence[str]]) -> str:
-    """The report as GitHub-flavored Markdown.
+    """Write the report as GitHub-flavored Markdown.
 
     Args:
         report: the dict in `report.json`.
@@ -67,24 +68,24 @@ def markdown(report: ReportData, plots: Mapping[str, Sequence[str]]) -> str:
 
 
 def html(report: ReportData, plots_folder: Path) -> str:
-    """The report as one HTML page that loads nothing, because the plots are inside it as SVG.
+    """Write the report as one HTML page that loads nothing, because it contains the plots as SVG.
 
     Args:
         report: the dict in `report.json`.
-        plots_folder: where `write_plots` put `NAME.svg`. Plots that are not there are left out.
+        plots_folder: where `write_plots` put `NAME.svg`. Missing plots are left out.
 
     Raises:
-        ImportError: jinja2 is not installed (install `cuvee[eval]`).
+        ImportError: jinja2 is not installed (`pip install 'cuvee[eval]'`).
     """
     try:
         from jinja2 import Environment, StrictUndefined
         from markupsafe import Markup
     except ImportError as error:
-        raise ImportError("the HTML report needs jinja2: install cuvee[eval]") from error
+        raise ImportError("the HTML report needs jinja2: pip install 'cuvee[eval]'") from error
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found = {name: plots_folder / f"{name}.svg" for name in PLOTS}
     figures = {
-        # `write_plots` drew them, and it escapes what it is given.
+        # `write_plots` drew them, and it escapes its input.
         name: Markup(_inline_svg(path.read_text(encoding="utf-8"), name))
         for name, path in found.items()
         if path.exists()
@@ -96,7 +97,7 @@ def html(report: ReportData, plots_folder: Path) -> str:
 
 
 def _inline_svg(text: str, name: str) -> str:
-    """An SVG file as an element of a page. Its ids get a prefix, because all plots number theirs in the same way."""
+    """Turn an SVG file into an element of a page. Its ids get a prefix, because all plots use the same ids."""
     text = text[text.index("<svg") :]
     text = re.sub(
         r"<style.*?</style>", "", text, flags=re.DOTALL

@@ -26,7 +26,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import empty_cache, prefill
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_STEP_INDEX
-from cuvee.eval.blending.selectors import COMPARED, DEFAULT, NOTHING, SELECTORS
+from cuvee.eval.blend_report.selectors import COMPARED, DEFAULT, NOTHING, SELECTORS
 from cuvee.eval.timing import Timing
 
 if TYPE_CHECKING:

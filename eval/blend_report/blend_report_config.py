@@ -8,9 +8,9 @@ from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS
 from cuvee.codec.data.corpus import BUNDLED_MODEL
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.sequences import SEED
-from cuvee.eval.blending.prompts import PUBLIC
-from cuvee.eval.blending.selectors import COMPARED, SELECTORS
-from cuvee.eval.blending.wall_time import LEAST_TOKENS
+from cuvee.eval.blend_report.prompts import PUBLIC
+from cuvee.eval.blend_report.selectors import COMPARED, SELECTORS
+from cuvee.eval.blend_report.wall_time import LEAST_TOKENS
 
 __all__ = ["BUNDLED", "BlendConfig", "quick_blend_config"]
 

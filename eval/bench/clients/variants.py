@@ -1,7 +1,7 @@
 """The servers that are compared: vLLM alone, with files of its own, and with `CuveeConnector` at several qualities.
 
 The one store that vLLM 0.32 brings and that runs on a CPU is its ExampleConnector, which keeps raw files. It finds a
-prompt only as a whole, so the arm shows what raw files cost and save where the very same prompts come again.
+prompt only as a whole, so the variant shows what raw files cost and save where the same prompts come again.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 from cuvee.codec.errors import InputError
 
-__all__ = ["ARMS", "BASELINE", "Arm", "choose_arms"]
+__all__ = ["BASELINE", "VARIANTS", "ServerVariant", "choose_variants"]
 
 BASELINE = "no cache"
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class ServerVariant:
     """A way to run the server.
 
     Attributes:
@@ -71,30 +71,30 @@ class Arm:
         return arguments
 
 
-ARMS = (
-    Arm(BASELINE, own_cache=False),
-    Arm("vLLM's prefix cache"),
-    Arm("raw files", own_cache=False, raw=True),
-    Arm("cuvee lossless", "lossless"),
-    Arm("cuvee high", "high", learned=True),
-    Arm("cuvee balanced", "balanced", learned=True),
-    Arm("cuvee small", "small", learned=True),
-    Arm("cuvee lossless, blend", "lossless", blend=True),
-    Arm("cuvee high, blend", "high", learned=True, blend=True),
+VARIANTS = (
+    ServerVariant(BASELINE, own_cache=False),
+    ServerVariant("vLLM's prefix cache"),
+    ServerVariant("raw files", own_cache=False, raw=True),
+    ServerVariant("cuvee lossless", "lossless"),
+    ServerVariant("cuvee high", "high", learned=True),
+    ServerVariant("cuvee balanced", "balanced", learned=True),
+    ServerVariant("cuvee small", "small", learned=True),
+    ServerVariant("cuvee lossless, blend", "lossless", blend=True),
+    ServerVariant("cuvee high, blend", "high", learned=True, blend=True),
 )
 
 
-def choose_arms(names: Sequence[str], profile: Path | None) -> tuple[Arm, ...]:
-    """The arms of these names, and the baseline; all that can run if none are named.
+def choose_variants(names: Sequence[str], profile: Path | None) -> tuple[ServerVariant, ...]:
+    """Return the variants with these names, and the baseline; without names, all variants that can run.
 
     Raises:
-        InputError: there is no such arm, or it needs a profile and there is none.
+        InputError: a variant is unknown, or needs a profile and there is none.
     """
-    known = {arm.name: arm for arm in ARMS}
+    known = {variant.name: variant for variant in VARIANTS}
     for name in names:
         if name not in known:
-            raise InputError(f"arm {name!r} is unknown: choose from {', '.join(map(repr, known))}")
+            raise InputError(f"variant: must be one of {', '.join(map(repr, known))}, got {name!r}")
         if known[name].learned and profile is None:
-            raise InputError(f"arm {name!r} needs a profile of the model: give --profile, or leave the arm out")
-    chosen = names or [arm.name for arm in ARMS if profile is not None or not arm.learned]
-    return tuple(arm for arm in ARMS if arm.name in (BASELINE, *chosen))
+            raise InputError(f"profile: {name!r} needs one of the model: give --profile, or leave that variant out")
+    chosen = names or [variant.name for variant in VARIANTS if profile is not None or not variant.learned]
+    return tuple(variant for variant in VARIANTS if variant.name in (BASELINE, *chosen))

@@ -29,21 +29,26 @@ from cuvee.codec.errors import CorruptError, CuveeError, InputError, ProfileMism
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.models.forward import prefill
 from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.blending import plots
-from cuvee.eval.blending import wall_time as blend_wall
-from cuvee.eval.blending.blend_report_config import BlendConfig, quick_blend_config
-from cuvee.eval.blending.blend_report_run import run_blend_report
-from cuvee.eval.blending.prompts import (
+from cuvee.eval.blend_report import blend_plots as plots
+from cuvee.eval.blend_report import wall_time as blend_wall
+from cuvee.eval.blend_report.blend_report_config import BlendConfig, quick_blend_config
+from cuvee.eval.blend_report.blend_report_run import run_blend_report
+from cuvee.eval.blend_report.blend_sections import (
+    blend_markdown,
+    blend_sections,
+    print_blend_summary,
+    write_blend_report,
+)
+from cuvee.eval.blend_report.prompts import (
     ahead_prompts,
     multidoc_prompts,
     passage_prompts,
     public_prompts,
     reread_prompts,
 )
-from cuvee.eval.blending.render import blend_markdown, blend_sections, print_blend_summary, write_blend_report
-from cuvee.eval.blending.selectors import ON_ALONE, ON_OTHERS
-from cuvee.eval.blending.shares import ratio_of_shares, share_recovered
-from cuvee.eval.blending.wall_time import measure_wall_time
+from cuvee.eval.blend_report.selectors import ON_ALONE, ON_OTHERS
+from cuvee.eval.blend_report.shares import ratio_of_shares, share_recovered
+from cuvee.eval.blend_report.wall_time import measure_wall_time
 from cuvee.eval.progress import ProgressBar
 
 pytest.importorskip("matplotlib")
@@ -104,7 +109,7 @@ def small_wall() -> Iterator[None]:
 @pytest.fixture
 def no_documents(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plots take longer than what they show."""
-    monkeypatch.setattr("cuvee.eval.blending.blend_report_run.write_blend_report", lambda report, folder: None)
+    monkeypatch.setattr("cuvee.eval.blend_report.blend_report_run.write_blend_report", lambda report, folder: None)
 
 
 @pytest.fixture(scope="module")
@@ -678,7 +683,7 @@ def test_inputs_that_do_not_fit(
     fails(InputError, "must hold at least 4000 tokens", chunk_tokens=4000)
     fails(InputError, "a name of its own", multidoc=tiny.multidoc * 2)
     (tmp_path / "out").write_text("")
-    with pytest.raises(InputError, match="is a file"):
+    with pytest.raises(InputError, match="must be a folder"):
         run_blend_report(tiny, tmp_path / "out", console)
     with pytest.raises(InputError, match="not empty"):
         run_blend_report(tiny, tmp_path, console)
@@ -745,13 +750,13 @@ def test_an_interrupted_run_goes_on_at_its_prompt_and_ends_the_same(
         with monkeypatch.context() as patch:
             rest = stop_at(patch, -1)
             found = run_blend_report(config, out, console)
-        assert f"{out} holds this run, {prompts} measurements done: going on" in file.getvalue()
+        assert f"{out} holds this run, {prompts} measurements done: continuing" in file.getvalue()
         assert untimed(found) == untimed(whole)
         assert len(rest) == 2 * (reread + passages) - (reread, 0, 2 * reread + passages)[prompts - 1]
     with monkeypatch.context() as patch:
         stop_at(patch, 0)  # nothing is left to measure
         assert untimed(run_blend_report(config, out, console)) == untimed(whole)
-    assert f"{out} holds this run, complete: going on" in file.getvalue()
+    assert f"{out} holds this run, complete: continuing" in file.getvalue()
 
 
 def test_a_folder_of_another_run_or_with_damaged_results_is_refused(
@@ -893,7 +898,7 @@ def test_the_command_writes_a_folder(tiny: BlendConfig, tmp_path: Path, monkeypa
         given.append(config)
         return replace(less_of(tiny), multidoc=config.multidoc, seed=config.seed)
 
-    monkeypatch.setattr("cuvee.eval.blending.blend_report_config.quick_blend_config", less)
+    monkeypatch.setattr("cuvee.eval.blend_report.blend_report_config.quick_blend_config", less)
     monkeypatch.chdir(tmp_path)
     options = ["--profile", tiny.profile or "", "--measure-on", "orchard", "--calibrate-on", "harbour", "--seed", "3"]
     shown = run("--quick", *options, "--multidoc", tiny.multidoc[0]).stdout
@@ -915,7 +920,7 @@ def test_the_command_measures_what_is_named(tiny: BlendConfig, tmp_path: Path, m
         given.append(config)
         raise InputError("seen")
 
-    monkeypatch.setattr("cuvee.eval.blending.blend_report_run.run_blend_report", stop)
+    monkeypatch.setattr("cuvee.eval.blend_report.blend_report_run.run_blend_report", stop)
     run("--constructions", "xquad, musique", "--data", tmp_path, "--metadata", "any_version=true", "--documents", "3",
         "--selectors", "boundary,default", "--costs", ".05,0.15", "--qualities", "none", "--contexts", "0",
         "--no-wall-time", code=1)  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from cuvee.eval import plots
-from cuvee.eval.blending.selectors import ALONE, AVERAGED, BEHIND, DEFAULT, EXACT, FORMER, KINDS_OF_CHUNKS, NOTHING
+from cuvee.eval.blend_report.selectors import ALONE, AVERAGED, BEHIND, DEFAULT, EXACT, FORMER, KINDS_OF_CHUNKS, NOTHING
 from cuvee.eval.documents import Entry, ReportData
 from cuvee.eval.formatting import format_percent
 
@@ -28,15 +28,15 @@ _DASHES = ("-", (0, (1.5, 1.5)), (0, (5, 2)), "-", (0, (6, 2, 1.5, 2)))  # of co
 _LOOKS: dict[str, tuple[str, Any, str]] = {  # selector -> color, dashes, marker
     NOTHING: ("#8c8c8c", (0, (1.5, 1.5)), "d"),
     "random": ("#8c8c8c", (0, (5, 2)), "."),
-    "boundary": ("#0072b2", "-", "o"),
-    "hkvd": ("#d55e00", "-", "s"),
-    "hkvd-gradual": ("#d55e00", (0, (4, 2)), "D"),
-    "hkvd*boundary": ("#e69f00", (0, (4, 2)), "v"),
-    "query": ("#b0568c", "-", "P"),
-    "overlap": ("#56b4e9", (0, (4, 2)), "^"),
-    "overlap*boundary": ("#009e73", (0, (4, 2)), "x"),
-    FORMER: ("#009e73", (0, (1.5, 1.5)), "p"),
-    DEFAULT: ("#009e73", "-", "*"),
+    "boundary": (plots.BLUE, "-", "o"),
+    "hkvd": (plots.VERMILION, "-", "s"),
+    "hkvd-gradual": (plots.VERMILION, (0, (4, 2)), "D"),
+    "hkvd*boundary": (plots.ORANGE, (0, (4, 2)), "v"),
+    "query": (plots.PURPLE, "-", "P"),
+    "overlap": (plots.SKY, (0, (4, 2)), "^"),
+    "overlap*boundary": (plots.GREEN, (0, (4, 2)), "x"),
+    FORMER: (plots.GREEN, (0, (1.5, 1.5)), "p"),
+    DEFAULT: (plots.GREEN, "-", "*"),
 }
 
 
@@ -106,7 +106,7 @@ def share_source(report: ReportData) -> Figure | None:
                         linestyle="none",
                         elinewidth=0.9,
                     )
-            _share_axis(axes)
+            plots.compared_with(axes, 0, 100)
             names = [kv if kv == EXACT else f"{kv}\n{bits[kv]:.2f} bits per value" for kv in sources]
             axes.set_xticks(range(len(sources)), names)
             axes.set_title(construction["name"], fontsize=9.5)
@@ -132,10 +132,11 @@ def wall_time(report: ReportData) -> Figure | None:
             dashes = _DASHES[costs.index(blend["cost"]) % len(_DASHES)]
             label = f"{blend['label']}, {format_percent(blend['cost'])}" if blend["cost"] else str(blend["label"])
             ratios = [length["blends"][index]["ratio"] for length in wall["lengths"]]
-            _draw_ratios(axes, tokens, ratios, label, color=color, marker=marker, linestyle=dashes)
+            plots.draw_ratios(axes, tokens, ratios, label, color=color, marker=marker, linestyle=dashes)
         decoded = [length["decode"]["ratio"] for length in wall["lengths"]]
-        _draw_ratios(axes, tokens, decoded, "decoding the blobs", color="#222222", marker="", linestyle=(0, (4, 2)))
-        axes.axhline(1, color="#888888", linewidth=0.8)
+        plots.draw_ratios(
+            axes, tokens, decoded, "decoding the blobs", color=plots.INK, marker="", linestyle=(0, (4, 2))
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(tokens, [f"{t:,}" for t in tokens])
         axes.minorticks_off()
@@ -143,7 +144,7 @@ def wall_time(report: ReportData) -> Figure | None:
         plots.plain_log_ticks(axes)
         axes.set_xlabel("tokens of the prompt")
         axes.set_ylabel("time over full prefill")
-        axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+        plots.compared_with(axes, 1)
         figure.legend(loc="outside lower left", ncols=3, fontsize=8.5)
         return figure
 
@@ -188,17 +189,4 @@ def _draw_lines(axes: Axes, lines: Mapping[str, Sequence[Entry]], handles: dict[
             elinewidth=0.7,
             zorder=3 if selector == DEFAULT else 2,
         )
-    _share_axis(axes)
-
-
-def _draw_ratios(axes: Axes, tokens: Sequence[int], ratios: Sequence[Entry], label: str, **look: Any) -> None:
-    middle = [r["median"] for r in ratios]
-    below = [r["median"] - r["p20"] for r in ratios]
-    above = [r["p80"] - r["median"] for r in ratios]
-    axes.errorbar(tokens, middle, [below, above], label=label, markersize=5, elinewidth=0.8, linewidth=1.2, **look)
-
-
-def _share_axis(axes: Axes) -> None:
-    axes.axhline(0, color="#888888", linewidth=0.8)
-    axes.axhline(100, color="#888888", linewidth=0.8)
-    axes.grid(True, axis="y", color="#dddddd", linewidth=0.6)
+    plots.compared_with(axes, 0, 100)

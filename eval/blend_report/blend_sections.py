@@ -1,8 +1,8 @@
-"""A report on blending as a document: Markdown and plots, as those of `cuvee report`.
+"""The document of a report on blending: Markdown and plots, like those of `cuvee report`.
 
     blend.json -> sections of texts, tables, figures -> blend.md + plots/*.png, *.svg
 
-Parts that a report has nothing for (no decoded chunks, no wall time, costs that were not measured) are left out.
+Parts that a report lacks (decoded chunks, wall time, costs that were not measured) are left out.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cuvee.codec.support.files import write_atomically
-from cuvee.eval import plots
-from cuvee.eval.blending.plots import BLEND_PLOTS, SHOWN_COST, find_entry
-from cuvee.eval.blending.selectors import ALONE, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING
+from cuvee.eval.blend_report.blend_plots import BLEND_PLOTS, SHOWN_COST, find_entry
+from cuvee.eval.blend_report.selectors import ALONE, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING
 from cuvee.eval.documents import (
     SMALL_MODEL,
     Entry,
@@ -23,9 +22,11 @@ from cuvee.eval.documents import (
     ReportSection,
     ReportTable,
     markdown_document,
+    provenance,
 )
 from cuvee.eval.formatting import format_bits, format_interval, format_number, format_percent, with_error
-from cuvee.eval.report.plots import machine_name
+from cuvee.eval.plots import write_plots
+from cuvee.eval.report.report_plots import machine_name
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,40 +35,32 @@ __all__ = ["blend_markdown", "blend_sections", "print_blend_summary", "write_ble
 
 
 def write_blend_report(report: ReportData, folder: Path) -> None:
-    """Write `blend.md` and `plots/*` of a report, each file whole or not at all.
+    """Write `blend.md` and `plots/*` of a report, each file completely or not at all.
 
     Args:
         report: the dict in `blend.json`.
         folder: where to write them; it is made if need be.
 
     Raises:
-        ImportError: matplotlib is not installed (install `cuvee[eval]`).
+        ImportError: matplotlib is not installed (`pip install 'cuvee[eval]'`).
     """
-    found = {}
-    for name, (draw, _) in BLEND_PLOTS.items():
-        figure = draw(report)
-        for suffix in ("png", "svg"):
-            path = folder / "plots" / f"{name}.{suffix}"
-            if figure is None:
-                path.unlink(missing_ok=True)
-            else:
-                plots.save_figure(figure, path)
-                found[name] = f"plots/{name}.png"
-    write_atomically(folder / "blend.md", blend_markdown(report, found).encode())
+    written = write_plots(BLEND_PLOTS, report, folder / "plots")
+    figures = {name: f"plots/{files[0]}" for name, files in written.items()}
+    write_atomically(folder / "blend.md", blend_markdown(report, figures).encode())
 
 
 def blend_markdown(report: ReportData, figures: Mapping[str, str]) -> str:
-    """The report as GitHub-flavored Markdown.
+    """Write the report as GitHub-flavored Markdown.
 
     Args:
         report: the dict in `blend.json`.
-        figures: the file of each plot, relative to the document. Plots that are not in it are left out.
+        figures: the file of each plot, relative to the document. Plots without a file are left out.
     """
     return markdown_document(_title(report), _preface(report), blend_sections(report), figures)
 
 
 def print_blend_summary(report: ReportData, console: Console) -> None:
-    """Show selectors at equal cost and wall time on a terminal."""
+    """Print selectors at equal cost, and wall time."""
     from rich.text import Text
 
     console.print(Text(_title(report), style="bold"))
@@ -77,9 +70,9 @@ def print_blend_summary(report: ReportData, console: Console) -> None:
 
 
 def blend_sections(report: ReportData) -> list[ReportSection]:
-    """Everything a report says, in order. Sections that it has nothing for are left out."""
+    """Return all sections of a report, in order, without empty ones."""
     shares = [_shares(report, made) for made in report["constructions"]]
-    made = [_equal_cost(report), *shares, _codec(report), _wall_time(report), _protocol(report), _limits(report)]
+    made = [_equal_cost(report), *shares, _codec(report), _wall_time(report), _provenance(report), _limits(report)]
     return [section for section in made if section.blocks]
 
 
@@ -334,30 +327,16 @@ def _threads(count: int) -> str:
     return "one thread" if count == 1 else f"{count} threads"
 
 
-def _protocol(report: ReportData) -> ReportSection:
-    model, configuration, profile = report["model"], report["configuration"], report["profile"]
-    facts = [
-        ("model", f"{model['name']} ({model['model_type']}, {model['parameters']:,} parameters, {model['dtype']})"),
-        ("model fingerprint", model["fingerprint"]),
-        ("cache", f"{model['layers']} layers, {model['values_per_token']:,} values per token"),
-        ("contexts averaged over", f"{report['text']['contexts']} of {configuration['context_tokens']} tokens"),
-        ("profile", None if profile is None else f"group {profile['group']}, {profile['source']}, {profile['id']}"),
-        ("seed", configuration["seed"]),
-        ("time taken", f"{report['seconds']:.0f} s"),
-    ]
-    for made in report["constructions"]:
-        facts.append((f"SHA-256 of the tokens, {made['name']}", made["tokens_sha256"]))
-    texts = [
-        [use, str(source["name"]), f"{source['tokens']:,}", str(source["sha256"])]
-        for use in ("calibration", "evaluation")
-        for source in report["text"][use]
-    ]
-    environment = [[str(name), str(value)] for name, value in report["environment"].items() if value is not None]
-    blocks: list[ReportTable | ReportBlock] = [ReportBlock("code", report["command"])] if report["command"] else []
-    blocks.append(ReportTable(["what ", "value "], [[name, str(value)] for name, value in facts if value is not None]))
-    blocks.append(ReportTable(["text for ", "name ", "tokens", "SHA-256 "], texts, title="Texts"))
-    blocks.append(ReportTable(["what ", "version or kind "], environment, title="Software and hardware"))
-    return ReportSection("protocol", "How it was measured", blocks)
+def _provenance(report: ReportData) -> ReportSection:
+    configuration, profile = report["configuration"], report["profile"]
+    facts = {
+        "contexts averaged over": f"{report['text']['contexts']} of {configuration['context_tokens']} tokens",
+        "profile": None if profile is None else f"group {profile['group']}, {profile['source']}, {profile['id']}",
+        "seed": configuration["seed"],
+        "time taken": f"{report['seconds']:.0f} s",
+        **{f"SHA-256 of the tokens, {made['name']}": made["tokens_sha256"] for made in report["constructions"]},
+    }
+    return provenance(report, facts)
 
 
 def _limits(report: ReportData) -> ReportSection:

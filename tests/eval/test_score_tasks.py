@@ -1,4 +1,4 @@
-"""What tasks show: arms on the bundled model, files that are continued, verdicts, and the command."""
+"""What tasks show: variants on the bundled model, files that are continued, verdicts, and the command."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tests.package.cli.running import fails, misused, run
 
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.arms import ArmsConfig, arms_tables, run_arms, shows_something
 from cuvee.eval.report import scoring
+from cuvee.eval.score_tasks import TasksConfig, run_tasks, shows_something, tasks_tables
 from cuvee.eval.stats import paired_difference
 from cuvee.eval.tasks import sources
 
@@ -29,12 +29,12 @@ QUIET = Console(quiet=True)
 DOCS = 6
 
 
-def config(**changes: Any) -> ArmsConfig:
-    return ArmsConfig(
+def config(**changes: Any) -> TasksConfig:
+    return TasksConfig(
         **{
             "model": "books-3m",
             "tasks": ("cuvee_kv_8",),
-            "arms": ("destroyed", "absent", "small"),
+            "variants": ("destroyed", "absent", "small"),
             "limit": DOCS,
             **changes,
         }
@@ -44,19 +44,19 @@ def config(**changes: Any) -> ArmsConfig:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Two tasks: one of ours without a context apart from its question, and line retrieval, which has one."""
-    out = tmp_path_factory.mktemp("arms") / "new" / "arms.json"
+    out = tmp_path_factory.mktemp("tasks") / "new" / "scores.json"
     tasks = ("cuvee_kv_8", "cuvee_lines_100")
-    made = run_arms(config(tasks=tasks, metadata=("lines=10",)), out, QUIET, "cuvee tasks …")
+    made = run_tasks(config(tasks=tasks, metadata=("lines=10",)), out, QUIET, "cuvee tasks …")
     assert json.loads(out.read_text()) == json.loads(json.dumps(made))
     return made
 
 
-def test_arms(found: dict[str, Any]) -> None:
-    arms = {
+def test_variants(found: dict[str, Any]) -> None:
+    variants = {
         name: [s["arm"] for s in found["scores"] if s["task"] == name] for name in ("cuvee_kv_8", "cuvee_lines_100")
     }
     # Without a context apart from the question, `absent` would be the exact cache once more.
-    assert arms == {
+    assert variants == {
         "cuvee_kv_8": ["exact", "destroyed", "small"],
         "cuvee_lines_100": ["exact", "destroyed", "absent", "small"],
     }
@@ -75,7 +75,7 @@ def test_arms(found: dict[str, Any]) -> None:
 
 
 def test_tables(found: dict[str, Any]) -> None:
-    first, second = arms_tables(found)
+    first, second = tasks_tables(found)
     assert first.title == "cuvee_kv_8: acc (more is better, a guess 0.125), 6 documents"
     assert [row[0] for row in first.rows] == ["exact", "destroyed", "small"]
     assert [row[0] for row in second.rows] == ["exact", "destroyed", "absent", "small"]
@@ -109,7 +109,7 @@ def test_verdict(
 
 
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    out = tmp_path / "arms.json"
+    out = tmp_path / "scores.json"
     score: Callable[..., Any] = scoring.TaskScorer.score
     calls: list[str] = []
 
@@ -121,25 +121,25 @@ def test_a_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(scoring.TaskScorer, "score", counted)
     with pytest.raises(KeyboardInterrupt):
-        run_arms(config(arms=("destroyed",)), out, QUIET)
+        run_tasks(config(variants=("destroyed",)), out, QUIET)
     assert [s["arm"] for s in json.loads(out.read_text())["scores"]] == ["exact"]
-    run_arms(config(arms=("destroyed",)), out, QUIET)
+    run_tasks(config(variants=("destroyed",)), out, QUIET)
     assert len(calls) == 3
-    more = run_arms(config(arms=("destroyed", "fp8-e4m3")), out, QUIET)
+    more = run_tasks(config(variants=("destroyed", "fp8-e4m3")), out, QUIET)
     assert [s["arm"] for s in more["scores"]] == ["exact", "destroyed", "fp8-e4m3"] and len(calls) == 4
-    with pytest.raises(InputError, match=r"^out: .*arms\.json holds scores of another configuration: name another"):
-        run_arms(config(arms=("destroyed",), limit=3), out, QUIET)
+    with pytest.raises(InputError, match=r"^out: .*scores\.json holds scores of another configuration: name another"):
+        run_tasks(config(variants=("destroyed",), limit=3), out, QUIET)
     for content in ("[]", "{}", "x"):
         out.write_text(content)
-        with pytest.raises(FormatError, match=r"arms\.json holds no scores of tasks: name another file"):
-            run_arms(config(), out, QUIET)
+        with pytest.raises(FormatError, match=r"scores\.json: holds no scores of tasks: name another file"):
+            run_tasks(config(), out, QUIET)
 
 
-def test_a_log_says_how_far_an_arm_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_says_how_far_a_variant_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cuvee.eval.progress.LINE_SECONDS", 0.0)
     monkeypatch.setattr("cuvee.eval.progress.TICK", 0.01)
     file = io.StringIO()
-    run_arms(config(tasks=("cuvee_kv_8",), arms=("destroyed",), limit=40), None, Console(file=file, width=200))
+    run_tasks(config(tasks=("cuvee_kv_8",), variants=("destroyed",), limit=40), None, Console(file=file, width=200))
     said = file.getvalue()
     assert re.search(r"s  cuvee_kv_8: exact \(contexts: \d+ of 40, 0 of 2 done", said)
     assert re.search(r"s  cuvee_kv_8: destroyed \((contexts: \d+ of 40, )?1 of 2 done, about \d+ s left\)", said)
@@ -147,8 +147,18 @@ def test_a_log_says_how_far_an_arm_has_come(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_run_that_is_told_to_stop_keeps_its_scores(tmp_path: Path) -> None:
-    out = tmp_path / "arms.json"
-    typed = [sys.executable, "-m", "cuvee", "tasks", "cuvee_kv_8", "--limit", "100", "--arms", "fp8-e4m3,kivi4,kivi2"]
+    out = tmp_path / "scores.json"
+    typed = [
+        sys.executable,
+        "-m",
+        "cuvee",
+        "tasks",
+        "cuvee_kv_8",
+        "--limit",
+        "100",
+        "--variants",
+        "fp8-e4m3,kivi4,kivi2",
+    ]
     with subprocess.Popen([*typed, "-o", str(out)], stderr=subprocess.PIPE, text=True) as process:
         while process.poll() is None and not out.exists():
             time.sleep(0.01)
@@ -158,29 +168,29 @@ def test_a_run_that_is_told_to_stop_keeps_its_scores(tmp_path: Path) -> None:
     assert f"interrupted: {out} keeps what was scored" in said and "Traceback" not in said
     kept = [score["arm"] for score in json.loads(out.read_text())["scores"]]
     assert kept == ["exact", "fp8-e4m3", "kivi4", "kivi2"][: len(kept)] and 1 <= len(kept) < 4
-    assert [path.name for path in tmp_path.iterdir()] == ["arms.json"]  # and no temporary file
+    assert [path.name for path in tmp_path.iterdir()] == ["scores.json"]  # and no temporary file
 
 
-def test_arms_that_finished_are_kept(tmp_path: Path) -> None:
+def test_variants_that_finished_are_kept(tmp_path: Path) -> None:
     """A later task has no data: what was scored before it stays in the file, if the data is looked for in time."""
     with pytest.raises(InputError, match=r"^data: .* holds no kv-retrieval-75_keys\.jsonl\.gz: download it from"):
-        run_arms(config(tasks=("cuvee_kv_8", "cuvee_kv_uuid_75"), data=str(tmp_path)), tmp_path / "o.json", QUIET)
+        run_tasks(config(tasks=("cuvee_kv_8", "cuvee_kv_uuid_75"), data=str(tmp_path)), tmp_path / "o.json", QUIET)
     assert not (tmp_path / "o.json").exists()  # found out before anything was scored
     with pytest.raises(InputError, match=r"^tasks: cuvee_lines_100 has a request of \d+ tokens, the model reads 2048"):
-        run_arms(config(tasks=("cuvee_kv_8", "cuvee_lines_100"), arms=("destroyed",)), tmp_path / "o.json", QUIET)
+        run_tasks(config(tasks=("cuvee_kv_8", "cuvee_lines_100"), variants=("destroyed",)), tmp_path / "o.json", QUIET)
     assert [s["arm"] for s in json.loads((tmp_path / "o.json").read_text())["scores"]] == ["exact", "destroyed"]
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"tasks": ()}, "tasks: name at least one"),
-        ({"arms": ("exakt",)}, r"arms: 'exakt' is not known; did you mean 'exact'\?"),
-        ({"arms": ("kl",)}, "arms: 'kl' is not known"),
-        ({"arms": ("kl=little",)}, "arms: 'kl=little' must be kl=NUMBER"),
-        ({"arms": ("quality=high",)}, "arms: 'quality=high' is not known"),
-        ({"metadata": ("lines",)}, "metadata: 'lines' must be name=value"),
-        ({"data": "nowhere"}, "data: no folder nowhere: name the one with the files of the tasks"),
+        ({"tasks": ()}, "tasks: must be at least one"),
+        ({"variants": ("exakt",)}, r"variants: 'exakt' is not known; did you mean 'exact'\?"),
+        ({"variants": ("kl",)}, "variants: 'kl' is not known"),
+        ({"variants": ("kl=little",)}, "variants: must be kl=NUMBER, got 'kl=little'"),
+        ({"variants": ("quality=high",)}, "variants: 'quality=high' is not known"),
+        ({"metadata": ("lines",)}, "metadata: must be name=value, got 'lines'"),
+        ({"data": "nowhere"}, "data: must be the folder with the files of the tasks, got nowhere"),
     ],
 )
 def test_wrong_configurations(changes: dict[str, Any], match: str) -> None:
@@ -190,23 +200,23 @@ def test_wrong_configurations(changes: dict[str, Any], match: str) -> None:
 
 def test_a_codec_may_be_asked_for_a_number(books: Books, tmp_path: Path) -> None:
     books.profile.save(tmp_path / "p.safetensors")
-    arms = ("bits=3", "step=0.5", "small")
-    found = run_arms(config(arms=arms, profile=str(tmp_path / "p.safetensors"), limit=2), None, QUIET)
+    variants = ("bits=3", "step=0.5", "small")
+    found = run_tasks(config(variants=variants, profile=str(tmp_path / "p.safetensors"), limit=2), None, QUIET)
     scores = {score["arm"]: score["bits_per_value"] for score in found["scores"]}
-    assert list(scores) == ["exact", *arms] and len(set(scores.values())) == 4
+    assert list(scores) == ["exact", *variants] and len(set(scores.values())) == 4
     assert 2 < scores["bits=3"] < 4
 
 
 def test_what_a_profile_does_not_reach_is_found_out_before_anything_is_scored(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match="curve"):  # nothing was learned: there is none
-        run_arms(config(arms=("destroyed", "kl=0.001")), tmp_path / "o.json", QUIET)
+        run_tasks(config(variants=("destroyed", "kl=0.001")), tmp_path / "o.json", QUIET)
     assert not (tmp_path / "o.json").exists()
 
 
 def test_a_profile_of_another_model(fitted: Callable[[str, str], Profile], tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p.safetensors")
     with pytest.raises(ProfileMismatchError):
-        run_arms(config(profile=str(tmp_path / "p.safetensors")), None, QUIET)
+        run_tasks(config(profile=str(tmp_path / "p.safetensors")), None, QUIET)
 
 
 def test_the_command(tmp_path: Path) -> None:
@@ -218,7 +228,7 @@ def test_the_command(tmp_path: Path) -> None:
         "lines=10",
         "--limit",
         2,
-        "--arms",
+        "--variants",
         "exact,destroyed",
         "-o",
         out,
@@ -227,8 +237,8 @@ def test_the_command(tmp_path: Path) -> None:
     assert "destroyed" in done.stdout and "cuvee_lines_100: acc" in done.stdout
     again = run(*map(str, shared), "--json")
     assert json.loads(again.stdout) == json.loads(out.read_text())
-    fails("tasks", "cuvee_lines_100", "--arms", "exakt", match="arms: 'exakt' is not known")
-    fails("tasks", "cuvee_xquad", "--data", tmp_path / "nowhere", match="data: no folder")
+    fails("tasks", "cuvee_lines_100", "--variants", "exakt", match="variants: 'exakt' is not known")
+    fails("tasks", "cuvee_xquad", "--data", tmp_path / "nowhere", match="data: must be the folder")
     (tmp_path / sources.SOURCES["xquad"].file).write_text("{}")
     # These are found out after the model was loaded, which shows a bar.
     said = run("tasks", "cuvee_xquad", "--data", tmp_path, code=1).stderr.splitlines()[-1]
@@ -242,8 +252,8 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_the_real_model_reads_its_cache(smollm2: tuple[Any, Any]) -> None:
     tasks, metadata = ("cuvee_reread_nll", "cuvee_lines_100"), ("lines=20",)
-    found = run_arms(
-        config(model="smollm2", tasks=tasks, arms=("destroyed",), metadata=metadata, limit=4, dtype="bfloat16"),
+    found = run_tasks(
+        config(model="smollm2", tasks=tasks, variants=("destroyed",), metadata=metadata, limit=4, dtype="bfloat16"),
         None,
         QUIET,
     )

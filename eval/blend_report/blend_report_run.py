@@ -1,4 +1,4 @@
-"""`cuvee blend-report`: what blending cached chunks loses, and what recomputing some of their tokens wins back.
+"""`cuvee blend-report`: measure what blending cached chunks loses, and what recomputing some tokens recovers.
 
     texts, passages, FILE.jsonl -> prompts --full prefill--> the reference
                                       |
@@ -6,14 +6,12 @@
                                       |
                  blend: selector x cost --KL to the reference--> share recovered -> blend.json
 
-See `shares.py` for the share recovered and its error. Costs are in token-layers, and include check layers and passes of
+`shares.py` defines the share recovered and its error. Costs are in token-layers and include check layers and passes of
 the query (`cuvee.blend`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import random
 import time
@@ -29,24 +27,15 @@ import cuvee
 from cuvee.blend import Blender, ChunkCache, Segment
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.data.corpus import (
-    BUNDLED_MODEL,
-    Corpus,
-    calibration_windows,
-    load_model,
-    load_tokenizer,
-    read_corpus,
-    spread_sequences,
-)
+from cuvee.codec.data.corpus import Corpus, calibration_windows, load_tokenizer, read_corpus, spread_sequences
 from cuvee.codec.errors import InputError
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.divergence import compare
 from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
-from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import empty_cache, prefill
 from cuvee.codec.profiles.profile import Profile
-from cuvee.eval.blending.blend_report_config import BlendConfig
-from cuvee.eval.blending.prompts import (
+from cuvee.eval.blend_report.blend_report_config import BlendConfig
+from cuvee.eval.blend_report.blend_sections import write_blend_report
+from cuvee.eval.blend_report.prompts import (
     PUBLIC,
     BlendPrompt,
     Construction,
@@ -56,8 +45,7 @@ from cuvee.eval.blending.prompts import (
     public_prompts,
     reread_prompts,
 )
-from cuvee.eval.blending.render import write_blend_report
-from cuvee.eval.blending.selectors import (
+from cuvee.eval.blend_report.selectors import (
     ALONE,
     AVERAGED,
     BEHIND,
@@ -68,7 +56,7 @@ from cuvee.eval.blending.selectors import (
     ON_OTHERS,
     SELECTORS,
 )
-from cuvee.eval.blending.shares import (
+from cuvee.eval.blend_report.shares import (
     Figures,
     Measured,
     MeasuredPrompts,
@@ -79,17 +67,18 @@ from cuvee.eval.blending.shares import (
     mean_figures,
     summarize,
 )
-from cuvee.eval.blending.wall_time import measure_wall_time
-from cuvee.eval.machine import hardware, torch_threads
-from cuvee.eval.progress import Plan, ProgressBar, progress_bar
+from cuvee.eval.blend_report.wall_time import measure_wall_time
+from cuvee.eval.machine import hardware
+from cuvee.eval.progress import Plan, ProgressBar
 from cuvee.eval.runs import (
+    KEPT,
+    ReportRun,
     check_folder,
-    interruptible,
-    load_matching_profile,
-    resume,
-    run_digest,
-    save_results,
+    need_packages,
+    software,
+    stoppable_run,
     text_entry,
+    tokens_sha256,
     writing,
 )
 from cuvee.integrations.stores.memory import MemoryStore
@@ -121,39 +110,30 @@ def run_blend_report(
     Ctrl-C and SIGTERM raise `Interrupted` and leave a folder that can be continued.
 
     Raises:
-        InputError: `out` holds something else or cannot be written, or texts, files or sizes do not fit the model.
+        ImportError: a package of `cuvee[eval]` is missing.
+        InputError: `out` holds other files or cannot be written, or texts, files or sizes do not fit the model.
         Interrupted: Ctrl-C or SIGTERM.
         UnsupportedModelError: cuvee does not support the model.
-        ProfileMismatchError, ProfileError: the profile is of another model, or cannot be learned.
+        ProfileMismatchError, ProfileError: the profile belongs to another model, or cannot be learned.
         CuveeError: a blend that recomputes everything differs from the full prefill, so nothing is timed.
     """
+    need_packages("cuvee blend-report", "transformers", "matplotlib")
     check_folder(out, force, resumed=BLEND_REPORT_FILE)
-    # A model this small gains nothing from more threads in torch, and on a busy machine they wait for each other.
-    few = torch_threads(1) if config.model == BUNDLED_MODEL else contextlib.nullcontext()
-
-    def farewell() -> None:
-        kept = f"{out} keeps what was measured, and the same command goes on from there"
-        console.print(f"interrupted: {kept}", highlight=False, markup=False, soft_wrap=True)
-
-    with few, interruptible(farewell), torch.no_grad():
-        return _BlendRun(config, out, console, force, command).run()
+    with stoppable_run(console, f"{out} {KEPT}", config.model), torch.no_grad():
+        return _BlendReport(config, out, console, force, command).run()
 
 
-class _BlendRun:
-    """One run: `data` holds what has been measured so far, and the methods measure the rest."""
+class _BlendReport(ReportRun):
+    """The run behind `run_blend_report`."""
+
+    FORMAT, VERSION, FILE = BLEND_FORMAT, BLEND_VERSION, BLEND_REPORT_FILE
+    PERSON = b"cuvee-blend"
+    COLUMNS = 32
 
     def __init__(self, config: BlendConfig, out: Path, console: Console, force: bool, command: str) -> None:
+        super().__init__(config.model, config.dtype, "cpu", out, console)
         self.config = config
-        self.out = out
-        self.console = console
-        self.model: Any = load_model(config.model, config.dtype)
-        self.layout = KVLayout.from_config(self.model.config, dtype=self.model.dtype)
-        self.fingerprint = model_fingerprint(self.model)
-        self.given = (
-            None
-            if config.profile is None
-            else load_matching_profile(config.profile, self.layout, self.fingerprint, config.model)
-        )
+        self.given = None if config.profile is None else self.measured.profile(config.profile)
         self.calibration = [read_corpus(text, config.model) for text in config.calibration]
         texts = config.evaluation if {"reread", "ahead"} & set(config.constructions) else ()
         evaluation = [read_corpus(text, config.model) for text in texts]
@@ -174,8 +154,7 @@ class _BlendRun:
         for made in self.constructions:
             self._check_others(made)
         self._coders: dict[str, Codec] | None = None
-        fresh = self._describe(command, evaluation, contexts)
-        self.data = resume(out / BLEND_REPORT_FILE, fresh, console, force, _measurements)
+        self._describe(command, force, evaluation, contexts)
 
     # What is measured --------------------------------------------------------------------------------------------
 
@@ -226,13 +205,14 @@ class _BlendRun:
                     f"model has {limit} positions: give a smaller number"
                 )
 
-    def _describe(self, command: str, evaluation: Sequence[Corpus], contexts: torch.Tensor) -> dict[str, Any]:
-        """The report before anything has been measured."""
+    def _describe(self, command: str, force: bool, evaluation: Sequence[Corpus], contexts: torch.Tensor) -> None:
+        """Begin the report, or continue the one in the folder."""
         config = self.config
         asked = json.loads(json.dumps(asdict(config)))  # in the form in which it will be read back
+        model = self.measured.describe()
         configuration = {
             **{name: value for name, value in asked.items() if name not in ("profile", "data")},
-            "model": Path(config.model).name,
+            "model": model["name"],
             "multidoc": [Path(path).name for path in config.multidoc],
             "profile": None if self.given is None else self.given.id.hex(),
         }
@@ -241,32 +221,20 @@ class _BlendRun:
             **configuration,
             "model_fingerprint": self.fingerprint,
             "calibration": [corpus.sha256 for corpus in self.calibration],
-            "prompts": {made.name: _sha256(*(prompt.tokens for prompt in made.prompts)) for made in self.constructions},
-            "contexts": _sha256(contexts),
-            "software": {name: value for name, value in machine.items() if name not in ("commit", "date", "cores")},
-        }
-        return {
-            "format": BLEND_FORMAT,
-            "version": BLEND_VERSION,
-            "complete": False,
-            "digest": run_digest(decided, b"cuvee-blend"),
-            "command": command,
-            "configuration": configuration,
-            "environment": {**machine, "gpu": None, "threads": torch.get_num_threads()},
-            "model": {
-                "name": Path(config.model).name,
-                "fingerprint": self.fingerprint,
-                "model_type": self.layout.model_type,
-                "parameters": sum(p.numel() for p in self.model.parameters()),
-                "dtype": self.layout.dtype,
-                "layers": self.layout.num_layers,
-                "values_per_token": self.layout.values_per_token,
+            "prompts": {
+                made.name: tokens_sha256(*(prompt.tokens for prompt in made.prompts)) for made in self.constructions
             },
+            "contexts": tokens_sha256(contexts),
+            "software": software(machine),
+        }
+        empty = {
+            "environment": {**machine, "gpu": None, "threads": torch.get_num_threads()},
+            "model": model,
             "text": {
                 "calibration": [text_entry(corpus) for corpus in self.calibration],
                 "evaluation": [text_entry(corpus) for corpus in evaluation],
                 "contexts": len(contexts),
-                "contexts_sha256": _sha256(contexts),
+                "contexts_sha256": tokens_sha256(contexts),
             },
             "profile": None,
             "constructions": [],
@@ -274,37 +242,34 @@ class _BlendRun:
             "comparison": [],
             "codec_cost": [],
             "wall_time": None,
-            "seconds": 0.0,
         }
+        self.resume(configuration, decided, empty, command, force)
+
+    @staticmethod
+    def measurements(data: Mapping[str, Any]) -> int:
+        """Prompts measured."""
+        finished = sum(len(made["prompts"]) for made in data["constructions"])
+        return finished + (data["unfinished"]["prompts"] if data["unfinished"] else 0)
 
     # Measuring ---------------------------------------------------------------------------------------------------
 
-    def run(self) -> dict[str, Any]:
-        """Measure everything that is missing, then write the documents."""
-        self._began, self._before = time.perf_counter(), self.data["seconds"]
-        self._save()
-        if not self.data["complete"]:
-            with progress_bar(self.console, 32) as progress:
-                progress.expect(self._plan())
-                for made in self.constructions[len(self.data["constructions"]) :]:
-                    whole = self._measure(made, progress)
-                    self.data["constructions"].append(whole)
-                    self.data["comparison"] += compare_selectors(whole, self.config.seed)
-                    self.data["codec_cost"] += codec_costs(whole)
-                    self.data["unfinished"] = None
-                    self._save()
-                if self.config.lengths:
-                    with progress.step("wall time", "wall time"):
-                        self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.tell)
-            self.data["complete"] = True
-            self._save()
-        with writing(self.out):
-            write_blend_report(self.data, self.out)
-        return self.data
+    def write_documents(self) -> None:
+        """Write `blend.md` and the plots."""
+        write_blend_report(self.data, self.out)
 
-    def _save(self) -> None:
-        self.data["seconds"] = self._before + time.perf_counter() - self._began
-        save_results(self.out / BLEND_REPORT_FILE, self.data)
+    def measure(self, progress: ProgressBar) -> None:
+        """Measure one construction after the other, then the wall time."""
+        progress.expect(self._plan())
+        for made in self.constructions[len(self.data["constructions"]) :]:
+            whole = self._measure(made, progress)
+            self.data["constructions"].append(whole)
+            self.data["comparison"] += compare_selectors(whole, self.config.seed)
+            self.data["codec_cost"] += codec_costs(whole)
+            self.data["unfinished"] = None
+            self.save()
+        if self.config.lengths:
+            with progress.step("wall time", "wall time"):
+                self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.tell)
 
     def _plan(self) -> Plan:
         """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
@@ -390,7 +355,7 @@ class _BlendRun:
         for index in range(found.prompts, len(made.prompts)):
             self._measure_prompt(made, index, found, progress)
             self.data["unfinished"] = found.to_dict()
-            self._save()
+            self.save()
         return self._figures(made, found)
 
     def _unfinished(self) -> MeasuredPrompts:
@@ -437,7 +402,7 @@ class _BlendRun:
         return {
             "name": made.name,
             "about": made.about,
-            "tokens_sha256": _sha256(*(prompt.tokens for prompt in made.prompts)),
+            "tokens_sha256": tokens_sha256(*(prompt.tokens for prompt in made.prompts)),
             "prompts": [
                 {
                     "kind": prompt.kind,
@@ -550,21 +515,8 @@ def _decoded(made: Construction) -> str:
     return f"{made.name}, decoded"
 
 
-def _measurements(data: Mapping[str, Any]) -> int:
-    """Prompts."""
-    finished = sum(len(made["prompts"]) for made in data["constructions"])
-    return finished + (data["unfinished"]["prompts"] if data["unfinished"] else 0)
-
-
 def _others(made: Construction, prompt: BlendPrompt) -> list[torch.Tensor]:
     """The different chunks of other prompts that are not among this one's."""
     own = {tuple(tokens.tolist()) for tokens in prompt.chunks}
     found = {tuple(tokens.tolist()): tokens for other in made.prompts for tokens in other.chunks}
     return [tokens for key, tokens in found.items() if key not in own]
-
-
-def _sha256(*tokens: torch.Tensor) -> str:
-    digest = hashlib.sha256()
-    for row in tokens:
-        digest.update(row.contiguous().numpy().tobytes())
-    return digest.hexdigest()

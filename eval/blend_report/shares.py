@@ -16,7 +16,7 @@ import numpy as np
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.divergence import stderr
-from cuvee.eval.blending.selectors import ALONE, COMPARED, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING, SELECTORS
+from cuvee.eval.blend_report.selectors import ALONE, COMPARED, DEFAULT, EXACT, KINDS_OF_CHUNKS, NOTHING, SELECTORS
 from cuvee.eval.stats import DRAWS, F64, Resamples, interval, paired_difference
 
 __all__ = [

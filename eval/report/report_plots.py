@@ -1,8 +1,8 @@
 """The plots of a report: size against KL and against the scores of tasks, layers, throughput.
 
-    report --size_kl, size_scores, layers, throughput--> Figure | None --write_plots--> NAME.png, NAME.svg
+    report --size_kl, size_scores, layers, throughput--> Figure | None --plots.write_plots--> NAME.png, NAME.svg
 
-Every plot is a function of the report's dict alone, and None where the report has nothing to show in it.
+Every plot is a function of the report's dict alone, and None if the report has nothing to show in it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cuvee.eval.documents import Entry, ReportData
@@ -36,7 +35,6 @@ from cuvee.eval.plots import (
     family_look,
     new_figure,
     plain_log_ticks,
-    save_figure,
     size_axis,
     styled,
 )
@@ -46,7 +44,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["PLOTS", "layers", "lengths", "machine_name", "size_kl", "size_scores", "throughput", "write_plots"]
+__all__ = ["PLOTS", "layers", "lengths", "machine_name", "size_kl", "size_scores", "throughput"]
 
 _POINT_MARKERS = "DsvPX<>ph*"
 _OURS = (BLUE, VERMILION, PURPLE, SKY)  # of the lines over cache lengths: the codec's are in color …
@@ -294,36 +292,6 @@ PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
     "throughput": (throughput, "Speed of encoding and decoding, every step included."),
 }
 """Name -> (how to draw it, its caption), in the order in which a report shows the plots."""
-
-
-def write_plots(report: ReportData, folder: Path) -> dict[str, list[str]]:
-    """Write every plot of a report as `NAME.png` and `NAME.svg`.
-
-    Files are written whole or not at all; those of a plot that this report has nothing for are removed, so that a
-    folder never shows plots of two reports. The same report gives the same SVG, byte for byte.
-
-    Args:
-        report: the dict of `report.json`.
-        folder: where the files go; it is made.
-
-    Returns:
-        names of the files of each plot, in the order of `PLOTS`.
-
-    Raises:
-        ImportError: matplotlib is not installed (install `cuvee[plot]`).
-    """
-    written: dict[str, list[str]] = {}
-    for name, (draw, _) in PLOTS.items():
-        figure = draw(report)
-        paths = [folder / f"{name}.{suffix}" for suffix in ("png", "svg")]
-        for path in paths:
-            if figure is None:
-                path.unlink(missing_ok=True)
-            else:
-                save_figure(figure, path)
-        if figure is not None:
-            written[name] = [path.name for path in paths]
-    return written
 
 
 def _score_looks(report: ReportData, families: Mapping[str, str]) -> dict[str, dict[str, Any]]:
