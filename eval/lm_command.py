@@ -67,7 +67,7 @@ def _without_data(args: list[str]) -> list[str]:
         if not equals:
             folder = given.pop(0) if given else ""
         if not folder or not Path(folder).expanduser().is_dir():
-            raise InputError(f"--data: no folder {folder!r}: name the one with the files of the tasks")
+            raise InputError(f"--data: must be the folder with the files of the tasks, got {folder!r}")
         kept += ["--metadata", json.dumps({"data": folder})]
     return kept
 

@@ -1,10 +1,10 @@
-"""Telling whoever waits what is being measured, how far it has come, and when it will end.
+"""Progress of long measurements: the current step, how much is done, and the estimated end.
 
-plan: units of work by kind, with a guess of what a unit of each kind takes
+plan: units of work by kind, with a guess of the seconds per unit of each kind
   |
 step … step … step --seconds of each--> seconds left = units left x (mean of their kind, else the guess, scaled)
   |
-  +--> a terminal: a bar on standard error        elsewhere: a line at most every half minute, and no fewer
+  +--> a terminal: a bar on standard error        elsewhere: a line every half minute
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from cuvee.codec.learning.progress import listening
 __all__ = ["LINE_SECONDS", "Plan", "ProgressBar", "in_words", "progress_bar", "timed_lines"]
 
 LINE_SECONDS = 30.0  # between two lines of a log
-TICK = 1.0  # seconds between two looks at the clock
-_LEAST_SHARE = 0.02  # of a step: what has to be done of it before its own pace says when it will end
+TICK = 1.0  # seconds between two updates
+_LEAST_SHARE = 0.02  # of a step that must be done before its own pace predicts its end
+_SMOOTHING = 20.0  # seconds over which a new estimate replaces the last one, because single estimates swing
 
 
 def timed_lines(console: Console | None) -> Callable[[str], None]:
-    """A function that prints a line with the seconds since now before it; it prints nothing without a console."""
+    """Return a function that prints a line after the seconds since now; without a console it prints nothing."""
     began = time.perf_counter()
 
     def say(what: str) -> None:
@@ -44,7 +45,7 @@ class Plan:
     """Work ahead, by kind, and an estimate of the seconds it takes.
 
     Attributes:
-        guess: what a unit of each kind takes, in units that only have to be right relative to each other.
+        guess: the cost of a unit of each kind. Only the ratios matter.
         left: units of each kind that have not begun.
         taken: seconds of the units that are finished, by kind.
     """
@@ -54,7 +55,7 @@ class Plan:
     taken: dict[str, list[float]] = field(default_factory=dict)
 
     def seconds_of(self, kind: str) -> float | None:
-        """What the next unit of a kind will take; None while nothing has been timed."""
+        """Estimate the next unit of a kind; None while nothing has been timed."""
         own = self.taken.get(kind)
         if own:
             return sum(own) / len(own)
@@ -62,13 +63,13 @@ class Plan:
         return self.guess[kind] * sum(map(sum, self.taken.values())) / guessed if guessed else None
 
     def seconds_left(self) -> float | None:
-        """What all units that have not begun will take."""
+        """Estimate all units that have not begun; None while nothing has been timed."""
         each = [(count, self.seconds_of(kind)) for kind, count in self.left.items() if count]
         return None if any(s is None for _, s in each) else sum(count * (s or 0.0) for count, s in each)
 
 
 class ProgressBar:
-    """What is being measured, and when all of it will be done. See `progress_bar`."""
+    """The current measurement and the estimated end of all of them. See `progress_bar`."""
 
     def __init__(self, bar: Progress, task: TaskID, log: Console) -> None:
         self._bar, self._task, self._log = bar, task, log
@@ -79,20 +80,20 @@ class ProgressBar:
         self._share = 0.0  # of the current part of the step that is done
         self._began = self._step_began = self._part_began = time.monotonic()
         self._part_name = ""
-        self._known: tuple[float, float] | None = None  # when the end was last estimated, and the seconds until then
-        self._line: float | None = None  # when the last one was printed
-        self._said: float | None = None  # when the last figures were
+        self._known: tuple[float, float] | None = None  # time of the last estimate, and its seconds left
+        self._line: float | None = None  # time of the last line
+        self._said: float | None = None  # time of the last line of figures
 
     def expect(self, plan: Plan) -> None:
-        """Begin a piece of work whose units are known. What was done before counts for nothing."""
+        """Begin a piece of work with known units. Earlier steps do not count."""
         self._plan, self._done, self._total, self._known = plan, 0, sum(plan.left.values()), None
         self._bar.update(self._task, total=self._total, completed=0)
 
     @contextmanager
     def step(self, what: str, kind: str | None = None) -> Iterator[None]:
-        """Do a step, which is a unit of the plan if it has a kind.
+        """Run a step, which is a unit of the plan if it has a kind.
 
-        What `tracked` work inside it tells goes into the estimate.
+        The estimate includes the progress of `tracked` work inside.
         """
         self._what, self._part, self._part_name, self._kind, self._share = what, "", "", kind, 0.0
         self._step_began = self._part_began = time.monotonic()
@@ -108,40 +109,43 @@ class ProgressBar:
         self._kind = None
 
     def amend(self, left: Mapping[str, int]) -> None:
-        """Correct how many units of some kinds are left, which was not known before."""
+        """Correct the number of units left of some kinds."""
         self._total += sum(count - self._plan.left[kind] for kind, count in left.items())
         self._plan.left.update(left)
         self._bar.update(self._task, total=self._total)
 
     def skip(self, kind: str) -> None:
-        """A unit of the plan that need not be done."""
+        """Count a unit of the plan that is not needed."""
         self._plan.left[kind] -= 1
         self._finish_unit()
 
     def tell(self, part: str) -> None:
-        """Say what the current step is doing."""
+        """Name the current part of the step."""
         self._part = part
 
     def say_now_and_then(self, line: str) -> None:
-        """Print a line of figures, on a terminal above the bar: the first at once, then one every half minute."""
+        """Print a line of figures, on a terminal above the bar: the first immediately, then one every half minute."""
         now = time.monotonic()
         if line and (self._said is None or now - self._said >= LINE_SECONDS):
             self._said = now
             self.say(line)
 
     def say(self, line: str) -> None:
-        """Print a line at once: on a terminal above the bar."""
+        """Print a line immediately, on a terminal above the bar."""
         console = self._bar.console if self._bar.console.is_terminal else self._log
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def show(self) -> None:
-        """Bring the bar up to date, or print a line if it is time for one."""
+        """Update the bar, or print a line if half a minute has passed."""
         now = time.monotonic()
         left = self.seconds_left()
+        if self._known is not None:
+            since = now - self._known[0]
+            expected = max(self._known[1] - since, 0.0)
+            # While the pace of a new part is unknown, the last estimate counts down.
+            left = expected if left is None else expected + (left - expected) * min(since / _SMOOTHING, 1.0)
         if left is not None:
             self._known = now, left
-        elif self._known is not None:  # a part of a step has just begun, whose pace nobody knows
-            left = max(self._known[1] - (now - self._known[0]), 0.0)
         until = "" if left is None else f"about {in_words(left)} left"
         part = f" ({self._part})" if self._part else ""
         self._bar.update(self._task, description=self._what + part, left=until)
@@ -154,7 +158,7 @@ class ProgressBar:
         self._log.print(line, style="dim", highlight=False, markup=False)
 
     def seconds_left(self) -> float | None:
-        """Until everything is done; None while nothing is known."""
+        """Estimate the seconds until everything is done; None while nothing has been timed."""
         ahead, spent = self._plan.seconds_left(), time.monotonic() - self._step_began
         if self._kind is None:
             return ahead if self._total else None
@@ -174,7 +178,7 @@ class ProgressBar:
         return None if ahead is None else ahead + rest
 
     def _listen(self, what: str, done: int, total: int) -> None:
-        if what != self._part_name:  # its pace says nothing of the parts before
+        if what != self._part_name:  # each part has its own pace
             self._part_name, self._part_began = what, time.monotonic()
         self._part = f"{what}: {done} of {total}"
         self._share = done / total if self._kind is not None else 0.0
@@ -189,11 +193,11 @@ def progress_bar(log: Console, width: int) -> Iterator[ProgressBar]:
     """Show a progress bar on standard error.
 
     Args:
-        log: where a line is printed every half minute if standard error is not a terminal.
+        log: for a line every half minute if standard error is not a terminal.
         width: columns for the description of a step.
     """
     columns = (TextColumn(f"{{task.description:{width}}}"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn())
-    # Standard error as it is now: while lm-eval runs, `sys.stderr` is another file, which keeps its output away.
+    # The current standard error: while lm-eval runs, `sys.stderr` is another file that hides its output.
     shown = Console(file=sys.stderr, force_terminal=log.is_terminal or None, quiet=log.quiet)
     lines = Console(file=log.file, width=log.width, quiet=log.quiet)
     over = threading.Event()
@@ -204,7 +208,7 @@ def progress_bar(log: Console, width: int) -> Iterator[ProgressBar]:
             while not over.wait(TICK):
                 progress.show()
 
-        # A thread of its own, because a single step may take minutes, and some are a single call into a library.
+        # A separate thread, because a step may take minutes in a single call into a library.
         thread = threading.Thread(target=keep_showing, name="progress", daemon=True)
         thread.start()
         try:
@@ -215,7 +219,7 @@ def progress_bar(log: Console, width: int) -> Iterator[ProgressBar]:
 
 
 def in_words(seconds: float) -> str:
-    """`45 s`, `12 min`, `1 h 05`."""
+    """Write a duration as `45 s`, `12 min` or `1 h 05`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     minutes = round(seconds / 60)

@@ -64,16 +64,19 @@ def measure_curve(
         tallies: dict[str | None, dict[int, _Tally]] = {None: {step_index: _Tally() for step_index in codecs}}
         tallies |= {kind: {step_index: _Tally() for step_index in codecs} for kind in kinds}
         work = [(kind, batch, cached) for kind, (ids, cached) in kinds.items() for batch in ids.split(batch_size)]
+        # A unit of progress is one step on one batch: there may be only a few batches, of more than a minute each.
+        units = [(*item, step_index) for item in work[processes.rank :: processes.size] for step_index in codecs]
+        first = next(iter(codecs), None)
         with frozen(model), torch.no_grad():
-            for kind, batch, cached in tracked(work[processes.rank :: processes.size], "measuring", progress):
-                tokens = batch.to(model.device)
-                chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
-                exact = score(model, chunks, rest)
-                for step_index, codec in codecs.items():
-                    coded = round_trip(codec, chunks)
-                    other = score(model, coded.chunks, rest)
-                    for name in dict.fromkeys((None, kind)):
-                        tallies[name][step_index].add(coded, exact, other, rest[:, 1:])
+            for kind, batch, cached, step_index in tracked(units, "measuring", progress):
+                if step_index == first:
+                    tokens = batch.to(model.device)
+                    chunks, rest = prefill(model, tokens[:, :cached], layout), tokens[:, cached:]
+                    exact = score(model, chunks, rest)
+                coded = round_trip(codecs[step_index], chunks)
+                other = score(model, coded.chunks, rest)
+                for name in dict.fromkeys((None, kind)):
+                    tallies[name][step_index].add(coded, exact, other, rest[:, 1:])
     return [
         _Tally.merged(processes.all_gather(tally)).point(step_index, kind)
         for kind, by_step in tallies.items()

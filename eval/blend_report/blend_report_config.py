@@ -89,7 +89,7 @@ class BlendConfig:
                 raise InputError(f"{name}: must be at least 2, got {getattr(self, name)}")
         for name, known in (("constructions", (*BUNDLED, *PUBLIC)), ("selectors", tuple(SELECTORS))):
             if unknown := [key for key in getattr(self, name) if key not in known]:
-                raise InputError(f"{name}: {unknown[0]!r} is not among {', '.join(known)}")
+                raise InputError(f"{name}: must be among {', '.join(known)}, got {unknown[0]!r}")
         if not (self.constructions or self.multidoc):
             raise InputError("constructions: must be at least one, or give a file of prompts")
         if bad := [cost for cost in self.costs if not 0 < cost <= 1]:

@@ -189,33 +189,33 @@ def multidoc_prompts(path: Path, tokenizer: Any, count: int, fit: int) -> Constr
         fit: if a prompt has more tokens, its passages are cut to 64 tokens each.
 
     Raises:
-        InputError: a line holds something else, or there are no lines.
-        OSError: no such file.
+        InputError: a line is no such object, or there are no lines.
+        OSError: there is no such file.
     """
     prompts = []
     for number, item in json_lines(path):
         wrong = [n for n, t in _MULTIDOC.items() if not isinstance(item, dict) or not isinstance(item.get(n), t)]
         if wrong or "id" not in item:
             raise InputError(
-                f"{path}:{number} must be an object with id, passages (a list), gold (a number), query and target "
+                f"{path}[{number}]: must be an object with id, passages (a list), gold (a number), query and target "
                 f"(texts); {(wrong or ['id'])[0]} is missing or of another kind"
             )
         passages = item["passages"]
         if not passages or not all(isinstance(p, str) and p for p in passages) or not item["query"]:
-            raise InputError(f"{path}:{number}: passages and query must be texts that are not empty")
+            raise InputError(f"{path}[{number}]: passages and query must be texts that are not empty")
         if not 0 <= item["gold"] < len(passages):
-            raise InputError(f"{path}:{number}: gold is {item['gold']}, there are {len(passages)} passages")
+            raise InputError(f"{path}[{number}]: gold must be from 0 to {len(passages) - 1}, got {item['gold']}")
         query = _ids(tokenizer, item["query"])
         target = _ids(tokenizer, item["query"] + item["target"])[len(query) :]
         if not target:
-            raise InputError(f"{path}:{number}: target holds no token")
+            raise InputError(f"{path}[{number}]: target must have at least one token, got {item['target']!r}")
         chunks = _passage_chunks(tokenizer, passages)
         if sum(map(len, chunks)) + len(query) + len(target) > fit:
             chunks = tuple(chunk[:_CUT] for chunk in chunks)
         kind = "answer in the first passage" if item["gold"] == 0 else "answer in a later passage"
         prompts.append(BlendPrompt(kind, chunks, torch.tensor(query), 0, (tuple(target),)))
     if not prompts:
-        raise InputError(f"{path} holds no prompts")
+        raise InputError(f"{path}: must hold at least one prompt, got an empty file")
     about = f"{path.name}: passages, each a cached chunk, and a query that begins a sentence of one of them"
     return Construction(path.stem, about, pick_evenly(prompts, count))
 

@@ -93,7 +93,7 @@ class MeasuredPrompts:
                 int(found["prompts"]),
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"measured prompts: cannot be read ({error!r})") from error
+            raise InputError(f"unfinished: cannot be read ({error!r})") from error
 
 
 def share_recovered(kl: Sequence[float] | F64, floor: Sequence[float] | F64) -> tuple[float | None, float | None]:

@@ -273,9 +273,9 @@ def compare_reports(
     different = tuple(_differences(a, b, any(c.metric in SPEEDS for c in conditions)))
     if different and not allow_different:
         raise InputError(
-            "report: the figures of these two cannot be compared, they differ in " + "; ".join(different)
-            + ". --allow-different compares them all the same"
-        )  # fmt: skip
+            f"report: must have been measured like the other one, but they differ in {'; '.join(different)}. "
+            "--allow-different compares them anyway"
+        )
     changes: list[Change] = []
     failures: list[Failure] = []
     used: set[Condition] = set()

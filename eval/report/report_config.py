@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from cuvee.codec.data.bundled import CALIBRATION_TEXTS, EVALUATION_TEXTS
-from cuvee.codec.data.corpus import (
-    BUNDLED_MODEL,
-)
+from cuvee.codec.data.corpus import BUNDLED_MODEL
 from cuvee.codec.errors import InputError
 from cuvee.codec.learning.mixture import MIXTURE_SEQUENCES
 from cuvee.codec.learning.sequences import LENGTH, SEED
@@ -100,11 +98,11 @@ class ReportConfig:
         if short := [length for length in self.lengths if length < 1]:
             raise InputError(f"lengths: must be at least 1 token, got {short[0]}")
         if self.samples < 0:
-            raise InputError(f"samples: must not be negative, got {self.samples}")
+            raise InputError(f"samples: must be at least 0, got {self.samples}")
         if wrong := [pair for pair in self.metadata if "=" not in pair]:
-            raise InputError(f"metadata: {wrong[0]!r} must be name=value")
+            raise InputError(f"metadata: must be name=value, got {wrong[0]!r}")
         if self.profiles and self.groups:
-            raise InputError("groups: are learned, profiles are given; leave one of them out")
+            raise InputError("groups: must be left out if profiles are given, because groups are learned")
 
     @property
     def learned_texts(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
-"""Tasks for lm-eval that need their context, made to tell a good KV codec from a bad one (see `README.md` here).
+"""Tasks for lm-eval that need their context and so distinguish good KV codecs from bad ones (see `README.md` here).
 
-What a report needs to know about a task is read from its YAML file.
+Reports read the facts about a task from its YAML file.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ PUBLIC_TASKS = (
 
 
 def is_ours(task_name: str) -> bool:
-    """Whether one of the YAML files here is that of a task of this name."""
+    """Return whether a task of this name has a YAML file here."""
     return task_name in _configs()
 
 
 def shorter(task_name: str) -> str | None:
-    """The setting that gives a task less context, as `--metadata` takes it; None if there is none."""
+    """Return the setting that gives a task less context, in the form of `--metadata`, or None."""
     return cast("str | None", _config(task_name)["metadata"].get("shorter")) if is_ours(task_name) else None
 
 
 def chance(task_name: str) -> float | None:
-    """The score of a guess, or None if there is no such thing (likelihoods, free answers).
+    """Return the score of a guess, or None for likelihoods and free answers.
 
     Raises:
         InputError: none of our tasks has that name.
@@ -63,12 +63,12 @@ def chance(task_name: str) -> float | None:
 
 
 def description(task_name: str) -> str:
-    """What the model has to do, in one line. Errors: see `chance`."""
+    """Return the task of the model in one line. Errors: see `chance`."""
     return cast(str, _config(task_name)["metadata"]["description"])
 
 
 def main_metric(task_name: str) -> tuple[str, bool]:
-    """The metric to report, by lm-eval's name, and whether more of it is better. Errors: see `chance`."""
+    """Return the metric to report, by lm-eval's name, and whether higher is better. Errors: see `chance`."""
     first = _config(task_name)["metric_list"][0]
     return first["metric"], first["higher_is_better"]
 
@@ -76,7 +76,7 @@ def main_metric(task_name: str) -> tuple[str, bool]:
 def _config(task_name: str) -> dict[str, Any]:
     tasks = _configs()
     if task_name not in tasks:
-        raise InputError(f"task_name: no task {task_name!r}; there are {', '.join(tasks)}")
+        raise InputError(f"task_name: must be one of {', '.join(tasks)}, got {task_name!r}")
     return tasks[task_name]
 
 

@@ -138,7 +138,7 @@ def read_bytes(name: str, data: str | Path, any_version: Any = False) -> bytes:
     """
     source, folder = SOURCES[name], Path(data).expanduser()
     if not folder.is_dir():
-        raise InputError(f"data: no folder {folder}: --data names the folder that holds {source.file}")
+        raise InputError(f"data: must be the folder that holds {source.file}, got {folder}")
     path = folder / source.file
     if not path.is_file():
         hub = f", or leave --data out to load {source.hub[0]} from the hub" if source.hub else ""

@@ -90,6 +90,23 @@ def test_a_log_gets_a_line_now_and_then_even_within_a_step(monkeypatch: pytest.M
     assert "long (part: 1 of 2, 40 of 50 done, about " in found[-1] and found[-1].endswith("left)")
 
 
+def test_shown_estimates_do_not_swing(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(progress_module, "TICK", 1000.0)
+    estimates = iter([100.0, 400.0, None, 398.0])
+    with progress_bar(Console(file=io.StringIO()), 10) as bar:
+        monkeypatch.setattr(bar, "seconds_left", lambda: next(estimates))
+        shown = []
+        for _ in range(4):
+            bar.show()
+            assert bar._known is not None
+            shown.append(bar._known[1])
+            now[0] += 2
+    # Two seconds are a tenth of the way to a new estimate; without one, the last counts down.
+    assert shown == pytest.approx([100, 98 + 302 / 10, 126.2, 124.2 + (398 - 124.2) / 10])
+
+
 def test_nobody_hears_tracked_work_after_a_step() -> None:
     with progress_bar(Console(file=io.StringIO()), 10) as bar:
         with bar.step("one"):

@@ -371,7 +371,7 @@ def test_a_file_of_another_format(name: str, content: bytes, match: str, folder:
 
 
 def test_no_folder(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^data: no folder .*nowhere: --data names the folder that holds xquad"):
+    with pytest.raises(InputError, match=r"^data: must be the folder that holds xquad.*, got .*nowhere"):
         public.xquad(str(tmp_path / "nowhere"))
     (tmp_path / "xquad.en.json").write_text("{}")
     with pytest.raises(InputError, match=r"^any_version: must be true or false, got 'perhaps'"):
@@ -593,5 +593,5 @@ def test_the_folder_on_the_command_line(tmp_path: Path) -> None:
     assert complete_arguments(["--tasks", "a", "--data", str(tmp_path)]) == ["run", *ours, *told]
     assert complete_arguments(["run", "--tasks", "a", f"--data={tmp_path}"]) == ["run", *ours, *told]
     for wrong in (["--data"], ["--data="], ["--data", str(tmp_path / "nowhere")]):
-        with pytest.raises(InputError, match=r"^--data: no folder '.*': name the one with the files of the tasks"):
+        with pytest.raises(InputError, match=r"^--data: must be the folder with the files of the tasks, got '"):
             complete_arguments(["--tasks", "a", *wrong])

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cuvee.codec.errors import InputError
-from cuvee.eval.runs import Interrupted, check_folder, interruptible, save_results, writing
+from cuvee.eval.runs import Interrupted, check_folder, interruptible, need_packages, save_results, writing
 
 BUSY = """
 import hashlib, sys, time
@@ -106,6 +106,12 @@ def test_what_cannot_be_written_is_said_and_what_was_there_stays(
     ):
         save_results(path, {"done": 2})
     assert json.loads(path.read_text()) == {"done": 1} and [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_a_missing_package_is_named_with_the_remedy() -> None:
+    need_packages("cuvee report", "json")
+    with pytest.raises(ImportError, match=r"^cuvee report needs no_such_package: pip install 'cuvee\[eval\]'$"):
+        need_packages("cuvee report", "json", "no_such_package")
 
 
 def test_a_folder_that_cannot_be_made_is_said(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ def test_description() -> None:
 
 @pytest.mark.parametrize("function", [chance, description, main_metric])
 def test_unknown_task(function: Any) -> None:
-    with pytest.raises(InputError, match=r"^task_name: no task 'cuvee_local'; there are cuvee_books_nll, "):
+    with pytest.raises(InputError, match=r"^task_name: must be one of cuvee_books_nll, .*, got 'cuvee_local'"):
         function("cuvee_local")
 
 

@@ -71,7 +71,7 @@ class PrefixRepetition:
     def check(self) -> None:
         """See `Workload.check`."""
         if find_spec("vllm") is None:
-            raise InputError(f"workload {self.name!r} is vLLM's own client: pip install vllm")
+            raise InputError(f"workload: {self.name!r} needs vLLM's client: pip install vllm")
 
     def command(self, url: str, model: str, folder: Path, seed: int) -> list[str]:
         """See `Workload.command`."""
@@ -124,11 +124,13 @@ class LMCacheWorkload:
     def check(self) -> None:
         """See `Workload.check`."""
         if _lmcache() is None:
-            raise InputError(f"workload {self.name!r} needs LMCache's client: pip install lmcache-cli, or leave it out")
+            raise InputError(
+                f"workload: {self.name!r} needs LMCache's client: pip install lmcache-cli, or leave it out"
+            )
         if self.file_option is not None and self.file is None:
-            raise InputError(f"workload {self.name!r} needs a file of questions: give --questions, or leave it out")
+            raise InputError(f"workload: {self.name!r} needs a file of questions: give --questions, or leave it out")
         if self.file is not None and not self.file.is_file():
-            raise InputError(f"questions: {self.file} is not a file")
+            raise InputError(f"questions: must be a file, got {self.file}")
 
     def command(self, url: str, model: str, folder: Path, seed: int) -> list[str]:
         """See `Workload.command`."""
@@ -192,23 +194,23 @@ WORKLOADS: tuple[Workload, ...] = (
 
 
 def choose_workloads(names: Sequence[str], questions: Path | None = None) -> tuple[Workload, ...]:
-    """The workloads of these names; all that can run if none are named.
+    """Return the workloads with these names, or without names all that can run.
 
     Args:
         names: of workloads.
-        questions: a file for those that need one.
+        questions: a file for the workloads that need one.
 
     Raises:
-        InputError: there is no such workload, its client is not installed, or no client is; or there is no such file.
+        InputError: a workload is unknown, its client or any client is not installed, or the file does not exist.
     """
     known = {workload.name: _with_file(workload, questions) for workload in WORKLOADS}
     for name in names:
         if name not in known:
-            raise InputError(f"workload {name!r} is unknown: choose from {', '.join(known)}")
+            raise InputError(f"workload: must be one of {', '.join(known)}, got {name!r}")
         known[name].check()
     chosen = tuple(known[name] for name in names) or tuple(filter(_can_run, known.values()))
     if not chosen:
-        raise InputError("no benchmark client is installed: pip install vllm lmcache-cli")
+        raise InputError("workload: no benchmark client is installed: pip install vllm lmcache-cli")
     return chosen
 
 

@@ -1,4 +1,4 @@
-"""What compressed offload costs and saves in vLLM, measured on the real engine with `CuveeConnector`.
+"""Measure what compressed offload costs and saves in vLLM, on the real engine with `CuveeConnector`.
 
     footprint      bytes in a file store over raw bytes, on text that no profile has seen, for every preset
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
@@ -89,7 +89,7 @@ def run_engine_bench(
     if any(length < CHUNK or length % CHUNK for length in scope.lengths):
         raise InputError(f"lengths: must be multiples of {CHUNK}, got {', '.join(map(str, scope.lengths))}")
     if profile is not None and model is None:
-        raise InputError("profile: random weights have none: give the model it was learned for, too")
+        raise InputError("profile: random weights have none: also give the model that it was learned for")
     report: dict[str, Any] = {"hardware": hardware() | {"vllm": _vllm_version()}}
     with tempfile.TemporaryDirectory(prefix="cuvee-bench-") as temporary:
         folder = Path(temporary)

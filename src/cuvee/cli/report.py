@@ -126,7 +126,7 @@ def report(
     batch_size: BatchSize = 8,
     seed: Seed = 7,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Fewer sequences, methods and tasks: two minutes on the bundled model.")
+        bool, typer.Option("--quick", help="Fewer sequences, methods and tasks: four minutes on the bundled model.")
     ] = False,
     force: ReplaceRun = False,
     as_json: Json = False,

@@ -536,7 +536,7 @@ def test_reports_of_other_things_are_refused(
 ) -> None:
     after[block][name] = value
     with pytest.raises(
-        InputError, match=r"^report: the figures of these two cannot be compared, they differ in"
+        InputError, match=r"^report: must have been measured like the other one, but they differ in"
     ) as caught:
         compared(before, after)
     assert shown in str(caught.value) and "--allow-different" in str(caught.value) and "; " not in str(caught.value)

@@ -365,7 +365,7 @@ def test_a_configuration_checks_its_numbers(field: str, value: Any) -> None:
 
 
 def test_profiles_are_given_or_learned(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"^groups: are learned, profiles are given"):
+    with pytest.raises(InputError, match=r"^groups: must be left out if profiles are given"):
         ReportConfig(profiles=("a",), groups=("layer",))
 
 

@@ -38,6 +38,6 @@ def test_report_measures_and_the_gate_compares(tmp_path: Path) -> None:
 
 def test_options_of_the_report_that_do_not_go_together(tmp_path: Path) -> None:
     run("report", "-o", tmp_path / "r", "--cache-dtype", "auto", code=2)
-    fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: are learned")
+    fails("report", "-o", tmp_path / "r", "--profile", "a", "--group", "layer", match="groups: must be left out")
     fails("report", "-o", tmp_path / "r", "--model", tmp_path / "nowhere", match="nowhere")
     assert not (tmp_path / "r").exists()
