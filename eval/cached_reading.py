@@ -31,11 +31,11 @@ CachedLayers = list[tuple[torch.Tensor, torch.Tensor]]
 
 @dataclass(slots=True)
 class Statistics:
-    """What went through the method since it was set.
+    """Counts of the caches that went through the method since it was set.
 
     Attributes:
-        contexts: how many caches were coded; all continuations of a context share one.
-        cached_tokens: how many tokens those hold.
+        contexts: coded caches; all continuations of a context share one.
+        cached_tokens: tokens in these caches.
         bits: everything included, as the method counts them.
         uncached_requests: requests that were scored exactly because they have no two context tokens. The last one is
             never cached.
@@ -66,17 +66,17 @@ class Read:
 
     @property
     def cached(self) -> TokenIds:
-        """Those whose cache goes through the method."""
+        """The tokens whose cache goes through the method."""
         return self.tokens[: self.split]
 
     @property
     def tail(self) -> TokenIds:
-        """Those that are read after the decoded cache."""
+        """The tokens that the model reads after the decoded cache."""
         return self.tokens[self.split :]
 
     @property
     def exact_targets(self) -> TokenIds:
-        """Those that the prefill itself predicts."""
+        """The targets that the prefill itself predicts."""
         return self.targets[: max(0, len(self.targets) - len(self.tail))]
 
 
@@ -123,7 +123,7 @@ class CachedReader:
         for index, read in enumerate(reads):
             contexts.setdefault(read.cached, []).append(index)
         answers: list[tuple[float, bool]] = [(0.0, True)] * len(reads)
-        # The longest first, as in HFLM: memory runs out at once or never, and the time left is never underestimated.
+        # The longest first, as in HFLM: memory runs out immediately or never, and time left is never underestimated.
         ordered = sorted(contexts, key=lambda c: (len(c), max(len(reads[i].tail) for i in contexts[c])), reverse=True)
         batches = [ordered[first : first + rows] for first in range(0, len(ordered), rows)]
         for batch in tracked(batches, "contexts" if rows == 1 else f"batches of {rows} contexts", progress=False):
@@ -134,7 +134,7 @@ class CachedReader:
             for index, read in exact.items():
                 targets = read.exact_targets
                 answers[index] = _likelihood(predictions[read.cached][read.split - len(targets) : read.split], targets)
-            # One row for all continuations that look the same to the model: those of a single token do.
+            # One row for all continuations that look the same to the model, such as those of a single token.
             alike: dict[tuple[TokenIds, TokenIds], list[int]] = {}
             for index in sorted(members, key=lambda i: len(reads[i].tail), reverse=True):
                 alike.setdefault((reads[index].cached, reads[index].tail), []).append(index)
@@ -187,7 +187,7 @@ class CachedReader:
             stored, bits = self._method.encode(piece)
             back.append(self._method.decode(stored))
             if (back[-1].start, back[-1].tokens) != (piece.start, piece.tokens):
-                raise InputError(f"method: {type(self._method).__name__} gave back another chunk than it got")
+                raise InputError(f"method: {type(self._method).__name__} must return a chunk of the same tokens")
             self._statistics.bits += bits
         self._statistics.contexts += 1
         self._statistics.cached_tokens += tokens

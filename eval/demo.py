@@ -1,27 +1,23 @@
-"""`cuvee demo`: what compressing a cache saves and costs, on the bundled model, in under a minute and offline.
+"""`cuvee demo`: show what compressing a cache saves and costs, on the bundled model, in under a minute and offline.
 
-It can also be run on any other model, such as "smollm2", a real one. Then it measures less, and takes a few minutes.
+On any other model, such as "smollm2", a real one, it measures less and takes a few minutes.
 
-The model runs in float32. The caches that are coded are bfloat16, as a serving engine keeps them, so sizes are compared
-with 16 bits per value. All predictions are compared with those after the float32 cache.
+The model runs in float32. The coded caches are bfloat16, as in a serving engine, so sizes are compared with 16
+bits per value. All predictions are compared with those after the float32 cache.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from rich import box
 from rich.console import Console, Group
 from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -44,9 +40,11 @@ from cuvee.codec.learning.sequences import LENGTH, PREFIX, reread
 from cuvee.codec.models.forward import empty_cache, frozen, score
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import PRESET_KL, PRESET_STEP_INDEX
+from cuvee.codec.support.terminal_table import terminal_table
 from cuvee.eval.baselines.quantizers import CacheGen, Float8, Kivi, Uncompressed
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.plots import plot_quality
+from cuvee.eval.progress import Plan, progress_bar
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method, Quality, QualityBench, spans
 
 if TYPE_CHECKING:
@@ -71,15 +69,22 @@ SHOWN_BASELINES: dict[str, Method] = {
 }
 
 
+# Codecs without a profile. `balanced` goes by its step: the demo measures what a preset costs without a profile.
+UNLEARNED: dict[str, dict[str, Any]] = {
+    "lossless": {"quality": "lossless"},
+    "balanced": {"step": step_value(PRESET_STEP_INDEX["balanced"])},
+}
+
+
 @dataclass(frozen=True, slots=True)
 class DemoScope:
-    """How much is measured.
+    """The amount of measurements.
 
     Attributes:
-        windows: how many overlapping sequences to calibrate on.
-        sequences: how many to measure on at most; None for as many as the text holds.
-        groups: what to learn profiles for.
-        octaves: steps for the plot beside the presets, as powers of two.
+        windows: overlapping sequences to calibrate on.
+        sequences: at most this many to measure on; None for all sequences of the text.
+        groups: of the profiles to learn.
+        octaves: further steps for the plot, as powers of two.
     """
 
     windows: int
@@ -138,47 +143,46 @@ def run_demo(
     """
     scope = SCOPES.get(model, LARGER)
     began = time.perf_counter()
-    # One thread for torch. With models this small more threads gain little, and on a busy machine they wait for each
+    # One thread for torch: with models this small more threads gain little, and on a busy machine they wait for each
     # other: calibrating smollm2 took over three times as long with two threads beside another job.
-    with torch_threads(1), _steps(progress or Console(stderr=True), 6 + len(scope.groups)) as step:
-        step("loading the model")
-        lm, tokenizer = _load(model)
-        harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
-        learning = reread(calibration_windows(harbour, LENGTH, scope.windows))
-        testing = reread(spread_sequences(orchard, LENGTH, scope.sequences))
+    with torch_threads(1), progress_bar(progress or Console(stderr=True), 48) as bar:
+        settings = len(scope.groups) * (len(PRESET_KL) + len(scope.octaves))
+        left = {"profile": len(scope.groups), "method": len(SHOWN_BASELINES) + len(UNLEARNED) + settings}
+        bar.expect(Plan({"profile": 10.0, "method": 1.0}, left))
+        with bar.step("loading the model"):
+            lm, tokenizer = _load(model)
+            harbour, orchard = ([read_corpus(name, model)] for name in (CALIBRATION, EVALUATION))
+            learning = reread(calibration_windows(harbour, LENGTH, scope.windows))
+            testing = reread(spread_sequences(orchard, LENGTH, scope.sequences))
         profiles = {}
         for group in scope.groups:
-            step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}")
-            profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
-        step(f"exact predictions on “{EVALUATION}”")
-        bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
-        step("continuing a text from a decoded cache")
-        row, first, run = _longest_repeat(lm, tokenizer, bench.caches, testing)
-        count = min(max(run, CONTINUED_TOKENS[0]), CONTINUED_TOKENS[1])
-        codec = Codec(profiles["layer"])
-        continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
-        step("baselines")
-        baselines = [bench.run(name, method) for name, method in SHOWN_BASELINES.items()]
+            with bar.step(f"calibrating on “{CALIBRATION}”, {SPANS[group]}", "profile"):
+                profiles[group] = cuvee.calibrate(lm, learning, group, prefix=PREFIX, progress=False)
+        with bar.step(f"exact predictions on “{EVALUATION}”"):
+            bench = QualityBench(lm, testing, PREFIX, dtype="bfloat16")
+        with bar.step("continuing a text from a decoded cache"):
+            row, first, run = _longest_repeat(lm, tokenizer, bench.caches, testing)
+            count = min(max(run, CONTINUED_TOKENS[0]), CONTINUED_TOKENS[1])
+            codec = Codec(profiles["layer"])
+            continuation = _continue(lm, tokenizer, bench.caches[row], testing[row, PREFIX:], first, count, codec)
 
-        def measure(name: str, codec: Codec, group: str) -> Quality:
-            step(f"{name}, {GROUPS[group]}", detail=True)
-            return bench.run(name, CodecMethod(codec))
+        def measure(name: str, method: Method, where: str) -> Quality:
+            with bar.step(f"{name}, {where}", "method"):
+                return bench.run(name, method)
 
-        step("presets")
+        baselines = [measure(name, method, "a baseline") for name, method in SHOWN_BASELINES.items()]
         nothing = Profile.generic(bench.layout)
-        # By its step, because what a preset costs without a profile is what is measured here.
-        unlearned = {
-            "lossless": Codec(nothing, "lossless"),
-            "balanced": Codec(nothing, step=step_value(PRESET_STEP_INDEX["balanced"])),
+        presets = {
+            "none": [
+                measure(name, CodecMethod(Codec(nothing, **dial)), GROUPS["none"]) for name, dial in UNLEARNED.items()
+            ]
         }
-        presets = {"none": [measure(name, codec, "none") for name, codec in unlearned.items()]}
+        curves = {}
         for group, profile in profiles.items():
-            presets[group] = [measure(name, Codec(profile, name), group) for name in PRESET_KL]
-        step("the curves")
-        curves = {
-            group: presets[group] + [measure(f"step 2^{n}", Codec(profile, step=2.0**n), group) for n in scope.octaves]
-            for group, profile in profiles.items()
-        }
+            presets[group] = [measure(name, CodecMethod(Codec(profile, name)), GROUPS[group]) for name in PRESET_KL]
+            curves[group] = presets[group] + [
+                measure(f"step 2^{n}", CodecMethod(Codec(profile, step=2.0**n)), GROUPS[group]) for n in scope.octaves
+            ]
         shown_name = Path(model).name
         if out is not None and find_spec("matplotlib") is not None:
             shown = {f"cuvee, {SPANS[group]}": curve for group, curve in curves.items()}
@@ -217,7 +221,7 @@ def run_demo(
 
 
 def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model in float32 and its tokenizer. The two small ones show no progress bar of their own."""
+    """Load a model in float32 and its tokenizer."""
     if name == BUNDLED_MODEL:
         return load_bundled_model()
     if name == REAL_MODEL:
@@ -225,27 +229,11 @@ def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     return load_model(name, "float32"), load_tokenizer(name)
 
 
-@contextmanager
-def _steps(console: Console, count: int) -> Iterator[Any]:
-    """Show a progress line, and yield a function that names the next of `count` steps."""
-    columns = (BarColumn(24), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeElapsedColumn())
-    with Progress(TextColumn("{task.description:48}"), *columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=count, completed=-1)
-
-        def step(what: str, detail: bool = False) -> None:
-            """With `detail`, say how far a step has come. In a log file that would be one line too many."""
-            progress.update(task, description=f"  {what}" if detail else what, advance=0 if detail else 1)
-            if not detail and not console.is_terminal:
-                console.print(f"{what} …", highlight=False)
-
-        yield step
-
-
 @torch.no_grad()
 def _longest_repeat(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, caches: list[KVChunk], tokens: torch.Tensor
 ) -> tuple[int, int, int]:
-    """Where the model repeats its cache for longest: row, first token, length. Only the exact cache is used."""
+    """Find the longest repeat of the exact cache by the model: row, first token, length."""
     rows = range(0, len(tokens), 2)
     scored = tokens[::2, PREFIX:]
     predicted = score(model, [caches[row] for row in rows], scored).argmax(-1)
@@ -344,10 +332,8 @@ def _prompt_panel(c: Continuation) -> Panel:
 
 
 def _table(baselines: list[Quality], presets: dict[str, list[Quality]]) -> Table:
-    table = Table(title="What it saves and what it costs", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("method", no_wrap=True)
-    for name in ("bits/value", "ratio", "KL ± s.e.", "top-1", "encode", "decode"):
-        table.add_column(name, justify="right", no_wrap=True)
+    columns = ("bits/value", "ratio", "KL ± s.e.", "top-1", "encode", "decode")
+    table = terminal_table("What it saves and what it costs", "method", *columns)
     for quality in baselines:
         table.add_row(*_row(quality.name, quality))
     for group, series in presets.items():

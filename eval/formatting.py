@@ -1,4 +1,4 @@
-"""Numbers as a report writes them."""
+"""Numbers in the format of reports."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _MOST_DECIMALS = 7  # beyond these a number is written with an exponent
 
 
 def _decimals(value: float, digits: int) -> int:
-    """How many decimals show `digits` significant digits."""
+    """Return the number of decimals that show `digits` significant digits."""
     return max(0, digits - 1 - math.floor(math.log10(abs(value)))) if value else 0
 
 
@@ -23,7 +23,7 @@ def _format(value: float, decimals: int, signed: bool = False) -> str:
 
 
 def format_number(value: float | None, digits: int = 3, signed: bool = False) -> str:
-    """A number with this many significant digits; empty for None.
+    """Write a number with this many significant digits; empty for None.
 
     Example:
         >>> format_number(0.00123456), format_number(1234.5, 2)
@@ -37,7 +37,7 @@ def format_number(value: float | None, digits: int = 3, signed: bool = False) ->
 
 
 def with_error(value: float, error: float | None, *, signed: bool = False, percent: bool = False) -> str:
-    """A number down to the second digit of its standard error. A value other than 0 keeps at least one digit.
+    """Write a number down to the second digit of its standard error. A value other than 0 keeps at least one digit.
 
     Example:
         >>> with_error(0.123456, 0.0021), with_error(0.98, 0.01, percent=True)
@@ -55,21 +55,21 @@ def with_error(value: float, error: float | None, *, signed: bool = False, perce
 
 
 def format_bits(bits: float | None) -> str:
-    """Bits per value in a cell; empty for None."""
+    """Write bits per value; empty for None."""
     if bits is None:
         return ""
     return "0" if bits == 0 else f"{bits:.2f}" if bits >= 0.1 else format_number(bits)
 
 
 def format_ratio(ratio: float | None) -> str:
-    """How many times smaller, such as 8.25x; empty for None."""
+    """Write how many times smaller, such as 8.25x; empty for None."""
     if ratio is None:
         return ""
     return f"{ratio:.2f}x" if ratio < 10 else f"{ratio:.1f}x"
 
 
 def format_interval(ratio: Mapping[str, Any] | None) -> str:
-    """A ratio and its interval. Either end may lie beyond what was measured."""
+    """Write a ratio and its interval. Either end may lie beyond the measured range."""
     if ratio is None or ratio["ratio"] is None:
         return "not reached"
     size, low, high = (format_ratio(ratio[end]) for end in ("ratio", "low", "high"))
@@ -81,5 +81,5 @@ def format_interval(ratio: Mapping[str, Any] | None) -> str:
 
 
 def format_percent(share: float) -> str:
-    """A share that was asked for, such as 0.15, in per cent: 15 %."""
+    """Write a requested share, such as 0.15, in percent: 15 %."""
     return f"{100 * share:g} %"

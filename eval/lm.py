@@ -159,12 +159,12 @@ class CuveeLM(HFLM):  # type: ignore[misc]
 
     @property
     def method(self) -> Method:
-        """What the caches go through."""
+        """The method that caches go through."""
         return self._method
 
     @property
     def statistics(self) -> Statistics:
-        """What was done since the method was set. Responses from a response cache do not count."""
+        """Counts since the method was set, without responses from a response cache."""
         return self._statistics
 
     @property

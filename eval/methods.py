@@ -1,6 +1,6 @@
 """The methods of a report by key, and what to call them.
 
-key                   family       what it is
+key                   family       meaning
 kivi4                 kivi4        a baseline with one setting
 pca/kv@2              pca/kv       a baseline with a dial, learned from caches; its setting stands after the @
 cuvee/layer@balanced  cuvee/layer  a codec with a profile: a preset, or a step ("2^-3") on the same curve
@@ -19,7 +19,7 @@ from cuvee.eval.quality import CodecMethod, Method
 
 __all__ = ["BASELINES", "UNCOMPRESSED", "baseline", "family_label", "method_identity"]
 
-UNCOMPRESSED = "bf16"  # the key of the cache as it is
+UNCOMPRESSED = "bf16"  # the key of the unchanged cache
 
 BASELINES: dict[str, tuple[str, Callable[[], Method]]] = {
     UNCOMPRESSED: ("16-bit cache", Uncompressed),
@@ -61,7 +61,7 @@ def baseline(name: str) -> Method:
 
 
 def family_label(family: str) -> str:
-    """What to call a family: "pca/kv" is "PCA, one basis for all K, one for all V"."""
+    """Return the label of a family: "pca/kv" is "PCA, one basis for all K, one for all V"."""
     if family in BASELINES:
         return BASELINES[family][0]
     kind, _, group = family.partition("/")
@@ -78,7 +78,7 @@ def family_label(family: str) -> str:
 
 
 def method_identity(method: Method) -> dict[str, Any]:
-    """What sets a method apart from all others, as a dict for JSON: for digests and reports.
+    """Return what distinguishes a method from all others, as a dict for JSON, for digests and reports.
 
     A codec is identified by its profile and its step. Any other method is identified by its attribute `identity` if it
     has one, and by its `repr` otherwise.

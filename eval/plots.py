@@ -244,7 +244,7 @@ def draw_size_kl(
 
 
 def family_look(family: str, rank: int) -> tuple[str, Any]:
-    """Color and dashes of a family. Those of cuvee stand out; what it is compared with is gray or dashed."""
+    """Color and dashes of a family. cuvee's families stand out; the others are gray or dashed."""
     if family in _CUVEE_COLORS:
         return _CUVEE_COLORS[family], "-"
     if family.startswith(TRANSFORMS):

@@ -1,4 +1,4 @@
-"""What a codec costs in quality: the model's predictions after a decoded cache against those after the exact one.
+"""The quality loss of a codec: compare the model's predictions after a decoded cache with those after the exact one.
 
     tokens [N, T] = cached [N, prefix] | scored [N, T - prefix]
 
@@ -42,24 +42,24 @@ class Method(Protocol):
 
     @property
     def counts(self) -> str:
-        """What its bits include, in a few words."""
+        """A description of the bits in a few words."""
         ...
 
     @property
     def timed(self) -> bool:
-        """Whether `encode` and `decode` do all the work there is, so that their speed means something."""
+        """Whether `encode` and `decode` do all the work, so that their speed is meaningful."""
         ...
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:
-        """What is stored, and its size in bits."""
+        """Return the stored object and its size in bits."""
         ...
 
     def decode(self, stored: Any) -> KVChunk:
-        """The chunk as it comes back."""
+        """Return the decoded chunk."""
         ...
 
     def layer_bits(self, stored: Any) -> list[float] | None:
-        """Bits of each layer, or None where layers are not stored apart."""
+        """Return the bits of each layer, or None if layers are not stored separately."""
         ...
 
 
@@ -100,7 +100,7 @@ class PerSequence:
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """What one layer costs.
+    """The loss in one layer.
 
     Attributes:
         key_error, value_error: squared error over variance, over all channels and tokens; keys after RoPE.
@@ -114,11 +114,11 @@ class LayerCost:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """What one method costs.
+    """The size, loss and speed of one method.
 
     Attributes:
         name: of the method.
-        counts: what its bits include.
+        counts: a description of its bits.
         bits_per_value: everything included.
         ratio: 16 bits over `bits_per_value`; None where nothing is stored.
         kl: KL(after the exact cache ‖ after the decoded one) of the predictions, nats per scored token.
@@ -158,7 +158,7 @@ class Quality:
     layers: list[LayerCost]
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dict."""
+        """Return a dict for JSON."""
         return asdict(self)
 
     @classmethod
@@ -255,7 +255,7 @@ class QualityBench:
         if chunk_tokens < 1:
             raise InputError(f"chunk_tokens: must be at least 1, got {chunk_tokens}")
         cut = spans(self.prefix, chunk_tokens)
-        if method.timed:  # so that the figures do not include what the first call compiles or caches
+        if method.timed:  # so that the figures do not include the compilation of the first call
             method.decode(method.encode(self.caches[0].slice(*cut[0]))[0])
         encode_seconds = decode_seconds = 0.0
         values = self.prefix * self.layout.values_per_token
@@ -276,7 +276,7 @@ class QualityBench:
             decode_seconds += time.perf_counter() - encoded
             encode_seconds += encoded - began
             if [(c.start, c.tokens) for c in back] != [(c.start, c.tokens) for c in pieces]:
-                raise InputError(f"method: {name} gave back other chunks than it got")
+                raise InputError(f"method: {name} must return chunks of the same tokens")
             starts = range(0, len(back), len(cut))
             decoded = [KVChunk.concat(back[i : i + len(cut)]) for i in starts]
             bits += [sum(size for _, size in stored[i : i + len(cut)]) / values for i in starts]
@@ -329,7 +329,7 @@ class QualityBench:
 
 
 def spans(tokens: int, chunk_tokens: int) -> list[tuple[int, int]]:
-    """Where each chunk of `tokens` tokens begins and ends."""
+    """Return the beginning and end of each chunk of `tokens` tokens."""
     return [(t, min(t + chunk_tokens, tokens)) for t in range(0, tokens, chunk_tokens)]
 
 

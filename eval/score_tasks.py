@@ -37,9 +37,8 @@ from cuvee.eval.machine import hardware
 from cuvee.eval.methods import BASELINES, UNCOMPRESSED, baseline
 from cuvee.eval.progress import Plan, ProgressBar, progress_bar
 from cuvee.eval.quality import CHUNK_TOKENS, CodecMethod, Method
-from cuvee.eval.report.scoring import TaskScorer
+from cuvee.eval.report.scoring import TaskScorer, difference_from
 from cuvee.eval.runs import MeasuredModel, metadata_pairs, need_packages, save_results, stoppable_run
-from cuvee.eval.stats import paired_difference
 
 __all__ = ["VARIANTS", "TasksConfig", "run_tasks", "shows_something", "tasks_tables"]
 
@@ -52,7 +51,7 @@ _ABSENT_SHARE = 0.1  # of the time of another variant, as a first guess: questio
 
 @dataclass(frozen=True, slots=True)
 class TasksConfig:
-    """What to score.
+    """The configuration of `cuvee tasks`.
 
     Attributes:
         model: see `load_model`.
@@ -191,7 +190,7 @@ class _TasksRun:
             progress.say(f"{name}, absent: the task has no context apart from its question")
             return
         else:
-            scored |= _difference(scored, _find_score(self.data, name, "exact"))
+            scored |= difference_from(_find_score(self.data, name, "exact"), scored)
         self.data["scores"].append({"arm": variant, **scored})
         self.data.update(self.told)
         progress.say(f"{name}, {variant}: {scored['score']:.4f}")
@@ -243,13 +242,6 @@ def _resumed(out: Path, new: dict[str, Any]) -> dict[str, Any]:
     if not same or not complete:
         raise InputError(f"out: {out} holds scores of another configuration: name another file")
     return dict(old)
-
-
-def _difference(score: Mapping[str, Any], exact: Mapping[str, Any]) -> dict[str, float | None]:
-    if score["per_doc"] is None or exact["per_doc"] is None:
-        return {"difference": score["score"] - exact["score"], "difference_stderr": None}
-    mean, error = paired_difference(score["per_doc"], exact["per_doc"])
-    return {"difference": mean, "difference_stderr": error}
 
 
 def _find_score(found: Mapping[str, Any], name: str, variant: str) -> Mapping[str, Any]:

@@ -119,7 +119,7 @@ def bootstrap_ratio(
     draws: int = DRAWS,
     seed: int = 0,
 ) -> tuple[float | None, float | None]:
-    """How certain a ratio of sizes at equal KL is.
+    """A ratio of sizes at equal KL and its interval.
 
     Args:
         of: the denominator, which is claimed to be smaller.
@@ -188,7 +188,7 @@ def of_sequences(quality: Sequence[Mapping[str, Any]], chosen: Sequence[int]) ->
         Entries with key, family, and the bits_per_value, kl and per_sequence of these sequences.
 
     Raises:
-        InputError: no sequence is chosen, or one that was not measured.
+        InputError: no sequence is chosen, or a chosen sequence was not measured.
     """
     if not chosen:
         raise InputError("chosen: must name at least one sequence")
@@ -325,7 +325,7 @@ def _is_ours(family: str) -> bool:
 
 
 def _reason(bits: F64, kl: F64, target: float) -> str:
-    """Why a curve does not reach a KL."""
+    """Explain why a curve does not reach a KL."""
     if target <= 0:
         return f"a KL of {target:.3g} has no place on a logarithmic axis"
     measured = kl > 0

@@ -1,4 +1,4 @@
-"""How long calls take: a median with the 20th and 80th percentiles, and how often to repeat a call for it."""
+"""Timings of calls: a median with the 20th and 80th percentiles, and the number of repeats."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Effort", "Timing"]
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """What was measured in several runs, in seconds unless it says otherwise.
+    """The quantiles of several runs, in seconds unless stated otherwise.
 
     Example:
         >>> Timing.of([3.0, 1.0, 2.0])
@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How long a measurement may take.
+    """Limits on the time of a measurement.
 
     Attributes:
         seconds: a call is repeated for this long.
@@ -54,7 +54,7 @@ class Effort:
     most: int
 
     def is_enough(self, runs: Sequence[float]) -> bool:
-        """Whether these runs, in seconds, will do."""
+        """Return whether these runs, in seconds, are enough."""
         return len(runs) >= self.least and (sum(runs) >= self.seconds or len(runs) >= self.most)
 
     def measure(self, call: Callable[[], object]) -> Timing:

@@ -1,1 +1,1 @@
-"""What others do, rebuilt so that cuvee can be compared with it: casts, KIVI, CacheGen, PCA, KVTC."""
+"""Published methods, rebuilt for comparisons with cuvee: casts, KIVI, CacheGen, PCA, KVTC."""

@@ -54,7 +54,7 @@ _SEED = 11
 
 
 def columns(layout: KVLayout, grouping: str) -> tuple[torch.Tensor, ...]:
-    """Which of the N values share one basis.
+    """The values out of N that share one basis.
 
     Args:
         layout: of the cache.
@@ -191,7 +191,7 @@ class PrincipalBasis:
 
     @property
     def device(self) -> torch.device:
-        """Where the arithmetic is done, which is where the calibration chunks were."""
+        """The device of the arithmetic, which is that of the calibration chunks."""
         return self.mean.device
 
     @property

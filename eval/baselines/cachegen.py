@@ -80,7 +80,7 @@ class CodedChunks:
 
     @property
     def values(self) -> int:
-        """How many values all chunks hold."""
+        """The number of values in all chunks."""
         return self.streams * self.tokens
 
     @property

@@ -166,7 +166,7 @@ def allocate(errors: GroupErrors, budget: int) -> list[tuple[int, int, int]]:
 
 
 def _units(index: int, bits: int) -> int:
-    """What a group of `SIZES[index]` components costs per run, in units of 32 bits."""
+    """The cost per run of a group of `SIZES[index]` components, in units of 32 bits."""
     return 1 + SIZES[index] * bits * RUN // 32
 
 
@@ -208,7 +208,7 @@ class KvtcMethod(Untimed):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides its results, JSON-ready."""
+        """Everything that decides the results, as JSON."""
         return {"kind": "kvtc", "grouping": "kv", "budget": self.budget, "basis": self.basis.digest}
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:

@@ -30,7 +30,7 @@ __all__ = ["HALF", "KEPT_VALUES", "LEAST_STEP", "PCA_STEPS", "ROUNDING_OFFSET", 
 
 PCA_STEPS = (0.08, 0.12, 0.18, 0.27, 0.4, 0.6, 0.9, 1.3)
 """Steps for `PcaTransform.method` that span KL 0.001 … 0.1 on the bundled model with any grouping."""
-KEPT_VALUES = 2**26  # how many calibration coefficients a transform keeps to count its tables on
+KEPT_VALUES = 2**26  # calibration coefficients that a transform keeps to count its tables on
 LEAST_STEP = 2.0**-10
 ROUNDING_OFFSET = 0.4  # added to |y| / step before truncating; 0.5 would give the nearest level
 HALF = 0.5  # the count that every entry of a table starts with, and so does the escape
@@ -142,7 +142,7 @@ class PcaMethod(Simulated):
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides its results, JSON-ready."""
+        """Everything that decides the results, as JSON."""
         return {"kind": "pca", "grouping": self.basis.grouping, "step": self.step, "basis": self.basis.digest}
 
     def encode(self, chunk: KVChunk) -> tuple[Any, float]:

@@ -1,4 +1,4 @@
-"""What others do to a cache, written from their descriptions, so that a report can measure it in the same run.
+"""Other cache quantizers, written from their descriptions, so that a report can measure them in the same run.
 
 | method | keys | values | bits per value |
 |---|---|---|---|
@@ -45,7 +45,7 @@ def _map(chunk: KVChunk, code: Callable[[str, int, torch.Tensor], tuple[torch.Te
 
 @dataclass(frozen=True)
 class Uncompressed(Simulated):
-    """The cache as it is.
+    """The unchanged cache.
 
     Example:
         >>> import torch
@@ -67,7 +67,7 @@ class Uncompressed(Simulated):
 
 @dataclass(frozen=True)
 class Destroyed(Simulated):
-    """A cache of zeros: what predictions are worth when nothing is left of it."""
+    """A cache of zeros, which shows the predictions without any cached information."""
 
     counts: str = "nothing is kept"
 
@@ -172,7 +172,7 @@ class CacheGen(Simulated):
     """CacheGen as LMCache 0.5.6 ships it. The entropy coder is taken to be ideal, which favors it.
 
     There is one scale per token and unit, over all heads and dimensions. Levels are `-M … M` with `M = bins / 2 - 1`,
-    and the bins are those of `cachegen_bins`. Each channel of each chunk has a frequency table of its own.
+    and the bins are those of `cachegen_bins`. Each channel of each chunk has its own frequency table.
 
     Args:
         count_tables: False leaves out the tables, without which nothing can be decoded: a bound on the idea itself.

@@ -1,4 +1,4 @@
-"""What the baselines share whose speed would say nothing."""
+"""The base of baselines whose speed is meaningless."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Untimed:
 
 
 class Simulated(Untimed):
-    """A method that counts its bits and does not make the bytes: what it stores is the decoded chunk itself."""
+    """A method that counts its bits without writing bytes: it stores the decoded chunk itself."""
 
     __slots__ = ()
 

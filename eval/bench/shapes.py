@@ -11,10 +11,10 @@ __all__ = ["CacheShape"]
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What a model's cache looks like.
+    """The shape of a model's cache.
 
     Attributes:
-        layers: how many.
+        layers: their number.
         heads: KV heads of each layer.
         size: dimensions of a head.
         theta: the base of RoPE's frequencies.
@@ -26,7 +26,7 @@ class CacheShape:
     theta: float
 
     def layout(self, layers: int | None = None) -> KVLayout:
-        """Its layout in bfloat16, without a limit on positions, with all layers or the number given."""
+        """Return the layout in bfloat16 without a limit on positions, with all layers or the given number."""
         rope = Rope(tuple(self.theta ** (-2 * i / self.size) for i in range(self.size // 2)))
         layer = LayerLayout(self.heads, self.size, self.size, rope)
         return KVLayout("llama", (layer,) * (layers or self.layers), "bfloat16", None)

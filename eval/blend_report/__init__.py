@@ -1,1 +1,1 @@
-"""What blending recovers, by selector and cost."""
+"""`cuvee blend-report`: what blending recovers, by selector and cost."""

@@ -41,7 +41,7 @@ _LOOKS: dict[str, tuple[str, Any, str]] = {  # selector -> color, dashes, marker
 
 
 def find_entry(made: Entry, kv: str, chunks: str, selector: str, cost: float | None) -> Entry | None:
-    """What was measured of a construction with these chunks, this selector and this cost; None if nothing was."""
+    """Return the measurement of a construction with these chunks, selector and cost, or None."""
     wanted = (kv, chunks, selector, cost)
     found = [e for e in made["entries"] if (e["kv"], e["chunks"], e["selector"], e["cost"]) == wanted]
     return found[0] if found and found[0]["reason"] is None else None
@@ -165,7 +165,7 @@ BLEND_PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
 
 
 def _lines(made: Entry, kv: str, chunks: str) -> dict[str, list[Entry]]:
-    """What was measured with one kind of chunks, by selector and in order of cost."""
+    """Return the measurements with one kind of chunks, by selector and in order of cost."""
     found: dict[str, list[Entry]] = {}
     for entry in made["entries"]:
         if (entry["kv"], entry["chunks"]) == (kv, chunks) and entry.get("share") is not None:

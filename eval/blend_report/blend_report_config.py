@@ -1,4 +1,4 @@
-"""What a report on blending measures."""
+"""The configuration of a report on blending."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUNDLED = ("reread", "ahead", "passages")  # constructions that need no other da
 
 @dataclass(frozen=True, slots=True)
 class BlendConfig:
-    """What a report on blending measures.
+    """The configuration of a report on blending.
 
     Attributes:
         model: a folder, a hub name, or "books-3m".
@@ -38,7 +38,7 @@ class BlendConfig:
             from such a prompt; 0: no chunks of this kind. A chunk that begins its prompt is computed alone.
         selectors: which selectors, by their keys in `SELECTORS`. "nothing" is always among them: it is the floor.
         costs: shares of the token-layers to spend. All of them are measured on exact chunks of "reread".
-        few_costs: those of them that are measured on decoded chunks, and everywhere else.
+        few_costs: the costs that are measured on decoded chunks, and on other prompts.
         qualities: of the codec.
         lengths: tokens in the prompts whose wall time is measured.
         dtype: of the model and its caches; "auto" is what the files say. In 16 bits a blend that recomputes everything

@@ -189,7 +189,7 @@ class _BlendReport(ReportRun):
             )
 
     def _check_others(self, made: Construction) -> None:
-        """Make sure that there are enough chunks to stand before those of each prompt, and room for them."""
+        """Check that every prompt has enough chunks of other prompts to put before its own, and room for them."""
         behind, limit = self.config.behind, self.layout.max_positions
         for prompt in made.prompts if behind else ():
             others = _others(made, prompt)
@@ -272,7 +272,7 @@ class _BlendReport(ReportRun):
                 self.data["wall_time"] = measure_wall_time(self.config.lengths, self.config.seed, progress.tell)
 
     def _plan(self) -> Plan:
-        """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
+        """Count the work. The guesses are seconds on a core with SmolLM2; only their ratios matter."""
         config = self.config
         left = {"profile": int(self._learns), "wall time": int(bool(config.lengths))}
         guess = {"profile": 4.0 * config.calibration_sequences, "wall time": sum(config.lengths) / 100}
@@ -287,7 +287,7 @@ class _BlendReport(ReportRun):
 
     @property
     def _learns(self) -> bool:
-        """Whether a profile has to be learned."""
+        """Whether a profile must be learned."""
         kept = self.data["profile"] is not None and (self.out / PROFILE_FILE).exists()
         return bool(self.config.qualities) and self.given is None and not kept
 
@@ -332,7 +332,7 @@ class _BlendReport(ReportRun):
         return {quality: Codec(profile, quality) for quality in config.qualities}
 
     def _methods(self, made: Construction) -> list[tuple[str, str, str, float | None]]:
-        """What to measure on every prompt: the kind of chunks in two words, the selector, the cost."""
+        """List the measurements of every prompt: the kind of chunks in two words, the selector, the cost."""
         few = self.config.few_costs
         costs = few if made.prompts[0].choices else self.config.costs
         groups = [(EXACT, chunks, ON_ALONE if chunks == ALONE else ON_OTHERS, costs) for chunks in self.kinds]
@@ -366,7 +366,7 @@ class _BlendReport(ReportRun):
             raise InputError(f"out: {path} is damaged ({error}): choose another folder, or --force") from error
 
     def _measure_prompt(self, made: Construction, index: int, found: MeasuredPrompts, progress: ProgressBar) -> None:
-        """Exact chunks come first, and their figures are shown at once: a profile may take minutes to learn."""
+        """Measure exact chunks first and show their figures, because learning a profile may take minutes."""
         prompt, seed = made.prompts[index], self.config.seed + index
         name = f"{made.name}, prompt {index + 1} of {len(made.prompts)}"
         cached = {}
@@ -511,7 +511,7 @@ class _BlendReport(ReportRun):
 
 
 def _decoded(made: Construction) -> str:
-    """What a progress bar calls a prompt's decoded chunks."""
+    """Name the kind of step for decoded chunks."""
     return f"{made.name}, decoded"
 
 

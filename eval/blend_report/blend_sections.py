@@ -183,7 +183,7 @@ def _or_dash(entry: Entry, cell: Callable[[Entry], str]) -> str:
 
 
 def _left_out(made: Entry, chunks: str) -> str:
-    """Why there is a dash in some cells."""
+    """Explain the dashes in cells."""
     reasons: dict[str, list[str]] = {}
     for entry in made["entries"]:
         if entry["reason"] is not None and entry["kv"] == EXACT and entry["chunks"] == chunks:
@@ -248,7 +248,7 @@ def _answers(made: Entry) -> list[ReportTable]:
         if e["reason"] is None
     ]
     note = (
-        "NLL of the right answer, in nats per word of it. Recovered: the share of what it loses at the floor. ± one "
+        "NLL of the right answer, in nats per word. Recovered: the share of its loss at the floor. ± one "
         "standard error over prompts; differences to the full prefill are paired."
     )
     columns = ["selector ", "KV ", "chunks ", "cost", "NLL", "difference", "recovered"]
@@ -323,7 +323,7 @@ def _wall_time(report: ReportData) -> ReportSection:
 
 
 def _threads(count: int) -> str:
-    """How many threads, in words."""
+    """Write the number of threads."""
     return "one thread" if count == 1 else f"{count} threads"
 
 

@@ -1,4 +1,4 @@
-"""The prompts of a report on blending: cached chunks, the text after them, and what of it is scored.
+"""The prompts of a report on blending: cached chunks, the text after them, and its scored part.
 
 reread       adjacent chunks of a text; every second prompt continues with a repeat of a span of them
 ahead        the same, but the first half of the continuation is given, and only the second half scored
@@ -70,12 +70,12 @@ class BlendPrompt:
 
     @property
     def tokens(self) -> torch.Tensor:
-        """All of it, `[T]`."""
+        """All tokens of the prompt, `[T]`."""
         return torch.cat([*self.chunks, self.text])
 
     @property
     def length(self) -> int:
-        """How many tokens it has, the longest choice included."""
+        """The number of tokens, including the longest choice."""
         return len(self.tokens) + max(map(len, self.choices), default=0)
 
 
@@ -141,7 +141,7 @@ def passage_prompts(tokenizer: Any, count: int) -> Construction:
         document = json.loads(line)
         *passages, query = document["context"].split("\n\n")
         text = _ids(tokenizer, query)
-        # As in lm-eval: the tokens of the whole, less those of the context.
+        # As in lm-eval: the tokens of the whole, without the tokens of the context.
         choices = tuple(tuple(_ids(tokenizer, f"{query} {choice}")[len(text) :]) for choice in document["choices"])
         chunks = _passage_chunks(tokenizer, passages)
         prompts.append(BlendPrompt("passages", chunks, torch.tensor(text), 0, choices, document["answer"]))
@@ -153,7 +153,7 @@ def passage_prompts(tokenizer: Any, count: int) -> Construction:
 
 
 def public_prompts(name: str, data: str | None, any_version: bool, tokenizer: Any, count: int) -> Construction:
-    """Make at most `count` prompts from public data, spread over the first, third, fifth … question of it.
+    """Make at most `count` prompts from public data, spread over its first, third, fifth … question.
 
     The default selector was chosen on the others.
 
@@ -165,7 +165,7 @@ def public_prompts(name: str, data: str | None, any_version: bool, tokenizer: An
         count: how many prompts.
 
     Raises:
-        CorruptError, InputError: the data is not there, or not what it should be.
+        CorruptError, InputError: the data is missing or damaged.
     """
     prompts = []
     questions = open_questions(name, data, passages=_PARAGRAPHS, any_version=any_version)[::2]

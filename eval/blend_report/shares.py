@@ -56,7 +56,7 @@ class Measured:
 
 @dataclass(slots=True)
 class MeasuredPrompts:
-    """What has been measured of the first prompts of a construction.
+    """The measurements of the first prompts of a construction.
 
     Attributes:
         methods: the first one is the floor: exact chunks computed alone, nothing recomputed.
@@ -79,10 +79,10 @@ class MeasuredPrompts:
 
     @classmethod
     def from_dict(cls, found: Figures) -> MeasuredPrompts:
-        """What `to_dict` gave.
+        """Read the output of `to_dict`.
 
         Raises:
-            InputError: it is not that.
+            InputError: the dict has another form.
         """
         try:
             return cls(
@@ -119,7 +119,7 @@ def share_recovered(kl: Sequence[float] | F64, floor: Sequence[float] | F64) -> 
 
 
 def ratio_of_shares(of: F64, against: F64, floor: F64, seed: int) -> dict[str, float | None]:
-    """How many times as much of the floor one method recovers as another, with a 95 % interval.
+    """Return the ratio of the shares that two methods recover, with a 95 % interval.
 
     The ratio is None if the other method recovers nothing. An end of the interval is None if that is so in too many
     draws.
@@ -196,7 +196,7 @@ def summarize(
 
 
 def _answers(one: Measured, floor: Measured, rates: F64) -> Figures:
-    """What the answer's likelihood loses, in nats per word, and the share of the floor's loss that is recovered."""
+    """Return the loss of the answer's likelihood, in nats per word, and the recovered share of the floor's loss."""
     if not len(rates):
         return {}
     lost, below = np.array(one.delta_nll) * rates, np.array(floor.delta_nll) * rates
@@ -205,7 +205,7 @@ def _answers(one: Measured, floor: Measured, rates: F64) -> Figures:
 
 
 def first_figures(construction: str, found: Sequence[Measured]) -> str:
-    """What exact chunks computed alone have shown so far, in a line: shares recovered at the lowest cost compared.
+    """Summarize exact chunks computed alone so far in a line: shares recovered at the lowest cost compared.
 
     Example:
         >>> floor = Measured("exact", "alone", "nothing", None, kl=[0.2])
@@ -306,7 +306,7 @@ def _against(made: Figures, of: Figures, floor: F64, rival: str, chunks: str, co
 
 
 def codec_costs(made: Figures) -> list[Figures]:
-    """How many points of the share decoded chunks lose, paired with exact chunks of the same kind."""
+    """Return the points of the share that decoded chunks lose, paired with exact chunks of the same kind."""
     (floor_entry,) = _measured(made, kv=EXACT, chunks=ALONE, selector=NOTHING)
     scale = float(_kl(floor_entry).mean())
     found = []

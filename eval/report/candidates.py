@@ -53,12 +53,12 @@ class Candidate:
 
     @property
     def setting(self) -> str:
-        """Where the dial is set; empty if there is none."""
+        """The setting after the @; empty if there is none."""
         return self.key.partition("@")[2]
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What it is selected by: its key, its family, and what the family is a variant of."""
+        """The names that select it: its key, its family, and the first part of the family."""
         return self.key, self.family, self.family.partition("/")[0]
 
 
@@ -67,7 +67,7 @@ def select(candidates: Sequence[Candidate], names: Sequence[str], quick: Sequenc
 
     Args:
         candidates: all there are.
-        names: see `Candidate.names`; if there are none, `quick` is taken as it is.
+        names: see `Candidate.names`; if there are none, all of `quick` is returned.
         quick: those to choose from, unless a name is of none of them.
 
     Raises:
@@ -148,7 +148,7 @@ class LearnedBaselines:
 def codec_candidates(
     layout: KVLayout, names: Sequence[str], profile: Callable[[str], Profile], quick: bool
 ) -> list[Candidate]:
-    """The codec without a profile that was learned, and with each one that was, at presets and further steps.
+    """Return the codec without a learned profile and with each learned one, at presets and further steps.
 
     Args:
         layout: of the caches.

@@ -9,7 +9,7 @@ A condition says what must not happen:
     METRIC (>|<) NUMBER[%|se] [@METHODS[:TASKS]]
 
     kl>0.001               the KL of some method rose by more than 0.001 nats
-    kl>5%@cuvee/*          ... of some method of cuvee, by more than 5 % of what it was
+    kl>5%@cuvee/*          ... of some method of cuvee, by more than 5 % of the old value
     top1<-2se              top-1 agreement fell by more than two standard errors of the change
     score<-2se@cuvee/*:cuvee_kv_*    ... or a score of such a method on such a task did
 
@@ -59,8 +59,8 @@ class Change:
         a, b: the figure before and after.
         stderr: of `b - a`; None if it is not known.
         paired: whether `stderr` is that of the differences on the same tokens or documents.
-        conditions: those that watch this figure.
-        failed: those of them that are met.
+        conditions: the conditions on this figure.
+        failed: the conditions that are met.
     """
 
     key: str
@@ -109,7 +109,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """What the first report has and the second does not.
+    """A figure that the first report has and the second does not.
 
     Attributes:
         key: of the method.
@@ -174,7 +174,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """What must not happen: a metric changes by more or less than a limit.
+    """A change that must not happen: a metric changes by more or less than a limit.
 
     Attributes:
         text: as it was given.
@@ -228,12 +228,12 @@ class Condition:
         return cls(text.strip(), metric, found["sign"], float(found["limit"]), unit, methods, tasks)
 
     def covers(self, key: str, metric: str | None, task: str | None) -> bool:
-        """Whether it watches a figure. If `metric` is None: any figure but the score."""
+        """Return whether the condition covers a figure. If `metric` is None: any figure except the score."""
         mine = self.metric != "score" if metric is None else self.metric == metric
         return mine and fnmatchcase(key, self.methods) and (task is None or fnmatchcase(task, self.tasks))
 
     def met(self, change: Change) -> bool:
-        """Whether a change that it covers is what must not happen.
+        """Return whether a covered change must not happen.
 
         In %, a change from zero is infinite; in standard errors, so is a change without any spread.
 
@@ -310,7 +310,7 @@ def compare_reports(
 
 
 def _differences(a: ReportData, b: ReportData, timed: bool) -> Iterator[str]:
-    """What figures depend on and is not the same, each with both values."""
+    """List the differences in what figures depend on, with both values."""
     fields = [
         "model.fingerprint", "configuration.dtype", "configuration.cache_dtype", "configuration.chunk_tokens",
         "text.calibration", "text.evaluation", "text.sequences", "text.length", "text.prefix", "text.tokens_sha256",
@@ -357,7 +357,7 @@ def _quality_changes(a: ReportData, b: ReportData) -> Iterator[Change]:
 
 
 def _same(a: ReportData, b: ReportData, block: str, name: str) -> bool:
-    """Whether both reports have a value and it is the same."""
+    """Return whether both reports have a value and the values are equal."""
     return a[block].get(name) is not None and a[block].get(name) == b[block].get(name)
 
 
@@ -409,7 +409,7 @@ def _score_changes(a: ReportData, b: ReportData) -> Iterator[Change]:
 
 
 def _is_mean(score: Entry) -> bool:
-    """Whether a score is the mean over its documents. If not, differences between documents say nothing about it."""
+    """Return whether a score is the mean over its documents, so that documents can be paired."""
     per_doc: list[float] = score.get("per_doc") or []
     return len(per_doc) > 0 and math.isclose(float(np.mean(per_doc)), score["score"], rel_tol=1e-6, abs_tol=1e-9)
 

@@ -13,12 +13,12 @@ _NOTHING_LEARNED = ("cuvee/generic", "cuvee/lossless")
 
 
 def is_learned(family: str) -> bool:
-    """Whether a family is the codec with a profile that was learned, which is what a report is about."""
+    """Return whether a family is the codec with a learned profile, the subject of a report."""
     return family.startswith("cuvee/") and family not in _NOTHING_LEARNED
 
 
 def label_and_setting(entry: Entry) -> str:
-    """What to call a method. The label of a baseline does not include its setting."""
+    """Return the label of a method with its setting, which the label of a baseline lacks."""
     label, setting = str(entry["label"]), str(entry["setting"])
     return label if not setting or label.endswith(setting) else f"{label} @{setting}"
 

@@ -1,4 +1,4 @@
-"""What the profiles of a report, and the baselines that learn, are learned from: texts, or cuvee's mixture of kinds."""
+"""The sequences that a report learns profiles and baselines from: texts, or cuvee's mixture of kinds."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def length_candidates(
 
 
 def length_entry(candidate: Candidate, length: int, quality: Quality) -> dict[str, Any]:
-    """What a report keeps of a method at one length."""
+    """Return the entry of a method at one length."""
     found = quality.to_dict()
     kept = ("bits_per_value", "ratio", "kl", "kl_stderr", "delta_nll", "top1", "sequences", "per_sequence")
     return {

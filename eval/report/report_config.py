@@ -1,4 +1,4 @@
-"""What a report measures."""
+"""The configuration of a report."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ QUICK_LIMIT = 50  # documents of a task
 
 @dataclass(frozen=True, slots=True)
 class ReportConfig:
-    """What a report measures.
+    """The configuration of a report.
 
     Attributes:
         model: a folder, a hub name, or "books-3m".
         profiles: profile files to measure; if there are none, profiles are learned.
-        groups: what to learn; by default "layer" and "all" if a token's cache has at most 4,096 values, else "auto",
-            which is what `cuvee profile learn` would choose.
+        groups: of the profiles to learn; by default "layer" and "all" if a token's cache has at most 4,096 values, else
+            "auto", which is what `cuvee profile learn` would choose.
         calibration: texts to learn from (see `cuvee.codec.data.corpus`), or "mixture", which is what
             `cuvee profile learn` learns from (`cuvee.calibration.mixture`). Default: the mixture; for the bundled
             model, bundled texts.
-        calibration_sequences: at most how many sequences of them; default: 96 of the mixture, else 200.
-        samples: how many more sequences to learn from, sampled from the model itself.
-        methods: what to measure, by key, family or the first part of a family ("kivi4", "pca/kv", "cuvee"); everything
-            if there are none. The 16-bit cache always comes along, because scores are compared with its own.
+        calibration_sequences: at most this many sequences; default: 96 of the mixture, else 200.
+        samples: further sequences to learn from, sampled from the model itself.
+        methods: methods to measure, by key, family or the first part of a family ("kivi4", "pca/kv", "cuvee"); all
+            if there are none. The 16-bit cache is always measured, because scores are compared with its scores.
         evaluation: texts to measure on, at most `sequences` sequences.
-        length, prefix: tokens in a sequence, and how many of them are cached (default: three quarters).
+        length, prefix: tokens in a sequence, and cached tokens (default: three quarters).
         reread: whether the rest of every second sequence repeats a part of its cache.
         chunk_tokens: tokens coded together.
         lengths: cached tokens; at each of them size and KL are measured as well, on `length_sequences` sequences.
@@ -117,7 +117,7 @@ class ReportConfig:
 
 
 def quick_config(config: ReportConfig) -> ReportConfig:
-    """The same configuration with fewer sequences, methods, tasks and documents. What is already less stays."""
+    """Return the configuration with fewer sequences, methods, tasks and documents. Smaller numbers stay."""
     default = ReportConfig()
     return replace(
         config,

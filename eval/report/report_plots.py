@@ -182,7 +182,7 @@ def layers(report: ReportData) -> Figure | None:
 
 
 def throughput(report: ReportData) -> Figure | None:
-    """How fast cuvee's methods encode and decode, in bytes of 16-bit cache per second."""
+    """Draw the speed of cuvee's methods, in bytes of 16-bit cache per second."""
     timed = [
         entry
         for entry in report["quality"]
@@ -295,7 +295,7 @@ PLOTS: dict[str, tuple[Callable[[ReportData], Figure | None], str]] = {
 
 
 def _score_looks(report: ReportData, families: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """How to draw each family in every panel of `size_scores`: curves in color, single methods as dark markers."""
+    """Choose the look of each family in `size_scores`: curves in color, single methods as dark markers."""
     shown = {str(s["key"]) for s in report["scores"] if s["bits_per_value"] and s["key"] not in _LEVELS}
     count = Counter(families[key] for key in shown)
     looks: dict[str, dict[str, Any]] = {}

@@ -44,7 +44,7 @@ from cuvee.eval.report.lengths import length_candidates, length_entry, length_to
 from cuvee.eval.report.report_config import LARGE_LIMIT, SMALL_PARAMETERS, ReportConfig
 from cuvee.eval.report.report_documents import write_report
 from cuvee.eval.report.report_file import REPORT_FORMAT, REPORT_VERSION
-from cuvee.eval.report.scoring import TaskScorer
+from cuvee.eval.report.scoring import TaskScorer, difference_from
 from cuvee.eval.runs import (
     KEPT,
     ReportRun,
@@ -57,7 +57,7 @@ from cuvee.eval.runs import (
     tokens_sha256,
     writing,
 )
-from cuvee.eval.stats import compare_at_equal_kl, of_sequences, paired_difference, sizes_at_kl
+from cuvee.eval.stats import compare_at_equal_kl, of_sequences, sizes_at_kl
 
 __all__ = ["ANCHORS", "run_report"]
 
@@ -185,7 +185,7 @@ class _FullReport(ReportRun):
         )
 
     def _groups(self) -> tuple[str, ...]:
-        """What one basis spans: of the profiles to learn or those given, and of the baselines that learn."""
+        """The groups of the profiles to learn, or of the given profiles; the learned baselines use the same."""
         if self.given:
             return tuple(dict.fromkeys(profile.group for profile in self.given.values() if profile.learned))
         small = self.layout.values_per_token <= WHOLE_CACHE_VALUES
@@ -193,7 +193,7 @@ class _FullReport(ReportRun):
         return tuple(dict.fromkeys(self._chosen_group() if group == "auto" else group for group in groups))
 
     def _chosen_group(self) -> str:
-        """What `cuvee profile learn` would choose."""
+        """Return the group that `cuvee profile learn` would choose."""
         config = self.config
         prefix = 3 * config.length // 4 if config.prefix is None else config.prefix
         flops = CPU_FLOPS if torch.device(config.device).type == "cpu" else GPU_FLOPS
@@ -291,7 +291,7 @@ class _FullReport(ReportRun):
         self.data |= self._comparisons()
 
     def _plan(self, scores: int) -> Plan:
-        """How much there is to do. The guesses are seconds on a core with SmolLM2; only their ratios count."""
+        """Count the work. The guesses are seconds on a core with SmolLM2; only their ratios matter."""
         config = self.config
         share = config.length / LENGTH
         guess = {
@@ -335,7 +335,7 @@ class _FullReport(ReportRun):
                     self.save()
 
     def _kinds(self) -> list[dict[str, Any]]:
-        """Which sequences are of which text, and which of them repeat a part of their cache."""
+        """Group the sequences by text, and by whether they repeat a part of their cache."""
         found: dict[tuple[int, bool], list[int]] = {}
         for row, text in enumerate(self.texts):
             # `reread` changes rows 0, 2, 4 …
@@ -344,7 +344,7 @@ class _FullReport(ReportRun):
         return [{"text": names[text], "reread": again, "rows": rows} for (text, again), rows in sorted(found.items())]
 
     def _comparisons(self) -> dict[str, list[dict[str, Any]]]:
-        """What is read off the curves in the end."""
+        """Read sizes and ratios off the curves."""
         quality, seed = self.data["quality"], self.config.seed
         anchors = [key for key in ANCHORS if any(entry["key"] == key for entry in quality)]
         kinds = self.data["text"]["kinds"]
@@ -373,7 +373,7 @@ class _FullReport(ReportRun):
         return comparison
 
     def _is_too_coarse(self, candidate: Candidate) -> bool:
-        """Whether a finer step of the same family already costs too much."""
+        """Return whether a finer step of the same family already costs too much."""
         if not candidate.setting.startswith("2^"):
             return False
         steps = [e for e in self.data["quality"] if e["family"] == candidate.family and e["setting"].startswith("2^")]
@@ -385,7 +385,7 @@ class _FullReport(ReportRun):
         return any(entry["key"] == key and (task is None or entry["task"] == task) for entry in self.data[block])
 
     def _missing_profiles(self) -> list[str]:
-        """The groups to learn: those that a method needs."""
+        """The groups that a method needs."""
         if self.given:
             return []
         needed = {c.family.partition("/")[2] for c in self.candidates if c.family.startswith("cuvee/")}
@@ -525,7 +525,7 @@ class _FullReport(ReportRun):
             return None
 
     def _skip(self, key: str, error: Exception) -> None:
-        """Leave a method or a task out, and say so in the report and at once."""
+        """Leave a method or a task out, and say so in the report and on the console."""
         self.data["skipped"].append({"key": key, "reason": str(error)})
         self.console.print(f"left out {key}: {error}", style="yellow", highlight=False)
 
@@ -547,14 +547,7 @@ class _FullReport(ReportRun):
             self._skip(name if candidate.key == UNCOMPRESSED else candidate.key, refused)
             return
         exact = next((s for s in self.data["scores"] if (s["key"], s["task"]) == (UNCOMPRESSED, name)), None)
-        difference, error = None, None
-        if exact is not None:
-            difference = score["score"] - exact["score"]
-            if exact["per_doc"] and score["per_doc"]:
-                difference, error = paired_difference(score["per_doc"], exact["per_doc"])
-        self.data["scores"].append(
-            {"key": candidate.key, **score, "difference": difference, "difference_stderr": error}
-        )
+        self.data["scores"].append({"key": candidate.key, **score, **difference_from(exact, score)})
         if all(known["name"] != name for known in self.data["tasks"]):
             self.data["tasks"].append(task)
 

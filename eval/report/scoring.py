@@ -21,6 +21,7 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.support.suggest import suggestion
 from cuvee.eval.methods import UNCOMPRESSED, baseline
 from cuvee.eval.quality import Method
+from cuvee.eval.stats import paired_difference
 from cuvee.eval.tasks import TASKS_PATH, chance, description, is_ours, main_metric
 
 if TYPE_CHECKING:
@@ -167,6 +168,16 @@ class TaskScorer:
             "docs": len(per_doc),
         }
         return task, score
+
+
+def difference_from(exact: Mapping[str, Any] | None, score: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the difference of a score from that of the exact cache and its standard error, paired if possible."""
+    mean, error = None, None
+    if exact is not None:
+        mean = score["score"] - exact["score"]
+        if exact["per_doc"] and score["per_doc"]:
+            mean, error = paired_difference(score["per_doc"], exact["per_doc"])
+    return {"difference": mean, "difference_stderr": error}
 
 
 def _suggested_tasks(name: str, known: Sequence[str]) -> str:

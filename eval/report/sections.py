@@ -32,12 +32,12 @@ def report_sections(report: ReportData) -> list[ReportSection]:
 
 
 def report_title(report: ReportData) -> str:
-    """The title of a report."""
+    """Return the title of a report."""
     return f"What compressing its KV cache costs {report['model']['name']}"
 
 
 def report_preface(report: ReportData) -> list[str]:
-    """The paragraphs before the first section."""
+    """Return the paragraphs before the first section."""
     lines = []
     if not report["complete"]:
         lines.append("This run is not complete: the same command continues where it stopped.")
@@ -50,7 +50,7 @@ def report_preface(report: ReportData) -> list[str]:
 
 
 def headline(report: ReportData) -> ReportSection:
-    """What you lose at 4x, 8x, 16x and 32x."""
+    """Make the section on what you lose at 4x, 8x, 16x and 32x."""
     rows: list[list[str]] = []
     sentence = ""
     for ratio in RATIOS:
@@ -107,7 +107,7 @@ def headline(report: ReportData) -> ReportSection:
 
 
 def _task_changes(report: ReportData, family: str, bits: float) -> str:
-    """What the tasks say of a family's best scored setting that takes at most `bits` per value."""
+    """Summarize the tasks at a family's best scored setting of at most `bits` per value."""
     known = {e["key"]: e for e in report["quality"] if e["family"] == family and e["bits_per_value"] <= bits}
     scored = {s["key"] for s in report["scores"]} & set(known)
     if not scored:
@@ -123,7 +123,7 @@ def _task_changes(report: ReportData, family: str, bits: float) -> str:
 
 
 def equal_kl(report: ReportData) -> ReportSection:
-    """How much smaller the codec is at the KL of each baseline."""
+    """Make the section on the codec's size at the KL of each baseline."""
     ratios = [r for anchor in report["comparison"] for r in anchor["ratios"]]
     families = sorted({str(r["of"]) for r in ratios}, key=lambda family: family_rank(report, family))
     rows: list[list[str]] = []
@@ -163,7 +163,7 @@ def equal_kl(report: ReportData) -> ReportSection:
 
 
 def by_kind(report: ReportData) -> ReportSection:
-    """How much smaller the codec is on each text, on sequences that repeat their cache and on those that do not."""
+    """Make the section on the codec's size by text, with and without repeats of the cache."""
     kinds = report.get("by_kind") or []
     tables = []
     for family in _learned_families(report):
@@ -208,7 +208,7 @@ def by_kind(report: ReportData) -> ReportSection:
 
 
 def _sizes(report: ReportData) -> ReportSection:
-    """What size each curve has at round KLs."""
+    """Make the section on the size of each curve at round KLs."""
     entries = report.get("sizes") or []
     kls = sorted({float(e["kl"]) for e in entries})
     found = {(str(e["family"]), float(e["kl"])): e for e in entries}
@@ -467,7 +467,7 @@ def _learned_families(report: ReportData) -> list[str]:
 
 
 def _name(report: ReportData, key: str) -> str:
-    """What to call a method or a family."""
+    """Return the label of a method or a family."""
     labels = [str(e["label"]) for e in report["quality"] if e["key"] == key]
     return labels[0] if labels else family_label(key)
 
@@ -486,7 +486,7 @@ def _score_rank(report: ReportData, quality: Mapping[str, Entry], score: Entry) 
 
 
 def _mark(report: ReportData, score: Entry) -> str:
-    """Whether a score is better or worse than at 16 bits by more than one standard error; empty if it is neither."""
+    """Return "better" or "worse" if a score differs from 16 bits by more than one standard error, else nothing."""
     difference, error = score["difference"], score["difference_stderr"]
     if not difference or error is None or abs(difference) <= error:
         return ""

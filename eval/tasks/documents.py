@@ -1,4 +1,4 @@
-"""What the YAML files call: documents from the files beside them, and a likelihood as a metric."""
+"""Functions for the YAML files: load documents from the files next to them, and compute a likelihood as a metric."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def load(documents: str, **metadata: Any) -> dict[str, Any]:
     """Load the documents of one task, as lm-eval's `custom_dataset` wants them.
 
     Args:
-        documents: the name of a JSONL file beside the YAML file. With `data_files`, lm-eval would look in the working
+        documents: the name of a JSONL file next to the YAML file. With `data_files`, lm-eval would look in the working
             directory.
-        metadata: whatever else lm-eval passes, which is ignored.
+        metadata: other arguments of lm-eval, which are ignored.
 
     Returns:
         The split "test" as a `datasets.Dataset` in memory.

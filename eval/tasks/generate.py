@@ -61,7 +61,7 @@ NEEDLES = (
     "At {place} {first} {last} lost one {quality}",
     "The brig from {place} brought {first} {last} one {quality}",
 )
-"""How needles begin. The value comes after that."""
+"""The beginnings of needles. The value follows."""
 
 _TITLES = ("Mr.", "Mrs.", "Dr.", "St.", "Messrs.")
 
@@ -84,12 +84,12 @@ class Prose:
         """The words that begin a sentence."""
 
     def end(self, first: int, tokens: int) -> int | None:
-        """Where a span of at most `tokens` tokens ends that begins at word `first`; None if the text is too short."""
+        """Return the end of a span of at most `tokens` tokens from word `first`; None if the text is too short."""
         limit = self._before[first] + tokens
         return bisect_right(self._before, limit) - 1 if limit <= self._before[-1] else None
 
     def begin(self, end: int, tokens: int) -> int:
-        """Where a span of at most `tokens` tokens begins that ends before the word `end`."""
+        """Return the beginning of a span of at most `tokens` tokens that ends before the word `end`."""
         return bisect_left(self._before, self._before[end] - tokens)
 
     def span(self, first: int, end: int) -> str:
@@ -137,7 +137,7 @@ def passages(texts: list[Prose], count: Callable[[str], int], rng: random.Random
 
 
 def _queries(number: int, rng: random.Random) -> list[str]:
-    """How needles of one kind begin. No two share a name, a place or a quality."""
+    """Make beginnings of needles of one kind. No two share a name, a place or a quality."""
     kind = rng.choice(NEEDLES)
     first, last, quality, place = (rng.sample(words, number) for words in (FIRST_NAMES, LAST_NAMES, QUALITIES, PLACES))
     return [
@@ -160,7 +160,7 @@ def stories(texts: list[Prose]) -> Iterator[dict[str, Any]]:
 
 
 def repeats(texts: list[Prose], rng: random.Random) -> Iterator[dict[str, Any]]:
-    """Prose, a few words of it again, and how that continues."""
+    """Make prose, a few of its words again, and their continuation."""
     for text, first, middle, _ in _windows(texts):
         spans = [(i, end) for i in range(first, middle) if (end := text.end(i, CONTINUATION_TOKENS)) is not None]
         # Some words must remain between span and query, or repeating it would take no look back.

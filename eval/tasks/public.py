@@ -184,7 +184,7 @@ def line_retrieval(*, lines: Any = 100, context: str = "given", **metadata: Any)
 
 
 def banking77(data: str | None = None, *, any_version: Any = False, **metadata: Any) -> dict[str, Any]:
-    """What a bank's customer wants, by many labeled examples (Casanueva et al., 2020, arXiv:2003.04807).
+    """Classify requests of a bank's customers, by many labeled examples (Casanueva et al., 2020, arXiv:2003.04807).
 
     Arguments and errors: see `xquad` and `_many_shot`.
     """
@@ -210,7 +210,7 @@ def _banking77_file(name: str, data: str, any_version: Any) -> list[tuple[str, s
 
 
 def clinc150(data: str | None = None, *, any_version: Any = False, **metadata: Any) -> dict[str, Any]:
-    """What an assistant's user wants, by many labeled examples (Larson et al., EMNLP 2019, arXiv:1909.02027).
+    """Classify requests to an assistant, by many labeled examples (Larson et al., EMNLP 2019, arXiv:1909.02027).
 
     Queries of no intent are left out. Arguments and errors: see `xquad` and `_many_shot`.
     """
@@ -296,7 +296,7 @@ def wikitext2(
 ) -> dict[str, Any]:
     """WikiText-2's validation text in pieces: the last 391 words of each are scored (Merity et al., arXiv:1609.07843).
 
-    Arguments and errors: see `xquad`; `words` is how many stand before those that are scored.
+    Arguments and errors: see `xquad`; `words` is the number of words before the scored ones.
     """
     count = _at_least_one("words", words)
     if count <= QUESTION_WORDS:

@@ -1,4 +1,4 @@
-"""Where the public data of tasks comes from: a file in a folder the user names, or a copy on the Hugging Face hub.
+"""The public data of tasks: a file in a folder that the user names, or a copy on the Hugging Face hub.
 
     --data DIR    DIR/FILE ──▶ size and SHA-256 are those of the published file ──▶ bytes
     otherwise     datasets.load_dataset(hub id) ──▶ what a task reads has the SHA-256 of the published file's ──▶ rows
@@ -106,9 +106,9 @@ SOURCES: dict[str, Source] = {
         f"{_GITHUB}clinc/oos-eval/master/data/data_full.json", "CC BY 3.0", ("clinc/clinc_oos", "plus"),
     ),
 }  # fmt: skip
-"""By name. The hashes are those of the files as published; `any_version` uses another file knowingly."""
+"""Sources by name, with the hashes of the published files; `any_version` uses another file knowingly."""
 
-MAX_UNPACKED_BYTES = 1 << 26  # of a .gz, many times the largest; a small one may unpack to whatever it likes
+MAX_UNPACKED_BYTES = 1 << 26  # of a .gz, many times the largest; a small file may unpack to any size
 ANY_VERSION = "to use another version knowingly, add --metadata any_version=true"
 
 
@@ -130,7 +130,7 @@ def read_bytes(name: str, data: str | Path, any_version: Any = False) -> bytes:
     Args:
         name: of the source.
         data: the folder.
-        any_version: do not compare the file's size and SHA-256 with those of the published one.
+        any_version: do not compare the file's size and SHA-256 with the published file.
 
     Raises:
         CorruptError: the file is truncated, or another version.
@@ -225,7 +225,7 @@ def malformed(name: str, data: str | Path | None, what: str) -> CorruptError:
 
 
 def content_digest(content: Any) -> str:
-    """The SHA-256, in hex, of what a task reads from its data: text, or lists of it."""
+    """Return the SHA-256, in hex, of the text or lists of texts that a task reads from its data."""
     text = json.dumps(content, ensure_ascii=False, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -245,7 +245,7 @@ def check_content(name: str, content: Any, any_version: Any = False) -> None:
 
 
 def hub_rows(name: str, columns: Sequence[str], split: str = "", any_version: Any = False) -> Any:
-    """The rows of a source's copy on the hub, as a `datasets.Dataset`. `datasets` keeps what it has downloaded.
+    """Load a source's copy on the hub as a `datasets.Dataset`, which keeps its downloads.
 
     What is made of them must go through `check_content`. Code that a copy brings is never run: `datasets` 2.20 and
     newer refuse it.

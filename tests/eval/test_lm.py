@@ -458,7 +458,7 @@ def test_an_empty_continuation_is_refused(llama: Callable[..., CuveeLM]) -> None
 
 
 def test_a_method_that_loses_tokens_is_refused(llama: Callable[..., CuveeLM]) -> None:
-    with pytest.raises(InputError, match="method: Short gave back another chunk"):
+    with pytest.raises(InputError, match="method: Short must return a chunk of the same tokens"):
         quiet(llama(method=Short()), "loglikelihood", choices([9], [2]))
 
 

@@ -1,4 +1,4 @@
-"""What users' own benchmarks say of a server with and without cuvee.
+"""Other people's benchmarks on a server with and without cuvee.
 
     for each variant:   a server with an empty store -> every workload twice (cold, warm), and some questions twice
                         the server again, with what is stored -> every workload (after a restart), the questions again
@@ -49,7 +49,7 @@ _TEXT = "orchard"
 
 @dataclass(frozen=True, slots=True)
 class ClientsRun:
-    """What is run.
+    """The configuration of a run.
 
     Attributes:
         model: folder of a checkpoint.
@@ -178,7 +178,7 @@ def _questions() -> list[str]:
 
 
 def _disk(store: Path, counters: Mapping[str, float], token_bytes: int | None) -> dict[str, float]:
-    """What lies in the store, how much smaller it is than it was, and per token, if the connector says so."""
+    """Return the size of the store, and its ratio and size per token if the connector reports them."""
     size = sum(file.stat().st_size for file in store.rglob("*") if file.is_file())
     raw, stored = (counters.get(f"vllm:cuvee_{name}_bytes_total", 0.0) for name in ("raw", "stored"))
     found = {"bytes": float(size), **({"ratio": raw / stored} if stored else {})}

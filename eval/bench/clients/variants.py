@@ -41,11 +41,11 @@ class ServerVariant:
 
     @property
     def stores(self) -> bool:
-        """Whether what it caches outlives the server."""
+        """Whether its cache outlives the server."""
         return self.raw or self.quality is not None
 
     def command(self, store: Path, profile: Path | None) -> list[str]:
-        """What it adds to the command line of the server."""
+        """Return its arguments for the command line of the server."""
         arguments = [] if self.own_cache else ["--no-enable-prefix-caching"]
         if self.quality is not None:
             extra: dict[str, Any] = {"store": f"file://{store}", "quality": self.quality}

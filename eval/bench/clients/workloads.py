@@ -38,7 +38,7 @@ class Workload(Protocol):
         ...
 
     def command(self, url: str, model: str, folder: Path, seed: int) -> list[str]:
-        """What runs it against a server; its files go to `folder`. One seed always asks the same."""
+        """Return the command that runs it against a server; its files go to `folder`. Equal seeds ask equal prompts."""
         ...
 
     def read(self, folder: Path) -> list[float]:

@@ -1,8 +1,8 @@
-"""What a user would take instead of cuvee, over the same bytes of a bfloat16 cache.
+"""Alternatives to cuvee, measured on the same bytes of a bfloat16 cache.
 
 | method | what is stored |
 |---|---|
-| memcpy | the cache as it is: no other method can be faster |
+| memcpy | the unchanged cache: no other method can be faster |
 | FP8 e4m3 | one byte a value, and a scale for each head of each unit, its largest magnitude over 448 |
 | zstd, lz4 | the values' high bytes, then their low bytes, compressed as one buffer |
 | constriction | the high bytes in an ANS coder, under one distribution; the low bytes as they are |
@@ -113,7 +113,7 @@ class FlatCache:
 
 
 class Coder(Protocol):
-    """A method at work on one part: what it stores is kept until it is restored or made anew."""
+    """A method at work on one part, which keeps what it stored."""
 
     def encode(self) -> None:
         """Make what is stored."""
@@ -124,7 +124,7 @@ class Coder(Protocol):
         ...
 
     def stored_bytes(self) -> int:
-        """How large it is."""
+        """Return its size."""
         ...
 
 
@@ -149,7 +149,7 @@ class Alternative:
     package: str | None = None
 
     def missing(self) -> str | None:
-        """Why it cannot run here, and what to do about it; None if it can."""
+        """Return why it cannot run here and the remedy, or None if it can."""
         if self.module is None:
             return None
         try:
@@ -249,7 +249,7 @@ class _Shuffled:
 def _zstd(source: Part, target: Part) -> Coder:
     import zstandard
 
-    # Of its own for each part: neither object may be used by two threads at once.
+    # One for each part: two threads must not use either object at the same time.
     compressor, decompressor = zstandard.ZstdCompressor(level=ZSTD_LEVEL), zstandard.ZstdDecompressor()
     return _Shuffled(source, target, lambda planes: compressor.compress(planes.data), decompressor.decompress)
 

@@ -1,4 +1,4 @@
-"""What the CPU bench measures on: synthetic caches, and profiles fitted to them.
+"""The inputs of the CPU bench: synthetic caches, and profiles fitted to them.
 
 The caches have a falling spectrum and layers that share directions, as real ones do. No model is needed; sizes are
 reported elsewhere, on a real one.

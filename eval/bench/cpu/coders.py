@@ -87,7 +87,7 @@ def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, An
             and np.array_equal(lanes().numpy(), data)
         )
         if not right:
-            raise CuveeError("an entropy coder did not give back what it got")
+            raise CuveeError("an entropy coder did not return its input")
         million = data.size / 1e6
         timings = {
             "encode": effort.measure(lambda: backend.rans_encode(data, which, which, tables, n)),
@@ -118,7 +118,7 @@ def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, An
 def torch_decoder(
     streams: Streams, which: U16, tables: EntropyTables, n: int, tokens: int
 ) -> Callable[[], torch.Tensor]:
-    """A decoder that needs no compiler: tensor operations step all streams at once, each in a lane of its own.
+    """A decoder that needs no compiler: tensor operations advance all streams together, one lane per stream.
 
     Returns:
         A function that decodes `[steps, tokens]` uint8.

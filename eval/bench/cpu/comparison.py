@@ -66,7 +66,7 @@ def compare(cache: BenchCache, tokens: int, threads: Sequence[int], rounds: int)
 
     Args:
         cache: whose bytes, and with which profiles.
-        tokens: how many, at most those of the cache.
+        tokens: at most the tokens of the cache.
         threads: what to measure with, rising.
         rounds: each times every method once, forwards and backwards in turn. Ratios are taken within rounds.
 
@@ -74,7 +74,7 @@ def compare(cache: BenchCache, tokens: int, threads: Sequence[int], rounds: int)
         The figures, as a dict for JSON. A method whose package is not installed has only `skipped`, which says so.
 
     Raises:
-        CuveeError: a method that is exact did not give back what it got, or another one something else.
+        CuveeError: an exact method did not return its input, or another method returned something too different.
         InputError: `threads` out of order or range.
     """
     check_threads(threads)
@@ -152,7 +152,7 @@ def compare(cache: BenchCache, tokens: int, threads: Sequence[int], rounds: int)
 
 
 class _CoresOfOthers:
-    """How many cores other processes keep busy: with them busy, threads that wait for each other wait long."""
+    """Return the number of cores that other processes keep busy, which slows threads that wait for each other."""
 
     def __init__(self) -> None:
         self._began = (time.perf_counter(), _busy_seconds(), time.process_time())
@@ -206,7 +206,7 @@ def run_rounds(calls: Mapping[K, Callable[[], object]], rounds: int) -> dict[K, 
 
 
 def _ratio(others: Sequence[float], own: Sequence[float]) -> dict[str, float]:
-    """How many times as fast as the other: the median over rounds, with percentiles."""
+    """Return the speed over the other method's: the median over rounds, with percentiles."""
     return Timing.of([other / mine for other, mine in zip(others, own, strict=True)]).to_dict()
 
 
@@ -283,5 +283,5 @@ def _proved(method: _Method, runner: _Runner, source: FlatCache, target: FlatCac
         energy += float(own.float().square().sum())
     relative = 0.0 if exact else math.sqrt(error / energy)
     if (method.exact and not exact) or not relative < MOST_ERROR:
-        raise CuveeError(f"{method.name} did not give back what it got: a relative error of {relative:.3g}")
+        raise CuveeError(f"{method.name} did not return its input: a relative error of {relative:.3g}")
     return relative

@@ -1,5 +1,5 @@
-"""`cuvee bench cpu`: speed and memory of every stage alone, of whole encodes and decodes, how both scale, and what else
-could be done with the same bytes.
+"""`cuvee bench cpu`: measure speed and memory of every stage, of whole encodes and decodes, their scaling, and
+alternatives on the same bytes.
 
     stages      one core, one 256-token chunk: transform, quantize and pack, rANS, container
     coders      rANS on one core beside constriction's AnsCoder and a vectorized decoder in torch: the same symbols,
@@ -9,7 +9,7 @@ could be done with the same bytes.
     comparison  the codec beside memcpy, FP8, zstd, lz4 and constriction, in rounds: on the caches of real models, and
                 on a synthetic one of Llama-3.1-8B's shape
     first_use   a fresh interpreter until its first decoded chunk
-    memory      the peak of a fresh process above what it held before, over the size of the raw chunk
+    memory      the rise of a fresh process's peak, over the size of the raw chunk
 
 Nothing is timed before it is proved right. Times are medians, with the 20th and 80th percentiles; throughput counts
 the uncompressed bfloat16 cache, and 1 GB is 10**9 bytes.
@@ -70,10 +70,10 @@ def run_cpu_bench(
 
     Raises:
         InputError: constriction is not installed, or `threads` out of order or range.
-        CuveeError: something did not come back as it went in, so nothing is reported.
+        CuveeError: a round trip changed something, so nothing is reported.
         ImportError, OSError: a model that was asked for cannot be loaded, see `load_model`.
     """
-    import_constriction()  # if it is missing, say so at once
+    import_constriction()  # fail now if it is missing
     check_threads(threads)
     effort = Effort(0.05, 3, 10) if quick else Effort(RUN_SECONDS, *RUNS)
     began, say = time.perf_counter(), timed_lines(progress)
@@ -148,7 +148,7 @@ def _compare(
 def _compare_on_models(
     models: Sequence[str], quick: bool, threads: Sequence[int], rounds: int, say: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """The comparison on each model's cache. A model that nobody asked for and that is not here is named as skipped."""
+    """Compare on each model's cache. A default model that is not downloaded is reported as skipped."""
     out: list[dict[str, Any]] = []
     for model in models or (BUNDLED_MODEL, REAL_MODEL):
         why = None

@@ -1,4 +1,4 @@
-"""How long a fresh interpreter takes to its first decoded chunk, with compiled code in Numba's cache."""
+"""Time from a fresh interpreter to its first decoded chunk, with compiled code in Numba's cache."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def measure_first_use(profile: Profile, tokens: int, runs: int) -> list[dict[str
     Args:
         profile: what to decode with.
         tokens: of the chunk.
-        runs: processes that are measured for each quality, after one that is not: it fills Numba's cache.
+        runs: measured processes per quality, after an unmeasured one that fills Numba's cache.
 
     Raises:
         CuveeError: a process failed.

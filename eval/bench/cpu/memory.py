@@ -39,7 +39,7 @@ def measure_memory(profile: Profile, tokens: int) -> dict[str, Any]:
         profile.save(path)
         for what in ("encode", "decode"):
             command = [sys.executable, "-m", "cuvee.eval.bench.cpu.memory", what, str(path), str(tokens)]
-            # With a fixed threshold glibc returns every large buffer at once, so none is reused unseen.
+            # With a fixed threshold glibc returns every large buffer immediately, so none is reused unseen.
             environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
             done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
             if done.returncode:
@@ -50,7 +50,7 @@ def measure_memory(profile: Profile, tokens: int) -> dict[str, Any]:
 
 
 def _measure_here(what: str, path: str, tokens: int) -> int | None:
-    """How many bytes the peak rises above what this process held before the call."""
+    """Return the bytes by which the peak rises above the process's memory before the call."""
     torch.set_num_threads(1)
     codec = Codec(Profile.load(path), "balanced", backend=BACKEND, threads=1)
     layout = codec.profile.layout

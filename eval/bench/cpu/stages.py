@@ -1,4 +1,4 @@
-"""Where the time of one encode and one decode goes, on one core."""
+"""The time of each stage of one encode and one decode, on one core."""
 
 from __future__ import annotations
 

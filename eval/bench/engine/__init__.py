@@ -1,1 +1,1 @@
-"""What compressed offload costs and saves in vLLM."""
+"""The cost and benefit of compressed offload in vLLM."""

@@ -1,4 +1,4 @@
-"""How soon blended prompts have their first token, in vLLM, over computing them: by length and cost.
+"""Time to first token of blended prompts in vLLM, over computing them, by length and cost.
 
     documents of 512 tokens, each computed once behind another one --> the store
     prompts of them in new orders --> computed, and blended at several costs, in turns --> seconds to the first token
@@ -44,12 +44,12 @@ _HEAD, _QUESTION = 24, 24  # tokens before and after the documents
 
 @dataclass(frozen=True, slots=True)
 class BlendScope:
-    """What is measured.
+    """The scope of the benchmark.
 
     Attributes:
         lengths: tokens of documents in a prompt; multiples of `document`.
         costs: of blends.
-        rounds: turns that are measured, after one that warms up.
+        rounds: measured turns, after one that warms up.
         document: tokens of each document.
         quality: of the store.
     """
@@ -78,7 +78,7 @@ def run_blend_bench(
     Raises:
         ImportError: vLLM is not installed.
         InputError: a length is not a multiple of the document's.
-        CuveeError: an engine failed, or did not reuse what it should have.
+        CuveeError: an engine failed, or did not reuse the expected tokens.
     """
     if find_spec("vllm") is None:
         raise ImportError("this benchmark needs vLLM: pip install vllm")
@@ -186,7 +186,7 @@ def _moved(answer: EngineAnswer, exact: EngineAnswer) -> float:
 
 
 def _tokens(model: Path, count: int) -> list[int]:
-    """So many tokens of the bundled evaluation texts, over again if they are too short."""
+    """Return this many tokens of the bundled evaluation texts, shuffled copies included if they are too short."""
     tokenizer = load_tokenizer(str(model))
     ids: list[int] = []
     for text in EVALUATION_TEXTS:

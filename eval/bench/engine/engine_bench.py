@@ -4,7 +4,7 @@
     first token    seconds from a request to its first token, for a prompt with a long prefix and a short question:
                    computed; found in the engine's own prefix cache (the floor); stored (a miss); loaded (a hit);
                    and the same with a store of raw files, vLLM's own ExampleConnector
-    storing        throughput of a batch of new prompts, with and without storing what it computes
+    storing        throughput of a batch of new prompts, with and without storing their caches
 
     this process --commands--> engine A: no connector
                  --commands--> engine B: lossless, file store …    each in a process of its own, one works at a time
@@ -146,7 +146,7 @@ def _vllm_version() -> str:
 
 
 def describe_model(path: Path, random_weights: bool) -> dict[str, Any]:
-    """What the figures depend on, as a dict for JSON."""
+    """Return what the figures depend on, as a dict for JSON."""
     config = _config(path)
     layout = _layout(path)
     text = config.get_text_config()

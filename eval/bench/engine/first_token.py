@@ -29,7 +29,7 @@ LOGPROB_TOLERANCE = 1e-3  # difference between logprobs of the same tokens after
 
 @dataclass(slots=True)
 class _Runs:
-    """What was measured of one variant at one length, by turn."""
+    """The measurements of one variant at one length, by turn."""
 
     miss: list[float] = field(default_factory=list)
     hit: list[list[float]] = field(default_factory=list)
@@ -185,7 +185,7 @@ def _figures(runs: _Runs, recompute: Sequence[float], model: Mapping[str, Any], 
 
 
 def _timed(runs: _Runs, recompute: Sequence[float]) -> dict[str, Any]:
-    """What is timed from outside."""
+    """Return the times measured from outside."""
     entry: dict[str, Any] = {
         "hit_runs": runs.hit,
         "miss_runs": runs.miss,

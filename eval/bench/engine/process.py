@@ -19,7 +19,7 @@ __all__ = ["Engine", "EngineAnswer"]
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """What an engine said to some prompts.
+    """The answers of an engine to some prompts.
 
     Attributes:
         seconds: from submitting all of them until each has its first token.

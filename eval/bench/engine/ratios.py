@@ -1,4 +1,4 @@
-"""What is said of repeated measurements: spreads, ratios within a turn, and where a ratio crosses 1."""
+"""Summaries of repeated measurements: spreads, ratios within a turn, and where a ratio crosses 1."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["crossing", "paired", "spread"]
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, the 20th and 80th percentiles, and how many values there are."""
+    """Return the median, the 20th and 80th percentiles, and the number of values."""
     return Timing.of(values).to_dict()
 
 
 def paired(these: Sequence[Sequence[float]], others: Sequence[float]) -> dict[str, float]:
-    """The spread of the ratios of values to another value of the same turn.
+    """Return the spread of the ratios of values to another value of the same turn.
 
     Args:
         these: several values per turn.
@@ -25,7 +25,7 @@ def paired(these: Sequence[Sequence[float]], others: Sequence[float]) -> dict[st
 
 
 def crossing(lengths: Sequence[int], ratios: Sequence[float]) -> float | None:
-    """The length from which loading is faster: where the ratio of loading to recomputing falls below 1 for good.
+    """Return the length from which loading is faster: where the ratio of loading to recomputing falls below 1 for good.
 
     Between two lengths the ratio is taken to be linear in the logarithm of the length.
 

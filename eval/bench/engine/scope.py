@@ -1,4 +1,4 @@
-"""What the engine bench measures: a model of random weights, engines with the connector, lengths and batches."""
+"""The scope of the engine bench: a model of random weights, engines with the connector, lengths and batches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ VARIANTS = (
 
 @dataclass(frozen=True, slots=True)
 class EngineScope:
-    """What a run measures, and how long it may take.
+    """The measurements of a run, and their time limits.
 
     Attributes:
         shape: of the model, if none is given.

@@ -1,4 +1,4 @@
-"""What runs in the process that an `Engine` starts: `python -m cuvee.eval.bench.engine.served`.
+"""The program in the process that an `Engine` starts: `python -m cuvee.eval.bench.engine.served`.
 
 It reads commands from standard input and answers on standard output, a line of JSON each.
 """
@@ -20,7 +20,7 @@ SETTLE_SECONDS = 120.0
 
 
 class _Served:
-    """What the commands of an `Engine` do, in its process."""
+    """The commands of an `Engine`, in its process."""
 
     def __init__(self) -> None:
         self._llm: Any = None

@@ -1,4 +1,4 @@
-"""Throughput of a batch of new prompts, with and without storing what it computes."""
+"""Throughput of a batch of new prompts, with and without storing their caches."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_a_wrong_method_is_not_timed(monkeypatch: pytest.MonkeyPatch, broken: ty
 
     monkeypatch.setattr(comparison, "ALTERNATIVES", (Alternative("broken", exact, broken),))
     monkeypatch.setattr(comparison, "run_rounds", untimed)
-    with pytest.raises(CuveeError, match="broken did not give back what it got"):
+    with pytest.raises(CuveeError, match="broken did not return its input"):
         compare(small_cache(), 16, (1,), 1)
 
 

@@ -191,7 +191,7 @@ def test_a_wrong_coder_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
             return np.asarray(get_stages("numba").rans_decode(*args)) ^ np.uint8(1)
 
     monkeypatch.setattr(coders, "get_stages", lambda name: Wrong)
-    with pytest.raises(CuveeError, match="did not give back"):
+    with pytest.raises(CuveeError, match="did not return its input"):
         compare_coders(Effort(0.0, 1, 1), 256, 8)
 
 
