@@ -1,4 +1,4 @@
-"""`cuvee bench`: speed and memory on this machine's CPU, on its GPU, or in a serving engine."""
+"""`cuvee bench`: measure speed and memory on this machine's CPU, on its GPU, or in a serving engine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from cuvee.cli.files import check_absent, write_file
-from cuvee.cli.options import Force, Json, refuse_moved
+from cuvee.cli.options import Force, Json, ReportFile, refuse_moved
 from cuvee.cli.output import make_console, print_json
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _MOVED = {
 
 
 class _CpuUnlessNamed(typer.core.TyperGroup):
-    """Reads `cuvee bench --quick` as `cuvee bench cpu --quick`."""
+    """A group that reads `cuvee bench --quick` as `cuvee bench cpu --quick`."""
 
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override, unused-ignore]
         """Find the command."""
@@ -42,10 +42,6 @@ app = typer.Typer(
     cls=_CpuUnlessNamed,
     help="Measure speed and memory: on the CPU (the default), on a GPU, in vLLM, or with other people's benchmarks.",
 )
-
-_Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Write the report to this file, too, as JSON.", show_default=False)
-]
 
 
 @app.command("cpu")
@@ -67,14 +63,14 @@ def bench_cpu(
             "--threads", min=1, show_default=False, help="Number of threads to compare. Repeatable. Default: 1 and 2."
         ),
     ] = None,
-    out: _Out = None,
+    out: ReportFile = None,
     force: Force = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Measure every stage alone, whole encodes and decodes, how both scale, peak memory, and what else there is.
+    """Measure every stage, whole encodes and decodes, their scaling, peak memory, and alternatives.
 
-    What else: memcpy, FP8, lz4, zstd and constriction on the same bytes in the same run. lz4 and zstd come with
+    Alternatives are memcpy, FP8, lz4, zstd and constriction on the same bytes in the same run. lz4 and zstd come with
     cuvee[eval]. Takes five minutes.
 
     Example: cuvee bench cpu --quick --model smollm2
@@ -95,11 +91,11 @@ def bench_cpu(
 @app.command("gpu")
 def bench_gpu(
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: two minutes.")] = False,
-    out: _Out = None,
+    out: ReportFile = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Measure encoding and decoding on a GPU, what the GPU could do at best, and a CacheGen-style decoder.
+    """Measure encoding and decoding on a GPU, the limits of the GPU, and a CacheGen-style decoder.
 
     Example: cuvee bench gpu --out gpu.json
     """
@@ -117,7 +113,7 @@ def bench_engine(
     ] = None,
     stores: Annotated[
         list[str] | None,
-        typer.Option("--store", metavar="URL", help="Load from this store, too. Repeatable.", show_default=False),
+        typer.Option("--store", metavar="URL", help="Also load from this store. Repeatable.", show_default=False),
     ] = None,
     lengths: Annotated[
         list[int] | None,
@@ -127,10 +123,13 @@ def bench_engine(
     ] = None,
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", help="Of the model, for its lossy engines. Default: nothing learned."),
+        typer.Option(
+            "--profile",
+            help="Profile of the model, for its lossy engines. Default: the generic one, which needs no learning.",
+        ),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Fewer cases and repeats: three minutes.")] = False,
-    out: _Out = None,
+    out: ReportFile = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -167,14 +166,14 @@ def bench_blend(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns for each length.")] = 5,
-    quality: Annotated[str, typer.Option(help="Of the stored documents.")] = "lossless",
+    quality: Annotated[str, typer.Option(help="Quality of the stored documents.")] = "lossless",
     profile: Annotated[
-        Path | None, typer.Option("--profile", help="Of this model, for a lossy quality.", show_default=False)
+        Path | None, typer.Option("--profile", help="Profile of this model, for a lossy quality.", show_default=False)
     ] = None,
     plot: Annotated[
         Path | None, typer.Option("--plot", help="Draw the ratios to this file (.svg, .png).", show_default=False)
     ] = None,
-    out: _Out = None,
+    out: ReportFile = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:  # fmt: skip
@@ -209,7 +208,7 @@ def bench_clients(
     out: Annotated[Path, typer.Option("--out", "-o", help="The folder for the report.")] = Path("out/clients"),
     profile: Annotated[
         Path | None,
-        typer.Option("--profile", help="Of this model; without it, no lossy variant runs.", show_default=False),
+        typer.Option("--profile", help="Profile of this model; without it, no lossy variant runs.", show_default=False),
     ] = None,
     variants: Annotated[
         list[str] | None,
@@ -267,7 +266,7 @@ def bench_clients(
 
 
 def _checkpoint(model: Path) -> Path:
-    """The folder of a checkpoint, or of the real model if that is named."""
+    """Return the folder of a checkpoint, or of the real model if it is named."""
     from cuvee.codec.data.real_model import REAL_MODEL, smollm2_path
 
     return smollm2_path() if str(model) == REAL_MODEL else model.resolve()

@@ -1,4 +1,4 @@
-"""`cuvee compare`: what changed between two reports, and a gate for CI."""
+"""`cuvee compare`: show what changed between two reports, as a gate for CI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuvee.cli.output import make_console, print_json
 
 def compare(
     old: Annotated[Path, typer.Argument(metavar="OLD.json", help="The report.json of a run of `cuvee report`.")],
-    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="That of another run.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW.json", help="The report.json of another run.")],
     fail_if: Annotated[
         list[str] | None,
         typer.Option(
@@ -27,7 +27,7 @@ def compare(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compare two reports. Measures nothing.
+    """Compare two reports, without measuring anything.
 
     Example: cuvee compare old/report.json new/report.json --fail-if 'kl>5%@cuvee/*'
     """

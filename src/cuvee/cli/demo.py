@@ -1,4 +1,4 @@
-"""`cuvee demo`: what compression saves on a model, and what it costs."""
+"""`cuvee demo`: show what compression saves and costs on a model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cuvee.cli.output import make_console, print_json
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Where the plot goes.")] = Path("out/demo.png"),
+    out: Annotated[Path, typer.Option(help="The file for the plot.")] = Path("out/demo.png"),
     plot: Annotated[bool, typer.Option(help="Draw the plot.")] = True,
     model: Model = "books-3m",
     as_json: Json = False,
 ) -> None:
-    """Compress a model's cache and show what that saves and costs.
+    """Compress a model's cache, and show what that saves and costs.
 
     A minute on the bundled model, which needs no network. A few on smollm2, which is downloaded once (270 MB on disk).
 
