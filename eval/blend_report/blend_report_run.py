@@ -227,7 +227,7 @@ class _BlendReport(ReportRun):
             "contexts": tokens_sha256(contexts),
             "software": software(machine),
         }
-        empty = {
+        empty: dict[str, Any] = {
             "environment": {**machine, "gpu": None, "threads": torch.get_num_threads()},
             "model": model,
             "text": {
