@@ -300,7 +300,7 @@ def test_the_command_refuses_bad_input_before_it_starts_anything(tmp_path: Path)
     runner = CliRunner()
     for arguments, said in (
         (["--variant", "cuvee small"], "needs one of the model"),
-        (["--workload", "none"], "is unknown"),
+        (["--workload", "none"], "must be one of"),
         (["--questions", "nowhere.json", "--workload", "rag-qa-quality"], "questions" if _lmcache() else "LMCache"),
     ):
         result = runner.invoke(app, ["bench", "clients", "--model", "m", "-o", str(tmp_path / "out"), *arguments])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ def test_a_command_for_others_names_no_folders(monkeypatch: pytest.MonkeyPatch, 
     [(report.report, ReportConfig), (blend_report.blend_report, BlendConfig), (tasks.tasks, TasksConfig)],
 )
 def test_options_have_the_defaults_of_the_configuration(command: Callable[..., None], configuration: type[Any]) -> None:
-    defaults = {field.name: field.default for field in fields(configuration)}
+    defaults = {field.name: field.default for field in fields(configuration) if field.default is not MISSING}
     for name, parameter in inspect.signature(command).parameters.items():
         default = parameter.default
         if name in defaults and default not in (None, inspect.Parameter.empty):
