@@ -308,7 +308,8 @@ class _Combination(ABC):
         check_budget(ratio, cost)
         if not scorers or not all(hasattr(scorer, "score") for scorer in scorers):
             raise InputError(
-                "scorers: must be at least one selector with a score, such as Random, Boundary, Overlap or QueryGuided"
+                "scorers: must be selectors with a score, such as Random, Boundary, Overlap or QueryGuided, "
+                f"got {', '.join(type(scorer).__name__ for scorer in scorers) or 'none'}"
             )
         self.scorers = scorers
         self.ratio = ratio

@@ -67,7 +67,7 @@ class FamilyCurve:
         if self.bits.ndim != 2 or self.bits.shape != self.kl.shape or 0 in self.bits.shape:
             raise InputError(f"kl: must be [settings, sequences] as bits, got {self.kl.shape} and {self.bits.shape}")
         if not (np.isfinite(self.bits).all() and np.isfinite(self.kl).all() and (self.bits > 0).all()):
-            raise InputError("bits: must be positive, and kl finite")
+            raise InputError("bits: must be positive and kl finite, got others")
 
     @classmethod
     def of(cls, entries: Sequence[Mapping[str, Any]]) -> FamilyCurve:

@@ -91,7 +91,7 @@ class BlendConfig:
             if unknown := [key for key in getattr(self, name) if key not in known]:
                 raise InputError(f"{name}: must be among {', '.join(known)}, got {unknown[0]!r}")
         if not (self.constructions or self.multidoc):
-            raise InputError("constructions: must be at least one, or give a file of prompts")
+            raise InputError("constructions: must be at least one, got none; or give a file of prompts")
         if bad := [cost for cost in self.costs if not 0 < cost <= 1]:
             raise InputError(f"costs: must be above 0 and at most 1, got {bad[0]:g}")
         if set(self.few_costs) - set(self.costs):
