@@ -602,7 +602,7 @@ def test_budgets_are_checked(make: Any) -> None:
     [
         (Union, "selectors: must be at least one selector"),
         (lambda: Union(Random(), "hkvd"), "selectors: "),  # type: ignore[arg-type]
-        (Product, "scorers: must be at least one selector with a score"),
+        (Product, "scorers: must be selectors with a score"),
         (lambda: Product(Random(), HKVD()), "scorers: "),  # type: ignore[arg-type]
         (lambda: Boundary(0.1, tokens=4), "Boundary.tokens: must not be given along with ratio or cost"),
         (lambda: Boundary(tokens=-1), "Boundary.tokens: must be an int of at least 0, got -1"),

@@ -126,8 +126,8 @@ def test_points_that_lost_nothing_are_left_out() -> None:
         ([1, 2], [0.1], "kl: must be"),
         ([], [], "kl: must be"),
         ([0, 1], [0.2, 0.1], "bits: must be positive"),
-        ([1, 2], [0.2, np.nan], "bits: must be positive, and kl finite"),
-        ([1, np.inf], [0.2, 0.1], "bits: must be positive, and kl finite"),
+        ([1, 2], [0.2, np.nan], "bits: must be positive and kl finite"),
+        ([1, np.inf], [0.2, 0.1], "bits: must be positive and kl finite"),
     ],
 )
 def test_no_curve(bits: list[float], kl: list[float], field: str) -> None:
