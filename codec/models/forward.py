@@ -74,7 +74,8 @@ def cache_argument(module: torch.nn.Module, cache: object) -> dict[str, Any]:
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=1))
+        >>> config = LlamaConfig(vocab_size=8, hidden_size=8, num_attention_heads=1, num_hidden_layers=1)
+        >>> model = LlamaForCausalLM(config)
         >>> list(cache_argument(model, None)) in (["cache"], ["past_key_values"])
         True
     """
