@@ -20,6 +20,7 @@ import torch
 
 from cuvee.codec.backends import Backend, CodedChunk, Coding, check_backend, get_backend, has_backend
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, ProfileMismatchError, allocations
 from cuvee.codec.format.container import Header, Scheme, plain_bytes, read_header, verify_tag, write_blob
 from cuvee.codec.format.keys import make_keys
@@ -29,7 +30,6 @@ from cuvee.codec.profiles.class_predictor import importance_offsets
 from cuvee.codec.profiles.profile import ID_BYTES, Profile
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, one_request
 from cuvee.codec.stages.implementations import stage_names
-from cuvee.codec.stages.reference.rans import MAX_TOKENS_PER_STREAM, MIN_STREAM_BYTES
 
 _log = logging.getLogger(__name__)
 

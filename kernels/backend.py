@@ -23,7 +23,7 @@ from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.reference.transform import Section, partition
+from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.support.forks import tell_after_fork
 from cuvee.kernels.chunks import join, raise_status, touched
 from cuvee.kernels.devices import Download, Mark, current, refuse_capture, settled

@@ -12,7 +12,7 @@ import torch
 
 from cuvee.codec.errors import CorruptError, InputError
 from cuvee.codec.paged import PagedCache
-from cuvee.codec.stages.reference.transform import Section
+from cuvee.codec.profiles.sections import Section
 from cuvee.kernels.jobs import I64, ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops.arguments import CacheView
 from cuvee.kernels.ops.pages import contiguity, place_row

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, WINDOW
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.reference.rans import LOWER_BOUND
-from cuvee.codec.stages.reference.symbols import U8, U16, U32
+from cuvee.codec.support.arrays import U8, U16, U32
 from cuvee.kernels.jobs import I64, JobField
 
 
@@ -153,7 +153,7 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
 
 
 def sort_columns(classes: U8, jobs: I64) -> tuple[U8, U8, I64]:
-    """Sort the tokens of each window by class: `codec.classes.coding_order`.
+    """Sort the tokens of each window by class: `stages.reference.token_order.coding_order`.
 
     Args:
         classes: of all tokens, T of each job from COLUMNS on.

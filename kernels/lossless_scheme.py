@@ -11,15 +11,15 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import CodedChunk
+from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import Reader
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import PagedCache
+from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_table, read_model, write_model
-from cuvee.codec.stages.reference.symbols import Prediction
-from cuvee.codec.stages.reference.transform import partition
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming

@@ -10,15 +10,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
 from cuvee.codec.entropy.family import Family, coding_plan, step_value
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import SectionCoding
-from cuvee.codec.stages.reference.symbols import CodingPlan, Prediction
-from cuvee.codec.stages.reference.transform import Section
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.jobs import I64, PlanField
 from cuvee.kernels.ops.arguments import CodableBytes, DecodingTables, DevicePlans, RotationTables

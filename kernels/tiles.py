@@ -15,7 +15,7 @@ import torch
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, Rope
-from cuvee.codec.stages.reference.transform import Section
+from cuvee.codec.profiles.sections import Section
 from cuvee.kernels.jobs import I64, BlockField, TileField
 
 MIN_PAIRS, MAX_PAIRS = 16, 64  # of half a tile: the least that a matrix instruction takes; a head of 128 is one tile

@@ -22,7 +22,7 @@ from cuvee.codec.backends import CodedChunk, Coding
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
-from cuvee.codec.stages.reference.symbols import U8, U16
+from cuvee.codec.support.arrays import U8, U16
 from cuvee.codec.support.lazy import lazy
 from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, raise_status, touched
 from cuvee.kernels.class_predictor import ARRAYS, DevicePredictor

@@ -18,12 +18,13 @@ from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.format.container import Scheme, read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
+from cuvee.codec.profiles.sections import tile_tokens
 from cuvee.codec.schemes import SectionScheme, Target
 from cuvee.codec.schemes.generic import GenericScheme
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
-from cuvee.codec.stages.reference.transform import Rotation, tile_tokens
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows, paged_rows
 
 T = TypeVar("T")

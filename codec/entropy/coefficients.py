@@ -12,17 +12,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, Prediction, too_large_error
 from cuvee.codec.entropy.family import Family, step_value
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Reader, read_coded, write_streams
 from cuvee.codec.format.part_index import IndexedPart
+from cuvee.codec.profiles.sections import tiles
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.rans import MAX_TOKENS_PER_STREAM
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
-from cuvee.codec.stages.reference.symbols import F32, MAX_LEVEL, U8, CodingPlan, Escapes, Prediction, too_large_error
-from cuvee.codec.stages.reference.transform import tiles
+from cuvee.codec.support.arrays import F32, U8
 
 STREAM_BITS = 2048  # the state and the length of a stream take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512

@@ -17,9 +17,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, CodingPlan, Prediction, Quantizer
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError, ProfileError
-from cuvee.codec.stages.reference.symbols import ESCAPE, F32, I16, MAX_SHIFT, U8, U16, CodingPlan, Prediction, Quantizer
+from cuvee.codec.support.arrays import F32, I16, U8, U16
 
 OCTAVE = 64  # units of a scale or step per factor of two
 TABLES_PER_OCTAVE = 4

@@ -11,14 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.errors import FormatError
+from cuvee.codec.support.arrays import U16, U32
 from cuvee.codec.support.lazy import lazy
 
 MIN_PROB_BITS = 8  # a table of 2**8 equal frequencies must exist (raw bits)
 MAX_PROB_BITS = 12  # a decode slot packs symbol (8) | frequency (12) | slot - cumulative (12) into 32 bits
 SYMBOLS = 256
-
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
 
 
 class EntropyTables:

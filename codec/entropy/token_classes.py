@@ -22,10 +22,11 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import step_value
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
 from cuvee.codec.errors import ProfileError
-from cuvee.codec.stages.reference.symbols import F32, I32, U8, U16, CodingPlan
+from cuvee.codec.support.arrays import F32, I32, U8, U16
 
 CLASSES = 16
 NEUTRAL = 8  # the class that uses the blob's own step
@@ -69,14 +70,6 @@ def windows(first: int, end: int) -> Iterator[slice]:
     """The windows of the tokens `first … end - 1`; `first` is a multiple of WINDOW."""
     for start in range(first, end, WINDOW):
         yield slice(start, min(start + WINDOW, end))
-
-
-def coding_order(classes: U8) -> npt.NDArray[np.intp]:
-    """The token of each column, `[T]`, given the classes of T tokens that begin with a window."""
-    order = np.empty(len(classes), np.intp)
-    for at in windows(0, len(classes)):
-        order[at] = at.start + np.argsort(classes[at], kind="stable")
-    return order
 
 
 class ClassedPlan:

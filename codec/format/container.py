@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.family import step_value
+from cuvee.codec.entropy.streams import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Streams, stream_count
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.format.keys import KEY_ID_BYTES, Key
-from cuvee.codec.stages.reference.rans import LOWER_BOUND, MAX_TOKENS_PER_STREAM_LOG2, Streams, stream_count
-from cuvee.codec.stages.reference.symbols import Escapes
 
 MAGIC = b"cuve"
 VERSION = 2

@@ -30,12 +30,9 @@ from cuvee.codec.models.fingerprint import model_fingerprint
 from cuvee.codec.models.forward import frozen
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.codec.stages.reference.transform import (
-    Rotation,
-    gather,
-    partition,
-    require_finite,
-)
+from cuvee.codec.profiles.sections import partition
+from cuvee.codec.stages.reference.transform import gather, require_finite
+from cuvee.codec.stages.rotation import Rotation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

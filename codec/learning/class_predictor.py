@@ -22,7 +22,7 @@ import torch
 from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, class_frequencies
 from cuvee.codec.profiles.class_predictor import CLAMP, EXPONENT, SQUARE_FLOOR, Predictor, choose_classes
-from cuvee.codec.stages.reference.symbols import F32, I16, U8, U16
+from cuvee.codec.support.arrays import F32, I16, U8, U16
 
 LEADING = 96  # components that a predictor reads, per layer of its section
 MOST_LEADING = 384

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from cuvee.codec.entropy.coding_plan import RHO_BITS, CodingPlan, Prediction
 from cuvee.codec.entropy.coefficients import PREDICTED_TOKENS
 from cuvee.codec.entropy.family import OCTAVE, Family, deviation_of, fit_family, scale_codes, scale_index, step_value
 from cuvee.codec.entropy.token_classes import class_step_index
@@ -16,22 +17,10 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.class_predictor import TokenSample, learn_classes, learn_predictors
 from cuvee.codec.learning.moments import SINK_EXCESS, Moments
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.stages.reference.symbols import (
-    F32,
-    I16,
-    I32,
-    RHO_BITS,
-    CodingPlan,
-    Prediction,
-    pack,
-    predict,
-    quantize,
-)
-from cuvee.codec.stages.reference.transform import (
-    SectionBasis,
-    eigenbasis,
-)
+from cuvee.codec.stages.reference.symbols import pack, predict, quantize
+from cuvee.codec.support.arrays import F32, I16, I32
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))

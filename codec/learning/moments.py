@@ -13,13 +13,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning.gradients import CacheSample
-from cuvee.codec.stages.reference.transform import (
-    WEIGHT_RANGE,
-    Rotation,
-    Section,
-    gather,
-    partition,
-)
+from cuvee.codec.profiles.section_basis import WEIGHT_RANGE
+from cuvee.codec.profiles.sections import Section, partition
+from cuvee.codec.stages.reference.transform import gather
+from cuvee.codec.stages.rotation import Rotation
 
 SINKS = 4  # leading positions that may have separate means
 SINK_EXCESS = 1.0  # energy of the deviation of such a mean, over that of an ordinary token, from which it is kept

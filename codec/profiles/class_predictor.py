@@ -23,7 +23,7 @@ import torch
 from cuvee.codec.entropy.family import OCTAVE
 from cuvee.codec.entropy.token_classes import CLASS_UNITS, CLASSES, NEUTRAL
 from cuvee.codec.errors import FormatError, InputError
-from cuvee.codec.stages.reference.symbols import F32, U8
+from cuvee.codec.support.arrays import F32, U8
 
 CLASSES_PER_OCTAVE = OCTAVE // CLASS_UNITS
 CLAMP = 6.0  # in deviations; larger values predict nothing more

@@ -19,9 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
-from cuvee.codec.stages.reference.symbols import F32, I16, I32, U8, U16, U32, CodingPlan, Prediction
+from cuvee.codec.support.arrays import F32, I16, I32, U8, U16, U32
 
 # Fields of an entry.
 TABLES = 0  # start of its tables; those of class k begin `k * PLANES` later

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from cuvee.codec.entropy.coding_plan import Prediction, Quantizer
 from cuvee.codec.entropy.family import (
     OCTAVE,
     TABLES,
@@ -33,8 +34,7 @@ from cuvee.codec.format.container import MAX_SECTIONS, MAX_STEP_INDEX
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.quality import LOSSLESS, PRESET_KL, Curve, CurvePoint, one_request
 from cuvee.codec.profiles.section_profile import SectionProfile, read_section_profile
-from cuvee.codec.stages.reference.symbols import Prediction, Quantizer
-from cuvee.codec.stages.reference.transform import Section, partition
+from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.support.files import replacing
 from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.plain_json import parse_json

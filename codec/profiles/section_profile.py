@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
 from cuvee.codec.entropy.family import (
     coding_plan,
     scale_codes,
@@ -24,8 +25,9 @@ from cuvee.codec.entropy.token_classes import (
 )
 from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.profiles.class_predictor import Predictor, read_predictor
-from cuvee.codec.stages.reference.symbols import I16, U16, CodingPlan, Prediction
-from cuvee.codec.stages.reference.transform import Section, SectionBasis
+from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.profiles.sections import Section
+from cuvee.codec.support.arrays import I16, U16
 
 
 @dataclass(frozen=True, slots=True)

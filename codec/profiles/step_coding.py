@@ -11,9 +11,9 @@ from cuvee.codec.entropy.token_classes import ClassedPlan, class_table
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.profiles.class_predictor import choose_classes
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
+from cuvee.codec.profiles.section_basis import LeadingComponents
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.stages.reference.symbols import U8
-from cuvee.codec.stages.reference.transform import LeadingComponents
+from cuvee.codec.support.arrays import U8
 from cuvee.codec.support.lazy import lazy
 
 

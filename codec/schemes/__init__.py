@@ -17,7 +17,8 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.stages.reference.transform import Rotation, Section
+from cuvee.codec.profiles.sections import Section
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 
 

@@ -22,23 +22,18 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.coefficients import CoefficientCoder
 from cuvee.codec.entropy.family import OCTAVE, Family, coding_plan, scale_codes, scale_index, step_value
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import Reader
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.stages.implementations import Stages
-from cuvee.codec.stages.reference.symbols import F32, CodingPlan
-from cuvee.codec.stages.reference.transform import (
-    Rotation,
-    Section,
-    gather,
-    partition,
-    require_finite,
-    tile_tokens,
-    tiles,
-)
+from cuvee.codec.stages.reference.transform import gather, require_finite
+from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.support.arrays import F32
 
 _SCALE = struct.Struct("<h")
 _DEAD = 255

@@ -9,15 +9,16 @@ import numpy as np
 import torch
 
 from cuvee.codec.chunk import KVChunk
+from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.format.container import write_streams
 from cuvee.codec.layout import KVLayout
+from cuvee.codec.profiles.sections import Section, partition, tile_tokens
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_table, write_model
-from cuvee.codec.stages.reference.symbols import Escapes
-from cuvee.codec.stages.reference.transform import Rotation, Section, partition, tile_tokens
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows
 
 _NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))

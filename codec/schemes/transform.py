@@ -13,20 +13,16 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.sections import Section, tile_tokens, tiles
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.schemes import Target, overlap
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.sections import Coefficients, padded
-from cuvee.codec.stages.reference.symbols import F32, U8
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
-from cuvee.codec.stages.reference.transform import (
-    Rotation,
-    Section,
-    as_numpy,
-    tile_tokens,
-    tiles,
-)
+from cuvee.codec.stages.reference.transform import as_numpy
+from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.support.arrays import F32, U8
 
 # Matrix products in hardware.
 FAST_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

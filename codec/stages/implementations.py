@@ -15,17 +15,22 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.entropy import token_classes
+from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Quantizer
+from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.profiles.sections import Section
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.compiled import by_class as compiled_by_class
 from cuvee.codec.stages.compiled import byte_planes as compiled_byte_planes
 from cuvee.codec.stages.compiled import rans as compiled_rans
+from cuvee.codec.stages.compiled import rans_by_class as compiled_rans_by_class
 from cuvee.codec.stages.compiled import sections as compiled_sections
 from cuvee.codec.stages.compiled import symbols as compiled_symbols
+from cuvee.codec.stages.compiled import symbols_by_class as compiled_symbols_by_class
+from cuvee.codec.stages.compiled import token_order as compiled_token_order
 from cuvee.codec.stages.compiled import transform as compiled_transform
 from cuvee.codec.stages.reference import (
     byte_planes,
@@ -34,15 +39,15 @@ from cuvee.codec.stages.reference import (
     sections,
     symbols,
     symbols_by_class,
+    token_order,
     transform,
 )
 from cuvee.codec.stages.reference.byte_planes import BytePlane
-from cuvee.codec.stages.reference.rans import U8, U16, Streams
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.stages.reference.sections import Coefficients
-from cuvee.codec.stages.reference.symbols import F32, I32, CodingPlan, Escapes, Quantizer
-from cuvee.codec.stages.reference.transform import I64, Rotation, Section, SectionBasis
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
+from cuvee.codec.support.arrays import F32, I32, I64, U8, U16
 
 
 class Place(Protocol):
@@ -113,9 +118,9 @@ _STAGES = (
         transform.gather_centered,
         transform.spread,
         transform.place,
-        transform.SectionBasis.coefficients,
+        SectionBasis.coefficients,
         transform.synthesize,
-        token_classes.coding_order,
+        token_order.coding_order,
         rans_by_class.encode_classed,
         symbols_by_class.to_planes,
         sections.index_sections,
@@ -137,11 +142,11 @@ _STAGES = (
         compiled_transform.gather_centered,
         compiled_transform.spread,
         compiled_transform.place,
-        transform.SectionBasis.coefficients,
+        SectionBasis.coefficients,
         transform.synthesize,
-        compiled_by_class.coding_order,
-        compiled_by_class.encode_classed,
-        compiled_by_class.to_planes,
+        compiled_token_order.coding_order,
+        compiled_rans_by_class.encode_classed,
+        compiled_symbols_by_class.to_planes,
         compiled_sections.index_sections,
         compiled_sections.decode_sections,
         compiled_byte_planes.split_unit,

@@ -9,12 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from cuvee.codec.paged import NOWHERE, PagedCache, Pages, PermutedPages
-
-I64 = npt.NDArray[np.int64]
+from cuvee.codec.support.arrays import I64
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ import torch
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.stages.reference.transform import Rotation
+from cuvee.codec.stages.rotation import Rotation
 
 __all__ = [
     "COMPLETE_VALUES",

@@ -17,8 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
+from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
-from cuvee.codec.stages.reference.rans import LOWER_BOUND, U32
+from cuvee.codec.support.arrays import U32
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_CLASS_STATE,

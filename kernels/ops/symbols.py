@@ -25,8 +25,8 @@ import torch
 import triton
 import triton.language as tl
 
-from cuvee.codec.stages.reference import symbols
-from cuvee.codec.stages.reference.symbols import RHO_BITS, Prediction
+from cuvee.codec.entropy import coding_plan
+from cuvee.codec.entropy.coding_plan import RHO_BITS, Prediction
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_ESCAPE_COUNT,
@@ -51,7 +51,7 @@ from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.pages import rounded
 
-ESCAPE = tl.constexpr(symbols.ESCAPE)
+ESCAPE = tl.constexpr(coding_plan.ESCAPE)
 NONE = tl.constexpr(int(Prediction.NONE))
 LAG1 = tl.constexpr(int(Prediction.LAG1))
 GAIN_BITS = tl.constexpr(RHO_BITS)
@@ -83,7 +83,7 @@ MAX_GRID = 65535  # programs along the second and third axis
 
 def level_limit(step: float) -> float:
     """The smallest float32 that is `MAX_LEVEL` steps or more: coefficients of a plan must lie below."""
-    limit = symbols.MAX_LEVEL * step
+    limit = coding_plan.MAX_LEVEL * step
     nearest = np.float32(limit)
     return float(nearest if float(nearest) >= limit else np.nextafter(nearest, np.float32(np.inf)))
 

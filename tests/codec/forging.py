@@ -12,11 +12,11 @@ from xxhash import xxh3_64_intdigest
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.reference.symbols import Prediction
 
 HEADER = 72  # bytes before the table of sections
 OFFSETS = {"version": 4, "scheme": 5, "dtype": 6, "tokens": 8, "start": 12, "values": 16, "step": 20, "count": 24}

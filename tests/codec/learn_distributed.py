@@ -26,7 +26,7 @@ from cuvee.codec.layout import KVLayout
 from cuvee.codec.learning import calibrate, curve
 from cuvee.codec.learning.distributed import TorchProcessGroup
 from cuvee.codec.learning.moments import Moments
-from cuvee.codec.stages.reference.transform import partition
+from cuvee.codec.profiles.sections import partition
 
 
 def small_model() -> LlamaForCausalLM:

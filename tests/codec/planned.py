@@ -10,8 +10,10 @@ from typing import cast
 import numpy as np
 import torch
 
+from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Prediction
 from cuvee.codec.entropy.coefficients import CoefficientCoder
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes, step_value
+from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import (
     CLASSES,
@@ -25,9 +27,8 @@ from cuvee.codec.format.container import write_streams
 from cuvee.codec.profiles.flat_plans import CodingPlans, pack_plans
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import get_stages
-from cuvee.codec.stages.reference.rans import Streams
 from cuvee.codec.stages.reference.sections import Coefficients
-from cuvee.codec.stages.reference.symbols import U8, CodingPlan, Escapes, Prediction
+from cuvee.codec.support.arrays import U8
 
 TABLE = class_table(default_class_frequencies())
 EMPTY = CodingPlan(

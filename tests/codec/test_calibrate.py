@@ -16,6 +16,7 @@ from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -31,8 +32,8 @@ from cuvee.codec.models.forward import cache_argument, frozen
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.stages.reference.symbols import Prediction
-from cuvee.codec.stages.reference.transform import gather, partition
+from cuvee.codec.profiles.sections import partition
+from cuvee.codec.stages.reference.transform import gather
 
 
 class Books(Protocol):

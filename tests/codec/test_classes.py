@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import EMPTY, coded_part, coding_of, decode, one_block, same
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, CodingPlan, Escapes
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.entropy.family import coding_plan, default_family, scale_codes, step_value
+from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.token_classes import (
     CLASS_UNITS,
     CLASSES,
@@ -22,18 +24,17 @@ from cuvee.codec.entropy.token_classes import (
     class_frequencies,
     class_step_index,
     class_table,
-    coding_order,
     default_class_frequencies,
 )
 from cuvee.codec.errors import CorruptError, FormatError, InputError, ProfileError
 from cuvee.codec.format.container import CodedPart, Reader, read_coded, read_streams, write_streams
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.stages.implementations import Stages, get_stages
-from cuvee.codec.stages.reference.rans import Streams, stream_count
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes, rans_decode_classes, stream_rows
 from cuvee.codec.stages.reference.sections import Coefficients, check_classes, read_part
-from cuvee.codec.stages.reference.symbols import ESCAPE, F32, MAX_LEVEL, U8, CodingPlan, Escapes
 from cuvee.codec.stages.reference.symbols_by_class import class_runs, from_planes
+from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.support.arrays import F32, U8
 
 FAMILY = default_family()
 TABLE = class_table(default_class_frequencies())

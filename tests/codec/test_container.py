@@ -17,6 +17,8 @@ import xxhash
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Escapes
+from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.errors import CorruptError, CuveeError, FormatError, InputError, KeyMismatchError, VersionError
 from cuvee.codec.format.container import (
     MAX_TOKENS,
@@ -35,8 +37,6 @@ from cuvee.codec.format.keys import MIN_KEY_BYTES, Key, make_keys
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.stages.reference.rans import Streams
-from cuvee.codec.stages.reference.symbols import Escapes
 
 KEY = b"0123456789abcdef"
 SECTIONS = (b"first section", b"", b"the third one\x00")

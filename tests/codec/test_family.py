@@ -10,6 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, Prediction
 from cuvee.codec.entropy.family import (
     OCTAVE,
     TABLES,
@@ -25,10 +26,10 @@ from cuvee.codec.entropy.family import (
     step_value,
 )
 from cuvee.codec.errors import FormatError, ProfileError
+from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.stages.reference import symbols
-from cuvee.codec.stages.reference.symbols import ESCAPE, F32, I16, MAX_SHIFT, Prediction
-from cuvee.codec.stages.reference.transform import SectionBasis
+from cuvee.codec.support.arrays import F32, I16
 
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
 

@@ -39,8 +39,9 @@ from tests.codec.vectors import (
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
 from cuvee.codec.entropy.family import Family, coding_plan
-from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan, class_frequencies, class_table, coding_order
+from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan, class_frequencies, class_table
 from cuvee.codec.format.container import Header, Reader, Scheme, inspect, read_coded, read_header, read_section
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.class_predictor import Predictor
@@ -48,8 +49,9 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes, read_classes
-from cuvee.codec.stages.reference.symbols import I32, U8, CodingPlan, Prediction
 from cuvee.codec.stages.reference.symbols_by_class import from_planes
+from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.support.arrays import I32, U8
 
 TOKENS = 37
 CLASSED_TOKENS, KEPT = 270, slice(None, None, 7)  # more than a window; which of them `expected` holds

@@ -31,6 +31,7 @@ from tests.codec.forging import (
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import MAX_DECODED_TOKENS, Codec
+from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.token_classes import CLASSES, class_table
 from cuvee.codec.errors import (
     CorruptError,
@@ -48,8 +49,7 @@ from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.implementations import get_stages, stage_names
-from cuvee.codec.stages.reference.rans import Streams
-from cuvee.codec.stages.reference.symbols import U8
+from cuvee.codec.support.arrays import U8
 
 TOKENS, START = 20, 3
 SCHEMES = ("lossless", "generic", "transform", "classes")  # the last: learned, and tokens have classes

@@ -12,7 +12,8 @@ import pytest
 from cuvee.codec.entropy.family import default_family
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.reference.rans import U8, U32, rans_encode
+from cuvee.codec.stages.reference.rans import rans_encode
+from cuvee.codec.support.arrays import U8, U32
 
 TABLES = default_family().tables
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file as save_torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.token_classes import class_frequencies
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.format.container import read_header, read_section
@@ -31,7 +32,6 @@ from cuvee.codec.profiles import profile as module
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import KL_MARGIN, CurvePoint
-from cuvee.codec.stages.reference.symbols import Prediction
 
 Fitted = Callable[[str, str], Profile]
 

@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.family import coding_plan, default_family, scale_codes, scale_index
+from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.format.container import CodedPart, write_streams
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.rans import U8, U16, Streams, stream_count
-from cuvee.codec.stages.reference.symbols import ESCAPE, Escapes
+from cuvee.codec.support.arrays import U8, U16
 
 TOKENS = (1, 15, 63, 64, 65, 257)
 PER_STREAM = (1, 2, 8, 128)

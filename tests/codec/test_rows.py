@@ -15,9 +15,10 @@ from cuvee.codec.codec import Codec
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
+from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
-from cuvee.codec.stages.reference.transform import Rotation, partition
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows, paged_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16

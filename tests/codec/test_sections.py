@@ -18,15 +18,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import Planned, coding_of, decode, encode_plain, planned, same
 
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes, Prediction
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.entropy.family import default_family, step_value
-from cuvee.codec.entropy.token_classes import CLASSES, WINDOW, coding_order
+from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.format.container import write_streams
 from cuvee.codec.stages.implementations import get_stages
-from cuvee.codec.stages.reference.sections import Coefficients, dealt_order, padded, read_part
-from cuvee.codec.stages.reference.symbols import F32, MAX_LEVEL, U8, Escapes, Prediction
+from cuvee.codec.stages.reference.sections import Coefficients, padded, read_part
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
+from cuvee.codec.stages.reference.token_order import coding_order, dealt_order
+from cuvee.codec.support.arrays import F32, U8
 
 ROOT = Path(__file__).parents[2]
 FAMILY = default_family()

@@ -13,6 +13,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.family import OCTAVE, scale_codes
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -20,8 +21,7 @@ from cuvee.codec.learning.calibrate import calibrate, fit
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.quality import CurvePoint
-from cuvee.codec.stages.reference.symbols import Prediction
-from cuvee.codec.stages.reference.transform import partition
+from cuvee.codec.profiles.sections import partition
 
 ROPE = Rope((1.0, 0.3, 0.1, 0.03))
 # Heads differ from layer to layer, and so do the sizes of keys and values; four ranks share the heads of layer 1.

@@ -9,22 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.reference import symbols
-from cuvee.codec.stages.reference.symbols import (
-    ESCAPE,
-    F32,
-    I32,
-    MAX_LEVEL,
-    MAX_SHIFT,
-    CodingPlan,
-    Escapes,
-    Prediction,
-    Quantizer,
-)
+from cuvee.codec.support.arrays import F32, I32, U8
 
 FAMILY = default_family()
 SIZES = [(1, 1), (1, 63), (3, 64), (7, 65), (13, 5), (57, 17)]
@@ -236,7 +227,7 @@ def test_prediction_restarts_with_each_stream(backend: Stages) -> None:
 # --- damaged escapes
 
 
-def escaped(backend: Stages) -> tuple[CodingPlan, symbols.U8, Escapes]:
+def escaped(backend: Stages) -> tuple[CodingPlan, U8, Escapes]:
     plan = coding_plan(np.array([10, 50, 10], np.int32))
     d = np.zeros((3, 6), np.int32)
     d[[0, 1, 2], [1, 5, 0]] = 1000, 1 << 22, -1000

@@ -14,21 +14,12 @@ from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import rotate, unrotate
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
+from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
-from cuvee.codec.stages.reference.transform import (
-    Rotation,
-    Section,
-    SectionBasis,
-    eigenbasis,
-    gather,
-    partition,
-    place,
-    require_finite,
-    synthesize,
-    tile_tokens,
-    tiles,
-)
+from cuvee.codec.stages.reference.transform import gather, place, require_finite, synthesize
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 CPU = torch.device("cpu")

@@ -22,9 +22,11 @@ from tests.fuzz.engine import Finding
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Prediction
 from cuvee.codec.entropy.family import coding_plan
+from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
-from cuvee.codec.entropy.token_classes import CLASSES, coding_order
+from cuvee.codec.entropy.token_classes import CLASSES
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.container import Reader, Scheme, inspect, read_header, write_blob, write_streams
 from cuvee.codec.format.keys import Key
@@ -35,9 +37,9 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import SectionCoding
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, read_model, write_model
-from cuvee.codec.stages.reference.rans import Streams
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
-from cuvee.codec.stages.reference.symbols import ESCAPE, U8, CodingPlan, Escapes, Prediction
+from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.support.arrays import U8
 
 MAX_TOKENS = 1 << 12  # tokens that a case may restore
 SMALL = KVLayout(

@@ -26,6 +26,7 @@ from tests.fuzz.peers import HttpTarget, RedisTarget
 from tests.fuzz.profiles import ProfileTarget
 from tests.fuzz.targets import TARGETS, named
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.reference import rans, symbols
@@ -121,11 +122,11 @@ def test_a_missing_check_of_escapes_is_found(monkeypatch: pytest.MonkeyPatch) ->
     BlobTarget().warm_up()
 
     def unpack(planes: Any, escapes: Any, plan: Any) -> Any:
-        good = symbols.Escapes(escapes.index[:0], escapes.value[:0])
+        good = Escapes(escapes.index[:0], escapes.value[:0])
         try:
             return symbols.unpack(planes, escapes, plan)
         except CuveeError:
-            planes[: len(plan.shift)][planes[: len(plan.shift)] == symbols.ESCAPE] = 0
+            planes[: len(plan.shift)][planes[: len(plan.shift)] == ESCAPE] = 0
             return symbols.unpack(planes, good, plan)
 
     # Only one backend has the defect, so it decodes blobs that the other refuses.

@@ -14,29 +14,24 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes, Prediction
 from cuvee.codec.entropy.family import default_family
-from cuvee.codec.entropy.token_classes import (
-    CLASSES,
-    NEUTRAL,
-    WINDOW,
-    ClassedPlan,
-    class_frequencies,
-    class_table,
-    coding_order,
-)
+from cuvee.codec.entropy.streams import Streams
+from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW, ClassedPlan, class_frequencies, class_table
 from cuvee.codec.errors import CorruptError, FormatError, ProfileError
 from cuvee.codec.format.container import CodedPart, Reader, read_coded
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import Predictor
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
+from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.stages.reference import rans_by_class as rans_classes
 from cuvee.codec.stages.reference import symbols_by_class as symbols_classes
-from cuvee.codec.stages.reference.rans import Streams
-from cuvee.codec.stages.reference.symbols import F32, MAX_LEVEL, U8, Escapes, Prediction
-from cuvee.codec.stages.reference.transform import SectionBasis, partition
+from cuvee.codec.stages.reference.token_order import coding_order
+from cuvee.codec.support.arrays import F32, U8
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
 from cuvee.kernels.jobs import JobField, PlanField, Status

@@ -13,7 +13,9 @@ from tests.kernels.packing import launch
 from cuvee.codec.entropy.family import scale_codes, scale_index, step_value
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.rope import cos_sin
-from cuvee.codec.stages.reference.transform import Rotation, partition, place
+from cuvee.codec.profiles.sections import partition
+from cuvee.codec.stages.reference.transform import place
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops import generic

@@ -14,8 +14,8 @@ from tests.kernels.packing import launch
 from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.models.rope import cos_sin, rotate, unrotate
+from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_table, split_unit
-from cuvee.codec.stages.reference.transform import partition
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
 from cuvee.kernels.ops import lossless
 from cuvee.kernels.ops.lossless import BytePlaneField

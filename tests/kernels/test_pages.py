@@ -12,7 +12,7 @@ import triton.language as tl
 
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
-from cuvee.codec.stages.reference.transform import partition
+from cuvee.codec.profiles.sections import partition
 from cuvee.kernels.jobs import ELEMENTS, PlaceField, Status, TileField
 from cuvee.kernels.ops import pages
 from cuvee.kernels.ops.naive.pages import check_slots, load_pairs_reference, store_pairs_reference

@@ -12,11 +12,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
+from cuvee.codec.entropy.coding_plan import Escapes
+from cuvee.codec.entropy.streams import Streams, stream_count
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.format.container import Reader, read_streams, write_streams
 from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.rans import U8, U16, Streams, stream_count
-from cuvee.codec.stages.reference.symbols import Escapes
+from cuvee.codec.support.arrays import U8, U16
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops import rans as kernels
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs

@@ -9,21 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.stages.reference import symbols
-from cuvee.codec.stages.reference.symbols import (
-    ESCAPE,
-    F32,
-    MAX_LEVEL,
-    MAX_SHIFT,
-    U8,
-    U32,
-    CodingPlan,
-    Escapes,
-    Prediction,
-    Quantizer,
-)
+from cuvee.codec.support.arrays import F32, U8, U32
 from cuvee.kernels.jobs import JobField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference

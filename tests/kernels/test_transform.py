@@ -14,8 +14,10 @@ from cuvee.codec.chunk import KVChunk
 from cuvee.codec.errors import InputError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.models.rope import cos_sin
+from cuvee.codec.profiles.section_basis import SectionBasis
+from cuvee.codec.profiles.sections import Section, partition
 from cuvee.codec.stages.reference import transform as codec
-from cuvee.codec.stages.reference.transform import Rotation, Section, SectionBasis, partition
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
 from cuvee.kernels.ops import transform

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MAX_TOKENS_PER_STREAM_LOG2, stream_count, stream_error
 from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import LayerLayout
@@ -20,12 +21,6 @@ from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
-from cuvee.codec.stages.reference.rans import (
-    MAX_TOKENS_PER_STREAM,
-    MAX_TOKENS_PER_STREAM_LOG2,
-    stream_count,
-    stream_error,
-)
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 _SLOTS = 1 << PROB_BITS

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec.entropy.streams import Streams, check_streams, stream_count, stream_error
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, decode_lanes, encode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.reference.rans import U8, U16, Streams, check_streams, stream_count, stream_error
+from cuvee.codec.support.arrays import U8, U16
 
 _arena = Arena()
 _SLACK = 4  # bytes that can be read beyond the last word

@@ -16,25 +16,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, RHO_BITS, Prediction, escape_error
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MAX_TOKENS_PER_STREAM_LOG2, stream_count, stream_error
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.errors import FormatError
 from cuvee.codec.profiles import flat_plans as plans
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
-from cuvee.codec.stages.compiled.by_class import sort_columns
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH, dequantize_step
-from cuvee.codec.stages.reference.rans import (
-    MAX_TOKENS_PER_STREAM,
-    MAX_TOKENS_PER_STREAM_LOG2,
-    stream_count,
-    stream_error,
-)
+from cuvee.codec.stages.compiled.token_order import sort_columns
 from cuvee.codec.stages.reference.rans_by_class import class_stream_error
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, class_range_error, padded, read_part
-from cuvee.codec.stages.reference.symbols import ESCAPE, RHO_BITS, Prediction, escape_error
 
 # What a section was found to hold: fields of `found`, one row per section.
 _MODE, _LOG2, _STATES, _LENGTHS, _WIDE, _WORDS, _COUNT, _CLASS_STATE, _CLASS_WORDS, _CLASSES = range(10)

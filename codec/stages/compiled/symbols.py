@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, RHO_BITS, CodingPlan, Escapes, Prediction, Quantizer, escape_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.stages.compiled.compiler import compiled
-from cuvee.codec.stages.reference.symbols import (
-    ESCAPE,
-    F32,
-    I32,
-    RHO_BITS,
-    U8,
-    CodingPlan,
-    Escapes,
-    Prediction,
-    Quantizer,
-    escape_error,
-)
+from cuvee.codec.support.arrays import F32, I32, U8
 
 _RHO_HALF = 1 << (RHO_BITS - 1)
 

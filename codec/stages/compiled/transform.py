@@ -13,11 +13,13 @@ from numba.extending import overload
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
+from cuvee.codec.profiles.sections import Section
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.reference import transform
-from cuvee.codec.stages.reference.transform import F32, I64, Rotation, Section
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, all_memory
+from cuvee.codec.support.arrays import F32, I64
 
 
 def _wide(value: Any) -> Any:

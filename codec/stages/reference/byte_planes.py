@@ -33,12 +33,11 @@ from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.layout import LayerLayout
 from cuvee.codec.stages.reference.rans import rans_decode
 from cuvee.codec.stages.rows import Rows
+from cuvee.codec.support.arrays import U8
 
 PROB_BITS = 12
 _PAIR = struct.Struct("<BH")
 _COUNT = struct.Struct("<H")
-
-U8 = npt.NDArray[np.uint8]
 
 
 def byte_planes(x: torch.Tensor) -> list[U8]:

@@ -22,51 +22,11 @@ For the decoder every stream ends in state 2**16 with all of its words read. Any
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
-import numpy.typing as npt
 
+from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count, stream_error
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.errors import CorruptError
-
-LOWER_BOUND = 1 << 16
-WORD_BITS = 16
-MAX_TOKENS_PER_STREAM_LOG2 = 7
-MAX_TOKENS_PER_STREAM = 1 << MAX_TOKENS_PER_STREAM_LOG2
-MIN_STREAM_BYTES = 6  # what a stream takes in a blob even without words: a state of 4 bytes and a length of 2
-
-U8 = npt.NDArray[np.uint8]
-U16 = npt.NDArray[np.uint16]
-U32 = npt.NDArray[np.uint32]
-
-
-@dataclass(frozen=True, slots=True)
-class Streams:
-    """Coded streams: initial decoder states `[S]` uint32, word counts `[S]` uint32, and all words `[W]` uint16."""
-
-    states: U32
-    lengths: U32
-    words: U16
-
-
-def stream_count(tokens: int, tokens_per_stream: int) -> int:
-    """How many streams hold `tokens` tokens."""
-    return -(-tokens // tokens_per_stream)
-
-
-def stream_error(stream: int, count: int) -> CorruptError:
-    """What is wrong with a section one of whose streams ends in another state than the initial one."""
-    return CorruptError(f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged")
-
-
-def check_streams(streams: Streams, tokens_per_stream: int, tokens: int) -> None:
-    """Raise CorruptError unless the parts of `streams` agree with each other and with the number of tokens."""
-    count = stream_count(tokens, tokens_per_stream)
-    if len(streams.states) != count or len(streams.lengths) != count:
-        raise CorruptError(f"{tokens} tokens need {count} entropy-coded streams, there are {len(streams.states)}")
-    if int(streams.lengths.sum(dtype=np.uint64)) != len(streams.words):
-        raise CorruptError("the lengths of the entropy-coded streams do not add up to their words")
+from cuvee.codec.support.arrays import U8, U16
 
 
 def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:

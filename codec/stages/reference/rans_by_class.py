@@ -15,20 +15,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams, check_streams, stream_count, stream_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan, windows
 from cuvee.codec.errors import CorruptError
-from cuvee.codec.stages.reference.rans import (
-    LOWER_BOUND,
-    U8,
-    WORD_BITS,
-    Streams,
-    check_streams,
-    rans_decode,
-    rans_encode,
-    stream_count,
-    stream_error,
-)
+from cuvee.codec.stages.reference.rans import rans_decode, rans_encode
+from cuvee.codec.support.arrays import U8
 
 
 def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, slice]]:

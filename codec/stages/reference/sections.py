@@ -14,17 +14,19 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import step_value
-from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan, coding_order
+from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import CodedPart, Reader, read_coded
 from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.reference.rans import rans_decode, stream_count
+from cuvee.codec.stages.reference.rans import rans_decode
 from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes, read_classes
-from cuvee.codec.stages.reference.symbols import U8, CodingPlan, dequantize, unpack, unpredict
+from cuvee.codec.stages.reference.symbols import dequantize, unpack, unpredict
 from cuvee.codec.stages.reference.symbols_by_class import class_runs, from_planes
-from cuvee.codec.stages.reference.transform import I64
+from cuvee.codec.stages.reference.token_order import coding_order, dealt_order
+from cuvee.codec.support.arrays import I64, U8
 
 # The rows of a block are a multiple of this: matrix instructions take that many at a time, and products of few
 # different shapes are prepared once.
@@ -74,16 +76,6 @@ def check_classes(classes: U8, plan: ClassedPlan) -> None:
 def class_range_error(finest: int) -> FormatError:
     """What is wrong with a section some of whose tokens have other classes than its profile serves."""
     return FormatError(f"a section has token classes outside {finest} … {CLASSES - 1}")
-
-
-def dealt_order(tokens: int, tokens_per_stream: int) -> I64:
-    """The token of each column if tokens have no classes: the first one of each stream, then the second of each.
-
-    -1 where the last stream has fewer tokens than the others.
-    """
-    count = stream_count(tokens, tokens_per_stream)
-    token = np.arange(count * tokens_per_stream)
-    return np.where(token < tokens, token, -1).reshape(count, tokens_per_stream).T.ravel()
 
 
 @dataclass(frozen=True, slots=True)

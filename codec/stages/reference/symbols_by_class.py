@@ -14,19 +14,11 @@ from itertools import pairwise
 import numpy as np
 import torch
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, Escapes, Quantizer, escape_error, too_large_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import ClassedPlan
 from cuvee.codec.stages.reference import symbols
-from cuvee.codec.stages.reference.symbols import (
-    ESCAPE,
-    F32,
-    MAX_LEVEL,
-    U8,
-    Escapes,
-    Quantizer,
-    escape_error,
-    too_large_error,
-)
+from cuvee.codec.support.arrays import F32, U8
 
 
 def class_runs(classes: U8) -> Iterator[tuple[slice, int]]:

@@ -11,10 +11,11 @@ import torch
 
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.family import coding_plan, default_family
+from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CuveeError, InputError
 from cuvee.codec.stages.implementations import get_stages
-from cuvee.codec.stages.reference.rans import U8, U16, Streams
+from cuvee.codec.support.arrays import U8, U16
 from cuvee.eval.bench.cpu.cases import BACKEND
 from cuvee.eval.machine import torch_threads
 from cuvee.eval.timing import Effort

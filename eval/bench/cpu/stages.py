@@ -17,7 +17,7 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.schemes import Target
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages.implementations import Stages, get_stages
-from cuvee.codec.stages.reference.transform import Rotation
+from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 from cuvee.eval.timing import Effort, Timing

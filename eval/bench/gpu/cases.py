@@ -15,6 +15,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
+from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.family import OCTAVE, coding_plan, default_family, deviation_of, scale_codes
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
@@ -22,9 +23,10 @@ from cuvee.codec.learning.moments import SINKS
 from cuvee.codec.models.rope import rotate
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
+from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.stages.reference.symbols import I16, Prediction
-from cuvee.codec.stages.reference.transform import SectionBasis, partition
+from cuvee.codec.profiles.sections import partition
+from cuvee.codec.support.arrays import I16
 from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort
 

@@ -12,7 +12,7 @@ from cuvee.codec.errors import CuveeError
 from cuvee.codec.format.container import Reader, read_header, read_section, read_streams, write_streams
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.stages.reference import rans, symbols
-from cuvee.codec.stages.reference.symbols import I32
+from cuvee.codec.support.arrays import I32
 from cuvee.eval.bench.gpu.cases import GpuScope, Pages, stack, synthetic_chunks, synthetic_profile
 from cuvee.eval.bench.shapes import CacheShape
 

@@ -6,11 +6,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.coding_plan import Escapes
+from cuvee.codec.entropy.streams import LOWER_BOUND, WORD_BITS, Streams
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.format.container import write_streams
 from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference.rans import LOWER_BOUND, WORD_BITS, Streams
-from cuvee.codec.stages.reference.symbols import U8, U32, Escapes
+from cuvee.codec.support.arrays import U8, U32
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import ENTRIES

@@ -10,7 +10,7 @@ import torch
 
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
 from cuvee.codec.stages.reference import rans_by_class as rans_classes
-from cuvee.codec.stages.reference.symbols import I32, U8, U16
+from cuvee.codec.support.arrays import I32, U8, U16
 from cuvee.kernels.jobs import JobField, PlanField
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.naive.rans import Decoder, entropy_tables, slots_of, store_streams

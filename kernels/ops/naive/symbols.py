@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Prediction, Quantizer
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference import symbols
-from cuvee.codec.stages.reference.symbols import CodingPlan, Escapes, Prediction, Quantizer
+from cuvee.codec.support.arrays import I32
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 
@@ -72,7 +73,7 @@ class JobPart:
         at, stride = self.job[JobField.LEVELS], self.job[JobField.STRIDE]
         return y[at : at + self.rows * stride].view(self.rows, stride)
 
-    def differences(self, y: torch.Tensor, plan: CodingPlan) -> symbols.I32:
+    def differences(self, y: torch.Tensor, plan: CodingPlan) -> I32:
         """Quantized and predicted, `[R, T]`."""
         source = host_array(self.coefficients(y)[:, : self.tokens])
         levels = symbols.quantize(source, self.coding_step, plan, self.quantizer)
@@ -85,10 +86,10 @@ def frequency_tables(freq: torch.Tensor) -> EntropyTables:
     return EntropyTables(frequencies, int(frequencies[0].sum()).bit_length() - 1)
 
 
-def high_parts(levels: symbols.I32, plan: CodingPlan) -> symbols.I32:
+def high_parts(levels: I32, plan: CodingPlan) -> I32:
     """Levels `[R, T]` without their low bits: what a byte or an escape holds."""
     shift = plan.shift.astype(np.int32)[:, None]
-    high: symbols.I32 = (levels + ((1 << shift) >> 1)) >> shift
+    high: I32 = (levels + ((1 << shift) >> 1)) >> shift
     return high
 
 
@@ -114,7 +115,7 @@ def dequantize_reference(
         coded = host_array(part.planes(planes))[part.order]
         target = part.coefficients(y)
         target.zero_()
-        found[index] = int((coded[: part.rows] == symbols.ESCAPE).sum())
+        found[index] = int((coded[: part.rows] == ESCAPE).sum())
         try:
             differences = symbols.unpack(coded, escapes, plan)
         except CorruptError:
@@ -167,7 +168,7 @@ def list_escapes_reference(
         part = JobPart(jobs, plans, number)
         plan = part.plan()
         high = high_parts(part.differences(y, plan), plan)
-        cells = np.flatnonzero(host_array(part.planes(planes)[: part.rows]) == symbols.ESCAPE)
+        cells = np.flatnonzero(host_array(part.planes(planes)[: part.rows]) == ESCAPE)
         at = int(starts[number, 0])
         found = slice(at, at + len(cells))
         index[found] = torch.from_numpy(cells.astype(np.uint32)).to(index.device)

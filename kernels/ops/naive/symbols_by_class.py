@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.entropy.coding_plan import ESCAPE, Escapes
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference import symbols as codec
-from cuvee.codec.stages.reference.symbols import Escapes
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.kernels.jobs import JobField, PlanField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
@@ -77,7 +77,7 @@ def dequantize_classes_reference(
         for at, k in class_runs(part.columns):
             own, width = part.of(k), at.stop - at.start
             plan, high = own.plan(), coded[own.order][:, at]
-            escaped += int((high[: own.rows] == codec.ESCAPE).sum())
+            escaped += int((high[: own.rows] == ESCAPE).sum())
             inside = (column >= at.start) & (column < at.stop)
             local = Escapes(row[inside] * np.uint32(width) + column[inside] - np.uint32(at.start), value[inside])
             try:
@@ -143,7 +143,7 @@ def list_escapes_classes_reference(
             source = host_array(part.coefficients(y)[own.y_rows, at])
             levels = codec.quantize(source, own.coding_step, plan, own.quantizer)
             high = high_parts(levels, plan)
-            row, column = np.nonzero(coded[: own.rows, at] == codec.ESCAPE)
+            row, column = np.nonzero(coded[: own.rows, at] == ESCAPE)
             cells.append(row * part.tokens + column + at.start)
             values.append(high[row, column])
         joined = np.concatenate(cells)

@@ -1,0 +1,104 @@
+"""How components are coded at one step: quantizer, prediction, tables, and values that tables cannot code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.errors import CorruptError, FormatError, InputError
+from cuvee.codec.support.arrays import F32, I16, I32, U8, U16, U32
+
+ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
+MAX_SHIFT = 8
+MAX_LEVEL = 1 << 24  # float32 holds no larger integers exactly
+
+
+@dataclass(frozen=True, slots=True)
+class Quantizer:
+    """A dead-zone quantizer whose thresholds and reconstruction points depend on the component's table.
+
+    A magnitude `a` (in steps) becomes 0 below `dead_zone`, else `floor(a + rounding)`. A level m > 0 is reconstructed
+    as `m - shrink[:, min(m, 2) - 1]`. The thresholds are where rate-distortion optimized quantization switches between
+    levels, and the shrinkage gives the measured centroid (see `family.fit_family`). All arrays are indexed by table.
+    """
+
+    dead_zone: F32
+    rounding: F32
+    shrink: F32  # [tables, 2]
+
+    def __post_init__(self) -> None:
+        tables = len(self.dead_zone) if self.dead_zone.ndim else -1
+        # They come from the file of a profile, and compiled loops index them without checking their size.
+        for name, array, shape, least in (
+            ("dead_zone", self.dead_zone, (tables,), 0.0),
+            ("rounding", self.rounding, (tables,), 0.0),
+            ("shrink", self.shrink, (tables, 2), -2.0),
+        ):
+            if array.shape != shape or array.dtype != np.float32:
+                raise FormatError(f"{name} of the quantizer has the wrong shape or dtype")
+            if not np.all((array >= least) & (array <= 2.0)):  # which NaN fails, too
+                raise FormatError(f"{name} of the quantizer must lie within {least:g} … 2")
+
+
+class Prediction(IntEnum):
+    """What the levels of a token are predicted from. Streams are independent, so prediction restarts with each."""
+
+    NONE = 0
+    LAG1 = 1  # the previous token
+    ANCHOR = 2  # the first token of the stream (CacheGen's anchor tokens, arXiv 2310.07240)
+
+
+RHO_BITS = 8  # predictor gains are fixed-point numbers in units of 1/256
+
+
+@dataclass(frozen=True, slots=True)
+class CodingPlan:
+    """How the components of one section are coded at one step: everything that the integer stages need.
+
+    Attributes:
+        level_table: `[R]` uint16, index into the quantizer's arrays.
+        shift: `[R]` uint8, how many low bits are coded apart, 0 … 8.
+        first, rest: `[R + W]` uint16, entropy table of each plane, for the first token of a stream and for the others.
+        prediction: what levels are predicted from.
+        rho: `[R]` int16, predictor gain in units of 1/256.
+    """
+
+    level_table: U16
+    shift: U8
+    first: U16
+    rest: U16
+    prediction: Prediction
+    rho: I16
+
+    @property
+    def wide(self) -> npt.NDArray[np.intp]:
+        """Rows that have a plane of low bits, in plane order."""
+        return np.flatnonzero(self.shift)
+
+    @property
+    def planes(self) -> int:
+        """Number of byte planes: R + W."""
+        return len(self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class Escapes:
+    """Values outside their table: `index` `[E]` uint32, row * T + column, increasing; `value` `[E]` int32."""
+
+    index: U32
+    value: I32
+
+
+def too_large_error(steps: float) -> InputError:
+    """Return the error about a chunk whose largest coefficient is this many steps large."""
+    return InputError(
+        f"the KV cache holds values that are {steps:.3g} quantizer steps large: encode it with quality='lossless'"
+    )
+
+
+def escape_error() -> CorruptError:
+    """What is wrong with a section that lists other escapes than it codes."""
+    return CorruptError("the escape list does not match the coded symbols: the bytes are damaged")

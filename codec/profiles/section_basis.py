@@ -1,0 +1,133 @@
+"""The linear maps of a section: from its values to decorrelated coefficients, and back.
+
+y = forward (x - mean)  per block   ->   y [R, T]  component-major, one row per component
+x = inverse y + mean
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cuvee.codec.support.lazy import lazy
+
+WEIGHT_RANGE = 1e-7  # smallest over largest weight of a metric; maps in float32 cannot hold a wider range
+
+
+@dataclass(frozen=True)
+class SectionBasis:
+    """The linear maps of a section.
+
+    Attributes:
+        mean: `[N]` float32.
+        sinks: `[P, N]` float32, the means of the first P positions of a sequence (attention sinks).
+        forward: per block `[r, n]` float32, rows in order of falling scale.
+        inverse: per block `[n, r]` float32.
+    """
+
+    mean: torch.Tensor
+    sinks: torch.Tensor
+    forward: tuple[torch.Tensor, ...]
+    inverse: tuple[torch.Tensor, ...]
+
+    @property
+    def block_ranks(self) -> tuple[int, ...]:
+        """How many components of each block are stored."""
+        return tuple(len(f) for f in self.forward)
+
+    def means(self, start: int, at: slice) -> torch.Tensor:
+        """Means `[t, N]` (`[1, N]` if alike) of the tokens `at` of a chunk that begins at position `start`."""
+        mean = self.leading_means(start, at)
+        further = at.stop - at.start - len(mean)
+        return torch.cat([mean, mean[-1:].expand(further, -1)]) if len(mean) > 1 and further else mean
+
+    def leading_means(self, start: int, at: slice) -> torch.Tensor:
+        """`means` without repetition: `[m, N]`. The last row serves all further tokens."""
+        first = min(start + at.start, len(self.sinks))
+        return self._sinks_and_mean[first : first + at.stop - at.start]
+
+    @lazy
+    def _sinks_and_mean(self) -> torch.Tensor:
+        return torch.cat([self.sinks, self.mean[None]])
+
+    def analyze(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
+        """`x [t, N]` float32 of the tokens `at` of a chunk that begins at position `start` -> `y [sum(ranks), t]`.
+
+        `ranks` says how many leading components of each block are wanted.
+        """
+        return self.coefficients(x - self.means(start, at), ranks)
+
+    def coefficients(
+        self, centered: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None, known: int = 0
+    ) -> torch.Tensor:
+        """`analyze` of values `[t, N]` less their means.
+
+        `out` receives y. The first `known` components of the first block are left as they are there.
+        """
+        y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
+        row = column = 0
+        for matrix, rank in zip(self.forward, ranks, strict=True):
+            size = matrix.shape[1]
+            if known < rank:
+                torch.mm(matrix[known:rank], centered[:, column : column + size].T, out=y[row + known : row + rank])
+            row, column, known = row + rank, column + size, 0
+        return y
+
+    def leading(self, wanted: npt.NDArray[np.int32]) -> LeadingComponents:
+        """Some of the components on their own; `wanted` `[K]` numbers them, all blocks in a row."""
+        parts, first, column = [], 0, 0
+        for matrix in self.forward:
+            rank, size = matrix.shape
+            inside = np.flatnonzero((wanted >= first) & (wanted < first + rank))
+            if len(inside):
+                rows = matrix[torch.from_numpy(wanted[inside] - first).long()].contiguous()
+                parts.append((slice(int(inside[0]), int(inside[-1]) + 1), slice(column, column + size), rows))
+            first, column = first + rank, column + size
+        return LeadingComponents(len(wanted), tuple(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class LeadingComponents:
+    """Some of a basis's components: what a predictor reads.
+
+    Attributes:
+        count: K.
+        parts: one for each block that holds some of them: its rows among the K, its values among the N, and the matrix
+            `[rows, values]` that maps values to rows.
+    """
+
+    count: int
+    parts: tuple[tuple[slice, slice, torch.Tensor], ...]
+
+    def __call__(self, centered: torch.Tensor) -> torch.Tensor:
+        """Values minus their means, `[t, N]` float32 -> coefficients `[K, t]`."""
+        y = centered.new_empty(self.count, len(centered))
+        for rows, values, matrix in self.parts:
+            torch.mm(matrix, centered[:, values].T, out=y[rows])
+        return y
+
+
+def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The transform with decorrelated components whose squared error is the error in the metric.
+
+    Let M be the metric, C the covariance, R = M^1/2, and U the eigenvectors of R C R. Then forward = U^T R and
+    inverse = R^-1 U. In these coordinates the squared error of a component is the loss that it costs, so one step size
+    for all of them is optimal (reverse water-filling; Cover & Thomas, Elements of Information Theory, 10.3).
+
+    Args:
+        covariance: `[n, n]` float64.
+        metric: `[n, n]` float64, positive semi-definite.
+
+    Returns:
+        forward `[n, n]`, inverse `[n, n]`, deviation `[n]` (falling), float64.
+    """
+    weight, vectors = torch.linalg.eigh(metric)
+    weight = weight.clamp_min(max(float(weight.max()) * WEIGHT_RANGE, 1e-300))
+    root = (vectors * weight.sqrt()) @ vectors.T
+    inverse_root = (vectors * weight.rsqrt()) @ vectors.T
+    energy, axes = torch.linalg.eigh(root @ covariance @ root)
+    axes = axes.flip(1)
+    return axes.T @ root, inverse_root @ axes, energy.flip(0).clamp_min(0).sqrt()

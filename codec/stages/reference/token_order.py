@@ -1,0 +1,28 @@
+"""The order in which the tokens of a tile are coded: the columns of its planes."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from cuvee.codec.entropy.streams import stream_count
+from cuvee.codec.entropy.token_classes import windows
+from cuvee.codec.support.arrays import I64, U8
+
+
+def coding_order(classes: U8) -> npt.NDArray[np.intp]:
+    """The token of each column, `[T]`, given the classes of T tokens that begin with a window."""
+    order = np.empty(len(classes), np.intp)
+    for at in windows(0, len(classes)):
+        order[at] = at.start + np.argsort(classes[at], kind="stable")
+    return order
+
+
+def dealt_order(tokens: int, tokens_per_stream: int) -> I64:
+    """The token of each column if tokens have no classes: the first one of each stream, then the second of each.
+
+    -1 where the last stream has fewer tokens than the others.
+    """
+    count = stream_count(tokens, tokens_per_stream)
+    token = np.arange(count * tokens_per_stream)
+    return np.where(token < tokens, token, -1).reshape(count, tokens_per_stream).T.ravel()
