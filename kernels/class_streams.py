@@ -14,75 +14,39 @@ from collections.abc import Sequence
 import numpy as np
 
 from cuvee.codec.entropy.streams import LOWER_BOUND
-from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, WINDOW
+from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import CorruptError, FormatError
 from cuvee.codec.stages.compiled.compiler import compiled
+from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream, encode_class_stream
+from cuvee.codec.stages.compiled.token_order import sort_columns as sort_class_columns
 from cuvee.codec.support.arrays import U8, U16, U32
 from cuvee.kernels.jobs import I64, JobField
 
 
 @compiled
-def _decode(words, begin, count, states, tokens, slots, table, first, classes, bad, bits, bound):  # type: ignore[no-untyped-def]
-    mask = np.uint32((1 << bits) - 1)
-    shift = np.uint32(bits)
+def _decode(data, begin, count, states, tokens, slots, table, first, classes, bad):  # type: ignore[no-untyped-def]
     for job in range(len(begin)):
-        x = np.uint32(states[job])
-        at = begin[job]
-        end = at + count[job]
-        own = slots[table[job]]
-        for t in range(first[job], first[job] + tokens[job]):
-            slot = own[x & mask]
-            classes[t] = np.uint8(slot >> np.uint32(24))
-            x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
-            if x < np.uint32(bound):
-                # A damaged stream may ask for more words than it has: it gets zeros and is found out below.
-                x = (x << np.uint32(16)) | np.uint32(words[at] if at < end else 0)
-                at += 1
-        bad[job] = x != np.uint32(bound) or at != end
+        own = classes[first[job] : first[job] + tokens[job]]
+        bad[job] = not decode_class_stream(
+            data, 2 * begin[job], count[job], states[job], slots[table[job]], CLASS_BITS, own
+        )
 
 
 @compiled
-def _encode(classes, first, tokens, freq, cumulative, table, words, count, states, bits, bound):  # type: ignore[no-untyped-def]
-    shift = np.uint32(bits)
-    limit = np.uint64(32 - bits)
+def _encode(classes, first, tokens, coders, table, words, count, states):  # type: ignore[no-untyped-def]
     for job in range(len(first)):
-        x = np.uint32(bound)
-        end = first[job] + tokens[job]
-        at = end
-        for t in range(end - 1, first[job] - 1, -1):
-            k = classes[t]
-            f = np.uint32(freq[table[job], k])
-            if np.uint64(x) >= np.uint64(f) << limit:
-                at -= 1
-                words[at] = np.uint16(x & np.uint32(0xFFFF))
-                x = x >> np.uint32(16)
-            quotient = x // f
-            x = (quotient << shift) + (x - quotient * f) + np.uint32(cumulative[table[job], k])
-        states[job] = x
-        count[job] = end - at
+        at, end = first[job], first[job] + tokens[job]
+        states[job], count[job] = encode_class_stream(classes[at:end], coders[table[job]], words[at:end])
 
 
 @compiled
-def _sort(classes, first, tokens, columns, order, counts, window):  # type: ignore[no-untyped-def]
-    places = np.empty(counts.shape[1], np.int64)
-    own = np.empty(counts.shape[1], np.int64)
+def _sort(classes, first, tokens, columns, order, counts):  # type: ignore[no-untyped-def]
     for job in range(len(first)):
-        stop = first[job] + tokens[job]
-        for begin in range(first[job], stop, window):
-            end = min(begin + window, stop)
-            own[:] = 0
-            for t in range(begin, end):
-                own[classes[t]] += 1
-            at = begin
-            for k in range(len(own)):
-                places[k] = at
-                at += own[k]
-                counts[job, k] += own[k]
-            for t in range(begin, end):
-                k = classes[t]
-                columns[places[k]] = k
-                order[places[k]] = np.uint8(t - begin)
-                places[k] += 1
+        at, end = first[job], first[job] + tokens[job]
+        # A window has 256 tokens: as a byte, a token of the job is one of its window.
+        sort_class_columns(classes[at:end], order[at:end], columns[at:end])
+        for t in range(at, end):
+            counts[job, classes[t]] += 1
 
 
 def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, names: Sequence[str]) -> U8:
@@ -110,9 +74,8 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
         raise FormatError(f"{names[int(np.argmax(low))]} has token classes that begin in a state below its lower bound")
     bad = np.zeros(len(jobs), np.bool_)
     _decode(
-        words, jobs[:, JobField.CLASS_WORDS], jobs[:, JobField.CLASS_WORD_COUNT], jobs[:, JobField.CLASS_STATE],
-        jobs[:, JobField.TOKENS],
-        slots, table, jobs[:, JobField.COLUMNS], classes, bad, CLASS_BITS, LOWER_BOUND,
+        words.view(np.uint8), jobs[:, JobField.CLASS_WORDS], jobs[:, JobField.CLASS_WORD_COUNT],
+        jobs[:, JobField.CLASS_STATE], jobs[:, JobField.TOKENS], slots, table, jobs[:, JobField.COLUMNS], classes, bad,
     )  # fmt: skip
     if bad.any():
         raise CorruptError(
@@ -141,13 +104,9 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
     """
     words = np.zeros(max(len(classes), 1), np.uint16)
     count, states = np.empty(len(jobs), np.int64), np.empty(len(jobs), np.int64)
-    cumulative = np.cumsum(freq, axis=1, dtype=np.uint32) - freq
-    _encode(
-        classes, jobs[:, JobField.COLUMNS], jobs[:, JobField.TOKENS], freq, cumulative, table, words, count, states,
-        CLASS_BITS,
-        LOWER_BOUND,
-    )  # fmt: skip
-    jobs[:, JobField.CLASS_WORDS] = jobs[:, JobField.COLUMNS] + jobs[:, JobField.TOKENS] - count
+    coders = np.cumsum(freq, axis=1, dtype=np.uint32) - freq << np.uint32(16) | freq
+    _encode(classes, jobs[:, JobField.COLUMNS], jobs[:, JobField.TOKENS], coders, table, words, count, states)
+    jobs[:, JobField.CLASS_WORDS] = jobs[:, JobField.COLUMNS]
     jobs[:, JobField.CLASS_WORD_COUNT], jobs[:, JobField.CLASS_STATE] = count, states
     return words
 
@@ -164,5 +123,5 @@ def sort_columns(classes: U8, jobs: I64) -> tuple[U8, U8, I64]:
     """
     columns, order = np.empty_like(classes), np.empty_like(classes)
     counts = np.zeros((len(jobs), CLASSES), np.int64)
-    _sort(classes, jobs[:, JobField.COLUMNS], jobs[:, JobField.TOKENS], columns, order, counts, WINDOW)
+    _sort(classes, jobs[:, JobField.COLUMNS], jobs[:, JobField.TOKENS], columns, order, counts)
     return columns, order, counts

@@ -11,39 +11,31 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MAX_TOKENS_PER_STREAM_LOG2, stream_count, stream_error
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
 from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.errors import FormatError
 from cuvee.codec.layout import LayerLayout
+from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.coded_part import read_u16, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_layer
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 _SLOTS = 1 << PROB_BITS
 _CHANNELS = 16  # written together: as many adjacent values of every token
-_INITIAL = 1 << 16
 
 # What is known of a plane: whether it is coded; where its references, if coded, or its bytes begin; and the first of
 # its rows among the coded ones.
 _CODED, _AT, _ROW = range(3)
 
-# What is known of the streams: how many steps they have per token, -1 if the section is malformed; the logarithm of
-# their tokens; the bytes where their states and their words begin; and how many words there are.
-_STEPS, _LOG2, _STATES, _WORDS, _COUNT = range(5)
-
-
-@compiled
-def _u16(data, at):  # type: ignore[no-untyped-def]
-    return np.int64(data[at]) | np.int64(data[at + 1]) << 8
-
-
-@compiled
-def _u32(data, at):  # type: ignore[no-untyped-def]
-    return _u16(data, at) | _u16(data, at + 2) << 16
+# What is known of the streams: the fields of `coded_part`, and how many steps they have per token, -1 if the section is
+# malformed.
+_STEPS = part.PART_FIELDS
 
 
 @compiled
@@ -61,14 +53,14 @@ def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
     """Read a plane's table into its decode slots; where it ends, or -1 if it breaks a rule."""
     if at + 2 > end:
         return -1
-    count = _u16(data, at)
+    count = np.int64(read_u16(data, at))
     at += 2
     if at + 3 * count > end:
         return -1
     last = np.int64(-1)
     filled = 0
     for _ in range(count):
-        symbol, frequency = np.int64(data[at]), _u16(data, at + 1)
+        symbol, frequency = np.int64(data[at]), np.int64(read_u16(data, at + 1))
         at += 3
         if symbol <= last or not 0 < frequency < _SLOTS or filled + frequency > _SLOTS:
             return -1
@@ -129,30 +121,11 @@ def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: 
         if at == end:
             found[_STEPS] = 0
         return none
-    if at + 12 > end:
+    if not part.find_part(data, at, end, tokens, steps, steps, part.NO_CLASSES, 0, found) or found[part.LISTED]:
         return none
-    words, escapes, log2, rest = _u32(data, at), _u32(data, at + 4), np.int64(data[at + 8]), data[at + 9]
-    if escapes or log2 > MAX_TOKENS_PER_STREAM_LOG2 or rest or _u16(data, at + 10):
-        return none
-    at += 12
-    count = (tokens + (1 << log2) - 1) >> log2
-    wide = 2 if steps << log2 <= 0xFFFF else 4
-    lengths_at = at + 4 * count
-    words_begin = lengths_at + wide * count
-    if words_begin + 2 * words > end or _skip_padding(data, words_begin + 2 * words, end) != end:
-        return none
-    words_at = np.empty(count + 1, np.uint32)
-    word = np.int64(0)
-    for stream in range(count):
-        if _u32(data, at + 4 * stream) < _INITIAL:
-            return none
-        words_at[stream] = word
-        place = lengths_at + wide * stream
-        word += _u16(data, place) if wide == 2 else _u32(data, place)
-    if word != words:
-        return none
-    words_at[count] = word
-    found[_STEPS], found[_LOG2], found[_STATES], found[_WORDS], found[_COUNT] = steps, log2, at, words_begin, words
+    words_at = np.empty(((tokens + (1 << found[part.LOG2]) - 1) >> found[part.LOG2]) + 1, np.uint32)
+    part.list_words(data, found, words_at)
+    found[_STEPS] = steps
     return words_at
 
 
@@ -161,7 +134,7 @@ def _decode(  # type: ignore[no-untyped-def]
     data, words_at, start, stop, found, slots, tables, states, starts, ends, groups, columns, position, scratch, problem
 ):
     """Decode the coded planes of a tile to `scratch`; how many columns they have, or -1 if a stream is damaged."""
-    steps, log2 = found[_STEPS], found[_LOG2]
+    steps, log2 = found[_STEPS], found[part.LOG2]
     width = stop - start
     if not steps:
         for t in range(width):
@@ -169,22 +142,22 @@ def _decode(  # type: ignore[no-untyped-def]
         return width
     first = start >> log2
     for stream in range(first, (stop + (1 << log2) - 1) >> log2):
-        states[stream - first] = _u32(data, found[_STATES] + 4 * stream)
+        states[stream - first] = read_u32(data, found[part.STATES] + 4 * stream)
         starts[stream - first] = words_at[stream]
         ends[stream - first] = words_at[stream + 1]
-    column = 0
-    for j in range(1 << log2):
-        for begin in range(0, width, 1 << log2):
-            there = begin + j < width
-            columns[column] = 0 if there else 1
-            if there:
-                position[begin + j] = column
-            column += 1
+    order = np.empty(len(columns), np.int64)
+    column = deal(width, 1 << log2, order, columns)
+    for c in range(column):
+        if order[c] >= 0:
+            position[order[c]] = c
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = found[_WORDS], found[_COUNT], column
-    fields[0, lanes.STRIDE] = steps
-    depth = np.zeros(2, np.int32)  # a column without a token has no planes
-    depth[0] = steps
+    fields[0, lanes.WORDS], fields[0, lanes.LAST], fields[0, lanes.COLUMNS] = (
+        found[part.WORDS],
+        found[part.COUNT],
+        column,
+    )
+    depth = np.zeros(ABSENT + 1, np.int32)
+    depth[:ABSENT] = steps  # from the same tables, since STRIDE is 0
     listed = list_groups(0, 0, column, 1 << log2, column, groups, 0)
     bad = decode_lanes(
         groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, PROB_BITS, scratch
@@ -286,7 +259,7 @@ def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens
     channels = np.repeat(np.array([layer.key_values, layer.value_values]), itemsize)
     # A copy, since a step reads a little more than the word that it needs.
     padded = np.frombuffer(b"".join((data, _SLACK)), np.uint8)
-    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(5, np.int64)
+    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(part.PART_FIELDS + 1, np.int64)
     slots = _arena.array("slots", len(channels) * _SLOTS, np.uint32)
     tables = np.empty(int(channels.sum()), np.uint32)
     words_at = _index(padded, len(data), channels, tokens, planes, slots, tables, found)
@@ -307,7 +280,7 @@ def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows |
         np.empty((most, lanes.GROUP_FIELDS), np.int64), np.empty(most, np.uint8), position, scratch, problem,
     )  # fmt: skip
     if columns < 0:
-        raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[_LOG2])))
+        raise stream_error(int(problem[0]), stream_count(index.tokens, 1 << int(index.found[part.LOG2])))
     itemsize = index.itemsize
     for rows, first in ((keys, 0), (values, itemsize)):
         if rows is not None:

@@ -11,21 +11,11 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, decode_lanes, encode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
+from cuvee.codec.stages.compiled.token_order import deal
 from cuvee.codec.support.arrays import U8, U16
 
 _arena = Arena()
 _SLACK = 4  # bytes that can be read beyond the last word
-
-
-@compiled
-def _deal(tokens, n):  # type: ignore[no-untyped-def]
-    """The class of each column: 0 for a stream's first token, 1 for the others, 2 where the last one lacks some."""
-    count = (tokens + n - 1) // n
-    columns = np.empty(count * n, np.uint8)
-    for j in range(n):
-        for s in range(count):
-            columns[j * count + s] = (1 if j else 0) if s * n + j < tokens else 2
-    return columns
 
 
 @compiled
@@ -35,8 +25,8 @@ def _encode(  # type: ignore[no-untyped-def]
     """Bring symbols into the order of columns that `lanes.py` codes, and code them; how many words there are."""
     steps, tokens = symbols.shape
     count = len(states)
-    columns = _deal(tokens, n)
-    column = len(columns)
+    columns = np.empty(count * n, np.uint8)
+    column = deal(tokens, n, np.empty(count * n, np.int64), columns)
     for c in range(steps):
         source, target = symbols[c], dealt[c * column : (c + 1) * column]
         if n == 1:
@@ -69,8 +59,8 @@ def _decode(states, starts, ends, words, first, rest, slots, prob_bits, n, out):
     """Decode into columns that `lanes.py` can fill, and bring these into the order of the tokens."""
     steps, tokens = out.shape
     count = len(states)
-    columns = _deal(tokens, n)
-    column = len(columns)
+    columns = np.empty(count * n, np.uint8)
+    column = deal(tokens, n, np.empty(count * n, np.int64), columns)
     tables = np.empty(2 * steps, np.uint32)
     for c in range(steps):
         tables[c] = np.uint32(first[c]) << np.uint32(prob_bits)

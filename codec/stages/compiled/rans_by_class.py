@@ -12,6 +12,7 @@ from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES, WINDOW
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.coded_part import INITIAL, read_u16
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, encode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
@@ -21,8 +22,8 @@ _arena = Arena()
 
 
 @compiled
-def _encode_classes(classes, coders, words):  # type: ignore[no-untyped-def]
-    """One stream of classes: its state, and how many words it has."""
+def encode_class_stream(classes, coders, words):  # type: ignore[no-untyped-def]
+    """Code classes as one stream into `words`; return its state, and how many words it has."""
     x, count = np.int64(LOWER_BOUND), 0
     for t in range(len(classes) - 1, -1, -1):
         coder = np.int64(coders[classes[t]])
@@ -34,6 +35,23 @@ def _encode_classes(classes, coders, words):  # type: ignore[no-untyped-def]
         x = ((x // frequency) << CLASS_BITS) + x % frequency + below
     words[:count] = words[:count][::-1].copy()  # a decoder reads the word first that was coded last
     return x, count
+
+
+@compiled
+def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: ignore[no-untyped-def]
+    """Decode classes from the `words` words at byte `at` of `data`; return False if the stream does not end as it must."""
+    x = np.uint32(state)
+    mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits)
+    word = np.int64(0)
+    for t in range(len(classes)):
+        slot = slots[np.uint64(x & mask)]
+        classes[t] = np.uint8(slot >> np.uint32(24))
+        x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
+        if x < INITIAL:
+            # A damaged stream may ask for more words than it has. It gets zeros, and is found out below.
+            x = (x << np.uint32(16)) | (read_u16(data, at + 2 * word) if word < words else np.uint32(0))
+            word += 1
+    return x == INITIAL and word == words
 
 
 @compiled
@@ -52,7 +70,7 @@ def _encode(  # type: ignore[no-untyped-def]
         fields[i, lanes.TABLES], fields[i, lanes.STRIDE] = tables_at[i], (tables_at[i + 1] - tables_at[i]) // CLASSES
         listed = list_groups(i, stream, tokens, per_stream[i], WINDOW, groups, listed)
         stream += (tokens + per_stream[i] - 1) // per_stream[i]
-        class_states[i], class_lengths[i] = _encode_classes(classes[i], class_coders[i], class_words[i])
+        class_states[i], class_lengths[i] = encode_class_stream(classes[i], class_coders[i], class_words[i])
     begins = np.empty(len(states), np.int64)
     encode_lanes(
         groups[:listed], fields, data, columns.reshape(columns.size), depth, tables, coders, prob_bits, capacity, spare,

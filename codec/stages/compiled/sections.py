@@ -17,136 +17,37 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.entropy.coding_plan import ESCAPE, RHO_BITS, Prediction, escape_error
-from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, MAX_TOKENS_PER_STREAM_LOG2, stream_count, stream_error
+from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.errors import FormatError
 from cuvee.codec.profiles import flat_plans as plans
 from cuvee.codec.profiles.step_coding import StepCoding
+from cuvee.codec.stages.compiled import coded_part as part
 from cuvee.codec.stages.compiled import lanes
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.bfloat16 import rounded
+from cuvee.codec.stages.compiled.coded_part import PART_FIELDS, read_u32
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
+from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream
 from cuvee.codec.stages.compiled.simd import WIDTH, dequantize_step
-from cuvee.codec.stages.compiled.token_order import sort_columns
+from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
+from cuvee.codec.stages.compiled.token_order import ABSENT, deal, sort_columns
 from cuvee.codec.stages.reference.rans_by_class import class_stream_error
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, class_range_error, padded, read_part
 
-# What a section was found to hold: fields of `found`, one row per section.
-_MODE, _LOG2, _STATES, _LENGTHS, _WIDE, _WORDS, _COUNT, _CLASS_STATE, _CLASS_WORDS, _CLASSES = range(10)
-_ESCAPES, _LISTED = 10, 11
-_COLUMNS = 12
-_PAD = 13  # rows of a block in y
-_STREAMS = 14  # the section's first entry in `words_at`
-FOUND_FIELDS = 15
+# What a section was found to hold: the fields of `coded_part`, and these; one row per section.
+_COLUMNS = PART_FIELDS
+_PAD = PART_FIELDS + 1  # rows of a block in y
+_STREAMS = PART_FIELDS + 2  # the section's first entry in `words_at`
+FOUND_FIELDS = PART_FIELDS + 3
 
 _NEVER = 1 << 62  # the row of the escape after the last
-_ABSENT = 2  # the class of a column without a token, if tokens have no classes
 
 # What is wrong with a section.
 MALFORMED, CLASS_STREAM, CLASS_RANGE, STREAM, ESCAPE_LIST = range(5)
 
-_INITIAL = np.uint32(1 << 16)
 _ANCHOR = Prediction.ANCHOR.value
-
-
-@compiled
-def _u16(data, at):  # type: ignore[no-untyped-def]
-    return np.uint32(data[at]) | np.uint32(data[at + 1]) << np.uint32(8)
-
-
-@compiled
-def _u32(data, at):  # type: ignore[no-untyped-def]
-    return _u16(data, at) | _u16(data, at + 2) << np.uint32(16)
-
-
-@compiled
-def _parse(data, begin, end, tokens, section, entries, found):  # type: ignore[no-untyped-def]
-    """Find the parts of a section, as `container.read_coded` does; False if a rule is broken."""
-    at = begin + 12
-    if at > end:
-        return False
-    words, escapes = np.int64(_u32(data, begin)), np.int64(_u32(data, begin + 4))
-    log2, mode = np.int64(data[begin + 8]), np.int64(data[begin + 9])
-    if log2 > MAX_TOKENS_PER_STREAM_LOG2 or mode > 1 or _u16(data, begin + 10):
-        return False
-    class_words = np.int64(0)
-    if mode:
-        at += 8
-        if at > end:
-            return False
-        class_words = np.int64(_u32(data, at - 8))
-        found[_CLASS_STATE] = np.int64(_u32(data, at - 4))
-        if found[_CLASS_STATE] < _INITIAL:
-            return False
-    entry = entries[2 * section + mode]
-    count = (tokens + (1 << log2) - 1) >> log2
-    wide = np.int64(2 if entry[plans.PLANES] << log2 <= 0xFFFF else 4)
-    found[_MODE], found[_LOG2], found[_WIDE], found[_COUNT] = mode, log2, wide, words
-    found[_STATES] = at
-    found[_LENGTHS] = at + 4 * count
-    found[_CLASSES] = found[_LENGTHS] + wide * count
-    found[_CLASS_WORDS] = class_words
-    found[_WORDS] = found[_CLASSES] + 2 * class_words
-    at = found[_WORDS] + 2 * words
-    padding = -(at - begin) % 4
-    found[_ESCAPES], found[_LISTED] = at + padding, escapes
-    if found[_ESCAPES] + 8 * escapes != end:
-        return False
-    for i in range(padding):
-        if data[at + i]:
-            return False
-    total = np.int64(0)
-    for i in range(count):
-        if _u32(data, found[_STATES] + 4 * i) < _INITIAL:
-            return False
-        place = found[_LENGTHS] + wide * i
-        total += np.int64(_u16(data, place) if wide == 2 else _u32(data, place))
-    if total != words:
-        return False
-    before = np.int64(-1)
-    for i in range(escapes):
-        index = np.int64(_u32(data, found[_ESCAPES] + 4 * i))
-        if index <= before:
-            return False
-        before = index
-    return before < entry[plans.ROWS] * tokens
-
-
-@compiled
-def _read_classes(data, found, slots, bits, classes):  # type: ignore[no-untyped-def]
-    """The classes of all tokens, from their one stream; False if it does not end as it must."""
-    x = np.uint32(found[_CLASS_STATE])
-    mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits)
-    at = np.int64(0)
-    for t in range(len(classes)):
-        slot = slots[np.uint64(x & mask)]
-        classes[t] = np.uint8(slot >> np.uint32(24))
-        x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
-        if x < _INITIAL:
-            word = _u16(data, found[_CLASSES] + 2 * at) if at < found[_CLASS_WORDS] else np.uint32(0)
-            x = (x << np.uint32(16)) | word
-            at += 1
-    return x == _INITIAL and at == found[_CLASS_WORDS]
-
-
-@compiled
-def _deal(tokens, per_stream, order, columns):  # type: ignore[no-untyped-def]
-    """Columns of tokens without classes: row by row, one of each stream. A token that there is not has no planes."""
-    column = 0
-    for j in range(per_stream):
-        for begin in range(0, tokens, per_stream):
-            there = begin + j < tokens
-            order[column] = begin + j if there else -1
-            columns[column] = (j > 0) if there else _ABSENT
-            column += 1
-
-
-@compiled
-def _round(bits, out):  # type: ignore[no-untyped-def]
-    """Bits of float32 to those of bfloat16: to nearest, ties to even. There is no NaN: levels and steps are finite."""
-    for i in range(len(out)):
-        v = bits[i]
-        out[i] = np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
 
 
 @compiled
@@ -166,7 +67,7 @@ def _next_escape(cursor, data, found, by_window, tokens, start, width, column_of
     while cursor[0] + 1 < cursor[1]:
         cursor[0] += 1
         number = np.int64(by_window[cursor[0]])
-        place = np.int64(_u32(data, found[_ESCAPES] + 4 * number))
+        place = np.int64(read_u32(data, found[part.ESCAPES] + 4 * number))
         column = place % tokens - start
         if 0 <= column < width:
             cursor[2] = place // tokens
@@ -174,27 +75,6 @@ def _next_escape(cursor, data, found, by_window, tokens, start, width, column_of
             cursor[4] = number
             return
     cursor[2] = _NEVER
-
-
-@compiled
-def _count_escapes(plane):  # type: ignore[no-untyped-def]
-    count = 0
-    for i in range(len(plane)):
-        count += plane[i] == ESCAPE
-    return count
-
-
-@compiled
-def _to_levels(plane, levels):  # type: ignore[no-untyped-def]
-    for i in range(len(levels)):
-        levels[i] = np.int32(np.int8(plane[i]))
-
-
-@compiled
-def _add_low_bits(levels, low, bits):  # type: ignore[no-untyped-def]
-    half = np.int32(1) << (bits - 1)
-    for i in range(len(levels)):
-        levels[i] = np.int32((levels[i] << bits) + np.int32(low[i]) - half)
 
 
 @compiled
@@ -208,12 +88,13 @@ def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _finish(u, v, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow):  # type: ignore[no-untyped-def]
-    """Levels of the columns `u … v - 1` to coefficients: into a row of y, or into `values` or `rounded`."""
+def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow):  # type: ignore[no-untyped-def]
+    """Levels of the columns `u … v - 1` to coefficients: into a row of y, or into `values` or `row`."""
     _scale(levels[u:v], one[u:v], more[u:v], step[u:v], values[u:v])
     if len(narrow):
-        out = narrow[row_at + u : row_at + v] if direct else rounded[u:v]
-        _round(bits[u:v], out)
+        out = narrow[row_at + u : row_at + v] if direct else row[u:v]
+        for i in range(v - u):
+            out[i] = rounded(values[u + i], out)
     elif direct:
         wide[row_at + u : row_at + v] = values[u:v]
 
@@ -229,7 +110,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     """
     rows, steps, level_table, shift, low_plane, block, index, rho = packed
     width, inside = len(columns), stop - start
-    mode, per_stream = found[_MODE], np.int64(1) << found[_LOG2]
+    mode, per_stream = found[part.MODE], np.int64(1) << found[part.LOG2]
     window = WINDOW if mode else width
     first_class = 16 * number
     stride, levels_at, pad = entry[plans.ROWS], entry[plans.LEVELS], found[_PAD]
@@ -240,15 +121,14 @@ def _dequantize(  # type: ignore[no-untyped-def]
     step = np.zeros(width + WIDTH, np.float32)
     one, more = np.zeros(width + WIDTH, np.float32), np.zeros(width + WIDTH, np.float32)
     levels = np.empty(width, np.int32)
-    bits = np.zeros(width + WIDTH, np.uint32)
-    values = bits.view(np.float32)
-    rounded = np.empty(width + WIDTH, np.uint16)
+    values = np.zeros(width + WIDTH, np.float32)
+    row = np.empty(width + WIDTH, np.uint16)
     runs = 0
     most = np.int64(0)
     last = np.int64(-1)
     for t in range(width):
         k = np.int64(columns[t])
-        if not mode and k == _ABSENT:  # zero, as what it holds will be
+        if not mode and k == ABSENT:  # zero, as what it holds will be
             k = last
         step[t] = steps[first_class + k]
         most = max(most, np.int64(rows[first_class + k]))
@@ -316,18 +196,18 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     if direct:
                         escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, narrow, row_at + i)
                     else:
-                        escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, rounded, i)
+                        escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, row, i)
                 elif direct:
                     escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, wide, row_at + i)
                 else:
                     escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, values, i)
             if predicted:
-                _to_levels(plane[begin:reached], levels[begin:reached])
+                to_levels(plane[begin:reached], levels[begin:reached])
             elif low_bits:
                 for q in range(first, r):
                     if shift[level_of[q] + c]:
-                        _to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
-            escapes = _count_escapes(plane[begin:reached]) if escaped else 0
+                        to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
+            escapes = count_escapes(plane[begin:reached]) if escaped else 0
             # Those of the columns `begin … end - 1`, which may be tokens of several windows.
             for w in range((start + begin) // WINDOW - first_window, len(cursors)):
                 cursor = cursors[w]
@@ -335,11 +215,11 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     column = cursor[3]
                     if column >= reached or plane[column] != ESCAPE:
                         return False
-                    levels[column] = np.int32(_u32(data, found[_ESCAPES] + 4 * (found[_LISTED] + cursor[4])))
-                    escapes -= 1
-                    _finish(
-                        column, column + 1, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow
+                    levels[column] = np.int32(
+                        read_u32(data, found[part.ESCAPES] + 4 * (found[part.LISTED] + cursor[4]))
                     )
+                    escapes -= 1
+                    _finish(column, column + 1, levels, one, more, step, values, row, direct, row_at, wide, narrow)
                     _next_escape(cursor, data, found, by_window, tokens, start, inside, column_of)
             if escapes:
                 return False
@@ -348,19 +228,19 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 if shift[level]:
                     u, v = bounds[q], bounds[q + 1]
                     at = np.int64(low_plane[level]) * width
-                    _add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
+                    add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
                     if not predicted:
-                        _finish(u, v, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow)
+                        _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow)
             if predicted:
                 gain = np.int64(rho[entry[plans.RHO] + c])
                 _unpredict(levels, width // per_stream, gain, entry[plans.PREDICTION] == _ANCHOR)
-                _finish(begin, reached, levels, one, more, step, values, bits, rounded, direct, row_at, wide, narrow)
+                _finish(begin, reached, levels, one, more, step, values, row, direct, row_at, wide, narrow)
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
                 to = (np.int64(block[level]) * pad + index[level]) * width
                 if len(narrow):
-                    narrow[to + bounds[q] : to + bounds[q + 1]] = rounded[bounds[q] : bounds[q + 1]]
+                    narrow[to + bounds[q] : to + bounds[q + 1]] = row[bounds[q] : bounds[q + 1]]
                 else:
                     wide[to + bounds[q] : to + bounds[q + 1]] = values[bounds[q] : bounds[q + 1]]
     return bool((cursors[:, 2] == _NEVER).all())
@@ -381,18 +261,25 @@ def _index(  # type: ignore[no-untyped-def]
     streams = escapes = np.int64(0)
     for i in range(count):
         problem[0], problem[1] = i, MALFORMED
-        if not _parse(data, spans[i, 0], spans[i, 1], tokens, sections[i], entries, found[i]):
+        plain, classed = entries[2 * sections[i]], entries[2 * sections[i] + 1]
+        if not part.find_part(
+            data, spans[i, 0], spans[i, 1], tokens, plain[plans.PLANES], plain[plans.ROWS], classed[plans.PLANES],
+            classed[plans.ROWS], found[i],
+        ):  # fmt: skip
             return False, np.empty(0, np.uint32), np.empty(0, np.uint32)
         found[i, _STREAMS] = streams
-        streams += ((tokens + (1 << found[i, _LOG2]) - 1) >> found[i, _LOG2]) + 1
-        escapes += found[i, _LISTED]
+        streams += ((tokens + (1 << found[i, part.LOG2]) - 1) >> found[i, part.LOG2]) + 1
+        escapes += found[i, part.LISTED]
     words_at, by_window = np.empty(streams, np.uint32), np.empty(escapes, np.uint32)
     next_place = np.empty(windows_at.shape[1], np.int64)
     listed = np.int64(0)
     for i in range(count):
         own = found[i]
-        if own[_MODE]:
-            if not _read_classes(data, own, class_slots[sections[i]], class_bits, classes[i]):
+        if own[part.MODE]:
+            if not decode_class_stream(
+                data, own[part.CLASSES], own[part.CLASS_WORDS], own[part.CLASS_STATE], class_slots[sections[i]],
+                class_bits, classes[i],
+            ):  # fmt: skip
                 problem[0], problem[1] = i, CLASS_STREAM
                 return False, words_at, by_window
             finest = entries[2 * sections[i] + 1, plans.FINEST]
@@ -400,27 +287,22 @@ def _index(  # type: ignore[no-untyped-def]
                 if not finest <= classes[i, t] < CLASSES:
                     problem[0], problem[1] = i, CLASS_RANGE
                     return False, words_at, by_window
-        word = np.uint32(0)
         at = own[_STREAMS]
-        for stream in range((tokens + (1 << own[_LOG2]) - 1) >> own[_LOG2]):
-            words_at[at + stream] = word
-            place = own[_LENGTHS] + own[_WIDE] * stream
-            word += _u16(data, place) if own[_WIDE] == 2 else _u32(data, place)
-        words_at[at + ((tokens + (1 << own[_LOG2]) - 1) >> own[_LOG2])] = word
+        part.list_words(data, own, words_at[at : at + ((tokens + (1 << own[part.LOG2]) - 1) >> own[part.LOG2]) + 1])
         # The escapes are listed row by row, and every row goes through all tokens.
         windows = windows_at[i]
         windows[:] = 0
-        for number in range(own[_LISTED]):
-            windows[_u32(data, own[_ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
+        for number in range(own[part.LISTED]):
+            windows[read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW + 1] += 1
         windows[0] = listed
         for w in range(1, len(windows)):
             windows[w] += windows[w - 1]
         next_place[:] = windows
-        for number in range(own[_LISTED]):
-            w = _u32(data, own[_ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
+        for number in range(own[part.LISTED]):
+            w = read_u32(data, own[part.ESCAPES] + 4 * number) % np.uint32(tokens) // WINDOW
             by_window[next_place[w]] = number
             next_place[w] += 1
-        listed += own[_LISTED]
+        listed += own[part.LISTED]
     return True, words_at, by_window
 
 
@@ -433,7 +315,7 @@ def _decode(  # type: ignore[no-untyped-def]
     count, width = len(sections), stop - start
     streams = 0
     for i in range(count):
-        log2 = found[i, _LOG2]
+        log2 = found[i, part.LOG2]
         streams += ((stop + (1 << log2) - 1) >> log2) - (start >> log2)
     states = np.empty(streams, np.uint32)
     starts, ends = np.empty(streams, np.uint32), np.empty(streams, np.uint32)
@@ -444,7 +326,7 @@ def _decode(  # type: ignore[no-untyped-def]
     at = 0
     for i in range(count):
         own = found[i]
-        mode, log2 = own[_MODE], own[_LOG2]
+        mode, log2 = own[part.MODE], own[part.LOG2]
         number = 2 * sections[i] + mode
         entry = entries[number]
         first_stream[i] = at
@@ -455,18 +337,17 @@ def _decode(  # type: ignore[no-untyped-def]
             for t in range(width):
                 finest = min(finest, np.int64(columns[i, t]))
         else:
-            own[_COLUMNS] = ((width + (1 << log2) - 1) >> log2) << log2
-            _deal(width, 1 << log2, order[i], columns[i])
+            own[_COLUMNS] = deal(width, 1 << log2, order[i], columns[i])
             finest = np.int64(0)
         own[_PAD] = (depth[16 * number + finest] + multiple - 1) // multiple * multiple
         for stream in range(start >> log2, (stop + (1 << log2) - 1) >> log2):
-            states[at] = _u32(data, own[_STATES] + 4 * stream)
+            states[at] = read_u32(data, own[part.STATES] + 4 * stream)
             starts[at] = words_at[own[_STREAMS] + stream]
             ends[at] = words_at[own[_STREAMS] + stream + 1]
             at += 1
         window = WINDOW if mode else own[_COLUMNS]
         listed = list_groups(i, first_stream[i], own[_COLUMNS], 1 << log2, window, groups, listed)
-        fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[_WORDS], own[_COUNT]
+        fields[i, lanes.WORDS], fields[i, lanes.LAST] = own[part.WORDS], own[part.COUNT]
         fields[i, lanes.CLASSES], fields[i, lanes.OUT] = i * columns.shape[1], scratch_at[i]
         fields[i, lanes.COLUMNS] = own[_COLUMNS]
         fields[i, lanes.PLANES] = 16 * number
@@ -481,10 +362,10 @@ def _decode(  # type: ignore[no-untyped-def]
         while first_stream[i + 1] <= bad:
             i += 1
         problem[0], problem[1] = i, STREAM
-        problem[2] = (start >> found[i, _LOG2]) + bad - first_stream[i]
+        problem[2] = (start >> found[i, part.LOG2]) + bad - first_stream[i]
         return False
     for i in range(count):
-        number = 2 * sections[i] + found[i, _MODE]
+        number = 2 * sections[i] + found[i, part.MODE]
         if not _dequantize(
             data, found[i], by_window, windows_at[i], entries[number], number, tokens, start, stop,
             columns[i, : found[i, _COLUMNS]], order[i], packed, shrink, scratch[scratch_at[i] :], wide[y_at[i] :],
@@ -532,9 +413,9 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     packed, count = coding.plans, len(parts)
     numbers = np.array([number for number, _ in parts])
     # A copy, since a step reads a little more than the word that it needs.
-    data = np.frombuffer(b"".join([*(part for _, part in parts), bytes(_SLACK)]), np.uint8)
+    data = np.frombuffer(b"".join([*(section for _, section in parts), bytes(_SLACK)]), np.uint8)
     spans = np.zeros((count, 2), np.int64)
-    spans[:, 1] = np.cumsum([len(part) for _, part in parts])
+    spans[:, 1] = np.cumsum([len(section) for _, section in parts])
     spans[1:, 0] = spans[:-1, 1]
     found, problem = np.zeros((count, FOUND_FIELDS), np.int64), np.zeros(3, np.int64)
     classes = np.empty((count, tokens), np.uint8)
@@ -582,7 +463,7 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
         columns_of = int(found[i, _COLUMNS])
         shape = (len(coding.sections[number].ranks), int(found[i, _PAD]), columns_of)
         own = y[y_at[i] : y_at[i] + math.prod(shape)].view(shape)
-        classes = columns[i, :columns_of] if found[i, _MODE] else None
+        classes = columns[i, :columns_of] if found[i, part.MODE] else None
         out.append(Coefficients(order[i, :columns_of], classes, own))
     return out
 
@@ -610,7 +491,7 @@ def _error(
     if kind == CLASS_STREAM:
         return class_stream_error()
     if kind == STREAM:
-        return stream_error(detail, stream_count(tokens, 1 << int(found[i, _LOG2])))
+        return stream_error(detail, stream_count(tokens, 1 << int(found[i, part.LOG2])))
     if kind == ESCAPE_LIST:
         return escape_error()
     return FormatError("the coded part of a section is malformed")

@@ -145,6 +145,30 @@ def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int
 
 
 @compiled
+def count_escapes(plane):  # type: ignore[no-untyped-def]
+    """Return how many bytes of a plane are ESCAPE."""
+    count = 0
+    for i in range(len(plane)):
+        count += plane[i] == ESCAPE
+    return count
+
+
+@compiled
+def to_levels(plane, levels):  # type: ignore[no-untyped-def]
+    """Write the bytes of a plane as levels."""
+    for i in range(len(levels)):
+        levels[i] = np.int32(np.int8(plane[i]))
+
+
+@compiled
+def add_low_bits(levels, low, bits):  # type: ignore[no-untyped-def]
+    """Complete levels by their low bits."""
+    half = np.int32(1) << (bits - 1)
+    for i in range(len(levels)):
+        levels[i] = np.int32((levels[i] << bits) + np.int32(low[i]) - half)
+
+
+@compiled
 def _unpack(planes, escape_index, escape_value, shift, out):  # type: ignore[no-untyped-def]
     rows, tokens = out.shape
     low_row = rows
@@ -152,21 +176,15 @@ def _unpack(planes, escape_index, escape_value, shift, out):  # type: ignore[no-
     for c in range(rows):
         k = np.int32(shift[c])
         source, target = planes[c], out[c]
-        escapes = 0
-        for t in range(tokens):
-            target[t] = np.int32(np.int8(source[t]))
-            escapes += source[t] == ESCAPE
-        for t in range(tokens if escapes else 0):
+        to_levels(source, target)
+        for t in range(tokens if count_escapes(source) else 0):
             if source[t] == ESCAPE:
                 if at >= len(escape_index) or np.int64(escape_index[at]) != c * tokens + t:
                     return False
                 target[t] = escape_value[at]
                 at += 1
         if k:
-            half = np.int32(1) << (k - 1)
-            low = planes[low_row]
-            for t in range(tokens):
-                target[t] = (target[t] << k) + np.int32(low[t]) - half
+            add_low_bits(target, planes[low_row], k)
             low_row += 1
     return at == len(escape_index)
 

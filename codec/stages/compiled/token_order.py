@@ -9,6 +9,8 @@ from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arrays import U8
 
+ABSENT = 2  # the class of a column without a token, if tokens have no classes
+
 
 @compiled
 def sort_columns(classes, order, columns):  # type: ignore[no-untyped-def]
@@ -36,3 +38,19 @@ def coding_order(classes: U8) -> npt.NDArray[np.intp]:
     order = np.empty(len(classes), np.intp)
     sort_columns(classes, order, np.empty(len(classes), np.uint8))
     return order
+
+
+@compiled
+def deal(tokens, per_stream, order, columns):  # type: ignore[no-untyped-def]
+    """Write `reference.token_order.dealt_order`, and a class for each column; return how many columns there are.
+
+    The class is 0 for the first token of a stream, 1 for the others, and `ABSENT` for a column without a token.
+    """
+    column = 0
+    for j in range(per_stream):
+        for begin in range(0, tokens, per_stream):
+            there = begin + j < tokens
+            order[column] = begin + j if there else -1
+            columns[column] = (j > 0) if there else ABSENT
+            column += 1
+    return column

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from numba.core import types
-from numba.extending import overload
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.layout import KVLayout, LayerLayout
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.stages.compiled.arena import Arena
+from cuvee.codec.stages.compiled.bfloat16 import rounded, to_float
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows, all_memory
 from cuvee.codec.support.arrays import F32, I64
-
-
-def _wide(value: Any) -> Any:
-    """The bits of a bfloat16, or a float32, as float32."""
-
-
-def _rounded(value: Any, out: Any) -> Any:
-    """A float32 as `out` holds it: as it is, or as the bits of a bfloat16, to nearest and ties to even."""
-
-
-@overload(_wide)
-def _wide_of(value):  # type: ignore[no-untyped-def]
-    if isinstance(value, types.Integer):
-        return lambda value: np.uint32(np.uint32(value) << np.uint32(16)).view(np.float32)
-    return lambda value: value
-
-
-@overload(_rounded)
-def _rounded_for(value, out):  # type: ignore[no-untyped-def]
-    if not isinstance(out.dtype, types.Integer):
-        return lambda value, out: value
-
-    def rounded(value, out):  # type: ignore[no-untyped-def]
-        # Sums are finite or infinite: there is no NaN whose payload could carry.
-        v = np.float32(value).view(np.uint32)
-        return np.uint16((v + np.uint32(0x7FFF) + ((v >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16))
-
-    return rounded
 
 
 @compiled
@@ -73,12 +43,12 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
             low_center, high_center = center[:half], center[half : 2 * half]
             low_target, high_target = target[:half], target[half : 2 * half]
             for i in range(half):
-                a, b = _wide(low[i]) + low_center[i], _wide(high[i]) + high_center[i]
-                low_target[i] = _rounded(a * c[i] - b * s[i], low_target)
-                high_target[i] = _rounded(b * c[i] + a * s[i], high_target)
+                a, b = to_float(low[i]) + low_center[i], to_float(high[i]) + high_center[i]
+                low_target[i] = rounded(a * c[i] - b * s[i], low_target)
+                high_target[i] = rounded(b * c[i] + a * s[i], high_target)
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
             for i in range(len(tail)):
-                tail_target[i] = _rounded(_wide(tail[i]) + tail_center[i], tail_target)
+                tail_target[i] = rounded(to_float(tail[i]) + tail_center[i], tail_target)
             if permuted:
                 places = offsets[kinds[t], h]
                 for i in range(size):
@@ -162,12 +132,12 @@ def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, ou
             low_center, high_center = center[:half], center[half : 2 * half]
             low_target, high_target = target[:half], target[half : 2 * half]
             for i in range(half):
-                a, b = _wide(low[i]), _wide(high[i])
+                a, b = to_float(low[i]), to_float(high[i])
                 low_target[i] = a * c[i] - b * s[i] - low_center[i]
                 high_target[i] = b * c[i] + a * s[i] - high_center[i]
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
             for i in range(len(tail)):
-                tail_target[i] = _wide(tail[i]) - tail_center[i]
+                tail_target[i] = to_float(tail[i]) - tail_center[i]
             for i in range(size):  # as integers, the magnitudes of floats are in order, and NaN is above infinity
                 worst = max(worst, np.float32(target[i]).view(np.uint32) & _MAGNITUDE)
     return worst < _INFINITE
