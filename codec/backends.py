@@ -1,24 +1,27 @@
-"""The registry of backends: who codes chunks. Every backend writes and reads the same bytes.
+"""The registry of backends, which code chunks. Every backend writes and reads the same bytes.
 
-A `Backend` codes whole chunks where they lie. There is one for the CPU (`cpu.py`, with the stages of `stages.py`),
-and one for GPUs (`cuvee.kernels.backend`). Each registers itself when its module is first asked for; nothing else in
-the codec knows of it.
+    Codec --requests--> Backend --> sections (encode), or tokens in a cache (decode)
+
+A `Backend` codes whole chunks where they lie. One serves the CPU (`codec/cpu/backend.py`, with the stages of
+`codec/stages/implementations.py`), and one serves GPUs (`cuvee.kernels.backend`). Each registers itself when its module
+is first imported, which happens on request: nothing else in the codec depends on a backend.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from cuvee.codec.errors import InputError
+from cuvee.codec.paged import NOWHERE, PagedCache
 
 if TYPE_CHECKING:
     from cuvee.codec.format.container import Header, Scheme
-    from cuvee.codec.paged import PagedCache
+    from cuvee.codec.layout import KVLayout
     from cuvee.codec.profiles.profile import Profile
 
 
@@ -27,10 +30,10 @@ class Coding:
     """How the sections of a blob are coded.
 
     Attributes:
-        profile: whose bases and tables; for lossless its layout alone matters.
+        profile: gives bases and tables; lossless coding uses its layout alone.
         scheme: lossless, transform or generic.
         step_index: 0 for lossless.
-        dtype: of the values: the blob's.
+        dtype: the blob's, of the values.
     """
 
     profile: Profile
@@ -40,28 +43,86 @@ class Coding:
 
 
 @dataclass(frozen=True, slots=True)
-class CodedChunk:
-    """A blob to be decoded into a cache: its header is verified, its sections are not yet.
+class EncodeRequest:
+    """A chunk to encode. The codec has validated it; whether the cache has all slots, the backend checks.
+
+    Attributes:
+        cache: holds the tokens.
+        slots: int64 `[T]` on the cache's device; None for all rows of a dense cache, in order.
+        tokens: T.
+        start: position of the first token.
+        offsets: octaves `[T]` by which each token's step is coarser, on the CPU; None leaves that to the profile.
+    """
+
+    cache: PagedCache
+    slots: torch.Tensor | None
+    tokens: int
+    start: int
+    offsets: torch.Tensor | None = None
+
+    @property
+    def every_slot(self) -> torch.Tensor:
+        """`slots`, spelled out for a dense cache."""
+        return torch.arange(self.tokens, device=self.cache.device) if self.slots is None else self.slots
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRequest:
+    """Tokens of a blob to decode, and where they go. The blob's header is verified, its sections are not yet.
 
     Attributes:
         blob: all of its bytes.
         header: what `read_header` returned.
-        slots: int64 `[tokens]` on the cache's device, -1 for tokens that are not to be written.
-        start: position that its first token gets.
+        layout: of the chunk, with the blob's dtype.
+        span: the tokens of the blob to decode.
+        layers: the layers to decode.
+        cache: receives the tokens.
+        slots: int64 `[len(span)]` on the cache's device, -1 for tokens that are not written; None for the rows of a
+            dense cache, in order.
+        start: position that the first token of `span` gets.
         number: of the blob in its call, for messages.
     """
 
     blob: bytes | memoryview
     header: Header
-    slots: torch.Tensor
+    layout: KVLayout
+    span: range
+    layers: range
+    cache: PagedCache
+    slots: torch.Tensor | None
     start: int
     number: int = 0
 
+    def part(self, span: range) -> DecodeRequest:
+        """Return the request for some of the tokens only; `span` lies within this one's."""
+        first = span.start - self.span.start
+        slots = None if self.slots is None else self.slots[first : first + len(span)]
+        return replace(self, span=span, slots=slots, start=self.start + first)
+
+    @property
+    def span_slots(self) -> torch.Tensor:
+        """`slots`, spelled out for a dense cache."""
+        return torch.arange(len(self.span), device=self.cache.device) if self.slots is None else self.slots
+
+    @property
+    def every_slot(self) -> torch.Tensor:
+        """Slots of all tokens of the blob, int64 on the cache's device: -1 for tokens outside `span`."""
+        if len(self.span) == self.header.tokens:
+            return self.span_slots
+        slots = torch.full((self.header.tokens,), NOWHERE, dtype=torch.int64, device=self.cache.device)
+        slots[self.span.start : self.span.stop] = self.span_slots
+        return slots
+
+    @property
+    def blob_start(self) -> int:
+        """Position of the blob's first token, decoded or not, beside those of `span`; it may be below zero."""
+        return self.start - self.span.start
+
 
 class Backend(Protocol):
-    """Codes whole chunks where they lie: from and into a `PagedCache`, of which a dense cache is one.
+    """Codes whole chunks where they lie: from and into a `PagedCache`, which may be dense.
 
-    One on a device works on the device's current stream.
+    A backend of a device works on the device's current stream.
     """
 
     @property
@@ -76,50 +137,40 @@ class Backend(Protocol):
 
     @property
     def batched(self) -> bool:
-        """Whether many chunks in one call are faster than one after the other."""
+        """Whether many chunks in one call are faster than one call per chunk."""
         ...
 
     def prepare(self, coding: Coding) -> None:
-        """Make ready what coding takes, so that what the profile or the step cannot do fails here and not later.
+        """Build what the coding needs, so that a profile or step that cannot be used fails here and not later.
 
         Raises:
             ProfileError: a step that the profile's plan does not reach.
         """
         ...
 
-    def encode(
-        self,
-        coding: Coding,
-        cache: PagedCache,
-        slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
-    ) -> list[list[bytes]]:
-        """The sections of each chunk: chunk i is the tokens at `slots[i]`, the first at position `starts[i]`.
-
-        `offsets[i]` are octaves `[T]` by which its tokens' steps shall be coarser (on the CPU), None where the profile
-        is to say.
+    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
+        """Return the sections of each chunk. All requests have one cache.
 
         Raises:
             InputError: values that the scheme cannot code, or a slot beyond the cache.
         """
         ...
 
-    def decode(
-        self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
-    ) -> Callable[[], None]:
-        """Start writing the chunks into the cache; returns a function that waits and raises what went wrong.
+    def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
+        """Start decoding into the cache; return a function that waits and raises the first error.
+
+        All requests have one cache and the same layers.
 
         Raises:
-            FormatError, CorruptError: at once, if a section's checksum or its lengths are wrong; from the returned
-                function, if the streams are.
+            FormatError, CorruptError: at once if a section's checksum or its lengths are wrong; from the returned
+                function if the streams are.
         """
         ...
 
 
 _MAKERS: dict[str, Callable[[int], Backend]] = {}
 
-# Imported when first asked for: the codec depends on none of them.
+# Imported on request: the codec depends on none of them.
 _MODULES = {
     "reference": "cuvee.codec.cpu.backend",
     "numba": "cuvee.codec.cpu.backend",
@@ -129,27 +180,27 @@ _OF_DEVICE = {"cpu": "numba", "cuda": "triton"}
 
 
 def register(name: str, make: Callable[[int], Backend]) -> None:
-    """Make a backend known under `name`.
+    """Register a backend under `name`.
 
     Args:
-        name: one of those in this registry, or a new one.
-        make: called with the number of threads that it may use.
+        name: a name of this registry, or a new one.
+        make: makes the backend, given the number of threads that it may use.
     """
     _MAKERS[name] = make
 
 
 def check_backend(name: str) -> str:
-    """`name`, if it is `"auto"` or a backend; else raises InputError."""
+    """Return `name` if it is `"auto"` or a backend's; raise InputError otherwise."""
     known = ["auto", *dict.fromkeys([*_MODULES, *_MAKERS])]
     if name not in known:
-        raise InputError(f"backend={name!r} is not known; choose one of {known}")
+        raise InputError(f"backend: must be one of {known}, got {name!r}")
     return name
 
 
 def has_backend(name: str, device_type: str) -> bool:
-    """Whether `get_backend` has one for tensors on `device_type`; if not, a copy of them on the CPU can be coded.
+    """Return whether `get_backend` has a backend for tensors on `device_type`. If not, a copy on the CPU can be coded.
 
-    A backend for a device that was asked for by name counts everywhere: where it cannot run, `get_backend` says why.
+    A backend of a device that was requested by name counts on every device: `get_backend` explains why it cannot run.
     """
     if check_backend(name) == "auto":
         return device_type in _OF_DEVICE
@@ -157,26 +208,30 @@ def has_backend(name: str, device_type: str) -> bool:
 
 
 def get_backend(name: str, device_type: str = "cpu", threads: int = 1) -> Backend:
-    """The backend called `name`, or with `"auto"` the one for tensors on `device_type`.
+    """Return the backend called `name`, or for `"auto"` the one for tensors on `device_type`.
 
     Args:
         name: as in `Codec(backend=)`.
-        device_type: where the tensors are: `"cpu"`, `"cuda"`.
-        threads: of the host, that it may use.
+        device_type: of the tensors: `"cpu"`, `"cuda"`.
+        threads: host threads that it may use.
 
     Raises:
-        InputError: no such backend; it cannot run here; or it does not serve that device.
+        InputError: no such backend, or one that cannot run here or does not serve that device.
     """
     if check_backend(name) == "auto":
         if device_type not in _OF_DEVICE:
-            raise InputError(f"no backend for tensors on {device_type!r}; move them to the CPU first")
+            raise InputError(
+                f"device: must be one of {list(_OF_DEVICE)}, got {device_type!r}: move the tensors to the CPU first"
+            )
         name = _OF_DEVICE[device_type]
     if name not in _MAKERS:
         try:
             import_module(_MODULES[name])
         except ModuleNotFoundError as error:
-            raise InputError(f"backend {name!r} needs the package {error.name!r}, which is not installed") from error
+            raise InputError(
+                f"backend: must be installed, got {name!r}, which needs the package {error.name!r}"
+            ) from error
     backend = _MAKERS[name](threads)
     if device_type not in backend.devices:
-        raise InputError(f"backend {name!r} serves {backend.devices}, not tensors on {device_type!r}")
+        raise InputError(f"backend: must serve {device_type!r}, got {name!r}, which serves {list(backend.devices)}")
     return backend

@@ -1,9 +1,9 @@
 """The KV cache of a serving engine: blocks of tokens in any physical order, addressed by slots.
 
     slot s of a layer = token s % block_tokens of block s // block_tokens
-    its values        = a strided view (a tensor), or wherever a table says (`PermutedPages`, on the CPU)
+    its values        = a strided view (a tensor), or places listed in a table (`PermutedPages`, on the CPU)
 
-`PagedCache` describes existing tensors; it owns nothing and copies nothing. A dense cache is one whose single block
+`PagedCache` describes existing tensors; it owns nothing and copies nothing. A dense cache is a cache whose single block
 holds all tokens, so code that reads or writes a `PagedCache` serves both kinds.
 """
 
@@ -21,42 +21,38 @@ from cuvee.codec.models.dtypes import TORCH_DTYPES
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOWHERE = -1  # the slot of a token that is left out
 
-_BITS = {
-    1: torch.uint8,
-    2: torch.int16,
-    4: torch.int32,
-    8: torch.int64,
-}  # stand in for values of that size: copied, never computed
+# By size in bytes: dtypes that stand in for values which are copied and never computed with.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PageOrder:
-    """Where the values of a block lie, alike in every block, where no strides describe it.
+    """The places of a block's values where no strides describe them; the same in every block.
 
     Args:
         offsets: int64 `[block_tokens, heads, dim]`, elements from the start of the block.
-        blocks: how many there are.
-        block_stride: elements from the start of a block to that of the next.
+        blocks: number of blocks.
+        block_stride: elements from the start of a block to the start of the next.
 
     Attributes:
         span: elements from the start of the first block to the last value of the last one.
 
     Raises:
-        InputError: two values of one place, or a place before the start of the block.
+        InputError: two values at one place, or a place before the start of the block.
     """
 
     def __init__(self, offsets: torch.Tensor, blocks: int, block_stride: int) -> None:
         if offsets.ndim != 3 or offsets.dtype != torch.int64 or not offsets.numel() or int(offsets.min()) < 0:
             raise InputError(
-                "offsets must be int64 [block_tokens, heads, dim] of at least 0, "
+                "offsets: must be int64 [block_tokens, heads, dim] of at least 0, "
                 f"got {offsets.dtype} {list(offsets.shape)}"
             )
         if blocks < 1 or block_stride < 1:
-            raise InputError(f"blocks and block_stride must be positive, got {blocks} and {block_stride}")
-        # Two values meet, in one block or in two, where their offsets differ by fewer than `blocks` strides.
+            raise InputError(f"blocks, block_stride: must be at least 1, got {blocks}, {block_stride}")
+        # Two values share a place, in one block or in two, if their offsets differ by fewer than `blocks` strides.
         rest, stride = offsets.flatten() % block_stride, offsets.flatten() // block_stride
         places = (rest * (int(stride.max()) + blocks) + stride).sort().values
         if bool((places.diff() < blocks).any()):
-            raise InputError("offsets: two values of the cache have one place, so they are no permutation")
+            raise InputError("offsets: must be a permutation, got two values of the cache at one place")
         self.offsets = offsets.contiguous()
         self.blocks = blocks
         self.block_stride = block_stride
@@ -67,16 +63,16 @@ class PageOrder:
         return f"PageOrder({self.blocks} blocks {self.block_stride} apart, {tokens} tokens of {heads} x {dim} permuted)"
 
     def index(self, block: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
-        """Places of some tokens' values, int64 `[T * heads * dim]`; block and token are int64 `[T]`."""
+        """Return the places of some tokens' values, int64 `[T * heads * dim]`; block and token are int64 `[T]`."""
         return (self.offsets[token] + (block * self.block_stride)[:, None, None]).flatten()
 
 
 class PermutedPages:
-    """K or V of one layer, `[blocks, block_tokens, heads, dim]`, in a `PageOrder`. On the CPU alone.
+    """K or V of one layer, `[blocks, block_tokens, heads, dim]`, in a `PageOrder`. On the CPU only.
 
     Args:
         memory: `[order.span]` contiguous, from the start of the first block on; not copied.
-        order: shared by the layers whose pages are laid out alike.
+        order: shared by all layers with this arrangement of pages.
 
     Attributes:
         memory, order: as given.
@@ -85,17 +81,17 @@ class PermutedPages:
 
     Raises:
         InputError: memory of another size.
-        UnsupportedModelError: memory of a device; its kernels take strides.
+        UnsupportedModelError: memory of a device, whose kernels take strides.
     """
 
     def __init__(self, memory: torch.Tensor, order: PageOrder) -> None:
         if memory.device.type != "cpu":
             raise UnsupportedModelError(
-                f"pages on {memory.device} whose values lie at no fixed strides: cuvee takes them on the CPU alone, so "
-                "this attention backend's cache is not supported"
+                f"memory: must be on the CPU if its values lie at no fixed strides, got {memory.device}: the cache of "
+                "this attention backend is not supported"
             )
         if memory.shape != (order.span,) or not memory.is_contiguous():
-            raise InputError(f"memory must be contiguous [{order.span}], got {list(memory.shape)}")
+            raise InputError(f"memory: must be contiguous [{order.span}], got {list(memory.shape)}")
         self.memory = memory
         self.order = order
         self.device, self.dtype = memory.device, memory.dtype
@@ -103,7 +99,7 @@ class PermutedPages:
         self._bits = memory.view(_BITS[memory.element_size()])
 
     def take(self, index: torch.Tensor) -> torch.Tensor:
-        """A copy of the values at `order.index(...)`, `[T, heads, dim]`."""
+        """Return a copy of the values at `order.index(...)`, `[T, heads, dim]`."""
         return self._bits.index_select(0, index).view(self.dtype).view(-1, *self.shape[2:])
 
     def put(self, index: torch.Tensor, part: torch.Tensor) -> None:
@@ -116,7 +112,7 @@ Pages = torch.Tensor | PermutedPages
 
 
 class PagedCache:
-    """Where the KV cache of a model lies in memory.
+    """The memory of a model's KV cache.
 
     Args:
         layout: layout of the model. Its dtype is the dtype of the values; an fp8 cache holds them divided by a scale.
@@ -128,14 +124,14 @@ class PagedCache:
         value_scales: the same for values.
 
     Raises:
-        InputError: the tensors do not have the layout's shapes, or not all of them have one dtype and one device.
+        InputError: the tensors do not have the layout's shapes, or they differ in dtype or device.
 
     Example:
         >>> from cuvee import LayerLayout
         >>> layout = KVLayout("mine", (LayerLayout(2, 8, 8, None),) * 3, "float32", max_positions=None)
         >>> pages = [torch.zeros(100, 16, 2, 8) for _ in range(3)]  # 100 blocks of 16 tokens
         >>> cache = PagedCache(layout, pages, [torch.zeros_like(p) for p in pages])
-        >>> cache.read(torch.tensor([160, 161, 32]), start=0).tokens  # of block 10, and of block 2
+        >>> cache.read(torch.tensor([160, 161, 32]), start=0).tokens  # two of block 10, one of block 2
         3
     """
 
@@ -151,47 +147,76 @@ class PagedCache:
             ("keys", keys), ("values", values), ("key_scales", key_scales), ("value_scales", value_scales)
         ):  # fmt: skip
             if given is not None and len(given) != layout.num_layers:
-                raise InputError(f"{name} has {len(given)} layers, the layout {layout.num_layers}")
-        self.layout = layout
-        self._keys = tuple(keys)
-        self._values = tuple(values)
-        self._tensors = _tensors(self._keys), _tensors(self._values)
-        self._rows: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
-        self.key_scales = _scales("key_scales", key_scales, layout)
-        self.value_scales = _scales("value_scales", value_scales, layout)
-        first = self._keys[0]
-        self.device, self.dtype = first.device, first.dtype
+                raise InputError(f"{name}: must have the {layout.num_layers} layers of the layout, got {len(given)}")
+        self._hold(
+            layout, keys, values, _scales("key_scales", key_scales, layout),
+            _scales("value_scales", value_scales, layout),
+        )  # fmt: skip
         if self.dtype not in (*TORCH_DTYPES.values(), *FP8_DTYPES):
-            raise InputError(f"keys are {self.dtype}: a cache must be {', '.join(TORCH_DTYPES)} or fp8 (e4m3fn, e5m2)")
+            raise InputError(f"keys: must be {', '.join(TORCH_DTYPES)} or fp8 (e4m3fn, e5m2), got {self.dtype}")
         for index, layer in enumerate(layout.layers):
             for name, tensor, size in (
-                ("keys", self._keys[index], layer.head_dim),
-                ("values", self._values[index], layer.value_dim),
+                (f"keys[{index}]", self._keys[index], layer.head_dim),
+                (f"values[{index}]", self._values[index], layer.value_dim),
             ):
                 shape = tensor.shape
                 if len(shape) != 4 or shape[2] != layer.kv_heads or shape[3] != size:
                     raise InputError(
-                        f"{name} of layer {index} must have shape [blocks, block_tokens, {layer.kv_heads}, {size}], "
-                        f"got {list(shape)}"
+                        f"{name}: must have shape [blocks, block_tokens, {layer.kv_heads}, {size}], got {list(shape)}"
                     )
                 if tensor.dtype != self.dtype or tensor.device != self.device:
                     raise InputError(
-                        f"{name} of layer {index} are {tensor.dtype} on {tensor.device}, keys of layer 0 {self.dtype} "
-                        f"on {self.device}: all must be alike"
+                        f"{name}: must be {self.dtype} on {self.device} like keys[0], got {tensor.dtype} on "
+                        f"{tensor.device}"
                     )
         if not self.scaled and any(scale != 1.0 for scale in self.key_scales + self.value_scales):
-            raise InputError(f"a {self.dtype} cache has no scales: key_scales and value_scales are for fp8")
+            raise InputError(f"key_scales, value_scales: must be 1 unless the cache is fp8, got a {self.dtype} cache")
+
+    def _hold(
+        self,
+        layout: KVLayout,
+        keys: Sequence[Pages],
+        values: Sequence[Pages],
+        key_scales: tuple[float, ...],
+        value_scales: tuple[float, ...],
+    ) -> None:
+        self.layout = layout
+        self._keys, self._values = tuple(keys), tuple(values)
+        self._tensors = _tensors(self._keys), _tensors(self._values)
+        self.key_scales, self.value_scales = key_scales, value_scales
+        self.device, self.dtype = self._keys[0].device, self._keys[0].dtype
 
     @classmethod
     def dense(cls, layout: KVLayout, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> PagedCache:
-        """A cache of tensors `[T, H, D]` per layer, each of them one block: slot t is token t."""
-        cache = cls(layout, [tensor[None] for tensor in keys], [tensor[None] for tensor in values])
-        cache._rows = keys, values
+        """Make a cache of tensors `[T, H, D]` per layer, each of which is one block: slot t is token t."""
+        return cls(layout, [tensor[None] for tensor in keys], [tensor[None] for tensor in values])
+
+    @classmethod
+    def of_chunk(cls, chunk: KVChunk) -> PagedCache:
+        """Make a dense cache of a chunk's tensors, which are not validated again."""
+        return cls._unchecked(chunk.layout, chunk.keys, chunk.values)
+
+    @classmethod
+    def empty(cls, layout: KVLayout, tokens: int, layers: range, device: torch.device) -> PagedCache:
+        """Make a dense cache of uninitialized tensors: `[tokens, H, D]` in `layers`, `[0, H, D]` in other layers."""
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for index, layer in enumerate(layout.layers):
+            rows = tokens if index in layers else 0
+            for tensors, size in ((keys, layer.head_dim), (values, layer.value_dim)):
+                tensors.append(torch.empty(rows, layer.kv_heads, size, dtype=layout.torch_dtype, device=device))
+        return cls._unchecked(layout, keys, values)
+
+    @classmethod
+    def _unchecked(cls, layout: KVLayout, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> PagedCache:
+        cache = cls.__new__(cls)
+        scales = (1.0,) * layout.num_layers
+        cache._hold(layout, [tensor[None] for tensor in keys], [tensor[None] for tensor in values], scales, scales)
         return cache
 
     @property
     def permuted(self) -> bool:
-        """Whether some layers are `PermutedPages`, which `keys` and `values` cannot show."""
+        """Whether some layers are `PermutedPages`, which `keys` and `values` cannot return."""
         return None in self._tensors
 
     @property
@@ -209,16 +234,14 @@ class PagedCache:
         return _strided(self._tensors[1])
 
     def pages(self, layer: int) -> tuple[Pages, Pages]:
-        """Keys and values of a layer, `[blocks, block_tokens, heads, dim]`, of either kind."""
+        """Return keys and values of a layer, `[blocks, block_tokens, heads, dim]`, of either kind."""
         return self._keys[layer], self._values[layer]
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values `[T, H, D]` of a layer of a dense cache; None with several blocks, or if `permuted`."""
-        if self._rows is not None:
-            return self._rows[0][layer], self._rows[1][layer]
-        if self.permuted:
+        """Return keys and values `[T, H, D]` of a layer if they are one block of strided values; None otherwise."""
+        keys, values = self.pages(layer)
+        if isinstance(keys, PermutedPages) or isinstance(values, PermutedPages):
             return None
-        keys, values = self.keys[layer], self.values[layer]
         return (keys[0], values[0]) if len(keys) == len(values) == 1 else None
 
     @property
@@ -227,20 +250,22 @@ class PagedCache:
         return self.dtype in FP8_DTYPES
 
     def check_slots(self, slots: torch.Tensor, tokens: int | None = None) -> torch.Tensor:
-        """`slots`, if it is int64 [T] on the cache's device (with T = `tokens`, if given); else raise InputError."""
+        """Return `slots` if it is int64 [T] on the cache's device, T = `tokens` if given; else raise InputError."""
         if slots.ndim != 1 or slots.dtype != torch.int64 or slots.device != self.device:
             raise InputError(
-                f"slots must be int64 [T] on {self.device}, got {slots.dtype} {list(slots.shape)} on {slots.device}"
+                f"slots: must be int64 [T] on {self.device}, got {slots.dtype} {list(slots.shape)} on {slots.device}"
             )
         if tokens is not None and len(slots) != tokens:
-            raise InputError(f"slots name {len(slots)} tokens, the blob holds {tokens}: use -1 for those to leave out")
+            raise InputError(
+                f"slots: must name the {tokens} tokens of the blob, got {len(slots)}: use -1 for tokens to leave out"
+            )
         return slots
 
     def run(self, slots: torch.Tensor, layers: range | None = None) -> slice | None:
-        """The tokens at `slots`, int64 `[T]`, as rows of a dense cache; None where they are no run of its rows.
+        """Return the rows of a dense cache that the tokens at `slots` are; None if they are no run of its rows.
 
         Args:
-            slots: of adjacent tokens, or of any.
+            slots: int64 `[T]`, adjacent or not.
             layers: the layers whose tensors must have those rows; default all.
         """
         first, last = (int(slots[0]), int(slots[-1])) if len(slots) else (0, -1)
@@ -254,49 +279,56 @@ class PagedCache:
             return None
         return slice(first, last + 1)
 
-    def chunk(self, slots: torch.Tensor, start: int) -> KVChunk:
-        """The tokens at `slots` as a chunk: views of a dense cache of the layout's dtype, a copy of any other.
+    def chunk(self, slots: torch.Tensor | None, start: int) -> KVChunk:
+        """Return the tokens at `slots` as a chunk: views of a dense cache of the layout's dtype, copies of another.
+
+        Args:
+            slots: int64 `[T]` on the cache's device; None for all rows of a dense cache.
+            start: position of the first token.
 
         Raises:
             InputError: a slot that the cache does not have.
         """
-        self.check_slots(slots)
-        run = self.run(slots) if self.dtype == self.layout.torch_dtype else None
-        if run is None:
-            return self.read(slots, start)
-        rows = [of_layer for of_layer in map(self.rows, range(self.layout.num_layers)) if of_layer is not None]
-        return KVChunk([keys[run] for keys, _ in rows], [values[run] for _, values in rows], self.layout, start)
+        run = slice(None)
+        if slots is not None:
+            found = self.run(slots) if self.dtype == self.layout.torch_dtype else None
+            if found is None:
+                return self._read(slots, start)
+            run = found
+        keys, values = ([pages[0, run].detach() for pages in unit] for unit in (self.keys, self.values))
+        return KVChunk.unchecked(keys, values, self.layout, start)
 
     def read(self, slots: torch.Tensor, start: int) -> KVChunk:
-        """A copy of the tokens at `slots`, int64 `[T]`, as a chunk that begins at position `start`.
+        """Return a copy of the tokens at `slots`, int64 `[T]`, as a chunk that begins at position `start`.
 
         Raises:
             InputError: a slot that the cache does not have.
         """
-        self.check_slots(slots)
+        chunk = self._read(self.check_slots(slots), start)
+        return KVChunk(chunk.keys, chunk.values, self.layout, start)
+
+    def _read(self, slots: torch.Tensor, start: int) -> KVChunk:
         dtype = self.layout.torch_dtype
         layers = range(self.layout.num_layers)
         self.check_range(slots, layers, least=0)
         places = self._places(slots, layers)
-        out: dict[str, list[torch.Tensor]] = {"keys": [], "values": []}
-        for name, tensors, scales in (
-            ("keys", self._keys, self.key_scales),
-            ("values", self._values, self.value_scales),
-        ):
-            for tensor, scale in zip(tensors, scales, strict=True):
-                part = _take(tensor, places)
-                out[name].append((part.float() * scale).to(dtype) if self.scaled else part.to(dtype))
-        return KVChunk(out["keys"], out["values"], self.layout, start)
+        units: list[list[torch.Tensor]] = []
+        for pages, scales in ((self._keys, self.key_scales), (self._values, self.value_scales)):
+            units.append([])
+            for layer, scale in zip(pages, scales, strict=True):
+                part = _take(layer, places).detach()
+                units[-1].append((part.float() * scale if self.scaled else part).to(dtype))
+        return KVChunk.unchecked(units[0], units[1], self.layout, start)
 
     def layer(self, index: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copies `[T, H, D]` of a layer's keys and values at `slots`: see `reader`."""
+        """Return copies `[T, H, D]` of a layer's keys and values at `slots`: see `reader`."""
         return self.reader(slots)(index)
 
     def reader(self, slots: torch.Tensor) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-        """What copies keys and values `[T, H, D]` of a layer at `slots`, int64 `[T]`, as they are stored.
+        """Return a function that copies the stored keys and values `[T, H, D]` of a layer at `slots`, int64 `[T]`.
 
-        Where they lie is found out once for all layers. The slots must be the cache's: on a device, to check that would
-        wait for it.
+        Their places are computed once for all layers. The slots must be the cache's: checking them would wait for the
+        device.
         """
         places = self._places(slots, range(self.layout.num_layers))
 
@@ -307,9 +339,9 @@ class PagedCache:
         return read
 
     def copy(self, slots: torch.Tensor) -> PagedCache:
-        """The tokens at `slots`, int64 `[T]`, as the one block of a dense cache: the numbers as they are stored.
+        """Copy the tokens at `slots`, int64 `[T]`, into the one block of a dense cache: the numbers as stored.
 
-        The slots must be the cache's: on a device, to check that would wait for it.
+        The slots must be the cache's: checking them would wait for the device.
         """
         places = self._places(slots, range(self.layout.num_layers))
         keys, values = ([_take(tensor, places)[None] for tensor in unit] for unit in (self._keys, self._values))
@@ -360,10 +392,10 @@ class PagedCache:
             for tensor in self.pages(layer):
                 size = tensor.shape[0] * tensor.shape[1]
                 if not least <= lowest <= highest < size:
-                    raise InputError(f"slots reach from {lowest} to {highest}, layer {layer} has {size} slots")
+                    raise InputError(f"slots: must be {least} … {size - 1} in layer {layer}, got {lowest} … {highest}")
 
     def _places(self, slots: torch.Tensor, layers: range) -> _Places:
-        """Where the tokens at these slots lie, for every kind of pages that these layers have."""
+        """Return the places of the tokens at these slots, for every kind of pages that these layers have."""
         places: _Places = {}
         for layer in layers:
             for tensor in self.pages(layer):
@@ -382,7 +414,7 @@ _Places = dict[PageOrder | torch.Size, tuple[torch.Tensor, ...]]
 
 
 def _tensors(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...] | None:
-    """All of them, if they are tensors."""
+    """Return the pages if all of them are tensors."""
     tensors = tuple(each for each in pages if isinstance(each, torch.Tensor))
     return tensors if len(tensors) == len(pages) else None
 
@@ -390,19 +422,19 @@ def _tensors(pages: Sequence[Pages]) -> tuple[torch.Tensor, ...] | None:
 def _strided(tensors: tuple[torch.Tensor, ...] | None) -> tuple[torch.Tensor, ...]:
     if tensors is None:
         raise UnsupportedModelError(
-            "the cache's values lie at no fixed strides: such pages are read and written by value, by the backends of "
-            "the CPU; the backend 'triton' does not take them"
+            "cache: must have values at fixed strides for the backend 'triton', got permuted pages: use a backend of "
+            "the CPU, which reads and writes such pages value by value"
         )
     return tensors
 
 
 def _kind(pages: Pages) -> PageOrder | torch.Size:
-    """What places depend on: the order, or the size `[blocks, block_tokens]`."""
+    """Return what places depend on: the order, or the size `[blocks, block_tokens]`."""
     return pages.order if isinstance(pages, PermutedPages) else pages.shape[:2]
 
 
 def _take(pages: Pages, places: _Places) -> torch.Tensor:
-    """A copy `[T, H, D]` of the tokens at their places."""
+    """Return a copy `[T, H, D]` of the tokens at their places."""
     place = places[_kind(pages)]
     return pages.take(place[0]) if isinstance(pages, PermutedPages) else pages[place]
 
@@ -419,5 +451,5 @@ def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
 def _scales(name: str, scales: Sequence[float] | None, layout: KVLayout) -> tuple[float, ...]:
     given = (1.0,) * layout.num_layers if scales is None else tuple(float(scale) for scale in scales)
     if not all(0.0 < scale < float("inf") for scale in given):
-        raise InputError(f"{name} must be positive and finite, got {given}")
+        raise InputError(f"{name}: must be positive and finite, got {given}")
     return given

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from cuvee.codec.backends import CodedChunk, Coding, register
+from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest, register
 from cuvee.codec.entropy.family import Family
 from cuvee.codec.errors import InputError
 from cuvee.codec.format.container import Scheme
@@ -57,7 +57,7 @@ class DeviceScheme(Protocol):
         """Return the scratch memory that encoding a chunk of this many tokens takes, in bytes."""
         ...
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> Any:
+    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> Any:
         """Verify blobs and pack what goes to the device; starts nothing there."""
         ...
 
@@ -105,37 +105,31 @@ class TritonBackend:
     def prepare(self, coding: Coding) -> None:
         """See `Backend.prepare`. What depends on the device is made where the device is known."""
 
-    def encode(
-        self,
-        coding: Coding,
-        cache: PagedCache,
-        slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
-    ) -> list[list[bytes]]:
+    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
         """See `Backend.encode`."""
         out: list[list[bytes]] = []
+        cache, starts, offsets = requests[0].cache, [r.start for r in requests], [r.offsets for r in requests]
         refuse_capture(cache.device)
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
-            weights = [scheme.encode_bytes(_check_tokens(len(at))) for at in slots]
+            slots = [request.every_slot for request in requests]
+            weights = [scheme.encode_bytes(_check_tokens(request.tokens)) for request in requests]
             for run in batches(weights, self.workspace_bytes, MAX_GRID):
                 out += scheme.encode(cache, slots[run], starts[run], offsets[run], run.start)
         return out
 
-    def decode(
-        self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
-    ) -> Callable[[], None]:
+    def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
         """See `Backend.decode`."""
+        cache, layers = requests[0].cache, requests[0].layers
         refuse_capture(cache.device)
         with current(cache.device), torch.no_grad(), settled(cache.device):
             scheme = self._scheme(coding, cache)
-            weights = [scheme.decode_bytes(_check_tokens(chunk.header.tokens)) for chunk in chunks]
+            weights = [scheme.decode_bytes(_check_tokens(request.header.tokens)) for request in requests]
             runs = batches(weights, self.workspace_bytes // DECODE_SHARE, MAX_GRID)
-            statuses = [scheme.launch(scheme.prepare(chunks[run], cache, layers)) for run in runs]
+            statuses = [scheme.launch(scheme.prepare(requests[run], cache, layers)) for run in runs]
             told = Download(join(statuses))
-        self._hold(told.mark, scheme, *(chunk.slots for chunk in chunks))
-        used, numbers = touched(scheme.sections, layers), [chunk.number for chunk in chunks]
+        self._hold(told.mark, scheme, *(request.slots for request in requests))
+        used, numbers = touched(scheme.sections, layers), [request.number for request in requests]
 
         def check() -> None:
             raise_status(told.wait(), scheme.sections[used.start : used.stop], numbers)

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import CodedChunk, Coding
+from cuvee.codec.backends import Coding, DecodeRequest
 from cuvee.codec.entropy.family import Family
 from cuvee.codec.format.container import Reader
 from cuvee.codec.paged import PagedCache
@@ -97,7 +97,7 @@ class GenericDevice:
         """Return the most scratch memory that decoding a chunk of this many tokens takes, in bytes."""
         return 6 * tokens * int(self._first[-1])
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> GenericBatch:
+    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> GenericBatch:
         """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import CodedChunk
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import read_sections
@@ -45,15 +45,15 @@ class Incoming:
         CorruptError: a checksum does not match.
     """
 
-    def __init__(self, chunks: Sequence[CodedChunk], sections: range, cache: PagedCache) -> None:
+    def __init__(self, chunks: Sequence[DecodeRequest], sections: range, cache: PagedCache) -> None:
         headers = [chunk.header for chunk in chunks]
         self.chunks = chunk_table(
-            [h.tokens for h in headers], [h.start for h in headers], [chunk.start for chunk in chunks]
+            [h.tokens for h in headers], [h.start for h in headers], [chunk.blob_start for chunk in chunks]
         )
         self.jobs = np.zeros((len(chunks) * len(sections), len(JobField)), np.int64)
         self.jobs[:, JobField.CHUNK] = np.repeat(np.arange(len(chunks)), len(sections))
         self.jobs[:, JobField.TOKENS] = np.repeat(self.chunks[:, ChunkField.TOKENS], len(sections))
-        self.slots = join([chunk.slots for chunk in chunks])
+        self.slots = join([chunk.every_slot for chunk in chunks])
         self.max_tokens = int(self.chunks[:, ChunkField.TOKENS].max())
         self._sections = sections
         self.upload = Upload()

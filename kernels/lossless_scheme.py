@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import CodedChunk
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
@@ -99,7 +99,7 @@ class LosslessDevice:
         """Return the most scratch memory that decoding a chunk of this many tokens takes, in bytes."""
         return tokens * self._layout.bytes_per_token
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> LosslessBatch:
+    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> LosslessBatch:
         """Verify the sections of these layers, and pack what goes to the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.backends import CodedChunk, Coding
+from cuvee.codec.backends import Coding, DecodeRequest
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.class_predictor import choose_classes
@@ -115,7 +115,7 @@ class TransformDevice:
         rows = plan.classes.rows(np.arange(len(self.sections)), plan.classes.usual)
         return plan.classes.arrays.plans[rows], len(self._predictor.sections) * self._predictor.components
 
-    def prepare(self, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range) -> TransformBatch:
+    def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> TransformBatch:
         """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
         plan, sections = self._plan, touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)

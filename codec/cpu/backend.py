@@ -7,31 +7,30 @@ decode   blobs --one job per section and run of tokens--> rows of the cache, or 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import torch
 
-from cuvee.codec.backends import CodedChunk, Coding, register
+from cuvee.codec.backends import Coding, DecodeRequest, EncodeRequest, register
 from cuvee.codec.cpu.pool import Pool
 from cuvee.codec.format.container import Scheme, read_section
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.paged import NOWHERE, PagedCache
 from cuvee.codec.profiles.sections import tile_tokens
-from cuvee.codec.schemes import SectionScheme, Target
+from cuvee.codec.schemes import SectionScheme
 from cuvee.codec.schemes.generic import GenericScheme
 from cuvee.codec.schemes.lossless import LosslessScheme
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages.implementations import Stages, get_stages, stage_names
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import dense_rows, paged_rows
+from cuvee.codec.stages.rows import cache_rows, has_rows
 
 T = TypeVar("T")
 
-MAX_SCHEMES = 8  # kept: the first one, which is its codec's own, and those used last
-PARALLEL_VALUES = 1 << 20  # in a smaller chunk handing out the work takes longer than it saves
-SHARES = 3  # runs of sections that each thread takes: one that is late delays a third of its work
+MAX_SCHEMES = 8  # kept: the first one, which is the codec's own, and the last ones used
+PARALLEL_VALUES = 1 << 20  # below this, starting threads takes longer than it saves
+SHARES = 3  # runs of sections per thread: a slow run delays a third of the thread's work
 
 _Key = tuple[bytes, Scheme, int]
 
@@ -40,7 +39,7 @@ class CpuBackend:
     """Runs the schemes on the CPU.
 
     Args:
-        stages: what they are made of.
+        stages: the stages that the schemes call.
         threads: sections, or runs of their tokens, that are coded at the same time in chunks of a million values or
             more.
     """
@@ -59,67 +58,52 @@ class CpuBackend:
         """See `Backend.prepare`."""
         self._scheme(coding)
 
-    def encode(
-        self,
-        coding: Coding,
-        cache: PagedCache,
-        slots: Sequence[torch.Tensor],
-        starts: Sequence[int],
-        offsets: Sequence[torch.Tensor | None],
-    ) -> list[list[bytes]]:
+    def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
         """See `Backend.encode`."""
         scheme = self._scheme(coding)
         out: list[list[bytes]] = []
-        for at, start, own in zip(slots, starts, offsets, strict=True):
-            chunk = cache.chunk(at, start)
+        for request in requests:
+            chunk = request.cache.chunk(request.slots, request.start)
             unrotation = Rotation(chunk.layout, chunk.start, chunk.tokens, chunk.device, inverse=True)
             workers = self._workers(chunk.tokens, chunk.layout)
             shares = _shares(range(len(scheme.sections)), workers)
-            jobs = [partial(scheme.encode, chunk, share, unrotation, own) for share in shares]
+            jobs = [partial(scheme.encode, chunk, share, unrotation, request.offsets) for share in shares]
             out.append([section for coded in self._pool.run(jobs, workers) for section in coded])
         return out
 
-    def decode(
-        self, coding: Coding, chunks: Sequence[CodedChunk], cache: PagedCache, layers: range
-    ) -> Callable[[], None]:
-        """See `Backend.decode`. All is done, and everything that can be wrong has been raised, when this returns."""
+    def decode(self, coding: Coding, requests: Sequence[DecodeRequest]) -> Callable[[], None]:
+        """See `Backend.decode`. When this returns, all is decoded, and every error has been raised."""
         scheme = self._scheme(coding)
-        layout = replace(coding.profile.layout, dtype=coding.dtype)
-        chosen = [
-            i for i, s in enumerate(scheme.sections) if s.first_layer < layers.stop and layers.start < s.end_layer
-        ]
-        # Rows that are written as they are decoded, of the dtype that was coded.
-        direct = cache.dtype == layout.torch_dtype
-        for chunk in chunks:
-            wanted = _wanted(chunk.slots)
-            slots = chunk.slots[wanted]
-            rows = paged_rows(cache, slots, layers) if direct else None
-            keys, values = _scratch(layout, len(slots), layers) if rows is None else ([], [])
-            own_keys, own_values = (
-                (list(map(dense_rows, keys)), list(map(dense_rows, values))) if rows is None else rows
-            )
-            start = chunk.start + wanted.start
-            target = Target(layout, own_keys, own_values, wanted, chunk.header.tokens, chunk.header.start, start)
-            self._decode(scheme, chosen, chunk, target)
-            if rows is None:
+        for whole in requests:
+            request = _trimmed(whole)
+            layout, layers, cache = request.layout, request.layers, request.cache
+            # Values of the cache's dtype are written as they are decoded.
+            direct = cache.dtype == layout.torch_dtype and has_rows(cache, layers)
+            target = cache if direct else PagedCache.empty(layout, len(request.span), layers, cache.device)
+            rows = cache_rows(target, request.slots if direct else None, layers)
+            parts = [
+                (index, read_section(request.blob, request.header, index))
+                for index, section in enumerate(scheme.sections)
+                if section.first_layer < layers.stop and layers.start < section.end_layer
+            ]
+            workers = self._workers(len(request.span), layout)
+            # Each thread gets a share of the sections. If there are too few, the tokens are cut into runs, too, where
+            # tiles end.
+            unit = max(tile_tokens(section, layout) for section in scheme.sections)
+            shares = _shares(parts, workers)
+            jobs = []
+            for span in _split(request.span, -(-workers // len(shares)), unit):
+                run = request.part(span)
+                rotation = Rotation(layout, run.start, len(span), cache.device)
+                at = slice(span.start - request.span.start, span.stop - request.span.start)
+                keys, values = ([own and own.take(at) for own in unit_rows] for unit_rows in rows)
+                jobs += [partial(scheme.decode, share, run, keys, values, rotation) for share in shares]
+            self._pool.run(jobs, workers)
+            if not direct:
+                decoded = target.chunk(None, request.start)
                 of_layers = slice(layers.start, layers.stop)
-                cache.write(keys[of_layers], values[of_layers], slots, layers)
+                cache.write(decoded.keys[of_layers], decoded.values[of_layers], request.span_slots, layers)
         return lambda: None
-
-    def _decode(self, scheme: SectionScheme, chosen: list[int], chunk: CodedChunk, target: Target) -> None:
-        layout, wanted = target.layout, target.wanted
-        parts = [(index, read_section(chunk.blob, chunk.header, index)) for index in chosen]
-        workers = self._workers(wanted.stop - wanted.start, layout)
-        # A share of the sections for each thread; if there are too few, the tokens are cut into runs as well, where
-        # tiles end.
-        unit = max(tile_tokens(section, layout) for section in scheme.sections)
-        shares = _shares(parts, workers)
-        jobs = []
-        for part in _split(wanted, -(-workers // len(shares)), unit):
-            run = _part_of(target, part)
-            rotation = Rotation(layout, run.start, part.stop - part.start, torch.device("cpu"))
-            jobs += [partial(scheme.decode, share, run, rotation) for share in shares]
-        self._pool.run(jobs, workers)
 
     def _scheme(self, coding: Coding) -> SectionScheme:
         key = (coding.profile.id, coding.scheme, coding.step_index)
@@ -134,8 +118,8 @@ class CpuBackend:
             made = TransformScheme(profile, coding.step_index, self._stages)
         else:
             made = GenericScheme(profile.layout, profile.family, coding.step_index, self._stages)
-        # A scheme holds copies of the bases: blobs of many different steps must not pile them up. The dict is never
-        # changed but replaced: of two threads one may lose what it adds, and makes it again when it is next needed.
+        # A scheme holds copies of the bases, so schemes of many steps must not pile up. The dict is replaced and never
+        # changed: one of two threads may lose its addition, and makes the scheme again when it needs it next.
         own, *others = [*self._schemes.items(), (key, made)]
         self._schemes = dict([own, *others[-(MAX_SCHEMES - 1) :]])
         return made
@@ -145,55 +129,34 @@ class CpuBackend:
         return self._threads if tokens * layout.values_per_token >= PARALLEL_VALUES else 1
 
 
-def _wanted(slots: torch.Tensor) -> slice:
-    """The tokens from the first to the last that is to be written; those left out between them are decoded, too.
+def _trimmed(request: DecodeRequest) -> DecodeRequest:
+    """Return the request from the first to the last token that is written; tokens between them are decoded, too.
 
-    All of them if none is to be written: whoever asks for that wants to know whether the blob is sound, or to have the
-    code compiled.
+    A request that writes no token stays whole: the caller wants the blob verified, or the code compiled.
     """
-    if int(slots.min()) > NOWHERE:  # the usual case, without a list
-        return slice(0, len(slots))
-    somewhere = torch.nonzero(slots != NOWHERE)
-    return slice(int(somewhere[0]), int(somewhere[-1]) + 1) if len(somewhere) else slice(0, len(slots))
-
-
-def _scratch(layout: KVLayout, tokens: int, layers: range) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Tensors `[T, H, D]` per layer for tokens that cannot be written where they go; empty for other layers."""
-    keys: list[torch.Tensor] = []
-    values: list[torch.Tensor] = []
-    for index, layer in enumerate(layout.layers):
-        for tensors, size in ((keys, layer.head_dim), (values, layer.value_dim)):
-            tensors.append(
-                torch.empty(tokens if index in layers else 0, layer.kv_heads, size, dtype=layout.torch_dtype)
-            )
-    return keys, values
+    slots = request.slots
+    if slots is None or int(slots.min()) > NOWHERE:  # the usual case, without a list
+        return request
+    written = torch.nonzero(slots != NOWHERE)
+    if not len(written):
+        return request
+    first = request.span.start
+    return request.part(range(first + int(written[0]), first + int(written[-1]) + 1))
 
 
 def _shares(parts: Sequence[T], workers: int) -> list[Sequence[T]]:
-    """The parts in runs that threads take in turn: several for each, so that none waits long for the last."""
+    """Cut the parts into runs, several per thread, so that no thread waits long for the last."""
     if workers == 1:
         return [parts]
     size = max(len(parts) // (SHARES * workers), 1)
     return [parts[at : at + size] for at in range(0, len(parts), size)]
 
 
-def _split(wanted: slice, parts: int, unit: int) -> list[slice]:
-    """Cut a run of tokens into at most `parts`, at multiples of `unit` tokens."""
-    first, end = wanted.start // unit, -(-wanted.stop // unit)
+def _split(span: range, parts: int, unit: int) -> list[range]:
+    """Cut a run of tokens into at most `parts` runs, at multiples of `unit` tokens."""
+    first, end = span.start // unit, -(-span.stop // unit)
     size = -(-(end - first) // parts)
-    return [slice(max(at * unit, wanted.start), min((at + size) * unit, wanted.stop)) for at in range(first, end, size)]
-
-
-def _part_of(target: Target, part: slice) -> Target:
-    """The target of the tokens `part` alone: views of the outputs."""
-    rows = slice(part.start - target.wanted.start, part.stop - target.wanted.start)
-    return replace(
-        target,
-        keys=[own if own is None else own.take(rows) for own in target.keys],
-        values=[own if own is None else own.take(rows) for own in target.values],
-        wanted=part,
-        start=target.start + rows.start,
-    )
+    return [range(max(at * unit, span.start), min((at + size) * unit, span.stop)) for at in range(first, end, size)]
 
 
 for _name in stage_names():

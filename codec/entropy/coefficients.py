@@ -2,7 +2,7 @@
 
     y [R, T] float32 --quantize--> levels --predict--> differences --pack--> planes --rANS--> streams
 
-This works on tiles of tokens, so that float arrays never exceed a tile.
+All stages work on tiles of tokens, so that float arrays never exceed a tile.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.rans_by_class import ClassedPlanes
 from cuvee.codec.support.arrays import F32, U8
 
-STREAM_BITS = 2048  # the state and the length of a stream take 6 bytes, 2 % of this
+STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512
-BATCH_STREAMS = 64  # decoded in one call: enough to keep the CPU busy, few enough for small planes
-PREDICTED_TOKENS = 16  # fewest tokens per stream under prediction, which restarts with each stream
+BATCH_STREAMS = 64  # decoded per call: enough to keep the CPU busy, few enough for small planes
+PREDICTED_TOKENS = 16  # least number of tokens per stream under prediction, which restarts with each stream
 
 
 def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
-    """The smallest power of two that makes a stream long enough to hide its overhead."""
+    """Return the smallest power of two that makes a stream long enough to hide its overhead."""
     count = PREDICTED_TOKENS if prediction is not Prediction.NONE else 1
     while count < MAX_TOKENS_PER_STREAM and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
         count *= 2
@@ -40,7 +40,7 @@ def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction
 
 
 def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escapes:
-    """The escapes of a tile of `columns` tokens from `start` on, numbered in the matrix of all `tokens`."""
+    """Renumber the escapes of a tile, `columns` tokens from `start` on, within the matrix of all `tokens`."""
     if columns == tokens:
         return escapes
     row, column = np.divmod(escapes.index, np.uint32(columns))
@@ -48,7 +48,7 @@ def _renumber(escapes: Escapes, columns: int, tokens: int, start: int) -> Escape
 
 
 def _merge(parts: list[Escapes]) -> Escapes:
-    """All escapes, in rising order."""
+    """Merge escapes in rising order."""
     if len(parts) == 1:
         return parts[0]
     index = np.concatenate([part.index for part in parts])
@@ -57,12 +57,12 @@ def _merge(parts: list[Escapes]) -> Escapes:
 
 
 def _peak(y: F32) -> float:
-    """The largest magnitude; NaN if there is one."""
+    """Return the largest magnitude, or NaN if there is a NaN."""
     return float(max(y.max(initial=0.0), -y.min(initial=0.0)))
 
 
 def _side_by_side(parts: list[U8], tokens: int) -> U8:
-    """The planes of all tiles as one matrix, as deep as the deepest of them."""
+    """Join the planes of all tiles into one matrix, as deep as the deepest tile."""
     joined = np.zeros((max(map(len, parts)), tokens), np.uint8)
     start = 0
     for part in parts:
@@ -73,12 +73,12 @@ def _side_by_side(parts: list[U8], tokens: int) -> U8:
 
 @dataclass(frozen=True, slots=True)
 class ClassedSection:
-    """A section whose tokens have classes, to be encoded.
+    """A section to encode whose tokens have classes.
 
     Attributes:
-        pieces: tiles in order, all but the last made of whole windows. Each gives the classes `[t]` of its tokens, the
+        pieces: tiles in order, whole windows except for the last. Each yields the classes `[t]` of its tokens, the
             classes of its columns, and the columns' `[R, t]` float32, where R is at least the number of components of
-            the finest class among them.
+            the tile's finest class.
         plan: how the components of each class are coded.
         class_table: the table that codes the classes.
     """
@@ -109,7 +109,7 @@ class CoefficientCoder:
         """
         if len(plan.shift) * tokens >= 1 << 32:
             raise InputError(
-                f"{len(plan.shift)} components cannot hold {tokens} tokens per chunk: encode fewer at a time"
+                f"chunk: must have fewer than 2**32 / {len(plan.shift)} tokens, got {tokens}: encode fewer at a time"
             )
         entropy = self.family.tables.entropy
         per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)
@@ -128,7 +128,7 @@ class CoefficientCoder:
         return write_streams(streams, _merge(escaped), plan.planes, per_stream)
 
     def encode_classes(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
-        """Encode the coefficients of tokens that have classes, of several sections.
+        """Encode the coefficients of several sections whose tokens have classes.
 
         Raises:
             InputError: a coefficient is too many steps large.
@@ -147,10 +147,12 @@ class CoefficientCoder:
         ]
 
     def _to_planes(self, section: ClassedSection, tokens: int) -> tuple[ClassedPlanes, Escapes]:
-        """All of a section but its entropy coding."""
+        """Quantize and pack a section: everything before its entropy coding."""
         plan = section.plan
         if int(plan.rows.max()) * tokens >= 1 << 32:
-            raise InputError(f"{plan.rows.max()} components cannot hold {tokens} tokens: encode fewer at a time")
+            raise InputError(
+                f"chunk: must have fewer than 2**32 / {plan.rows.max()} tokens, got {tokens}: encode fewer at a time"
+            )
         classes, columns = np.empty(tokens, np.uint8), np.empty(tokens, np.uint8)
         coded: list[U8] = []
         escaped: list[Escapes] = []
@@ -168,7 +170,7 @@ class CoefficientCoder:
         return ClassedPlanes(joined, columns, classes, plan, section.class_table, per_stream), _merge(escaped)
 
     def read(self, reader: Reader, plan: CodingPlan, tokens: int) -> IndexedPart:
-        """The coded part of a section of tokens without classes: all that is left of `reader`.
+        """Read the coded part of a section without token classes: the rest of `reader`.
 
         Raises:
             FormatError: the bytes break a rule.
@@ -178,21 +180,19 @@ class CoefficientCoder:
         return IndexedPart(part, tokens)
 
     def decode(
-        self, indexed: IndexedPart, plan: CodingPlan, tokens: int, wanted: slice, tile: int
+        self, indexed: IndexedPart, plan: CodingPlan, tokens: int, span: range, tile: int
     ) -> Iterator[tuple[slice, F32]]:
-        """Decode the tokens `wanted` of a section of `tokens`.
+        """Decode the tokens `span` of a section of `tokens`.
 
         Yields:
-            the tiles that hold wanted tokens, and their coefficients `[R, t]` float32.
+            the tiles that hold these tokens (see `tiles_around`), and their coefficients `[R, t]` float32.
 
         Raises:
             FormatError, CorruptError: the bytes break a rule.
         """
         per_stream = indexed.part.tokens_per_stream
-        # Whole tiles, always cut at the same places, because the last bits of a matrix product depend on its shape. A
-        # run of tokens must come out exactly as it does in the whole.
-        low = wanted.start - wanted.start % tile
-        high = min(wanted.stop + -wanted.stop % tile, tokens)
+        low = span.start - span.start % tile
+        high = min(span.stop + -span.stop % tile, tokens)
         batch = max(BATCH_STREAMS * per_stream // tile, 1) * tile
         for start in range(low, high, batch):
             at = slice(start, min(start + batch, high))

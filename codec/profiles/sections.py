@@ -28,7 +28,7 @@ class Section:
         return sum(self.blocks)
 
     def layers(self, layout: KVLayout) -> tuple[LayerLayout, ...]:
-        """The layouts of its layers."""
+        """Return the layouts of the section's layers."""
         return layout.layers[self.first_layer : self.end_layer]
 
 
@@ -36,16 +36,16 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
     """Cut a layout into sections and blocks.
 
     Args:
-        layout: what to cut.
-        group: what one basis spans: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (K and V
-            together), `"layers:n"` (n layers together; the last section may be shorter) or `"all"`.
+        layout: the layout to cut.
+        group: the values of one basis: `"head"` (one head of K or V), `"unit"` (K or V of a layer), `"layer"` (K and V
+            of a layer), `"layers:n"` (n adjacent layers; the last section may be shorter) or `"all"`.
 
     Raises:
         InputError: the group is not known.
     """
     several = re.fullmatch(r"layers:([1-9]\d*)", group)
     if several is None and group not in {"head", "unit", "layer", "all"}:
-        raise InputError(f"group={group!r} is not known; choose one of head, unit, layer, layers:n, all (n a number)")
+        raise InputError(f"group: must be one of head, unit, layer, layers:n, all (n a number), got {group!r}")
     span = int(several[1]) if several else (layout.num_layers if group == "all" else 1)
     sections = []
     for first in range(0, layout.num_layers, span):
@@ -61,7 +61,7 @@ def partition(layout: KVLayout, group: str) -> tuple[Section, ...]:
 
 
 def tile_tokens(section: Section, layout: KVLayout) -> int:
-    """How many tokens to handle at a time, so that float32 tiles stay small even if a section is the whole chunk.
+    """Return the tokens per tile, so that float32 tiles stay small even if a section is the whole chunk.
 
     This is a multiple of every number of tokens per stream, and of the windows in which tokens are sorted by class.
     """
@@ -71,6 +71,16 @@ def tile_tokens(section: Section, layout: KVLayout) -> int:
 
 
 def tiles(tokens: int, tile: int) -> Iterator[slice]:
-    """Runs of `tile` tokens. The last may be shorter."""
+    """Yield runs of `tile` tokens. The last may be shorter."""
     for start in range(0, tokens, tile):
+        yield slice(start, min(start + tile, tokens))
+
+
+def tiles_around(span: range, tile: int, tokens: int) -> Iterator[slice]:
+    """Yield the tiles that hold the tokens `span` of a chunk of `tokens`.
+
+    Tiles are whole and always cut at the same places, because the last bits of a matrix product depend on its shape,
+    and a run of tokens must come out exactly as in the whole chunk.
+    """
+    for start in range(span.start - span.start % tile, span.stop, tile):
         yield slice(start, min(start + tile, tokens))

@@ -10,66 +10,59 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
-from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import Rows
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where decoded tokens go.
-
-    Attributes:
-        layout: of the chunk, with the blob's dtype.
-        keys, values: per layer the rows of the wanted tokens; None for a layer that is not asked for.
-        wanted: the tokens of the blob to decode; token `wanted.start` goes to row 0 of the outputs.
-        tokens: tokens in the blob.
-        source_start: the position at which the blob's first token was encoded.
-        start: the position of row 0 of the outputs.
-    """
-
-    layout: KVLayout
-    keys: Sequence[Rows | None]
-    values: Sequence[Rows | None]
-    wanted: slice
-    tokens: int
-    source_start: int
-    start: int
-
-
-def overlap(at: slice, wanted: slice) -> tuple[slice, slice]:
-    """The tokens of a tile `at` that are wanted: as rows of the tile, and as rows of the outputs."""
-    first, end = max(at.start, wanted.start), min(at.stop, wanted.stop)
-    return slice(first - at.start, end - at.start), slice(first - wanted.start, end - wanted.start)
+def overlap(at: slice, span: range) -> tuple[slice, slice]:
+    """Return the tokens of a tile `at` that lie in `span`: as rows of the tile, and as rows of the outputs."""
+    first, end = max(at.start, span.start), min(at.stop, span.stop)
+    return slice(first - at.start, end - at.start), slice(first - span.start, end - span.start)
 
 
 class SectionScheme(Protocol):
-    """One way to code sections. Called for different sections from several threads at once."""
+    """One way to code sections. Several threads call it at once, for different sections."""
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """What is coded alone, in order of layers."""
+        """The sections, which are coded independently, in order of layers."""
         ...
 
     def encode(
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
     ) -> list[bytes]:
-        """The bytes of the sections `numbers`; `unrotation` frees the chunk's keys of their positions.
+        """Return the bytes of the sections `numbers`.
 
-        `offsets` are the octaves `[T]` by which the tokens' steps shall be coarser, None where the profile is to say.
+        Args:
+            chunk: the tokens.
+            numbers: of the sections.
+            unrotation: frees the chunk's keys of their positions.
+            offsets: octaves `[T]` by which each token's step is coarser; None leaves that to the profile.
         """
         ...
 
-    def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
-        """Decode sections, given their numbers and bytes, into `target`.
+    def decode(
+        self,
+        parts: Sequence[tuple[int, memoryview]],
+        request: DecodeRequest,
+        keys: Sequence[Rows | None],
+        values: Sequence[Rows | None],
+        rotation: Rotation,
+    ) -> None:
+        """Decode sections into rows.
 
-        `rotation` turns position-free keys to the target's positions.
+        Args:
+            parts: number and bytes of each section.
+            request: the tokens to decode.
+            keys: per layer the rows of the request's tokens; None for layers that are not decoded.
+            values: the same for values.
+            rotation: turns position-free keys to the request's positions.
         """
         ...

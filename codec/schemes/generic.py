@@ -1,4 +1,4 @@
-"""The scheme that knows nothing: per-chunk means and scales of every channel, one relative step.
+"""The scheme without learned data: per-chunk means and scales of every channel, one relative step.
 
 A section is one layer:
 
@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.coefficients import CoefficientCoder
@@ -29,10 +30,11 @@ from cuvee.codec.errors import FormatError
 from cuvee.codec.format.container import Reader
 from cuvee.codec.layout import KVLayout
 from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles
-from cuvee.codec.schemes import Target, overlap
+from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.transform import gather, require_finite
 from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32
 
 _SCALE = struct.Struct("<h")
@@ -43,11 +45,11 @@ _MAX_CODE = 24 + 4 * 8  # the widest component: see `family.split_wide`
 
 @dataclass(frozen=True, slots=True)
 class Channels:
-    """What a section says of its channels.
+    """A section's side information about its channels.
 
     Attributes:
         mean: `[N]` float32, exact in bfloat16.
-        scale: `[N]` float32, that of the channel's unit: a coefficient is (x - mean) / scale.
+        scale: `[N]` float32, the scale of the channel's unit: a coefficient is (x - mean) / scale.
         code: `[N]` int32 scale code; -1: not coded.
     """
 
@@ -57,11 +59,11 @@ class Channels:
 
     @property
     def live(self) -> npt.NDArray[np.intp]:
-        """The coded channels, in order: the rows of the coefficients."""
+        """Numbers of the coded channels, in order: the rows of the coefficients."""
         return np.flatnonzero(self.code >= 0)
 
     def plan(self) -> CodingPlan:
-        """How the coded channels are coded."""
+        """Return the plan of the coded channels."""
         return coding_plan(self.code[self.live])
 
 
@@ -96,7 +98,7 @@ def read_channels(reader: Reader, blocks: Sequence[int], index: int) -> Channels
     """Read the side information of section `index`.
 
     Raises:
-        FormatError: it ends too early, or names what no encoder writes.
+        FormatError: it ends too early, or holds values that no encoder writes.
     """
     means: list[npt.NDArray[np.float32]] = []
     scales: list[npt.NDArray[np.float32]] = []
@@ -104,7 +106,7 @@ def read_channels(reader: Reader, blocks: Sequence[int], index: int) -> Channels
     for size in blocks:
         (scale,) = reader.unpack(_SCALE)
         if abs(scale) > _MAX_SCALE:
-            raise FormatError(f"section {index} names a scale beyond {_MAX_SCALE}")
+            raise FormatError(f"section {index}: must have scales of at most {_MAX_SCALE}, got {scale}")
         bits = reader.array("u2", size).astype(np.uint32)
         means.append((bits << np.uint32(16)).view(np.float32))
         scales.append(np.full(size, step_value(scale), np.float32))
@@ -113,9 +115,9 @@ def read_channels(reader: Reader, blocks: Sequence[int], index: int) -> Channels
     mean, code = np.concatenate(means), np.concatenate(codes)
     code[code == _DEAD] = -1
     if not np.isfinite(mean).all():
-        raise FormatError(f"section {index} has a mean that is not finite")
+        raise FormatError(f"section {index}: must have finite means, got one that is not")
     if code.max(initial=-1) > _MAX_CODE:
-        raise FormatError(f"section {index} names a scale code beyond {_MAX_CODE}")
+        raise FormatError(f"section {index}: must have scale codes of at most {_MAX_CODE}, got {code.max()}")
     return Channels(mean, np.concatenate(scales), code)
 
 
@@ -136,7 +138,7 @@ class GenericScheme:
     def encode(
         self, chunk: KVChunk, numbers: Sequence[int], unrotation: Rotation, offsets: torch.Tensor | None = None
     ) -> list[bytes]:
-        """See `SectionScheme.encode`. Tokens have no classes: all are quantized alike."""
+        """See `SectionScheme.encode`. Tokens have no classes: all have the same step."""
         return [self._encode(chunk, index, unrotation) for index in numbers]
 
     def _encode(self, chunk: KVChunk, index: int, unrotation: Rotation) -> bytes:
@@ -158,23 +160,23 @@ class GenericScheme:
 
         return side + self._coder.encode(coefficients(), channels.plan(), chunk.tokens)
 
-    def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
+    def decode(
+        self,
+        parts: Sequence[tuple[int, memoryview]],
+        request: DecodeRequest,
+        keys: Sequence[Rows | None],
+        values: Sequence[Rows | None],
+        rotation: Rotation,
+    ) -> None:
         """See `SectionScheme.decode`."""
+        layout, tokens = request.layout, request.header.tokens
         for index, data in parts:
-            self._decode(data, index, target, rotation)
-
-    def _decode(self, data: memoryview, index: int, target: Target, rotation: Rotation) -> None:
-        section = self._sections[index]
-        reader = Reader(data)
-        channels = read_channels(reader, section.blocks, index)
-        live = channels.live
-        mean = torch.from_numpy(channels.mean)
-        tile = tile_tokens(section, target.layout)
-        plan = channels.plan()
-        part = self._coder.read(reader, plan, target.tokens)
-        for at, y in self._coder.decode(part, plan, target.tokens, target.wanted, tile):
-            x = self._stages.spread(y, live, channels.scale, section.values)
-            inside, rows = overlap(at, target.wanted)
-            self._stages.place(
-                x[inside], mean[None], section, target.layout, rotation, rows, target.keys, target.values
-            )
+            section = self._sections[index]
+            reader = Reader(data)
+            channels = read_channels(reader, section.blocks, index)
+            live, mean, plan = channels.live, torch.from_numpy(channels.mean)[None], channels.plan()
+            coded = self._coder.read(reader, plan, tokens)
+            for at, y in self._coder.decode(coded, plan, tokens, request.span, tile_tokens(section, layout)):
+                x = self._stages.spread(y, live, channels.scale, section.values)
+                inside, rows = overlap(at, request.span)
+                self._stages.place(x[inside], mean, section, layout, rotation, rows, keys, values)

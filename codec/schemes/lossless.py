@@ -1,4 +1,4 @@
-"""Bit-exact coding: a section is one layer, see `byte_planes.py`."""
+"""Bit-exact coding. A section is one layer: see `codec/stages/reference/byte_planes.py`."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coding_plan import Escapes
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.format.container import write_streams
 from cuvee.codec.layout import KVLayout
-from cuvee.codec.profiles.sections import Section, partition, tile_tokens
-from cuvee.codec.schemes import Target, overlap
+from cuvee.codec.profiles.sections import Section, partition, tile_tokens, tiles_around
+from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS, choose_table, write_model
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import dense_rows
+from cuvee.codec.stages.rows import Rows, dense_rows
 
 _NO_ESCAPES = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
 
@@ -69,41 +70,39 @@ class LosslessScheme:
         streams = self._stages.rans_encode(symbols, which, which, family, per_stream)
         return b"".join((head, stored, write_streams(streams, _NO_ESCAPES, len(which), per_stream)))
 
-    def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
-        """See `SectionScheme.decode`. Keys are turned only if the tokens move."""
-        unrotation = None
-        first = target.source_start + target.wanted.start
-        if target.start != first:
-            tokens = target.wanted.stop - target.wanted.start
-            unrotation = Rotation(target.layout, first, tokens, torch.device("cpu"), inverse=True)
-        for index, data in parts:
-            self._decode(data, index, target, unrotation, rotation)
-
-    def _decode(
-        self, data: memoryview, index: int, target: Target, unrotation: Rotation | None, rotation: Rotation
+    def decode(
+        self,
+        parts: Sequence[tuple[int, memoryview]],
+        request: DecodeRequest,
+        keys: Sequence[Rows | None],
+        values: Sequence[Rows | None],
+        rotation: Rotation,
     ) -> None:
-        section = self._sections[index]
-        layer, dtype = section.layers(target.layout)[0], target.layout.torch_dtype
-        keys, values = target.keys[section.first_layer], target.values[section.first_layer]
-        size = tile_tokens(section, target.layout)
-        indexed = self._stages.index_layer(data, layer, dtype, target.tokens)
-        for start in range(target.wanted.start - target.wanted.start % size, target.wanted.stop, size):
-            at = slice(start, min(start + size, target.tokens))
-            first_row = at.start - target.wanted.start
-            if unrotation is None or keys is None:
-                self._stages.decode_layer(indexed, at, keys, values, first_row)
-                continue
-            columns, rows = overlap(at, target.wanted)
-            as_stored = torch.empty(at.stop - at.start, layer.kv_heads, layer.head_dim, dtype=dtype)
-            scratch = dense_rows(as_stored)
-            self._stages.decode_layer(indexed, at, scratch, None, 0)
-            self._stages.decode_layer(indexed, at, None, values, first_row)
-            free = unrotation.apply(as_stored[columns], layer.rope, rows)
-            # A sum is cheaper to look at than all values; one that overflows is taken for one of infinite values.
-            if math.isfinite(float(free.sum())):
-                # In one pass; adding -0 changes no value.
-                nothing, no_values = torch.full((1, layer.key_values), -0.0), [None] * len(target.values)
-                place = self._stages.place
-                place(free.flatten(1), nothing, section, target.layout, rotation, rows, target.keys, no_values)
-            else:
-                keys.write(rotation.apply(free, layer.rope, rows).to(dtype), rows)
+        """See `SectionScheme.decode`. Keys are turned only if the tokens move."""
+        layout, span, tokens = request.layout, request.span, request.header.tokens
+        first, dtype = request.header.start + span.start, layout.torch_dtype
+        unrotation = None
+        if request.start != first:
+            unrotation = Rotation(layout, first, len(span), torch.device("cpu"), inverse=True)
+        for index, data in parts:
+            section = self._sections[index]
+            key_rows, value_rows = keys[section.first_layer], values[section.first_layer]
+            (layer,) = section.layers(layout)
+            indexed = self._stages.index_layer(data, layer, dtype, tokens)
+            for at in tiles_around(span, tile_tokens(section, layout), tokens):
+                if unrotation is None or key_rows is None:
+                    self._stages.decode_layer(indexed, at, key_rows, value_rows, at.start - span.start)
+                    continue
+                self._stages.decode_layer(indexed, at, None, value_rows, at.start - span.start)
+                stored = torch.empty(at.stop - at.start, layer.kv_heads, layer.head_dim, dtype=dtype)
+                self._stages.decode_layer(indexed, at, dense_rows(stored), None, 0)
+                columns, rows = overlap(at, span)
+                free = unrotation.apply(stored[columns], layer.rope, rows)
+                # Checking a sum is cheaper than checking all values; a sum that overflows counts as not finite.
+                if math.isfinite(float(free.sum())):
+                    # In one pass; adding -0 changes no value.
+                    nothing, no_values = torch.full((1, layer.key_values), -0.0), [None] * len(values)
+                    place = self._stages.place
+                    place(free.flatten(1), nothing, section, layout, rotation, rows, keys, no_values)
+                else:
+                    key_rows.write(rotation.apply(free, layer.rope, rows).to(dtype), rows)

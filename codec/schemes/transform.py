@@ -1,4 +1,4 @@
-"""The learned scheme: the profile's bases, tables and steps. A section is nothing but its coded coefficients.
+"""The learned scheme: the profile's bases, tables and steps. A section holds only its coded coefficients.
 
 tokens x [t, N] --leading coefficients--> classes --sort--> columns --analyze--> y [R, t] --code--> bytes
 bytes --decode--> y [R, t] of columns --product, as deep as their class--> x --unsort, place--> tokens
@@ -10,28 +10,30 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.profiles.sections import Section, tile_tokens, tiles
+from cuvee.codec.profiles.sections import Section, tile_tokens, tiles, tiles_around
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.schemes import Target, overlap
+from cuvee.codec.schemes import overlap
 from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.implementations import Stages
 from cuvee.codec.stages.reference.sections import Coefficients, padded
 from cuvee.codec.stages.reference.symbols_by_class import class_runs
 from cuvee.codec.stages.reference.transform import as_numpy
 from cuvee.codec.stages.rotation import Rotation
+from cuvee.codec.stages.rows import Rows
 from cuvee.codec.support.arrays import F32, U8
 
 # Matrix products in hardware.
 FAST_BFLOAT16 = torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
-# Columns multiplied together, as deep as the finest of them. Without matrix instructions a product takes as long as it
-# has operations, and short runs have fewer; with them a call costs as much as what it saves.
+# Columns per product, which is as deep as its finest column. Without matrix instructions the time of a product is that
+# of its operations, and short runs have fewer; with them, a call costs as much as it saves.
 PRODUCT_COLUMNS = 64
 
-BATCH_VALUES = 1 << 20  # planes of sections that are coded together: enough streams for the CPU, in its second cache
+BATCH_VALUES = 1 << 20  # planes of the sections coded in one call: enough streams for the CPU, in its second cache
 _arena = Arena()
 
 
@@ -75,7 +77,7 @@ class TransformScheme:
         return [coded[index] for index in numbers]
 
     def _centered(self, chunk: KVChunk, index: int, unrotation: Rotation) -> Iterator[tuple[slice, torch.Tensor]]:
-        """The section's values less their means, tile by tile."""
+        """Yield the section's values minus their means, tile by tile."""
         basis = self._coding.sections[index].learned.basis
         for at in tiles(chunk.tokens, self._tiles[index]):
             means = basis.leading_means(chunk.start, at)
@@ -84,7 +86,7 @@ class TransformScheme:
     def _columns(
         self, chunk: KVChunk, index: int, unrotation: Rotation, offsets: torch.Tensor | None
     ) -> Iterator[tuple[U8, U8, F32]]:
-        """Tile by tile the classes of the tokens, those of the columns, and the columns' coefficients."""
+        """Yield for each tile the classes of the tokens, the classes of the columns, and the columns' coefficients."""
         coding = self._coding.sections[index]
         for at, x in self._centered(chunk, index, unrotation):
             classes, leading = coding.classes(x, chunk.start, at, offsets)
@@ -102,24 +104,37 @@ class TransformScheme:
                 self._stages.analyze(coding.learned.basis, ordered[run], ranks, y[: sum(ranks), run], known)
             yield classes, columns, as_numpy(y)
 
-    def decode(self, parts: Sequence[tuple[int, memoryview]], target: Target, rotation: Rotation) -> None:
+    def decode(
+        self,
+        parts: Sequence[tuple[int, memoryview]],
+        request: DecodeRequest,
+        keys: Sequence[Rows | None],
+        values: Sequence[Rows | None],
+        rotation: Rotation,
+    ) -> None:
         """See `SectionScheme.decode`."""
-        # A bfloat16 cache is no finer than a bfloat16 product, which CPUs that have one do three times as fast.
-        dtype = torch.bfloat16 if target.layout.torch_dtype == torch.bfloat16 and FAST_BFLOAT16 else torch.float32
-        # Whole tiles, always cut at the same places, because the last bits of a matrix product depend on its shape. A
-        # run of tokens must come out exactly as it does in the whole.
+        layout, span, tokens = request.layout, request.span, request.header.tokens
+        # A bfloat16 cache is no finer than a bfloat16 product, which takes a third of the time on CPUs that have one.
+        dtype = torch.bfloat16 if layout.torch_dtype == torch.bfloat16 and FAST_BFLOAT16 else torch.float32
         tile = max(self._tiles)
-        for run in self._batches([index for index, _ in parts], min(tile, target.tokens)):
+        for run in self._batches([index for index, _ in parts], min(tile, tokens)):
             batch = parts[run]
-            indexed = self._stages.index_sections(self._coding, batch, target.tokens)
-            for start in range(target.wanted.start - target.wanted.start % tile, target.wanted.stop, tile):
-                at = slice(start, min(start + tile, target.tokens))
+            indexed = self._stages.index_sections(self._coding, batch, tokens)
+            for at in tiles_around(span, tile, tokens):
+                inside, rows = overlap(at, span)
+                wanted = slice(at.start + inside.start, at.start + inside.stop)
                 decoded = self._stages.decode_sections(indexed, at, dtype)
-                for (index, _), tile_of in zip(batch, decoded, strict=True):
-                    self._place(self._values(index, tile_of), at, index, tile_of, target, rotation)
+                for (index, _), columns in zip(batch, decoded, strict=True):
+                    section = self._sections[index]
+                    out = _arena.tensor("x", columns.y.shape[2] * section.values, columns.y.dtype)
+                    runs = self._product_runs(index, columns)
+                    x = self._stages.synthesize(columns.y, self._inverse(index, columns.y.dtype), runs, out)
+                    mean = self._coding.sections[index].learned.basis.leading_means(request.header.start, wanted)
+                    order = columns.order - inside.start
+                    self._stages.place(x, mean, section, layout, rotation, rows, keys, values, order)
 
     def _batches(self, numbers: Sequence[int], columns: int) -> Iterator[slice]:
-        """Runs of sections whose planes fit the cache together, or of one."""
+        """Yield runs of sections whose planes fit the cache together; a larger section is its own run."""
         first = size = 0
         for i, index in enumerate(numbers):
             own = int(self._coding.sections[index].classed.planes.max()) * columns
@@ -130,13 +145,8 @@ class TransformScheme:
         if first < len(numbers):
             yield slice(first, len(numbers))
 
-    def _values(self, index: int, tile: Coefficients) -> torch.Tensor:
-        """The values of the tile's columns without their means: `[t, N]`, or `[B, t, N / B]` for B blocks alike."""
-        out = _arena.tensor("x", tile.y.shape[2] * self._sections[index].values, tile.y.dtype)
-        return self._stages.synthesize(tile.y, self._inverse(index, tile.y.dtype), self._product_runs(index, tile), out)
-
     def _product_runs(self, index: int, tile: Coefficients) -> Iterator[tuple[slice, Sequence[int]]]:
-        """The columns that are multiplied together, and how many rows of each block they need."""
+        """Yield the columns of each product, and how many rows of each block they need."""
         pad, width = tile.y.shape[1:]
         coding = self._coding.sections[index]
         if tile.classes is None:
@@ -145,20 +155,8 @@ class TransformScheme:
         for run, k in _product_runs(tile.classes, len(coding.ranks)):
             yield run, [min(padded(rank), pad) for rank in coding.class_ranks[k]]
 
-    def _place(
-        self, x: torch.Tensor, at: slice, index: int, tile: Coefficients, target: Target, rotation: Rotation
-    ) -> None:
-        """Write the wanted ones of the tokens `at`; `x` holds the values of the tile's columns without their means."""
-        inside, rows = overlap(at, target.wanted)
-        wanted = slice(at.start + inside.start, at.start + inside.stop)
-        mean = self._coding.sections[index].learned.basis.leading_means(target.source_start, wanted)
-        self._stages.place(
-            x, mean, self._sections[index], target.layout, rotation, rows, target.keys, target.values,
-            tile.order - inside.start,
-        )  # fmt: skip
-
     def _inverse(self, index: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """The inverse maps of a section, transposed and padded: `[B, pad, values]` for each run of B blocks alike."""
+        """Return a section's inverse maps, transposed and padded: `[B, pad, values]` for each run of B equal blocks."""
         key = (index, dtype)
         if key not in self._inverses:
             coding = self._coding.sections[index]
@@ -177,13 +175,13 @@ class TransformScheme:
 
 
 def _product_runs(classes: U8, blocks: int) -> Iterator[tuple[slice, int]]:
-    """Runs of columns that share a product, and the class whose components it takes.
+    """Yield runs of columns that share a product, and the class whose components it takes.
 
-    With several blocks, components of another class are other ones, and a run has one class.
+    With several blocks, each class has components of its own, so a run has one class.
     """
     if blocks > 1:
         yield from class_runs(classes)
         return
     for start in range(0, len(classes), PRODUCT_COLUMNS):
-        # Columns are sorted within windows, which hold whole runs: the first is the finest.
+        # Columns are sorted within windows, which hold whole runs, so the first column is the finest.
         yield slice(start, min(start + PRODUCT_COLUMNS, len(classes))), int(classes[start])

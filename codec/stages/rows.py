@@ -1,7 +1,7 @@
-"""Where decoded tokens go: a row for each of them, in a dense tensor or in the pages of a cache.
+"""Where decoded tokens go: one row per token, in a dense tensor or in the pages of a cache.
 
-Both look alike to whoever writes: memory, and for each token the place where its row begins. So pages are written as
-the tokens are decoded, without a copy in between.
+Both look alike to the stages: memory, and for each token the place where its row begins. So the stages decode straight
+into pages, without a copy in between.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from cuvee.codec.paged import NOWHERE, PagedCache, Pages, PermutedPages
+from cuvee.codec.paged import NOWHERE, PagedCache, PermutedPages
 from cuvee.codec.support.arrays import I64
 
 
@@ -20,12 +20,13 @@ class Rows:
     """Rows for the keys or the values of one layer, on the CPU.
 
     Attributes:
-        memory: one-dimensional view of everything that the rows lie in.
-        begins: int64 `[T]`, where in it the row of each token begins; -1 for a token that is not to be written.
+        memory: one-dimensional view that spans all rows.
+        begins: int64 `[T]`, where in `memory` the row of each token begins; -1 for a token that is not written.
         head_stride: from head to head. The dimensions of a head are adjacent.
-        heads, size: heads, and dimensions of each.
-        offsets: int64 `[K, H, D]`, from where a row begins to each of its values, where no strides describe that; else
-            `[0, 0, 0]`. There are K kinds of rows.
+        heads: heads per row.
+        size: dimensions per head.
+        offsets: int64 `[K, H, D]`, from the begin of a row to each of its values, for K kinds of rows; `[0, 0, 0]` if
+            strides describe the rows.
         kinds: int64 `[T]`, the kind of each token's row; not read without `offsets`.
     """
 
@@ -38,7 +39,7 @@ class Rows:
     kinds: I64 = field(default_factory=lambda: np.empty(0, np.int64))
 
     def write(self, x: torch.Tensor, at: slice) -> None:
-        """Write the tokens `at`, `[t, H, D]` of any dtype; values are rounded to that of the memory."""
+        """Write the tokens `at`, `[t, H, D]` of any dtype; values are rounded to the memory's dtype."""
         begins = torch.from_numpy(self.begins[at])
         there = begins >= 0
         if len(self.offsets):
@@ -48,32 +49,44 @@ class Rows:
         self.memory[begins[there, None, None] + offsets] = x[there].to(self.memory.dtype)
 
     def take(self, part: slice) -> Rows:
-        """The rows of some of the tokens."""
+        """Return the rows of some of the tokens."""
         return replace(self, begins=self.begins[part], kinds=self.kinds[part])
 
 
 def dense_rows(tensor: torch.Tensor) -> Rows:
-    """The rows of a tensor `[T, H, D]`, whose last dimension is adjacent."""
+    """Return the rows of a tensor `[T, H, D]` whose last dimension is adjacent."""
     tokens, heads, size = tensor.shape
     begins = np.arange(tokens, dtype=np.int64) * tensor.stride(0)
     return Rows(all_memory(tensor), begins, tensor.stride(1), heads, size)
 
 
-def paged_rows(
-    cache: PagedCache, slots: torch.Tensor, layers: range
-) -> tuple[list[Rows | None], list[Rows | None]] | None:
-    """Rows of a cache for the tokens at `slots`: keys and values by layer, None for layers that are not asked for.
+def has_rows(cache: PagedCache, layers: range) -> bool:
+    """Return whether the stages can write to these layers: it takes adjacent dimensions or `PermutedPages`."""
+    return all(
+        isinstance(unit, PermutedPages) or unit.stride(3) == 1 or unit.shape[3] == 1
+        for index in layers
+        for unit in cache.pages(index)
+    )
 
-    None if what is decoded cannot be written there as it is: fp8 takes a scale, and compiled code takes adjacent
-    dimensions or `PermutedPages`.
+
+def cache_rows(
+    cache: PagedCache, slots: torch.Tensor | None, layers: range
+) -> tuple[list[Rows | None], list[Rows | None]]:
+    """Return rows of a cache for the tokens at `slots`: keys and values per layer, None for layers not in `layers`.
+
+    Args:
+        cache: receives the tokens; `has_rows` must hold.
+        slots: int64 `[T]`, -1 for tokens that are not written; None for all rows of a dense cache.
+        layers: the layers that are decoded.
 
     Raises:
         InputError: a slot that the cache does not have.
     """
-    if cache.scaled or not all(map(_direct, (unit for index in layers for unit in cache.pages(index)))):
-        return None
-    cache.check_range(slots, layers)
-    numbers = slots.numpy()
+    if slots is None:
+        numbers = np.arange(cache.pages(layers.start)[0].shape[1])
+    else:
+        cache.check_range(slots, layers)
+        numbers = slots.numpy()
     known: dict[tuple[int, int, int], tuple[I64, I64]] = {}
     rows: tuple[list[Rows | None], list[Rows | None]] = ([], [])
     for index in range(cache.layout.num_layers):
@@ -98,13 +111,8 @@ def paged_rows(
     return rows
 
 
-def _direct(unit: Pages) -> bool:
-    """Whether compiled code can write there."""
-    return isinstance(unit, PermutedPages) or unit.stride(3) == 1 or unit.shape[3] == 1
-
-
 def all_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Everything between a tensor's first value and its last."""
+    """Return a one-dimensional view of everything between a tensor's first value and its last."""
     if not tensor.numel():
         return tensor.flatten()
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

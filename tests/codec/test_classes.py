@@ -163,7 +163,7 @@ def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
     plan = plan_of(10, step=-300, widest=500)
     assert plan.finest == 9 and plan.plans[8] is None and plan.plans[9] is not None
     assert np.all(plan.rows[:9] == 0)
-    with pytest.raises(ProfileError, match="class 8 is finer"):
+    with pytest.raises(ProfileError, match="class 8, which is finer"):
         plan.of(8)
     with pytest.raises(ProfileError, match="too small"):
         plan_of(10, step=-900, widest=500)

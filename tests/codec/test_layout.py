@@ -108,17 +108,17 @@ def test_fingerprint_survives_the_last_bit_of_a_frequency() -> None:
     [
         ({"dtpye": "float32"}, "no entry 'dtpye': did you mean 'dtype'"),
         ({"zzz": 1}, "no entry 'zzz': there are model_type"),
-        ({"dtype": "float64"}, "dtype must be one of"),
-        ({"dtype": ["float32"]}, "dtype must be a str"),
-        ({"model_type": 3}, "model_type must be a str, got 3"),
-        ({"max_positions": 0}, "max_positions must be an int above 0"),
-        ({"max_positions": 1.5}, "max_positions must be an int above 0"),
-        ({"layers": [0, 2]}, r"layers\[1\] must index one of 2"),
-        ({"layers": [-1]}, r"layers\[0\] must index"),
-        ({"layers": [True]}, r"layers\[0\] must index"),
+        ({"dtype": "float64"}, "dtype: must be one of"),
+        ({"dtype": ["float32"]}, "dtype: must be a str"),
+        ({"model_type": 3}, "model_type: must be a str, got 3"),
+        ({"max_positions": 0}, "max_positions: must be an int above 0"),
+        ({"max_positions": 1.5}, "max_positions: must be an int above 0"),
+        ({"layers": [0, 2]}, r"layers\[1\]: must index one of 2"),
+        ({"layers": [-1]}, r"layers\[0\]: must index"),
+        ({"layers": [True]}, r"layers\[0\]: must index"),
         ({"layers": []}, "at least one LayerLayout"),
-        ({"layers": {}}, "layers must be a list"),
-        ({"kinds": [3]}, "LayerLayout must be an object"),
+        ({"layers": {}}, "layers: must be a list"),
+        ({"kinds": [3]}, "LayerLayout: must be an object"),
     ],
 )
 def test_from_dict_refuses(change: dict[str, Any], message: str) -> None:
@@ -129,11 +129,12 @@ def test_from_dict_refuses(change: dict[str, Any], message: str) -> None:
 def test_from_dict_names_what_is_missing() -> None:
     data = LAYOUT.to_dict()
     del data["dtype"]
-    with pytest.raises(InputError, match="KVLayout lacks the entry 'dtype'"):
+    with pytest.raises(InputError, match="KVLayout: must have the entry 'dtype'"):
         KVLayout.from_dict(data)
-    with pytest.raises(InputError, match="LayerLayout has no entry 'kv_head': did you mean 'kv_heads'"):
+    message = "LayerLayout: must have known entries, got 'kv_head': did you mean 'kv_heads'"
+    with pytest.raises(InputError, match=message):
         LayerLayout.from_dict({**LAYERS[0].to_dict(), "kv_head": 1})
-    with pytest.raises(InputError, match="Rope has no entry 'theta'"):
+    with pytest.raises(InputError, match="Rope: must have known entries, got 'theta'"):
         Rope.from_dict({**ROPE.to_dict(), "theta": 1})
 
 
@@ -354,7 +355,7 @@ def test_chunk_slices_join_again() -> None:
 
 @pytest.mark.parametrize(("t0", "t1"), [(0, 0), (2, 1), (-1, 2), (0, 6), (5, 6), (0, True)])
 def test_chunk_slice_refuses(t0: int, t1: int) -> None:
-    with pytest.raises(InputError, match="slice needs"):
+    with pytest.raises(InputError, match=r"^t0, t1: must be 0 <= t0 < t1 <= "):
         chunk().slice(t0, t1)
 
 
@@ -362,11 +363,11 @@ def test_chunk_concat_refuses() -> None:
     whole = chunk()
     with pytest.raises(InputError, match="at least one"):
         KVChunk.concat([])
-    with pytest.raises(InputError, match=r"chunks\[1\] starts at 3, but chunks\[0\] ends at 2"):
+    with pytest.raises(InputError, match=r"chunks\[1\]: must start at 2, where chunks\[0\] ends, got 3"):
         KVChunk.concat([whole.slice(0, 2), whole.slice(3, 5)])
-    with pytest.raises(InputError, match=r"chunks\[1\] starts at 0"):
+    with pytest.raises(InputError, match=r"chunks\[1\]: must start at .*, got 0"):
         KVChunk.concat([whole, whole])
-    with pytest.raises(InputError, match=r"chunks\[1\] has another layout"):
+    with pytest.raises(InputError, match=r"chunks\[1\]: must have the layout"):
         KVChunk.concat([whole, chunk(start=5, layout=UNIFORM)])
 
 
@@ -376,37 +377,37 @@ GOOD = torch.zeros(3, 5, 2, 6, dtype=torch.bfloat16)
 @pytest.mark.parametrize(
     ("keys", "values", "start", "message"),
     [
-        (GOOD[0], GOOD, 0, r"keys must have shape \[L, T, H, D\], got \[5, 2, 6\]"),
-        (GOOD[:2], GOOD, 0, r"keys have 2 layers, the layout \(handmade\) 3"),
-        (GOOD, list(GOOD[:2]), 0, "values have 2 layers"),
+        (GOOD[0], GOOD, 0, r"keys: must have shape \[L, T, H, D\], got \[5, 2, 6\]"),
+        (GOOD[:2], GOOD, 0, r"keys: must have the 3 layers of the layout \(handmade\), got 2"),
+        (GOOD, list(GOOD[:2]), 0, "values: must have the 3 layers"),
         (
             GOOD,
             [GOOD[0], GOOD[0], GOOD],
             0,
-            r"values of layer 2 must be a tensor \[T, H, D\], got torch.Size\(\[3, 5",
+            r"values\[2\]: must be a tensor \[T, H, D\], got torch.Size\(\[3, 5",
         ),
-        (GOOD, [GOOD[0], None, None], 0, "values of layer 1 must be a tensor .* got NoneType"),
+        (GOOD, [GOOD[0], None, None], 0, r"values\[1\]: must be a tensor .* got NoneType"),
         (
             GOOD,
             GOOD[..., :5],
             0,
-            r"values of layer 0 must have shape \[T, H, D\] = \[5, 2, 6\], got \[5, 2, 5\]",
+            r"values\[0\]: must have shape \[T, H, D\] = \[5, 2, 6\], got \[5, 2, 5\]",
         ),
-        (GOOD, GOOD[:, :4], 0, "values of layer 0 must have shape"),
-        ([GOOD[0], GOOD[0], GOOD[0, :4]], GOOD, 0, "keys of layer 2 must have shape"),
-        (GOOD[:, :0], GOOD[:, :0], 0, "no tokens"),
-        (GOOD.float(), GOOD, 0, "keys of layer 0 are torch.float32, the layout says bfloat16"),
+        (GOOD, GOOD[:, :4], 0, r"values\[0\]: must have shape"),
+        ([GOOD[0], GOOD[0], GOOD[0, :4]], GOOD, 0, r"keys\[2\]: must have shape"),
+        (GOOD[:, :0], GOOD[:, :0], 0, "keys: must hold at least one token"),
+        (GOOD.float(), GOOD, 0, r"keys\[0\]: must be bfloat16 as the layout says, got torch\.float32"),
         (
             GOOD,
             GOOD.to(torch.uint8),
             0,
-            "dequantized by value with its scales to bfloat16 .* never reinterpreted",
+            "must be bfloat16, .*: dequantize .* by value with its scales first, never reinterpret",
         ),
-        (GOOD, GOOD.to(torch.float8_e4m3fn), 0, "values of layer 0 are torch.float8_e4m3fn: .*dequantized"),
-        (GOOD, GOOD.to("meta"), 0, "values of layer 0 are on meta, keys of layer 0 on cpu"),
-        (GOOD, GOOD, -1, "start must be an int >= 0, got -1"),
-        (GOOD, GOOD, 1.0, "start must be an int"),
-        (GOOD, GOOD, 60, r"start \+ tokens = 60 \+ 5 is beyond the 64 positions"),
+        (GOOD, GOOD.to(torch.float8_e4m3fn), 0, r"values\[0\]: must be .*, got torch\.float8_e4m3fn: dequantize"),
+        (GOOD, GOOD.to("meta"), 0, r"values\[0\]: must be on cpu like keys\[0\], got meta"),
+        (GOOD, GOOD, -1, "start: must be an int of at least 0, got -1"),
+        (GOOD, GOOD, 1.0, "start: must be an int"),
+        (GOOD, GOOD, 60, "start: must leave room for 5 tokens among the 64 positions"),
     ],
 )
 def test_chunk_refuses(keys: Any, values: Any, start: Any, message: str) -> None:

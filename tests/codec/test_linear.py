@@ -22,7 +22,7 @@ from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.step_coding import StepCoding
-from cuvee.codec.stages.compiled import byte_planes as lossless_numba
+from cuvee.codec.stages.compiled import coded_part
 from cuvee.codec.stages.compiled import sections as sections_numba
 from cuvee.codec.stages.implementations import get_stages
 from cuvee.codec.stages.reference.sections import read_part
@@ -132,17 +132,15 @@ def test_a_tile_of_sections_touches_nothing_else(coded: Any, scheme: str, at: sl
     windows = slice(at.start // WINDOW, -(-at.stop // WINDOW))
     first_listed = 0
     for found, windows_at in zip(index.found, index.windows_at, strict=True):
-        n = 1 << found[sections_numba._LOG2]
+        n = 1 << found[coded_part.LOG2]
         own = slice(at.start // n, -(-at.stop // n))
-        states, words, listed = (
-            found[f] for f in (sections_numba._STATES, sections_numba._WORDS, sections_numba._ESCAPES)
-        )
+        states, words, listed = (found[f] for f in (coded_part.STATES, coded_part.WORDS, coded_part.ESCAPES))
         begin = found[sections_numba._STREAMS]
         these = slice(begin + own.start, begin + own.stop + 1)
         words_at[these] = index.words_at[these]
         spans.append((states + 4 * own.start, states + 4 * own.stop))
         spans.append((words + 2 * int(words_at[these][0]), words + 2 * int(words_at[these][-1])))
-        count = found[sections_numba._LISTED]
+        count = found[coded_part.LISTED]
         numbers = by_window[windows_at[windows.start] : windows_at[windows.stop]].copy()
         assert 0 < len(numbers) < count, "there are escapes, here and elsewhere"
         by_window[first_listed : first_listed + count] = numbers[0]
@@ -165,11 +163,11 @@ def test_a_tile_of_a_lossless_layer_touches_nothing_else(coded: Any) -> None:
     outputs = [[torch.zeros(512, 1, 8, dtype=torch.bfloat16) for _ in range(2)] for _ in range(2)]
     index = stages.index_layer(data, LAYOUT.layers[0], torch.bfloat16, tokens)
     stages.decode_layer(index, at, dense_rows(outputs[0][0]), dense_rows(outputs[0][1]), 0)
-    n = 1 << index.found[lossless_numba._LOG2]
+    n = 1 << index.found[coded_part.LOG2]
     own = slice(at.start // n, -(-at.stop // n))
     words_at = np.full_like(index.words_at, 1 << 31)
     words_at[own.start : own.stop + 1] = index.words_at[own.start : own.stop + 1]
-    states, words = index.found[lossless_numba._STATES], index.found[lossless_numba._WORDS]
+    states, words = index.found[coded_part.STATES], index.found[coded_part.WORDS]
     spans = [(states + 4 * own.start, states + 4 * own.stop),
              (words + 2 * int(words_at[own.start]), words + 2 * int(words_at[own.stop]))]  # fmt: skip
     for coded_plane, begin, _ in index.planes:

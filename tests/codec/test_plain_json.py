@@ -33,7 +33,7 @@ def test_every_fault_is_a_value_error(text: str) -> None:
         with pytest.raises(ValueError) as failure:
             parse_json(given)
         assert len(str(failure.value)) < 200
-    with pytest.raises(InputError, match="the layout is not JSON"):
+    with pytest.raises(InputError, match="text: must be a layout in JSON"):
         KVLayout.from_json(text)
 
 

@@ -19,7 +19,7 @@ from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.compiled import transform as transform_numba
 from cuvee.codec.stages.reference import transform
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import Rows, dense_rows, paged_rows
+from cuvee.codec.stages.rows import Rows, cache_rows, dense_rows, has_rows
 
 BLOCKS, BLOCK_TOKENS = 5, 16
 CPU = torch.device("cpu")
@@ -78,8 +78,8 @@ def test_rows_are_where_the_cache_writes(
     one, want = make(layout, order)
     one.write(chunk.keys, chunk.values, slots)
     other, got = make(layout, order)
-    found = paged_rows(other, slots, range(layout.num_layers))
-    assert found is not None
+    assert has_rows(other, range(layout.num_layers))
+    found = cache_rows(other, slots, range(layout.num_layers))
     for units, all_rows in zip((chunk.keys, chunk.values), found, strict=True):
         for unit, rows in zip(units, all_rows, strict=True):
             assert rows is not None and (rows.begins[5:9] == -1).all() and rows.begins[-1] == -1
@@ -109,8 +109,8 @@ def test_place_writes_rows_of_pages_and_nothing_else(
     one, want = make(layout, order)
     one.write(dense, others, slots)
     other, got = make(layout, order)
-    found = paged_rows(other, slots, range(layout.num_layers))
-    assert found is not None
+    assert has_rows(other, range(layout.num_layers))
+    found = cache_rows(other, slots, range(layout.num_layers))
     # Dealt out, with columns of no token: as the decoder has them.
     column = np.concatenate([np.arange(0, 37, 2), [-1, -1], np.arange(1, 37, 2), [37, 99]])
     spread = torch.full((len(column), section.values), float("nan"))
@@ -145,7 +145,7 @@ def test_place_takes_blocks_one_after_the_other(
 
 def test_layers_that_are_not_asked_for_have_no_rows(layouts: dict[str, KVLayout]) -> None:
     cache = poisoned(layouts["gqa"])
-    found = paged_rows(cache, scattered(9), range(1, 2))
+    found = cache_rows(cache, scattered(9), range(1, 2))
     assert found is not None
     for rows in found:
         assert [own is not None for own in rows] == [False, True, False]
@@ -155,11 +155,11 @@ def test_places_that_the_cache_does_not_have_are_refused(layouts: dict[str, KVLa
     cache = poisoned(layouts["gqa"])
     for bad in (SLOTS, -2, 1 << 40):
         with pytest.raises(InputError, match="layer 1 has 80 slots"):
-            paged_rows(cache, torch.tensor([3, bad]), range(1, 3))
+            cache_rows(cache, torch.tensor([3, bad]), range(1, 3))
     cache = PagedCache(cache.layout, [*cache.keys[:2], cache.keys[2][:3]], cache.values)
     with pytest.raises(InputError, match="layer 2 has 48 slots"):
-        paged_rows(cache, torch.tensor([50]), range(3))
-    assert paged_rows(cache, torch.tensor([50]), range(2)) is not None
+        cache_rows(cache, torch.tensor([50]), range(3))
+    assert cache_rows(cache, torch.tensor([50]), range(2)) is not None
 
 
 def test_rows_of_a_part_are_those_of_its_tokens() -> None:
@@ -194,11 +194,11 @@ def test_every_order_of_memory_gets_the_same(
     used: list[bool] = []
 
     def spied(*arguments: Any) -> Any:
-        found = paged_rows(*arguments)
+        found = cache_rows(*arguments)
         used.append(found is not None)
         return found
 
-    monkeypatch.setattr("cuvee.codec.cpu.backend.paged_rows", spied)
+    monkeypatch.setattr("cuvee.codec.cpu.backend.cache_rows", spied)
     slots = scattered(37)
     slots[3], slots[0], slots[-1] = NOWHERE, NOWHERE, NOWHERE
     kept = slots != NOWHERE
@@ -223,7 +223,7 @@ def test_another_dtype_and_fp8_go_through_scratch(
     blob, slots = codec.encode(make_chunk(layout, 37)), scattered(37)
     want = codec.decode(blob)
     fp8 = poisoned(layout, dtype=torch.float8_e4m3fn)
-    assert paged_rows(fp8, slots, range(3)) is None
+    assert cache_rows(fp8, slots, range(3)) is None
     for dtype in (torch.float32, torch.float16, torch.float8_e4m3fn):
         cache, expected = poisoned(layout, dtype=dtype), poisoned(layout, dtype=dtype)
         codec.decode_paged([blob], cache, [slots]).check()

@@ -122,16 +122,16 @@ def test_shards_of_different_sizes_have_different_fingerprints() -> None:
 @pytest.mark.parametrize(
     ("rank", "size", "message"),
     [
-        (0, 0, "size must be an int above 0, got 0"),
-        (0, -2, "size must be an int above 0, got -2"),
-        (0, 2.0, "size must be an int above 0, got 2.0"),
-        (0, True, "size must be an int above 0, got True"),
-        (-1, 2, "rank must be one of 0 … 1, got -1"),
-        (2, 2, "rank must be one of 0 … 1, got 2"),
-        (1.0, 2, "rank must be one of 0 … 1, got 1.0"),
-        (True, 2, "rank must be one of 0 … 1, got True"),
-        (0, 3, "size must divide the 4 KV heads of layer 0 or be a multiple of them, got 3"),
-        (0, 12, "size must divide the 8 KV heads of layer 2 or be a multiple of them, got 12"),
+        (0, 0, "size: must be an int above 0, got 0"),
+        (0, -2, "size: must be an int above 0, got -2"),
+        (0, 2.0, "size: must be an int above 0, got 2.0"),
+        (0, True, "size: must be an int above 0, got True"),
+        (-1, 2, "rank: must be one of 0 … 1, got -1"),
+        (2, 2, "rank: must be one of 0 … 1, got 2"),
+        (1.0, 2, "rank: must be one of 0 … 1, got 1.0"),
+        (True, 2, "rank: must be one of 0 … 1, got True"),
+        (0, 3, "size: must divide the 4 KV heads of layer 0 or be a multiple of them, got 3"),
+        (0, 12, "size: must divide the 8 KV heads of layer 2 or be a multiple of them, got 12"),
     ],
 )
 def test_ranks_that_do_not_exist(fitted: Fitted, rank: Any, size: Any, message: str) -> None:

@@ -1,6 +1,6 @@
-"""A lossless layer to rows of a cache, for the CPU: read once, then decoded and written tile by tile, without the GIL.
+"""Bit-exact coding of a layer, compiled: a section is read once, then decoded and written tile by tile.
 
-It gives what `byte_planes.decode_layer` gives, which says what the parts of a section mean.
+The results are those of `reference/byte_planes.py`, which explains the parts of a section.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from cuvee.codec.stages.reference.byte_planes import PROB_BITS, BytePlane, read_
 from cuvee.codec.stages.rows import Rows, dense_rows
 
 _SLOTS = 1 << PROB_BITS
-_CHANNELS = 16  # written together: as many adjacent values of every token
+_CHANNELS = 16  # adjacent values of each token that are written in a row
 
-# What is known of a plane: whether it is coded; where its references, if coded, or its bytes begin; and the first of
-# its rows among the coded ones.
+# Fields of a plane: whether it is coded; where its references (if coded) or its bytes begin; its first row among the
+# coded ones.
 _CODED, _AT, _ROW = range(3)
 
-# What is known of the streams: the fields of `coded_part`, and how many steps they have per token, -1 if the section is
-# malformed.
+# Fields of the streams: those of `coded_part`, and the number of steps per token, which is -1 for a malformed section.
 _STEPS = part.PART_FIELDS
 
 
 @compiled
 def _skip_padding(data, at, end):  # type: ignore[no-untyped-def]
-    """The next multiple of four bytes; -1 unless all up to there are zero."""
+    """Return the next multiple of four bytes, or -1 if a byte before it is not zero."""
     while at % 4:
         if at >= end or data[at]:
             return -1
@@ -50,7 +49,7 @@ def _skip_padding(data, at, end):  # type: ignore[no-untyped-def]
 
 @compiled
 def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
-    """Read a plane's table into its decode slots; where it ends, or -1 if it breaks a rule."""
+    """Read a plane's table into its decode slots; return where it ends, or -1 if it breaks a rule."""
     if at + 2 > end:
         return -1
     count = np.int64(read_u16(data, at))
@@ -58,7 +57,7 @@ def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
     if at + 3 * count > end:
         return -1
     last = np.int64(-1)
-    filled = 0
+    filled = np.int64(0)
     for _ in range(count):
         symbol, frequency = np.int64(data[at]), np.int64(read_u16(data, at + 1))
         at += 3
@@ -75,7 +74,7 @@ def _read_table(data, at, end, slots):  # type: ignore[no-untyped-def]
 
 @compiled
 def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyped-def]
-    """Find the planes of a section, as `read_layer` does; where its streams begin, or -1 if a rule is broken."""
+    """Find the planes of a section, as `read_layer` does; return where its streams begin, or -1 if it breaks a rule."""
     at = np.int64(0)
     row = 0
     coded = 0
@@ -103,7 +102,7 @@ def _parse(data, end, channels, tokens, planes, slots):  # type: ignore[no-untyp
 
 @compiled
 def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: ignore[no-untyped-def]
-    """Read what the tiles of a section have in common; the word at which each stream begins, and the last one ends."""
+    """Read the parts that a section's tiles share; return where each stream's words begin, and the last one's end."""
     none = np.empty(0, np.uint32)
     found[_STEPS] = -1
     at = _parse(data, end, channels, tokens, planes, slots)
@@ -133,7 +132,7 @@ def _index(data, end, channels, tokens, planes, slots, tables, found):  # type: 
 def _decode(  # type: ignore[no-untyped-def]
     data, words_at, start, stop, found, slots, tables, states, starts, ends, groups, columns, position, scratch, problem
 ):
-    """Decode the coded planes of a tile to `scratch`; how many columns they have, or -1 if a stream is damaged."""
+    """Decode the coded planes of a tile to `scratch`; return their number of columns, or -1 for a damaged stream."""
     steps, log2 = found[_STEPS], found[part.LOG2]
     width = stop - start
     if not steps:
@@ -181,8 +180,8 @@ def _write(  # type: ignore[no-untyped-def]
     in_order = columns == width and (width < 2 or position[1] == 1)  # one token per stream
     for h in range(heads):
         for d in range(0, size, _CHANNELS):
-            together = min(_CHANNELS, size - d)
-            for i in range(together):
+            adjacent = min(_CHANNELS, size - d)
+            for i in range(adjacent):
                 channel = h * size + d + i
                 word[:] = np.uint32(0)
                 for plane in range(count):
@@ -213,14 +212,14 @@ def _write(  # type: ignore[no-untyped-def]
                 at = begin + h * stride + d
                 if len(offsets):
                     places = offsets[kinds[first_row + t], h]
-                    for i in range(together):
+                    for i in range(adjacent):
                         out[begin + places[d + i]] = tile[i, t]
-                elif together == _CHANNELS:
+                elif adjacent == _CHANNELS:
                     target = out[at : at + _CHANNELS]
                     for i in range(_CHANNELS):
                         target[i] = tile[i, t]
                 else:
-                    for i in range(together):
+                    for i in range(adjacent):
                         out[at + i] = tile[i, t]
 
 
@@ -230,16 +229,16 @@ _arena = Arena()
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """A layer's section that was read: what decoding its tiles has in common.
+    """A layer's section that was read: the parts that decoding each of its tiles needs.
 
     Attributes:
         data: its bytes.
-        itemsize: bytes of a value.
-        tokens: T, in the chunk.
-        channels: `[P]`, of each byte plane.
-        planes, found: what is known of the planes and of the streams; see above.
-        slots, tables: decode slots, and which of them each step uses. Valid until the thread reads another layer.
-        words_at: of each stream the word at which it begins, and where the last one ends.
+        itemsize: bytes per value.
+        tokens: T, tokens in the chunk.
+        channels: `[P]`, channels of each byte plane.
+        planes, found: the fields of the planes and of the streams; see above.
+        slots, tables: decode slots, and each step's place in them. Valid until the thread reads another layer.
+        words_at: the word at which each stream begins, and where the last one ends.
     """
 
     data: npt.NDArray[np.uint8]
@@ -257,15 +256,15 @@ def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens
     """See `cuvee.codec.stages.reference.byte_planes.index_layer`."""
     itemsize = dtype.itemsize
     channels = np.repeat(np.array([layer.key_values, layer.value_values]), itemsize)
-    # A copy, since a step reads a little more than the word that it needs.
+    # A copy, since a step reads a few bytes beyond its word.
     padded = np.frombuffer(b"".join((data, _SLACK)), np.uint8)
-    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(part.PART_FIELDS + 1, np.int64)
+    planes, found = np.zeros((len(channels), 3), np.int64), np.zeros(_STEPS + 1, np.int64)
     slots = _arena.array("slots", len(channels) * _SLOTS, np.uint32)
     tables = np.empty(int(channels.sum()), np.uint32)
     words_at = _index(padded, len(data), channels, tokens, planes, slots, tables, found)
     if found[_STEPS] < 0:
         read_layer(data, layer, itemsize, tokens)  # raises
-        raise FormatError("a lossless section is malformed")
+        raise FormatError("lossless section: must be well-formed, got a malformed one")
     return LayerIndex(padded, itemsize, tokens, channels, planes, found, slots, tables, words_at)
 
 
@@ -292,7 +291,7 @@ def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows |
 
 
 def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedinteger]]:
-    """The bits of a tensor whose values have 16 or 32."""
+    """Return the bits of a tensor of 16- or 32-bit values."""
     if x.element_size() == 2:
         return x.view(torch.int16).numpy().view(np.uint16)
     return x.view(torch.int32).numpy().view(np.uint32)
@@ -300,22 +299,22 @@ def _bits(x: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.unsignedin
 
 @compiled
 def _split(memory, begins, stride, heads, size, planes, reference, counts):  # type: ignore[no-untyped-def]
-    """Words of a unit to byte planes, their references, and how often each difference from them comes up."""
+    """Split a unit's words into byte planes; find their references, and count the differences from these."""
     count, _, tokens = planes.shape
     tile = np.empty((_CHANNELS, tokens), np.uint32)
     top = np.uint32(8 * count - 1)
-    several = np.zeros((4, SYMBOLS), np.int64)  # in turn, since an entry is not ready again at once
+    several = np.zeros((4, SYMBOLS), np.int64)  # four in turn, since an entry is not ready again at once
     for plane in range(count):
         counts[plane] = 0
     for h in range(heads):
         for d in range(0, size, _CHANNELS):
-            together = min(_CHANNELS, size - d)
+            adjacent = min(_CHANNELS, size - d)
             for t in range(tokens):
                 begin = begins[t] + h * stride + d
-                source = memory[begin : begin + together]
-                for i in range(together):
+                source = memory[begin : begin + adjacent]
+                for i in range(adjacent):
                     tile[i, t] = source[i]
-            for i in range(together):
+            for i in range(adjacent):
                 row = tile[i]
                 channel = h * size + d + i
                 for t in range(tokens):

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.codec import Codec
 from cuvee.codec.format.container import Scheme, inspect, read_header, read_section, write_blob
+from cuvee.codec.paged import PagedCache
 from cuvee.codec.profiles.profile import Profile
-from cuvee.codec.schemes import Target
 from cuvee.codec.schemes.transform import TransformScheme
 from cuvee.codec.stages.implementations import Stages, get_stages
 from cuvee.codec.stages.rotation import Rotation
-from cuvee.codec.stages.rows import dense_rows
+from cuvee.codec.stages.rows import cache_rows
 from cuvee.eval.bench.cpu.cases import BACKEND, make_chunk
 from cuvee.eval.timing import Effort, Timing
 
@@ -77,9 +78,10 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
     cpu, sections = torch.device("cpu"), range(len(profile.sections))
     unrotation, rotation = Rotation(layout, 0, tokens, cpu, inverse=True), Rotation(layout, 0, tokens, cpu)
     blob = codec.encode(chunk)
-    keys = [dense_rows(torch.empty_like(k)) for k in chunk.keys]
-    values = [dense_rows(torch.empty_like(v)) for v in chunk.values]
-    target = Target(layout, keys, values, slice(0, tokens), tokens, 0, 0)
+    layers = range(layout.num_layers)
+    cache = PagedCache.empty(layout, tokens, layers, cpu)
+    request = DecodeRequest(blob, read_header(blob), layout, range(tokens), layers, cache, None, 0)
+    keys, values = cache_rows(cache, None, layers)
 
     def encoded() -> None:
         coded = scheme.encode(chunk, sections, unrotation)
@@ -93,7 +95,7 @@ def measure_stages(effort: Effort, profile: Profile, tokens: int) -> dict[str, A
         with watch.time("container"):
             header = read_header(blob)
             parts = [(index, read_section(blob, header, index)) for index in sections]
-        scheme.decode(parts, target, rotation)
+        scheme.decode(parts, request, keys, values, rotation)
 
     def split(call: Callable[[], None]) -> dict[str, Any]:
         call()
