@@ -1,6 +1,6 @@
-"""A cache in a file, as it is: safetensors with `layer.0.keys` and `layer.0.values` `[T, H, D]`, `layer.1.keys`, ….
+"""Uncompressed caches in files: safetensors with `layer.0.keys` and `layer.0.values` `[T, H, D]`, `layer.1.keys`, ….
 
-Keys are as the model's attention sees them, after RoPE. The metadata says `start`, the position of the first token.
+Keys are as the model's attention sees them, after RoPE. The metadata holds `start`, the position of the first token.
 `cuvee encode` and `cuvee decode` read and write these files.
 """
 
@@ -35,22 +35,22 @@ def _opened(path: str | os.PathLike[str]) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise FormatError(f"{path}: is not a safetensors file: {error}") from error
+        raise FormatError(f"{path}: must be a safetensors file, got {error}") from error
 
 
 def write_cache_file(
     path: str | os.PathLike[str], keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor], start: int = 0
 ) -> None:
-    """Write a cache, in place of any file of that name.
+    """Write a cache, and replace any file of that name.
 
     Args:
         path: of the file.
-        keys: of each layer, `[T, H, D]`, on any device.
-        values: likewise.
+        keys: per layer `[T, H, D]`, on any device.
+        values: the same for values.
         start: position of the first token.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it then.
+        OSError: the file cannot be written; no part of it is left behind.
     """
     tensors = {}
     for layer, (own_keys, own_values) in enumerate(zip(keys, values, strict=True)):
@@ -61,7 +61,7 @@ def write_cache_file(
 
 
 def cache_file_dtype(path: str | os.PathLike[str]) -> str:
-    """The dtype of a cache in a file.
+    """Return the dtype of a cache in a file.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -71,11 +71,11 @@ def cache_file_dtype(path: str | os.PathLike[str]) -> str:
     with _opened(path) as file:
         dtypes = {str(file.get_slice(name).get_dtype()) for name in file.keys()}  # noqa: SIM118
     if len(dtypes) != 1:
-        raise InputError(f"{path}: mixes dtypes: {', '.join(sorted(dtypes)) or 'it is empty'}")
+        raise InputError(f"{path}: must hold tensors of one dtype, got {', '.join(sorted(dtypes)) or 'no tensors'}")
     (dtype,) = dtypes
     known = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
     if dtype not in known:
-        raise InputError(f"{path}: its values must be {', '.join(TORCH_DTYPES)}, got {dtype}")
+        raise InputError(f"{path}: must hold {', '.join(TORCH_DTYPES)}, got {dtype}")
     return known[dtype]
 
 
@@ -84,7 +84,7 @@ def read_cache_file(path: str | os.PathLike[str], layout: KVLayout) -> KVChunk:
 
     Args:
         path: of a file in this format.
-        layout: of the model whose cache it is; the file says the dtype.
+        layout: layout of the model; the dtype is the file's.
 
     Returns:
         the cache on the CPU, in the file's dtype.
@@ -92,7 +92,7 @@ def read_cache_file(path: str | os.PathLike[str], layout: KVLayout) -> KVChunk:
     Raises:
         FileNotFoundError: there is no such file.
         FormatError: it is not a safetensors file.
-        InputError: it holds no cache of such a model; the message begins with the path.
+        InputError: the file does not hold a cache of the model; the message begins with the path.
     """
     own = replace(layout, dtype=cache_file_dtype(path))
     expected = [f"layer.{i}.{kind}" for i in range(layout.num_layers) for kind in ("keys", "values")]
@@ -100,13 +100,13 @@ def read_cache_file(path: str | os.PathLike[str], layout: KVLayout) -> KVChunk:
         names = set(file.keys())
         if missing := [name for name in expected if name not in names]:
             raise InputError(
-                f"{path}: has no tensor {missing[0]!r}; a cache of this model has {len(layout.layers)} layers"
+                f"{path}: must hold the {layout.num_layers} layers of the model, got no tensor {missing[0]!r}"
             )
         if extra := sorted(names - set(expected)):
-            raise InputError(f"{path}: has a tensor {extra[0]!r}, which a cache of this model does not have")
+            raise InputError(f"{path}: must hold only layers of the model, got a tensor {extra[0]!r}")
         text = (file.metadata() or {}).get("start", "0")
         if not (text.isascii() and text.isdigit() and len(text) <= POSITION_DIGITS):
-            raise InputError(f"{path}: its metadata says start={text!r}, which is not a position")
+            raise InputError(f"{path}: must have a position as `start` in its metadata, got {text!r}")
         tensors = [file.get_tensor(name) for name in expected]
     try:
         return KVChunk(tensors[::2], tensors[1::2], own, int(text))

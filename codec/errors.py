@@ -1,4 +1,7 @@
-"""The errors that cuvee raises on purpose. `CuveeError` is the base of all of them."""
+"""The exceptions that cuvee raises. `CuveeError` is their base.
+
+A message names the argument, field or file first: `NAME: must …, got …`.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,19 @@ from typing import ClassVar
 
 
 class CuveeError(Exception):
-    """Base of every error that cuvee raises on purpose.
+    """Base of every exception that cuvee raises.
 
     Attributes:
-        blames_blob: whether the blob itself is to blame, so that it fails for everybody who finds it under its key, and
-            a cache may delete it. False: the fault lies with the request, the memory, the store or the configuration,
-            and says nothing of the blob. Every class decides for itself.
+        blames_blob: whether the blob is at fault. Every reader then fails under its key, so a cache may delete it.
+            False: the fault lies with the request, the memory, the store or the configuration, and the blob may be
+            sound. Every class sets it explicitly.
     """
 
     blames_blob: ClassVar[bool] = False
 
 
 class FormatError(CuveeError):
-    """The bytes are not a cuvee blob, or break a rule of `codec/FORMAT.md`."""
+    """The bytes are not a cuvee blob, or violate `codec/FORMAT.md`."""
 
     blames_blob = True
 
@@ -38,13 +41,13 @@ class CorruptError(FormatError):
 
 
 class ProfileMismatchError(CuveeError):
-    """The blob belongs to another profile than the one at hand, or the profile to another model."""
+    """The blob belongs to another profile than the codec's, or the profile to another model."""
 
-    blames_blob = True  # a store's key names model and profile, so such a blob is not what its key says
+    blames_blob = True  # a store's key names model and profile, so such a blob contradicts its key
 
 
 class ProfileError(CuveeError):
-    """A profile cannot be built or loaded, or cannot do what was asked; the message says what it takes."""
+    """A profile cannot be built or loaded, or cannot do what was requested; the message gives the remedy."""
 
     blames_blob = False
 
@@ -62,13 +65,13 @@ class KeyMismatchError(CuveeError):
 
 
 class UnsupportedModelError(CuveeError):
-    """The model's attention or positions are of a kind that cuvee does not handle; the message names it."""
+    """cuvee does not handle the model's kind of attention or positions; the message names it."""
 
     blames_blob = False
 
 
 class OutOfMemoryError(CuveeError, MemoryError):
-    """There is not enough memory, on the CPU or the device, for what was asked; the message says for what."""
+    """There is not enough memory on the CPU or the device; the message names the work."""
 
     blames_blob = False
 
@@ -84,7 +87,7 @@ _ALLOCATION = (
 
 @contextmanager
 def allocations(what: str) -> Iterator[None]:
-    """Turn failures to allocate into `OutOfMemoryError`, whose message begins with `what`; let other errors pass."""
+    """Turn failed allocations into `OutOfMemoryError`, whose message begins with `what`; let other errors pass."""
     try:
         yield
     except CuveeError:

@@ -2,21 +2,21 @@
 
 A chunk has digests of these kinds, BLAKE2b over canonical bytes:
 
-    prefix    root ─┬─> digest 0 ─┬─> digest 1 ─┬─> …     this chunk after exactly that prefix: what a cache looks up
+    prefix    root ─┬─> digest 0 ─┬─> digest 1 ─┬─> …     this chunk after exactly that prefix, for cache lookups
                  chunk 0       chunk 1       chunk 2
-    tail                     digest 0 ───> digest         the first tokens of a chunk that is not finished, after it
-    content   root ───> digest of one run of tokens       these tokens, wherever they stand: what blending looks up
+    tail                     digest 0 ───> digest         the first tokens of an unfinished chunk after digest 0
+    content   root ───> digest of one run of tokens       these tokens at any position, for blending
 
-The root holds everything that decides what KV a token gets (`Identity`) and who may have it (`Scope`). The key of an
-entry is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag.
+The root holds everything that determines a token's KV (`Identity`) and who may read it (`Scope`). The key of an entry
+is made of tenant, digest and tensor-parallel shard, and of the id of the secret if blobs carry a tag.
 
-**Keys are a persistent format.** Stores outlive processes and are shared by replicas of several versions, so any change
-of the bytes hashed here orphans every entry ever stored. A deliberate change raises `VERSION`, which enters every
-digest, and gets a line in the changelog. `tests/codec/test_identity.py` holds the expected values.
+**Keys are a persistent format.** Stores outlive processes, and replicas of several versions share them, so any change
+of the bytes hashed here orphans every stored entry. A deliberate change raises `VERSION`, which enters every digest,
+and gets a line in the changelog. `tests/codec/test_identity.py` holds the expected values.
 
-The bytes are canonical, so that no two inputs give the same bytes: every field is preceded by its length, numbers are
-little-endian int64, and strings are UTF-8, never normalized (lone surrogates included, since JSON requests may hold
-them). Each kind of digest has its own `person` tag, so that one is never taken for another.
+The encoding is canonical: no two inputs give the same bytes. Every field is preceded by its length, numbers are
+little-endian int64, and strings are UTF-8, never normalized (including lone surrogates, which JSON requests may hold).
+Each kind of digest has its own `person` tag, so that kinds are never confused.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ _STEP = "step:"
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Everything that decides what a cached chunk holds, except its tokens and its `Scope`.
+    """Everything that determines the contents of a cached chunk, except its tokens and its `Scope`.
 
     Attributes:
         model: names weights and configuration.
         tokenizer: names the tokenizer; empty if sequences only come as token ids.
         layout: `KVLayout.fingerprint` of the whole model, not of one shard: heads, RoPE, dtype.
-        profile: `Profile.id`; empty for lossless, which needs none.
+        profile: `Profile.id`; empty for lossless, which needs no profile.
         quality: `"lossless"` or `"step:<index>"`. It is part of the key because a lossless reader must never find lossy
             bytes.
         shards: tensor-parallel size.
@@ -69,10 +69,10 @@ class Identity:
             _check_type(f"identity.{name}", getattr(self, name), kind)
         _check_type("identity.shards", self.shards, int)
         if not self.model or not self.layout:
-            raise InputError("identity.model and identity.layout must not be empty: they tell models apart")
+            raise InputError("identity.model, identity.layout: must name the model and its layout, got an empty one")
         if self.quality == _LOSSLESS:
             if self.profile:
-                raise InputError("identity.profile: must be empty for lossless, whose bytes depend on no profile")
+                raise InputError("identity.profile: must be empty for lossless, which depends on no profile, got bytes")
         elif not _is_step(self.quality):
             raise InputError(f"identity.quality: must be 'lossless' or 'step:<index>', got {self.quality!r}")
         elif not self.profile:
@@ -83,7 +83,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Media:
-    """A multimodal item. Its placeholder tokens stand at `[start, end)` of the sequence; `id` names its content."""
+    """A multimodal item. Its placeholder tokens are at `[start, end)` of the sequence; `id` names its content."""
 
     start: int
     end: int
@@ -101,10 +101,10 @@ class Media:
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """What a request brings along besides its tokens.
+    """The parts of a request besides its tokens that enter its keys.
 
     Attributes:
-        tenant: cache salt. Sequences of different tenants never share a key. Requests without a salt are one tenant.
+        tenant: cache salt. Sequences of different tenants never share a key. Requests without a salt form one tenant.
         adapter: names the LoRA adapter and its weights; empty for none.
         media: multimodal items, in any order. They may overlap.
     """
@@ -124,9 +124,9 @@ class Scope:
 class PrefixChain:
     """Prefix digests of one growing sequence: digest i names the KV of chunk i after exactly the chunks 0 … i-1.
 
-    Each chunk is hashed once. **Contract:** a chain serves one sequence that only grows at its end. Tokens that were
-    hashed already are not looked at again. If you change them, or take them back and go on differently, make a new
-    chain: the old one would give the digests of the old tokens. A chain is not for several threads at once.
+    Each chunk is hashed once. **Contract:** a chain serves one sequence that only grows at its end, and never reads
+    hashed tokens again. If you change or remove tokens, make a new chain: the old one would return the digests of the
+    old tokens. Do not use a chain from several threads at once.
 
     Args:
         identity: identity of the model and its codec.
@@ -146,14 +146,14 @@ class PrefixChain:
         self._digests: list[bytes] = []
 
     def digests(self, tokens: Sequence[int], chunks: int) -> list[bytes]:
-        """Digests of the first `chunks` full chunks, 32 bytes each. Asking for fewer than before gives their prefix.
+        """Return the digests of the first `chunks` full chunks, 32 bytes each. Fewer than before give their prefix.
 
         Args:
             tokens: the sequence so far (list, NumPy array, CPU tensor, …), any integers within int64.
-            chunks: how many chunks; all must be full.
+            chunks: number of chunks; all must be full.
 
         Raises:
-            InputError: `tokens` holds fewer than `chunks` full chunks, or anything but such integers.
+            InputError: `tokens` holds fewer than `chunks` full chunks, or values that are not such integers.
         """
         size = self.chunk_tokens
         if not 0 <= chunks <= len(tokens) // size:
@@ -174,17 +174,17 @@ class PrefixChain:
         return self._digests[:chunks]
 
     def tails(self, tokens: Sequence[int], chunks: int, sizes: Sequence[int]) -> list[bytes]:
-        """Digests of unfinished chunks, 32 bytes each: the first tokens after `chunks` full chunks, in several lengths.
+        """Return the digests of unfinished chunks, 32 bytes each: the tokens after `chunks` full chunks, per length.
 
-        This changes nothing in the chain, so another thread may ask while its owner goes on.
+        This does not change the chain, so another thread may call it while the owner goes on.
 
         Args:
             tokens: the sequence so far, as for `digests`.
-            chunks: full chunks before; `digests` must have been asked for them.
+            chunks: full chunks before; `digests` must have returned their digests.
             sizes: lengths, each from 1 to one token less than a chunk.
 
         Raises:
-            InputError: the chunks before were not hashed yet, a length is out of range or beyond the tokens, or the
+            InputError: the chunks before are not hashed yet, a length is out of range or beyond the tokens, or the
                 tokens are not such integers.
         """
         if not 0 <= chunks <= len(self._digests):
@@ -205,15 +205,15 @@ class PrefixChain:
 def content_digest(
     identity: Identity, scope: Scope, tokens: Sequence[int], *, start: int = 0, context: bytes = b""
 ) -> bytes:
-    """32 bytes that name a run of tokens, wherever it stands.
+    """Return 32 bytes that identify a run of tokens at any position.
 
     Args:
         identity: identity of the model and its codec.
         scope: scope of the request.
         tokens: the run: at least one token, any integers within int64.
-        start: position of its first token among those that `scope.media` counts. It only matters if media items overlap
-            the run, because their place relative to the run is hashed.
-        context: names what the run was computed behind; empty if it was computed alone.
+        start: position of the run's first token, as `scope.media` counts positions. It only matters if media items
+            overlap the run, because their places relative to the run are hashed.
+        context: names the tokens that preceded the run when it was computed; empty if it was computed alone.
 
     Raises:
         InputError: there are no tokens, they are not such integers, `start` is negative, or `context` is not bytes.
@@ -223,18 +223,18 @@ def content_digest(
     if start < 0:
         raise InputError(f"start: must be at least 0, got {start}")
     if not len(tokens):
-        raise InputError("tokens: must hold at least one token")
+        raise InputError("tokens: must hold at least one token, got none")
     data = _tokens(tokens)
     media = _media(sorted(scope.media), start, start + len(tokens))
-    # Everything before the context has its length, so the context cannot be mistaken for something else.
+    # Everything before the context has its length, so the context cannot be mistaken for another field.
     behind = canonical(context) if context else b""
     return _blake2b(b"cuvee-content", _root(identity, scope), _int(len(data)), data, media, behind)
 
 
 def tenant_id(tenant: str) -> str:
-    """The tenant's part of a store key: 32 hexadecimal digits, BLAKE2b of the cache salt. No salt is a tenant, too.
+    """Return the tenant's part of a store key: 32 hexadecimal digits, BLAKE2b of the cache salt, which may be empty.
 
-    This hides the salt from those who can list the store, but only if it is hard to guess.
+    This hides the salt from anybody who can list the store, but only if it is hard to guess.
     """
     _check_type("tenant", tenant, str)
     data = bytes([VERSION]) + canonical(_text(tenant))
@@ -242,16 +242,16 @@ def tenant_id(tenant: str) -> str:
 
 
 def store_key(tenant: str, digest: bytes, shard: int = 0, key_id: bytes = b"") -> str:
-    """The key of one shard of a chunk: tenant id, digest and shard, in 32 + 64 + 4 hexadecimal digits with a slash.
+    """Return the key of one shard of a chunk: tenant id, digest and shard, in 32 + 64 + 4 hexadecimal digits.
 
-    The slash follows the tenant id. If blobs carry a tag, the id of their secret goes last, 16 more digits. Replicas
-    with other secrets, or with none, then neither find nor replace nor delete each other's entries. The tag itself
+    A slash follows the tenant id. If blobs carry a tag, the id of their secret comes last, 16 more digits. Replicas
+    with different secrets, or with none, then neither find nor replace nor delete each other's entries. The tag itself
     binds a blob to the key without this id.
 
     Args:
         tenant: cache salt, as in the scope that the digest was made with.
         digest: a digest of `PrefixChain.digests` or `content_digest`.
-        shard: tensor-parallel rank. The digest already covers how many there are.
+        shard: tensor-parallel rank. The digest already covers the number of ranks.
         key_id: one of `Codec.key_ids`; empty if blobs have no tag.
 
     Raises:
@@ -270,7 +270,7 @@ def store_key(tenant: str, digest: bytes, shard: int = 0, key_id: bytes = b"") -
 
 
 def canonical(*fields: bytes) -> bytes:
-    """The fields in a row, each after its length. Other fields, or the same ones cut elsewhere, give other bytes."""
+    """Join the fields, each after its length. Other fields, or the same bytes split elsewhere, give other bytes."""
     return b"".join(_int(len(field)) + field for field in fields)
 
 
@@ -282,7 +282,7 @@ def _root(identity: Identity, scope: Scope) -> bytes:
 
 
 def _media(items: Iterable[Media], start: int, end: int) -> bytes:
-    """Canonical bytes of the items that overlap `[start, end)`, their places relative to `start`."""
+    """Return canonical bytes of the items that overlap `[start, end)`, with places relative to `start`."""
     fields = [
         canonical(_int(item.start - start), _int(item.end - start), _text(item.id))
         for item in items
@@ -293,7 +293,7 @@ def _media(items: Iterable[Media], start: int, end: int) -> bytes:
 
 def _tokens(tokens: Sequence[int]) -> bytes:
     array = np.asarray(tokens)
-    # Only what int64 holds exactly: a float or an unsigned 64-bit number could turn into another token.
+    # Only types that int64 holds exactly: a float or an unsigned 64-bit number could turn into another token.
     if array.ndim != 1 or array.dtype.kind not in "iu" or not np.can_cast(array.dtype, np.int64):
         raise InputError(f"tokens: must be a row of integers within int64, got {array.dtype} {list(array.shape)}")
     return array.astype("<i8", copy=False).tobytes()

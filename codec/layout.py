@@ -1,8 +1,7 @@
-"""What a KV cache looks like: `KVLayout`.
+"""`KVLayout`: the layout of a model's KV cache.
 
-A layout holds what the codec must know about a model and nothing else: heads and head sizes per layer, the
-rotary frequencies, the storage dtype, the position limit. It is plain data: frozen, hashable, exact through
-JSON.
+A layout holds only what the codec must know about a model: heads and head sizes per layer, the rotary frequencies, the
+storage dtype, the position limit. It is plain data: frozen, hashable, exact through JSON.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Rope:
 
     Args:
         inv_freq: angle per position of each rotated pair (rad/token), finite, not negative: the model's own
-            float32 values; others are rounded to float32.
+            float32 values; other values are rounded to float32.
         attention_scaling: factor on cos and sin (YaRN, arXiv:2309.00071); the keys carry it once.
         interleaved: pairs are dimensions (2i, 2i+1), not (i, i + rotary_dim/2).
 
@@ -58,7 +57,7 @@ class Rope:
         return 2 * len(self.inv_freq)
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dict; floats survive `json` exactly."""
+        """Return a JSON-ready dict; floats survive `json` exactly."""
         return {
             "inv_freq": list(self.inv_freq),
             "attention_scaling": self.attention_scaling,
@@ -67,7 +66,7 @@ class Rope:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Rope:
-        """Inverse of `to_dict`. Raises InputError for missing, unknown or ill-typed entries."""
+        """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
         _check_keys("Rope", data, required=("inv_freq",), optional=("attention_scaling", "interleaved"))
         return cls(**{**data, "inv_freq": tuple(_list("Rope.inv_freq", data["inv_freq"]))})
 
@@ -81,7 +80,7 @@ class LayerLayout:
         head_dim: size of one key head.
         value_dim: size of one value head (usually `head_dim`).
         rope: rotary embedding of the cached keys, or None if they carry no rotation.
-        sliding_window: number of tokens the layer attends to, or None for all.
+        sliding_window: number of tokens that the layer attends to, or None for all.
 
     Raises:
         InputError: a count that is not a positive int, or a rope wider than the head.
@@ -107,7 +106,8 @@ class LayerLayout:
             _check_type("LayerLayout.rope", self.rope, Rope)
             if self.rope.rotary_dim > self.head_dim:
                 raise InputError(
-                    f"LayerLayout.rope rotates {self.rope.rotary_dim} dimensions, but head_dim is {self.head_dim}"
+                    f"LayerLayout.rope: must rotate at most head_dim = {self.head_dim} dimensions, got "
+                    f"{self.rope.rotary_dim}"
                 )
 
     @property
@@ -121,7 +121,7 @@ class LayerLayout:
         return self.kv_heads * self.value_dim
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dict."""
+        """Return a JSON-ready dict."""
         return {
             "kv_heads": self.kv_heads,
             "head_dim": self.head_dim,
@@ -132,7 +132,7 @@ class LayerLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> LayerLayout:
-        """Inverse of `to_dict`. Raises InputError for missing, unknown or ill-typed entries."""
+        """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
         _check_keys(
             "LayerLayout",
             data,
@@ -145,14 +145,14 @@ class LayerLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """Layout of a model's whole KV cache; `from_config` makes one, or build it by hand for another model.
+    """Layout of a model's whole KV cache. `from_config` makes it; for other models, build it by hand.
 
     Args:
         model_type: family name, part of the identity.
-        layers: one `LayerLayout` per layer that caches, in order.
+        layers: one `LayerLayout` per caching layer, in order.
         dtype: "bfloat16", "float16" or "float32": how the cache stores its values.
-        max_positions: number of positions the model can address, those that scaling of its RoPE adds included; None for
-            no limit.
+        max_positions: number of positions that the model can address, including those added by scaling its RoPE; None
+            for no limit.
 
     Raises:
         InputError: a field of the wrong type or range.
@@ -175,26 +175,26 @@ class KVLayout:
     def __post_init__(self) -> None:
         _check_type("KVLayout.model_type", self.model_type, str)
         if not self.model_type:
-            raise InputError("KVLayout.model_type must name a family, got an empty string")
+            raise InputError("KVLayout.model_type: must name a family, got an empty string")
         _check_tuple("KVLayout.layers", self.layers, "LayerLayout")
         for index, layer in enumerate(self.layers):
             _check_type(f"KVLayout.layers[{index}]", layer, LayerLayout)
         _check_type("KVLayout.dtype", self.dtype, str)
         if self.dtype not in TORCH_DTYPES:
-            raise InputError(f"KVLayout.dtype must be one of {', '.join(TORCH_DTYPES)}, got {self.dtype!r}")
+            raise InputError(f"KVLayout.dtype: must be one of {', '.join(TORCH_DTYPES)}, got {self.dtype!r}")
         if self.max_positions is not None:
             _check_positive("KVLayout.max_positions", self.max_positions)
 
     @classmethod
     def from_config(cls, hf_config: Any, dtype: str | torch.dtype | None = None) -> KVLayout:
-        """The layout of a transformers model, with the frequencies its own rotary module computes.
+        """Make the layout of a transformers model, with the frequencies that its rotary module computes.
 
         Args:
             hf_config: transformers `PreTrainedConfig` of a text decoder.
             dtype: dtype of the cache; None takes `hf_config.dtype`.
 
         Raises:
-            UnsupportedModelError: the attention or the positions are of a kind cuvee does not handle.
+            UnsupportedModelError: cuvee does not handle this kind of attention or positions.
             InputError: the config is a multimodal wrapper, or no dtype is known.
             ImportError: transformers is not installed.
 
@@ -207,7 +207,7 @@ class KVLayout:
 
     @classmethod
     def of(cls, model: object) -> KVLayout:
-        """The layout of a transformers model's cache, of its configuration's, or the layout itself.
+        """Make the layout of a transformers model or configuration; return a layout unchanged.
 
         Raises:
             InputError: `model` is none of these.
@@ -223,10 +223,11 @@ class KVLayout:
         config = getattr(model, "config", model)
         if not hasattr(config, "get_text_config"):
             raise InputError(
-                f"model must be a transformers model or configuration, or a KVLayout, got {type(model).__name__}"
+                f"model: must be a transformers model or configuration, or a KVLayout, got {type(model).__name__}"
             )
         text = config.get_text_config(decoder=True)
-        # A model may have been loaded in another dtype than its configuration says; one that says none gets torch's.
+        # A model may have been loaded in another dtype than its configuration names. Without a dtype, torch's default
+        # applies.
         return cls.from_config(text, getattr(model, "dtype", None) or text.dtype or torch.get_default_dtype())
 
     @property
@@ -246,45 +247,44 @@ class KVLayout:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`dtype` as torch spells it."""
+        """`dtype` as a torch dtype."""
         return TORCH_DTYPES[self.dtype]
 
     @property
     def relocatable(self) -> bool:
-        """Whether cached keys can be moved to other positions: False where no layer has RoPE (GPT-2)."""
+        """Whether cached keys can be moved to other positions: False if no layer has RoPE (GPT-2)."""
         return any(layer.rope is not None for layer in self.layers)
 
     def shard_heads(self, rank: int, size: int) -> tuple[range, ...]:
-        """The KV heads, a range per layer, that a rank of a tensor-parallel group holds, as vLLM deals them out.
+        """Return the KV heads of a tensor-parallel rank, a range per layer, as vLLM assigns them.
 
-        Adjacent heads in equal parts; where there are more ranks than heads, adjacent ranks share one.
+        Each rank gets an equal number of adjacent heads. With more ranks than heads, adjacent ranks share a head.
 
         Args:
-            rank: of the group, 0 … size - 1.
+            rank: rank in the group, 0 … size - 1.
             size: ranks in the group.
 
         Raises:
-            InputError: a rank outside the group, or a layer whose heads cannot be dealt out evenly.
+            InputError: a rank outside the group, or a layer whose heads cannot be divided evenly.
         """
         _check_positive("size", size)
         if type(rank) is not int or not 0 <= rank < size:
-            raise InputError(f"rank must be one of 0 … {size - 1}, got {rank!r}")
+            raise InputError(f"rank: must be one of 0 … {size - 1}, got {rank!r}")
         parts = []
         for index, layer in enumerate(self.layers):
             heads = layer.kv_heads
             if heads % size and size % heads:
                 raise InputError(
-                    f"size must divide the {heads} KV heads of layer {index} or be a multiple of them, got {size}"
+                    f"size: must divide the {heads} KV heads of layer {index} or be a multiple of them, got {size}"
                 )
             first = rank * heads // size
             parts.append(range(first, first + max(heads // size, 1)))
         return tuple(parts)
 
     def shard(self, rank: int, size: int) -> KVLayout:
-        """The layout of one tensor-parallel rank's part of the cache: fewer heads a layer, all else alike.
+        """Return the layout of one tensor-parallel rank's part of the cache: fewer heads per layer, all else equal.
 
-        Ranks have equal layouts, so a fingerprint does not tell them apart: whoever stores chunks of several ranks
-        must name the rank.
+        All ranks have the same layout and fingerprint. A store of several ranks' chunks must therefore name the rank.
 
         Args, Raises: as `shard_heads`.
         """
@@ -294,12 +294,11 @@ class KVLayout:
 
     @property
     def fingerprint(self) -> bytes:
-        """16 bytes that name this layout: BLAKE2b over canonical JSON.
+        """16 bytes that identify this layout: BLAKE2b over canonical JSON.
 
-        Frequencies enter with four significant digits. The last bit of float32 `pow` differs between CPUs
-        (baseline x86 and AVX2 disagree in about one frequency in seventy), and a blob must be readable on
-        another machine of a fleet. Compare fingerprints, not layouts, to ask whether two caches belong to
-        one model.
+        Frequencies enter with four significant digits, because the last bit of float32 `pow` differs between CPUs
+        (baseline x86 and AVX2 disagree in about one frequency in seventy), and a blob must be readable on every machine
+        of a fleet. To find out whether two caches belong to one model, compare fingerprints, not layouts.
         """
         if self._fingerprint is None:
             data = self.to_dict()
@@ -307,7 +306,7 @@ class KVLayout:
                 if kind["rope"] is not None:
                     kind["rope"]["inv_freq"] = [f"{value:.3e}" for value in kind["rope"]["inv_freq"]]
                     kind["rope"]["attention_scaling"] = f"{kind['rope']['attention_scaling']:.6e}"
-            # Layers that differ by a last bit only must not count as two kinds here.
+            # Layers that differ only in a last bit must not count as two kinds here.
             data["layers"] = [_canonical_json(data["kinds"][index]) for index in data["layers"]]
             del data["kinds"]
             digest = hashlib.blake2b(_canonical_json(data).encode(), digest_size=16).digest()
@@ -316,7 +315,7 @@ class KVLayout:
         return self._fingerprint
 
     def to_dict(self) -> dict[str, Any]:
-        """JSON-ready dict: `kinds` lists each distinct layer once, `layers` indexes into it."""
+        """Return a JSON-ready dict: `kinds` lists each distinct layer once, `layers` indexes into it."""
         kinds = list(dict.fromkeys(self.layers))
         index = {kind: position for position, kind in enumerate(kinds)}
         return {
@@ -329,27 +328,27 @@ class KVLayout:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVLayout:
-        """Inverse of `to_dict`. Raises InputError for missing, unknown or ill-typed entries."""
+        """Invert `to_dict`. Raise InputError for missing, unknown or ill-typed entries."""
         _check_keys("KVLayout", data, required=("model_type", "kinds", "layers", "dtype", "max_positions"))
         kinds = [LayerLayout.from_dict(kind) for kind in _list("KVLayout.kinds", data["kinds"])]
         layers = []
         for position, index in enumerate(_list("KVLayout.layers", data["layers"])):
             if type(index) is not int or not 0 <= index < len(kinds):
-                raise InputError(f"KVLayout.layers[{position}] must index one of {len(kinds)} kinds, got {index!r}")
+                raise InputError(f"KVLayout.layers[{position}]: must index one of {len(kinds)} kinds, got {index!r}")
             layers.append(kinds[index])
         return cls(data["model_type"], tuple(layers), data["dtype"], data["max_positions"])
 
     def to_json(self) -> str:
-        """Canonical JSON: sorted keys, no spaces, ASCII, exact floats."""
+        """Return canonical JSON: sorted keys, no spaces, ASCII, exact floats."""
         return _canonical_json(self.to_dict())
 
     @classmethod
     def from_json(cls, text: str) -> KVLayout:
-        """Inverse of `to_json`. Raises InputError for text that is not a layout."""
+        """Invert `to_json`. Raise InputError for text that is not a layout."""
         try:
             data = parse_json(text)
         except ValueError as error:
-            raise InputError(f"the layout is not JSON: {error}") from error
+            raise InputError(f"text: must be a layout in JSON, got {error}") from error
         return cls.from_dict(data)
 
 
@@ -357,48 +356,48 @@ def _float32(value: Any) -> float:
     try:
         rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
     except (struct.error, OverflowError, TypeError) as error:
-        raise InputError(f"Rope.inv_freq must hold float32 numbers, got {value!r}") from error
+        raise InputError(f"Rope.inv_freq: must hold float32 numbers, got {value!r}") from error
     if isinstance(value, bool) or not math.isfinite(rounded) or rounded < 0:
-        raise InputError(f"Rope.inv_freq must hold finite numbers >= 0, got {value!r}")
+        raise InputError(f"Rope.inv_freq: must hold finite numbers >= 0, got {value!r}")
     return rounded
 
 
 def _scaling(value: Any) -> float:
     if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-        raise InputError(f"Rope.attention_scaling must be a finite number above 0, got {value!r}")
+        raise InputError(f"Rope.attention_scaling: must be a finite number above 0, got {value!r}")
     return float(value)
 
 
 def _check_type(name: str, value: Any, kind: type) -> None:
     if not isinstance(value, kind):
-        raise InputError(f"{name} must be a {kind.__name__}, got {value!r}")
+        raise InputError(f"{name}: must be a {kind.__name__}, got {value!r}")
 
 
 def _check_tuple(name: str, value: Any, of: str) -> None:
     if not isinstance(value, tuple) or not value:
-        raise InputError(f"{name} must be a tuple with at least one {of}, got {value!r}")
+        raise InputError(f"{name}: must be a tuple with at least one {of}, got {value!r}")
 
 
 def _check_positive(name: str, value: Any) -> None:
     if type(value) is not int or value <= 0:
-        raise InputError(f"{name} must be an int above 0, got {value!r}")
+        raise InputError(f"{name}: must be an int above 0, got {value!r}")
 
 
 def _list(name: str, value: Any) -> list[Any]:
     if not isinstance(value, list):
-        raise InputError(f"{name} must be a list, got {value!r}")
+        raise InputError(f"{name}: must be a list, got {value!r}")
     return value
 
 
 def _check_keys(owner: str, data: Any, required: tuple[str, ...], optional: tuple[str, ...] = ()) -> None:
     if not isinstance(data, Mapping):
-        raise InputError(f"{owner} must be an object with named entries, got {type(data).__name__}")
+        raise InputError(f"{owner}: must be an object with named entries, got {type(data).__name__}")
     for key in data:
         if key not in required and key not in optional:
-            raise InputError(f"{owner} has no entry {key!r}: {suggestion(key, required + optional)}")
+            raise InputError(f"{owner}: must have known entries, got {key!r}: {suggestion(key, required + optional)}")
     for key in required:
         if key not in data:
-            raise InputError(f"{owner} lacks the entry {key!r}")
+            raise InputError(f"{owner}: must have the entry {key!r}, got none")
 
 
 def _canonical_json(data: Any) -> str:

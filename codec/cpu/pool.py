@@ -1,4 +1,4 @@
-"""The codec's threads: started once, at the first chunk that is worth it, and never more than were asked for."""
+"""The codec's threads: started at the first chunk that is large enough, kept, and never more than requested."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class Pool:
-    """Runs jobs on the calling thread and on helpers that are kept.
+    """Runs jobs on the calling thread and on persistent helper threads.
 
     Args:
-        threads: how many work at the same time, the caller among them.
-        name: that the helpers' names begin with.
+        threads: number of threads that work at the same time, including the caller.
+        name: prefix of the helpers' names.
     """
 
     def __init__(self, threads: int, name: str = "cuvee") -> None:
@@ -34,30 +34,30 @@ class Pool:
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Forget the helpers, which run in the parent alone."""
+        """Forget the helpers, which run only in the parent."""
         self._lock = threading.Lock()
         self._helpers: ThreadPoolExecutor | None = None
 
     def run(self, jobs: Sequence[Callable[[], T]], workers: int) -> list[T]:
-        """Run all jobs on at most this many threads. The first error ends the others and is raised.
+        """Run all jobs on at most `workers` threads; the first error stops the other jobs and is raised.
 
-        Each thread takes the next job when it has done one, so a slow thread delays its own job alone. Where the system
-        starts no more threads, those that run do all the work. No job runs any more when this returns or raises,
-        whatever it raises: jobs write into memory of the caller, who may then give it to others.
+        Each thread takes the next job when it finishes one, so a slow thread delays only its own job. If the system
+        starts no more threads, the running ones do all the work. No job is running when this returns or raises,
+        because jobs write into the caller's memory, which may then be reused.
         """
         workers = min(workers, self._threads, len(jobs))
         if workers <= 1:
             with torch.no_grad():
                 return [job() for job in jobs]
         results: dict[int, T] = {}
-        waiting = iter(range(len(jobs)))  # an iterator of C code: two threads never get one number
+        waiting = iter(range(len(jobs)))  # implemented in C: two threads never get the same number
         failed = threading.Event()
 
         def work() -> None:
             try:
-                # One thread for each product: torch would start as many more from every worker.
+                # One thread per product: torch would start more threads from every worker.
                 torch.set_num_threads(1)
-                with torch.no_grad():  # a thread's own setting
+                with torch.no_grad():  # a setting per thread
                     for number in waiting:
                         if failed.is_set():
                             return
@@ -71,7 +71,7 @@ class Pool:
         interrupt: BaseException | None = None
         try:
             while len(helpers) < workers - 1:
-                # Not the executor's own future: where it cannot start a thread it raises, but keeps what it was given.
+                # Not the executor's future: an executor that cannot start a thread raises, but keeps the work.
                 helpers.append(Future())
                 if not self._submit(partial(_help, helpers[-1], work)):
                     break
@@ -80,8 +80,8 @@ class Pool:
             failed.set()
             raise
         finally:
-            # Waits for those that have begun, through interrupts, too: they write into the caller's memory. The others
-            # would find no job; they may be busy with another caller's.
+            # Wait for helpers that have begun, even through interrupts: they write into the caller's memory. The others
+            # would find no job, and may be busy with another caller's jobs.
             while True:
                 try:
                     errors = [None if helper.cancel() else helper.exception() for helper in helpers]
@@ -89,7 +89,7 @@ class Pool:
                 except BaseException as raised:
                     failed.set()
                     interrupt = raised if interrupt is None else interrupt
-            # After them: threads yet to be started take over what any thread has set last.
+            # After the helpers: a new thread inherits the number that any thread has set last.
             torch.set_num_threads(before)
             if interrupt is not None:
                 raise interrupt
@@ -99,14 +99,14 @@ class Pool:
         return [results[number] for number in range(len(jobs))]
 
     def _submit(self, work: Callable[[], None]) -> bool:
-        """Give work to a helper; False if there is none to be had beyond those that run."""
+        """Give work to a helper; return False if no further helper can be started."""
         with self._lock:
             if self._helpers is None:
                 self._helpers = ThreadPoolExecutor(self._threads - 1, self._name)
             try:
                 self._helpers.submit(work)
             except RuntimeError as error:  # the limit of the system or a container, or Python is about to exit
-                # It has lost count of its threads, which end when they have done what they were given.
+                # The executor has lost count of its threads, which end after their work.
                 self._helpers = None
                 self._tell(str(error))
                 return False
@@ -126,7 +126,7 @@ class Pool:
 
 
 def _help(told: Future[None], work: Callable[[], None]) -> None:
-    """Do a share of the work, unless its caller needs none any more."""
+    """Do a share of the work, unless the caller has cancelled it."""
     if not told.set_running_or_notify_cancel():
         return
     try:

@@ -1,1 +1,1 @@
-"""Entropy coding: probability tables, the family they come from, token classes, and the coded part of a section."""
+"""Entropy coding: probability tables and their family, coding plans, token classes, streams, and coded sections."""

@@ -21,8 +21,8 @@ class Quantizer:
     """A dead-zone quantizer whose thresholds and reconstruction points depend on the component's table.
 
     A magnitude `a` (in steps) becomes 0 below `dead_zone`, else `floor(a + rounding)`. A level m > 0 is reconstructed
-    as `m - shrink[:, min(m, 2) - 1]`. The thresholds are where rate-distortion optimized quantization switches between
-    levels, and the shrinkage gives the measured centroid (see `family.fit_family`). All arrays are indexed by table.
+    as `m - shrink[:, min(m, 2) - 1]`. Rate-distortion optimized quantization switches between levels at the thresholds,
+    and the shrinkage gives the measured centroid (see `family.fit_family`). All arrays are indexed by table.
     """
 
     dead_zone: F32
@@ -31,20 +31,24 @@ class Quantizer:
 
     def __post_init__(self) -> None:
         tables = len(self.dead_zone) if self.dead_zone.ndim else -1
-        # They come from the file of a profile, and compiled loops index them without checking their size.
+        # The arrays come from a profile's file, and compiled loops index them without checking their size.
         for name, array, shape, least in (
             ("dead_zone", self.dead_zone, (tables,), 0.0),
             ("rounding", self.rounding, (tables,), 0.0),
             ("shrink", self.shrink, (tables, 2), -2.0),
         ):
             if array.shape != shape or array.dtype != np.float32:
-                raise FormatError(f"{name} of the quantizer has the wrong shape or dtype")
-            if not np.all((array >= least) & (array <= 2.0)):  # which NaN fails, too
-                raise FormatError(f"{name} of the quantizer must lie within {least:g} … 2")
+                raise FormatError(
+                    f"quantizer.{name}: must be float32 {list(shape)}, got {array.dtype} {list(array.shape)}"
+                )
+            if not np.all((array >= least) & (array <= 2.0)):  # NaN fails this, too
+                raise FormatError(
+                    f"quantizer.{name}: must lie within {least:g} … 2, got {array.min():g} … {array.max():g}"
+                )
 
 
 class Prediction(IntEnum):
-    """What the levels of a token are predicted from. Streams are independent, so prediction restarts with each."""
+    """The source that predicts a token's levels. Streams are independent, so prediction restarts with each stream."""
 
     NONE = 0
     LAG1 = 1  # the previous token
@@ -56,13 +60,14 @@ RHO_BITS = 8  # predictor gains are fixed-point numbers in units of 1/256
 
 @dataclass(frozen=True, slots=True)
 class CodingPlan:
-    """How the components of one section are coded at one step: everything that the integer stages need.
+    """How the components of one section are coded at one step: all that the integer stages need.
 
     Attributes:
         level_table: `[R]` uint16, index into the quantizer's arrays.
-        shift: `[R]` uint8, how many low bits are coded apart, 0 … 8.
-        first, rest: `[R + W]` uint16, entropy table of each plane, for the first token of a stream and for the others.
-        prediction: what levels are predicted from.
+        shift: `[R]` uint8, number of low bits in a plane of their own, 0 … 8.
+        first: `[R + W]` uint16, entropy table of each plane for the first token of a stream.
+        rest: the same for the other tokens.
+        prediction: the source that predicts levels.
         rho: `[R]` int16, predictor gain in units of 1/256.
     """
 
@@ -75,7 +80,7 @@ class CodingPlan:
 
     @property
     def wide(self) -> npt.NDArray[np.intp]:
-        """Rows that have a plane of low bits, in plane order."""
+        """Numbers of the rows with a plane of low bits, in plane order."""
         return np.flatnonzero(self.shift)
 
     @property
@@ -86,7 +91,7 @@ class CodingPlan:
 
 @dataclass(frozen=True, slots=True)
 class Escapes:
-    """Values outside their table: `index` `[E]` uint32, row * T + column, increasing; `value` `[E]` int32."""
+    """Values that their table cannot code: `index` `[E]` uint32, row * T + column, increasing; `value` `[E]` int32."""
 
     index: U32
     value: I32
@@ -95,10 +100,11 @@ class Escapes:
 def too_large_error(steps: float) -> InputError:
     """Return the error about a chunk whose largest coefficient is this many steps large."""
     return InputError(
-        f"the KV cache holds values that are {steps:.3g} quantizer steps large: encode it with quality='lossless'"
+        f"cache: must hold values below {MAX_LEVEL} quantizer steps, got {steps:.3g} quantizer steps: encode it with "
+        "quality='lossless'"
     )
 
 
 def escape_error() -> CorruptError:
-    """What is wrong with a section that lists other escapes than it codes."""
+    """Return the error about a section whose listed escapes differ from its coded ones."""
     return CorruptError("the escape list does not match the coded symbols: the bytes are damaged")

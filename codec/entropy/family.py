@@ -1,10 +1,10 @@
-"""The shared family of entropy tables, indexed by scale, and the quantizer that belongs to it.
+"""The shared family of entropy tables, indexed by scale, and its quantizer.
 
-The table of a component is chosen by the ratio of its deviation to the step, in quarter octaves from 2**-2 to 2**4.
-Below that a component is not coded at all. Above it, low bits are split off (`symbols.py`) until the rest fits. Scales
-and steps are integers in units of 1/64 octave, so the choice is exact on every machine.
+The ratio of a component's deviation to the step selects its table, in quarter octaves from 2**-2 to 2**4. Below that
+range a component is not coded at all. Above it, low bits are split off (`codec/stages/reference/symbols.py`) until the
+rest fits. Scales and steps are integers in units of 1/64 octave, so the choice is exact on every machine.
 
-The family is learned with a profile (`fit_family`). `default_family` needs no data.
+`fit_family` learns a family with a profile; `default_family` needs no data.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Family:
 
 
 def scale_index(deviation: npt.NDArray[np.floating]) -> I16:
-    """Deviations in units of step 1 -> scales in 1/64 octave, int16. Zero becomes the smallest scale."""
+    """Convert deviations in units of step 1 to scales in 1/64 octave, int16. Zero becomes the smallest scale."""
     with np.errstate(divide="ignore"):
         octaves = np.log2(np.asarray(deviation, dtype=np.float64))
     index: I16 = np.clip(np.rint(octaves * OCTAVE), -(1 << 14), (1 << 14) - 1).astype(np.int16)
@@ -51,31 +51,31 @@ def scale_index(deviation: npt.NDArray[np.floating]) -> I16:
 
 
 def deviation_of(scale: npt.NDArray[np.integer]) -> npt.NDArray[np.float64]:
-    """Inverse of `scale_index`, but for rounding: deviations, of scales of any shape."""
+    """Invert `scale_index`, up to rounding: scales of any shape to deviations."""
     deviation: npt.NDArray[np.float64] = 2.0 ** (scale.astype(np.float64) / OCTAVE)
     return deviation
 
 
 def step_value(step_index: int) -> float:
-    """The quantizer step of an index."""
+    """Return the quantizer step of an index."""
     return float(2.0 ** (step_index / OCTAVE))
 
 
 def scale_codes(scale: I16, step_index: int) -> npt.NDArray[np.int32]:
-    """The scale code (quarter octaves) of each component at a step: its table; wide past the last; none below 0."""
+    """Return each component's scale code (quarter octaves) at a step: its table; wide past the last; none below 0."""
     codes: npt.NDArray[np.int32] = (scale.astype(np.int32) - step_index - LOWEST + _TABLE // 2) // _TABLE
     return codes
 
 
 def finest_step_index(scale: I16) -> int:
-    """The smallest step index at which components of these scales can be coded."""
+    """Return the smallest step index at which components of these scales can be coded."""
     widest = TABLES - 1 + TABLES_PER_OCTAVE * MAX_SHIFT
     # scale_codes(scale, step_index) <= widest
     return int(scale.max(initial=-(1 << 14))) - LOWEST + _TABLE // 2 - _TABLE * (widest + 1) + 1
 
 
 def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
-    """The table and the shift of each scale code; codes must be >= 0.
+    """Return the table and the shift of each scale code; codes must be >= 0.
 
     Raises:
         ProfileError: a component is too many steps wide.
@@ -83,7 +83,10 @@ def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
     over = np.maximum(codes - (TABLES - 1), 0)
     shift = -(-over // TABLES_PER_OCTAVE)
     if shift.size and shift.max() > MAX_SHIFT:
-        raise ProfileError("the quantizer step is too small for this profile: use a larger step or quality='lossless'")
+        raise ProfileError(
+            "step: must not be finer than the profile can code, got a step that is too small: use a larger step or "
+            "quality='lossless'"
+        )
     return (codes - shift * TABLES_PER_OCTAVE).astype(np.uint16), shift.astype(np.uint8)
 
 
@@ -93,7 +96,7 @@ def coding_plan(
     prediction: Prediction = Prediction.NONE,
     rho: I16 | None = None,
 ) -> CodingPlan:
-    """The plan of components with these scale codes (all >= 0). Predicted tokens have `rest_codes`."""
+    """Make the plan of components with these scale codes (all >= 0). Predicted tokens have `rest_codes`."""
     table, shift = split_wide(codes)
     if rest_codes is None:
         rest = table
@@ -109,24 +112,27 @@ def _with_raw_bits(freq: npt.NDArray[np.generic]) -> EntropyTables:
 
 
 def make_family(freq: npt.NDArray[np.generic], quantizer: Quantizer) -> Family:
-    """A family from `[TABLES, 256]` frequencies.
+    """Make a family from `[TABLES, 256]` frequencies.
 
     Raises:
-        FormatError: the frequencies are not tables, or one of them cannot code an escape.
+        FormatError: the frequencies are not tables, or a table cannot code an escape.
     """
     if freq.ndim != 2 or freq.shape[0] != TABLES or len(quantizer.dead_zone) != TABLES:
-        raise FormatError(f"a family has {TABLES} tables, and its quantizer as many rows")
+        raise FormatError(
+            f"family: must have {TABLES} tables, and its quantizer as many rows, got {list(freq.shape)} and "
+            f"{len(quantizer.dead_zone)}"
+        )
     tables = _with_raw_bits(freq)
     if not tables.freq[:TABLES, ESCAPE].all():
-        raise FormatError("a table of the family has no frequency for escapes")
+        raise FormatError("family: must have a frequency for escapes in every table, got zero")
     return Family(tables, quantizer)
 
 
 @lru_cache(maxsize=1)
 def default_family() -> Family:
-    """The family that needs no data: logistic distributions, which lie between Gaussian and Laplacian ones.
+    """Return a family that needs no data: logistic distributions, between Gaussian and Laplacian ones.
 
-    It is computed with `decimal`, whose exponential is correctly rounded, so that every machine gets the same tables.
+    `decimal` computes it with a correctly rounded exponential, so that every machine gets the same tables.
     """
     dead_zone = Decimal("0.6")
     freq = np.zeros((TABLES, SYMBOLS), np.uint16)
@@ -149,9 +155,9 @@ def default_family() -> Family:
 
 
 def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
-    """Weights of the levels 0 … 127 (of each sign) -> a table: symmetric up to rounding, its tails cut and escaped."""
+    """Turn weights of the levels 0 … 127 (of each sign) into a table, symmetric up to rounding, with escaped tails."""
     weight = weight / (weight[0] + 2 * weight[1:].sum())
-    # A level whose probability is below half the table's resolution is cheaper as an escape than as a table entry.
+    # Below half the table's resolution, a level is cheaper as an escape than as a table entry.
     reach = int(np.flatnonzero(weight >= 0.5 / (1 << PROB_BITS))[-1]) if weight[0] < 1 else 0
     reach = max(reach, 1)
     counts = np.zeros(SYMBOLS)
@@ -162,7 +168,7 @@ def _frequencies(weight: npt.NDArray[np.float64]) -> U16:
 
 
 def _thresholds(tables: EntropyTables, shrink: F32) -> tuple[F32, F32]:
-    """Where rate-distortion optimized quantization switches between levels: (dead_zone, rounding) of each table.
+    """Return where rate-distortion optimized quantization switches between levels: dead zone, rounding per table.
 
     For neighboring levels with reconstructions r < r' and code lengths c, c' the tie is at
     (r + r') / 2 + lambda (c' - c) / (2 (r' - r)).
@@ -182,7 +188,8 @@ def fit_family(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], 
 
     Args:
         samples: pairs of coefficients `[R, T]` float32 and the scales `[R]` of their components.
-        step_indices: of the steps whose symbols are pooled. A table serves every component and step of its ratio.
+        step_indices: indices of the steps whose symbols are pooled. A table serves every component and step with its
+            ratio.
         rounds: how often to quantize and refit, since tables and thresholds depend on each other.
     """
     pool = [(y, scale) for y, scale in samples]
@@ -191,7 +198,7 @@ def fit_family(samples: Iterable[tuple[F32, I16]], step_indices: Iterable[int], 
     prior[:, 1:] *= 2
     for _ in range(rounds):
         counts = np.zeros((TABLES, 128))
-        shortfall = np.zeros((TABLES, 2))  # excess of level 1, and of all above it, over their magnitudes
+        shortfall = np.zeros((TABLES, 2))  # excess of level 1, and of all higher levels, over their magnitudes
         number = np.zeros((TABLES, 2))
         for step_index in step_indices:
             for y, scale in pool:

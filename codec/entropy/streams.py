@@ -1,4 +1,4 @@
-"""Coded streams: what they are made of, how many there are, and what is wrong with damaged ones."""
+"""Coded streams: their parts, their number, and the errors about damaged streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOWER_BOUND = 1 << 16
 WORD_BITS = 16
 MAX_TOKENS_PER_STREAM_LOG2 = 7
 MAX_TOKENS_PER_STREAM = 1 << MAX_TOKENS_PER_STREAM_LOG2
-MIN_STREAM_BYTES = 6  # what a stream takes in a blob even without words: a state of 4 bytes and a length of 2
+MIN_STREAM_BYTES = 6  # size of a stream without words in a blob: a state of 4 bytes and a length of 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +26,12 @@ class Streams:
 
 
 def stream_count(tokens: int, tokens_per_stream: int) -> int:
-    """How many streams hold `tokens` tokens."""
+    """Return the number of streams that hold `tokens` tokens."""
     return -(-tokens // tokens_per_stream)
 
 
 def stream_error(stream: int, count: int) -> CorruptError:
-    """What is wrong with a section one of whose streams ends in another state than the initial one."""
+    """Return the error about a stream that does not end in the initial state."""
     return CorruptError(f"entropy-coded stream {stream} of {count} does not end where it must: the bytes are damaged")
 
 

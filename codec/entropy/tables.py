@@ -1,8 +1,8 @@
 """Static probability tables over bytes: the model of the entropy coder.
 
-A table gives every byte value a frequency, and the frequencies of a table add up to `2**prob_bits`. A byte whose
-frequency is zero cannot be coded with that table, so the caller escapes it. Tables come from a profile (a family
-indexed by scale) or travel in the blob (lossless). The coder does not know which.
+A table gives every byte value a frequency, and the frequencies of a table add up to `2**prob_bits`. A table cannot code
+a byte of frequency zero, so the caller escapes it. Tables come from a profile (a family indexed by scale) or from the
+blob (lossless).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class EntropyTables:
     """A family of frequency tables.
 
     Args:
-        freq: `[tables, 256]` uint16. Every row adds up to `2**prob_bits`, and no entry equals that: a frequency must
-            fit the 12-bit field of a decode slot, and a symbol that is certain needs no coder.
+        freq: `[tables, 256]` uint16. Every row adds up to `2**prob_bits`, and no entry equals that sum: a frequency
+            must fit the 12-bit field of a decode slot, and a certain symbol needs no coder.
         prob_bits: probability resolution, 8 to 12 bits.
 
     Raises:
@@ -33,14 +33,16 @@ class EntropyTables:
 
     def __init__(self, freq: npt.NDArray[np.generic], prob_bits: int) -> None:
         if not MIN_PROB_BITS <= prob_bits <= MAX_PROB_BITS:
-            raise FormatError(f"prob_bits is {prob_bits}; it must lie between {MIN_PROB_BITS} and {MAX_PROB_BITS}")
+            raise FormatError(f"prob_bits: must be {MIN_PROB_BITS} … {MAX_PROB_BITS}, got {prob_bits}")
         if freq.ndim != 2 or freq.shape[1] != SYMBOLS:
-            raise FormatError(f"frequency tables have shape {freq.shape}; expected [tables, {SYMBOLS}]")
+            raise FormatError(f"freq: must have shape [tables, {SYMBOLS}], got {list(freq.shape)}")
         wide = freq.astype(np.int64)
         total = 1 << prob_bits
         bad = np.flatnonzero((wide.sum(1) != total) | (wide.min(1) < 0) | (wide.max(1) >= total))
         if bad.size:
-            raise FormatError(f"frequency table {bad[0]} does not add up to 2**{prob_bits} with two or more symbols")
+            raise FormatError(
+                f"frequency table {bad[0]}: must add up to 2**{prob_bits} with two or more symbols, got other counts"
+            )
         self.freq: U16 = np.ascontiguousarray(wide, dtype=np.uint16)
         self.prob_bits = prob_bits
 
@@ -66,7 +68,7 @@ class EntropyTables:
 
     @lazy
     def coders(self) -> U32:
-        """`[tables, 256]` uint32, what an encoder needs of each byte: `cumulative << 16 | frequency`."""
+        """`[tables, 256]` uint32, each byte's numbers for an encoder: `cumulative << 16 | frequency`."""
         return self.cumulative.astype(np.uint32) << np.uint32(16) | self.freq
 
     @lazy
@@ -77,9 +79,9 @@ class EntropyTables:
 
     @lazy
     def reach(self) -> npt.NDArray[np.int32]:
-        """`[tables, 2]` int32: the least and the greatest int8 value that each table codes, -128 aside.
+        """`[tables, 2]` int32: the least and the greatest int8 value that each table codes, except -128.
 
-        If it does not code all between them, the greatest is below the least.
+        The greatest is below the least if the table does not code all values between them.
         """
         signed = np.roll(self.freq, 128, axis=1)[:, 1:] > 0  # -127 … 127
         least, greatest = signed.argmax(1) - 127, 127 - signed[:, ::-1].argmax(1)
@@ -100,12 +102,12 @@ class EntropyTables:
         return expected
 
     def extended(self, other: EntropyTables) -> EntropyTables:
-        """The tables of both; those of `other` come after ours."""
+        """Return these tables followed by those of `other`."""
         return EntropyTables(np.concatenate([self.freq, other.freq]), self.prob_bits)
 
 
 def raw_bit_tables(prob_bits: int) -> EntropyTables:
-    """Eight tables for k = 1 … 8 raw bits: the bytes below `2**k`, equally likely."""
+    """Return eight tables for k = 1 … 8 raw bits: the bytes below `2**k`, equally likely."""
     freq = np.zeros((8, SYMBOLS), dtype=np.uint16)
     for k in range(1, 9):
         freq[k - 1, : 1 << k] = 1 << (prob_bits - k)
@@ -121,7 +123,7 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
 
     Returns:
         `[256]` uint16. If one byte has all the counts, a neighbor gets frequency 1 (see `EntropyTables`).
-        The result depends on nothing but the counts, on every machine.
+        The result depends only on the counts, on every machine.
     """
     total = 1 << prob_bits
     weight = counts.astype(np.float64)
@@ -134,8 +136,8 @@ def normalize_counts(counts: npt.NDArray[np.generic], prob_bits: int) -> U16:
     exact = weight * (total / weight.sum())
     freq = np.where(used, np.maximum(np.floor(exact + 0.5), 1), 0).astype(np.int64)
     excess = int(freq.sum()) - total
-    # Hand out or take back one count at a time, where it changes the code length least. This uses basic arithmetic and
-    # no logarithm, because the result must not depend on a math library.
+    # Add or remove one count at a time, where it changes the code length least. This uses basic arithmetic and no
+    # logarithm, because the result must not depend on a math library.
     if excess > 0:
         cost = np.where(freq > 1, exact / (freq - 0.5), np.inf)
         for _ in range(excess):

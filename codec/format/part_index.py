@@ -1,4 +1,4 @@
-"""Tiles of a coded part, each found without looking at the others, so that all of them take linear time."""
+"""Index of a coded part. It finds each tile without reading the others, so that all tiles take linear time."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from cuvee.codec.support.lazy import lazy
 
 
 class IndexedPart:
-    """The coded part of a section, and where in it the streams and the escapes of any tokens are.
+    """The coded part of a section, with the places of any tokens' streams and escapes.
 
     Args:
-        part: what `container.read_coded` found.
-        tokens: T, the columns of the matrix in which the escapes are numbered.
+        part: the result of `container.read_coded`.
+        tokens: T, the columns of the matrix in which escapes are numbered.
 
     Attributes:
         part: as given.
@@ -29,20 +29,20 @@ class IndexedPart:
 
     @lazy
     def _words_at(self) -> npt.NDArray[np.int64]:
-        """Where the words of each stream begin, and where those of the last one end."""
+        """The first word of each stream, and the end of the last stream's words."""
         return np.concatenate([[0], np.cumsum(self.part.streams.lengths, dtype=np.int64)])
 
     @lazy
     def _windows(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """The numbers of the escapes window by window, which are listed row by row; and where each window begins."""
+        """Numbers of the escapes, sorted by window (the part lists them by row), and where each window begins."""
         windows = self.part.escapes.index % np.uint32(self._tokens) // np.uint32(WINDOW)
         order = np.argsort(windows, kind="stable")
         return order, np.searchsorted(windows[order], np.arange(-(-self._tokens // WINDOW) + 1))
 
     def select(self, at: slice) -> tuple[Streams, Escapes]:
-        """The streams and the escapes of the tokens `at`, the escapes numbered within them.
+        """Return the streams and the escapes of the tokens `at`, with escapes numbered within these tokens.
 
-        The tokens begin where a stream does, and end where one does or the last one ends.
+        The tokens must begin and end where streams do.
         """
         n, streams, escapes = self.part.tokens_per_stream, self.part.streams, self.part.escapes
         if at.start == 0 and at.stop == self._tokens:

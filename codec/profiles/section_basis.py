@@ -35,17 +35,17 @@ class SectionBasis:
 
     @property
     def block_ranks(self) -> tuple[int, ...]:
-        """How many components of each block are stored."""
+        """Number of components stored per block."""
         return tuple(len(f) for f in self.forward)
 
     def means(self, start: int, at: slice) -> torch.Tensor:
-        """Means `[t, N]` (`[1, N]` if alike) of the tokens `at` of a chunk that begins at position `start`."""
+        """Return means `[t, N]` (`[1, N]` if all are equal) of the tokens `at` of a chunk that begins at `start`."""
         mean = self.leading_means(start, at)
         further = at.stop - at.start - len(mean)
         return torch.cat([mean, mean[-1:].expand(further, -1)]) if len(mean) > 1 and further else mean
 
     def leading_means(self, start: int, at: slice) -> torch.Tensor:
-        """`means` without repetition: `[m, N]`. The last row serves all further tokens."""
+        """Return `means` without repetition: `[m, N]`. The last row serves all further tokens."""
         first = min(start + at.start, len(self.sinks))
         return self._sinks_and_mean[first : first + at.stop - at.start]
 
@@ -54,18 +54,18 @@ class SectionBasis:
         return torch.cat([self.sinks, self.mean[None]])
 
     def analyze(self, x: torch.Tensor, start: int, at: slice, ranks: tuple[int, ...]) -> torch.Tensor:
-        """`x [t, N]` float32 of the tokens `at` of a chunk that begins at position `start` -> `y [sum(ranks), t]`.
+        """Map `x [t, N]` float32, the tokens `at` of a chunk that begins at `start`, to `y [sum(ranks), t]`.
 
-        `ranks` says how many leading components of each block are wanted.
+        `ranks` is the number of leading components of each block.
         """
         return self.coefficients(x - self.means(start, at), ranks)
 
     def coefficients(
         self, centered: torch.Tensor, ranks: tuple[int, ...], out: torch.Tensor | None = None, known: int = 0
     ) -> torch.Tensor:
-        """`analyze` of values `[t, N]` less their means.
+        """Do what `analyze` does for values `[t, N]` minus their means.
 
-        `out` receives y. The first `known` components of the first block are left as they are there.
+        `out` receives y. It already holds the first `known` components of the first block.
         """
         y = centered.new_empty(sum(ranks), len(centered)) if out is None else out
         row = column = 0
@@ -77,7 +77,7 @@ class SectionBasis:
         return y
 
     def leading(self, wanted: npt.NDArray[np.int32]) -> LeadingComponents:
-        """Some of the components on their own; `wanted` `[K]` numbers them, all blocks in a row."""
+        """Return the maps to some of the components; `wanted` `[K]` numbers them across all blocks."""
         parts, first, column = [], 0, 0
         for matrix in self.forward:
             rank, size = matrix.shape
@@ -91,19 +91,19 @@ class SectionBasis:
 
 @dataclass(frozen=True, slots=True)
 class LeadingComponents:
-    """Some of a basis's components: what a predictor reads.
+    """Maps to some of a basis's components, which a predictor reads.
 
     Attributes:
         count: K.
-        parts: one for each block that holds some of them: its rows among the K, its values among the N, and the matrix
-            `[rows, values]` that maps values to rows.
+        parts: for each block with some of the components: its rows among the K, its values among the N, and the matrix
+            `[rows, values]` from values to rows.
     """
 
     count: int
     parts: tuple[tuple[slice, slice, torch.Tensor], ...]
 
     def __call__(self, centered: torch.Tensor) -> torch.Tensor:
-        """Values minus their means, `[t, N]` float32 -> coefficients `[K, t]`."""
+        """Map values minus their means, `[t, N]` float32, to coefficients `[K, t]`."""
         y = centered.new_empty(self.count, len(centered))
         for rows, values, matrix in self.parts:
             torch.mm(matrix, centered[:, values].T, out=y[rows])
@@ -111,11 +111,11 @@ class LeadingComponents:
 
 
 def eigenbasis(covariance: torch.Tensor, metric: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The transform with decorrelated components whose squared error is the error in the metric.
+    """Return the transform with decorrelated components whose squared error is the error in the metric.
 
     Let M be the metric, C the covariance, R = M^1/2, and U the eigenvectors of R C R. Then forward = U^T R and
     inverse = R^-1 U. In these coordinates the squared error of a component is the loss that it costs, so one step size
-    for all of them is optimal (reverse water-filling; Cover & Thomas, Elements of Information Theory, 10.3).
+    for all components is optimal (reverse water-filling; Cover & Thomas, Elements of Information Theory, 10.3).
 
     Args:
         covariance: `[n, n]` float64.

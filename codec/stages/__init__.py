@@ -1,4 +1,4 @@
 """The stages of the codec on the CPU, implemented twice: `reference` is plain NumPy, `compiled` is Numba.
 
-A file in `compiled` has the stages of the file of the same name in `reference`, and gives the same bytes.
+A file in `compiled` implements the stages of the `reference` file of the same name, and gives the same bytes.
 """

@@ -1,7 +1,7 @@
 """The stages that code a section on the CPU, in two implementations that give the same bytes.
 
-`reference` is plain NumPy, written to be read; `numba` is compiled. `schemes/` calls the stages one after the other and
-does not know which it has.
+`reference` is plain NumPy, written to be read; `numba` is compiled. The schemes call the stages in order, and work with
+either implementation.
 """
 
 from __future__ import annotations
@@ -71,11 +71,11 @@ class Place(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """Each stage with the signature and the results of its namesake.
+    """One implementation of all stages. Each stage has the signature and the results of its reference.
 
-    That stands in rans, symbols or transform; for tokens that have classes in classes, rans_classes or symbols_classes;
-    in sections if it decodes whole ones, and in byte_planes if it is lossless. An index is read by the stages that made
-    it, in the thread that did, until that makes the next.
+    The references are in `stages/reference`: rans, symbols and transform; token_order, rans_by_class and
+    symbols_by_class for tokens with classes; sections to decode whole sections; byte_planes for lossless. An index is
+    only valid for the stages and in the thread that made it, until that thread makes the next.
     """
 
     name: str
@@ -158,16 +158,16 @@ _BY_NAME = {stages.name: stages for stages in _STAGES}
 
 
 def stage_names() -> list[str]:
-    """The names that `get_stages` accepts."""
+    """Return the names that `get_stages` accepts."""
     return list(_BY_NAME)
 
 
 def get_stages(name: str) -> Stages:
-    """The implementation called `name`.
+    """Return the implementation called `name`.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such implementation.
     """
     if name not in _BY_NAME:
-        raise InputError(f"stages {name!r} are not known; choose one of {stage_names()}")
+        raise InputError(f"name: must be one of {stage_names()}, got {name!r}")
     return _BY_NAME[name]

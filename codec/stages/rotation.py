@@ -1,4 +1,4 @@
-"""The rotations of a run of positions, by RoPE."""
+"""The RoPE rotations of a run of positions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cuvee.codec.support.arrays import F32
 
 
 class Rotation:
-    """cos and sin of a run of positions, computed once for each distinct RoPE of a layout."""
+    """cos and sin of a run of positions, computed once per distinct RoPE of a layout."""
 
     def __init__(self, layout: KVLayout, start: int, tokens: int, device: torch.device, inverse: bool = False) -> None:
         positions = torch.arange(start, start + tokens, dtype=torch.int64, device=device)
@@ -28,12 +28,12 @@ class Rotation:
                 self._arrays[rope] = cos.numpy(), sin.numpy()
 
     def tables(self, rope: Rope, at: slice) -> tuple[F32, F32]:
-        """Cos and sin `[t, rotary_dim / 2]` float32 of the tokens `at`, on the CPU."""
+        """Return cos and sin `[t, rotary_dim / 2]` float32 of the tokens `at`, on the CPU."""
         cos, sin = self._arrays[rope]
         return cos[at], sin[at]
 
     def apply(self, keys: torch.Tensor, rope: Rope | None, at: slice) -> torch.Tensor:
-        """Keys `[t, H, D]` of the tokens `at` of the run, rotated; float32."""
+        """Rotate the keys `[t, H, D]` of the tokens `at` of the run; return float32."""
         if rope is None:
             return keys.float()
         cos, sin = self._tables[rope]

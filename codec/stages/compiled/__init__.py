@@ -1,1 +1,1 @@
-"""The stages compiled by Numba, and the loops that they share. None of them holds the GIL."""
+"""The stages compiled by Numba, and the loops that they share. They release the GIL."""

@@ -1,4 +1,4 @@
-"""Memory that a thread uses again for its next tile, instead of fresh pages for each."""
+"""Memory that a thread reuses from tile to tile, instead of fresh pages for each."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 
 class Arena(threading.local):
-    """Buffers by name, one set per thread. A buffer grows to the largest size asked for, and holds it until the end.
+    """Named buffers, one set per thread. A buffer grows to the largest requested size and keeps it.
 
-    What a buffer holds is valid until the thread asks for the same one again.
+    A buffer's contents are valid until the thread requests the same name again.
     """
 
     def __init__(self) -> None:
         self._arrays: dict[str, npt.NDArray[Any]] = {}
 
     def array(self, name: str, size: int, dtype: type[np.generic]) -> npt.NDArray[Any]:
-        """`[size]` values of `dtype`, not cleared."""
+        """Return `[size]` values of `dtype`, not cleared."""
         held = self._arrays.get(name)
         wanted = size * np.dtype(dtype).itemsize
         if held is None or len(held) < wanted:
@@ -28,6 +28,6 @@ class Arena(threading.local):
         return held[:wanted].view(dtype)
 
     def tensor(self, name: str, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """`[size]` values of a floating dtype, not cleared."""
+        """Return `[size]` values of a floating dtype, not cleared."""
         plain = torch.from_numpy(self.array(name, size * dtype.itemsize, np.uint8))
         return plain.view(dtype)

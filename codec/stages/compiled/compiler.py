@@ -1,9 +1,9 @@
-"""Compiled loops: Numba's compiler, with a cache on disk if there is a place for one.
+"""Numba's compiler, with a cache on disk where possible.
 
-Compiling all loops takes some twenty seconds. A cache beside the sources, or in the user's cache folder, saves every
-later process that time. If both are read-only, as in a container or a service without a home, Numba refuses to define
-the function at all. Here it is then compiled anew in each process. That is logged once, with the remedy:
-`NUMBA_CACHE_DIR`. The cache is pickled, so nobody else may be able to write to it.
+Compiling all loops takes some twenty seconds. A cache beside the sources, or in the user's cache folder, saves later
+processes that time. If both are read-only, as in a container or a service without a home, Numba refuses to define the
+function. In that case it is compiled anew in each process, and one log message names the remedy: `NUMBA_CACHE_DIR`. The
+cache is pickled, so only this user may be able to write to it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numba.core.compiler_lock import global_compiler_lock
 _log = logging.getLogger(__name__)
 _told: dict[str, object] = {}
 
-# A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that nobody releases
-# there, around an LLVM that is in the middle of something.
+# A fork waits for the compiler. A child forked while another thread compiles would inherit a lock that no thread of the
+# child releases, and an LLVM in an unfinished state.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,
@@ -29,18 +29,18 @@ os.register_at_fork(
 
 
 def compiled(function: Callable[..., Any]) -> Any:
-    """The function, compiled at its first call. It releases the GIL.
+    """Return the function, to be compiled at its first call. It releases the GIL.
 
-    If the cache cannot be used, that costs time, but the call works.
+    Without a usable cache, the call works but compilation costs time.
     """
     made: Any = nb.njit(nogil=True)(function)
     try:
         made.enable_caching()
     except (RuntimeError, OSError) as error:
-        # Numba has no class of its own for "no locator available". Any other problem shows up when it compiles.
+        # Numba has no error class for "no locator available". Any other problem appears when it compiles.
         _tell("there is no writable folder for compiled code", error)
         return made
-    # A disk that is full by then, or read-only, fails at the call that compiles.
+    # A disk that is full or read-only by then fails at the call that compiles.
     cache = made._cache
     cache.load_overload = _forgiving(cache.load_overload, "compiled code cannot be read from its cache")
     cache.save_overload = _forgiving(cache.save_overload, "compiled code cannot be written to its cache")
@@ -51,7 +51,7 @@ def _forgiving(work: Callable[..., Any], what: str) -> Callable[..., Any]:
     def tried(*arguments: Any) -> Any:
         try:
             return work(*arguments)
-        except Exception as error:  # from the file system, or from pickle because the file is damaged
+        except Exception as error:  # from the file system, or from pickle if the file is damaged
             _tell(what, error)
             return None
 
@@ -59,7 +59,7 @@ def _forgiving(work: Callable[..., Any], what: str) -> Callable[..., Any]:
 
 
 def _tell(what: str, error: Exception) -> None:
-    """Log the first time that something happens."""
+    """Log the first occurrence of a problem."""
     mine = object()
     if _told.setdefault(what, mine) is not mine:  # one step, so no lock that a forked child could find taken
         return

@@ -1,11 +1,11 @@
 """The entropy coder for the CPU: many streams at a time, of any sections of a chunk.
 
-Streams are coded sixteen at a time (`simd.decode_step`, `simd.encode_step`): a *group* of lanes, which lie in one
-window of one section. A step of a group waits for the step before it, through two loads and a product. So several
-groups take turns: however few streams each section has, a chunk has enough of them to keep the CPU busy.
+Streams are coded sixteen at a time (`simd.decode_step`, `simd.encode_step`): a *group* of lanes in one window of one
+section. A step of a group waits for the step before it, through two loads and a product. So several groups take
+turns: however few streams a section has, the chunk has enough to keep the CPU busy.
 
-The order of the columns is that of `rans_classes.py`: if a window has S streams, its row r holds the columns
-r S … r S + S - 1, one of each stream. How many planes a lane decodes in a row follows from its column's class.
+The order of the columns is that of `reference/rans_by_class.py`: if a window has S streams, its row r holds the columns
+r S … r S + S - 1, one of each stream. The class of its column determines how many planes a lane decodes in a row.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.simd import WIDTH, decode_step, encode_step, lookup_step
 
-FLIGHT = 8  # groups that take turns: enough to hide what a step waits for, few enough to stay in the first cache
+FLIGHT = 8  # groups that take turns: enough to hide latency, few enough to stay in the first cache
 
 # Fields of `sections` below.
 WORDS = 0  # the byte at which the coded words begin
-LAST = 1  # a word that may be read, though it lies beyond the section's words
+LAST = 1  # a word beyond the section's words that may be read
 CLASSES = 2  # where the classes of the columns begin
 OUT = 3  # where the planes begin
 COLUMNS = 4  # how long a plane is
-PLANES = 5  # where the numbers of planes begin, class by class
-TABLES = 6  # where the tables of the planes begin, class by class
-STRIDE = 7  # how many tables a class has there
+PLANES = 5  # where the number of planes of each class begins
+TABLES = 6  # where the tables of the planes of each class begin
+STRIDE = 7  # tables per class there
 SECTION_FIELDS = 8
 
 # Fields of `groups` below.
@@ -37,7 +37,7 @@ ROW = 4  # from a row to the next: the streams of the window
 END = 5  # the first column after the window
 GROUP_FIELDS = 6
 
-# Fields of a group that is being decoded. Its lanes have 16 entries each in the arrays of states, words and tables.
+# Fields of a group that is being decoded. Its lanes have 16 entries in each array of states, words and tables.
 _GROUP, _COLUMN, _PLANE, _STOP, _ACTIVE, _ALIKE, _TABLE, _OWN, _TO, _STEP, _WORDS, _LAST = range(12)
 _SLOT_FIELDS = 12
 
@@ -46,7 +46,7 @@ _INITIAL = np.uint32(1 << 16)
 
 @compiled
 def list_groups(section, stream, columns, per_stream, window, groups, at):  # type: ignore[no-untyped-def]
-    """List the groups of a section, whose first stream is `stream`, in `groups` from row `at` on; the next row."""
+    """List a section's groups, the first stream being `stream`, in `groups` from row `at` on; return the next row."""
     for begin in range(0, columns, window):
         size = min(window, columns - begin)
         count = (size + per_stream - 1) // per_stream
@@ -77,14 +77,14 @@ def _load(slot, q, g, groups, sections, states, starts, x, at):  # type: ignore[
 
 @compiled
 def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type: ignore[no-untyped-def]
-    """Find the next planes of a group that have the same lanes; False if there are none left."""
+    """Find the next planes of a group with the same lanes; return False if none are left."""
     g = slot[q, _GROUP]
     s = groups[g, SECTION]
     own = classes[sections[s, CLASSES] :]
     depth = planes[sections[s, PLANES] :]
     while slot[q, _COLUMN] < groups[g, END]:
         column, plane = slot[q, _COLUMN], slot[q, _PLANE]
-        # Classes rise from lane to lane, and their planes fall: those that go on come first.
+        # Classes rise from lane to lane and their planes fall, so the lanes that go on come first.
         lanes = min(groups[g, LANES], groups[g, END] - column)
         while lanes and depth[own[column + lanes - 1]] <= plane:
             lanes -= 1
@@ -96,7 +96,7 @@ def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type:
             slot[q, _OWN] = sections[s, TABLES]
             if slot[q, _ALIKE]:
                 slot[q, _OWN] += own[column] * sections[s, STRIDE]
-            for lane in range(WIDTH):  # lanes that take no part look up what the first does
+            for lane in range(WIDTH):  # inactive lanes look up the first lane's table
                 of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
             slot[q, _TO] = sections[s, OUT] + plane * sections[s, COLUMNS] + column
             return True
@@ -107,7 +107,7 @@ def _next_planes(slot, q, groups, sections, classes, planes, of_class):  # type:
 
 @compiled
 def _bad_stream(slot, q, groups, ends, x, at):  # type: ignore[no-untyped-def]
-    """A stream of a finished group that did not end in the initial state with all of its words read; or -1."""
+    """Return a damaged stream of a finished group, or -1: streams end in the initial state with all words read."""
     g = slot[q, _GROUP]
     for lane in range(groups[g, LANES]):
         stream = groups[g, STREAM] + lane
@@ -124,18 +124,18 @@ def decode_lanes(groups, sections, states, starts, ends, data, classes, planes, 
         groups: int64 `[G, 6]`, the fields named above; see `list_groups`.
         sections: int64 `[S, 8]`, the fields named above.
         states: uint32, the first state of each stream.
-        starts: uint32, the first word of each stream, counted from its section's first.
-        ends: uint32, the word after its last.
-        data: uint8, where the words lie. Four bytes can be read from word `LAST` of each section on.
+        starts: uint32, the first word of each stream, counted from its section's first word.
+        ends: uint32, the word after the stream's last.
+        data: uint8, holds the words. Four bytes can be read at word `LAST` of each section.
         classes: uint8, the class of each column of each section, rising within windows.
-        planes: int32, how many planes a column of each class has; falling from class to class.
+        planes: int32, planes of a column of each class, falling from class to class.
         tables: uint32, where in `slots` the table of each plane begins.
         slots: uint32, decode tables, see `EntropyTables.slots`.
         bits: probability bits of the tables.
-        out: uint8, receives the planes. What lies below a column's last plane is left as it is.
+        out: uint8, receives the planes. Bytes below a column's last plane are not written.
 
     Returns:
-        -1, or the number of a stream that did not end as it must.
+        -1, or the number of a damaged stream.
     """
     x = np.zeros(FLIGHT * WIDTH, np.uint32)
     at = np.zeros(FLIGHT * WIDTH, np.uint32)
@@ -216,7 +216,7 @@ def _start(slot, q, g, groups, capacity, x, at):  # type: ignore[no-untyped-def]
 
 @compiled
 def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # type: ignore[no-untyped-def]
-    """Find the planes before those just coded that have the same lanes; False if there are none left."""
+    """Find the preceding planes with the same lanes; return False if none are left."""
     g = slot[q, _BACK_GROUP]
     s = groups[g, SECTION]
     own = classes[sections[s, CLASSES] :]
@@ -240,7 +240,7 @@ def _planes_before(slot, q, groups, sections, classes, planes, of_class):  # typ
         slot[q, _BACK_ACTIVE] = lanes
         slot[q, _BACK_ALIKE] = own[column] == own[column + lanes - 1]
         slot[q, _BACK_TABLE] = -1
-        for lane in range(WIDTH):  # lanes that take no part look up what the first does
+        for lane in range(WIDTH):  # inactive lanes look up the first lane's table
             of_class[q * WIDTH + lane] = own[column + (lane if lane < lanes else 0)] * sections[s, STRIDE]
         return True
 
@@ -260,12 +260,12 @@ def encode_lanes(  # type: ignore[no-untyped-def]
         tables: uint32, where in `coders` the table of each plane begins.
         coders: uint32, see `EntropyTables.coders`.
         bits: probability bits of the tables.
-        capacity: the most words that a stream can have, and one.
+        capacity: one more than the most words that a stream can have.
         spare: uint16 `[FLIGHT * 16 * capacity]`.
-        log: uint16, receives the words of all streams, in the order in which they end.
+        log: uint16, receives the words of all streams, in the order in which the streams end.
         states: uint32, receives the state of each stream.
-        lengths: uint32, receives how many words each stream has.
-        begins: int64, receives where its words begin in `log`.
+        lengths: uint32, receives the number of words of each stream.
+        begins: int64, receives where each stream's words begin in `log`.
     """
     x = np.zeros(FLIGHT * WIDTH, np.uint32)
     at = np.zeros(FLIGHT * WIDTH, np.uint32)
@@ -290,7 +290,7 @@ def encode_lanes(  # type: ignore[no-untyped-def]
                     first = (q * WIDTH + lane) * capacity
                     count = np.int64(at[q * WIDTH + lane]) - first
                     states[stream], lengths[stream], begins[stream] = x[q * WIDTH + lane], count, logged
-                    for i in range(count):  # a decoder reads the word first that was coded last
+                    for i in range(count):  # a decoder reads words in reverse order of coding
                         log[logged + i] = spare[first + count - 1 - i]
                     logged += count
                 if following < len(groups):
@@ -338,7 +338,7 @@ def encode_lanes(  # type: ignore[no-untyped-def]
 
 @compiled
 def collect_words(log, begins, lengths, words):  # type: ignore[no-untyped-def]
-    """The words of all streams, in the order of the streams; how many there are."""
+    """Collect the words of all streams in the order of the streams; return how many there are."""
     filled = np.int64(0)
     for stream in range(len(lengths)):
         count = np.int64(lengths[stream])

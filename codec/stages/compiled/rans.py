@@ -1,4 +1,4 @@
-"""Interleaved rANS for the CPU: the same bytes as `rans.py`, but compiled. It releases the GIL."""
+"""Interleaved rANS, compiled: the same bytes as `reference/rans.py`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cuvee.codec.stages.compiled.token_order import deal
 from cuvee.codec.support.arrays import U8, U16
 
 _arena = Arena()
-_SLACK = 4  # bytes that can be read beyond the last word
+_SLACK = 4  # bytes that may be read beyond the last word
 
 
 @compiled
 def _encode(  # type: ignore[no-untyped-def]
     symbols, first, rest, coders, prob_bits, n, capacity, dealt, spare, log, states, lengths, words
 ):  # fmt: skip
-    """Bring symbols into the order of columns that `lanes.py` codes, and code them; how many words there are."""
+    """Bring symbols into the order of columns that `lanes.py` codes, and code them; return the number of words."""
     steps, tokens = symbols.shape
     count = len(states)
     columns = np.empty(count * n, np.uint8)
@@ -56,7 +56,7 @@ def _encode(  # type: ignore[no-untyped-def]
 
 @compiled
 def _decode(states, starts, ends, words, first, rest, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
-    """Decode into columns that `lanes.py` can fill, and bring these into the order of the tokens."""
+    """Decode into columns as `lanes.py` fills them, and bring the columns into the order of the tokens."""
     steps, tokens = out.shape
     count = len(states)
     columns = np.empty(count * n, np.uint8)

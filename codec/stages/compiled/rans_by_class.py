@@ -1,4 +1,4 @@
-"""The entropy coder for tokens of several classes, compiled: the same bytes as `reference/rans_by_class.py`."""
+"""The entropy coder for tokens with classes, compiled: the same bytes as `reference/rans_by_class.py`."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def encode_class_stream(classes, coders, words):  # type: ignore[no-untyped-def]
             count += 1
             x >>= WORD_BITS
         x = ((x // frequency) << CLASS_BITS) + x % frequency + below
-    words[:count] = words[:count][::-1].copy()  # a decoder reads the word first that was coded last
+    words[:count] = words[:count][::-1].copy()  # a decoder reads words in reverse order of coding
     return x, count
 
 
 @compiled
 def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: ignore[no-untyped-def]
-    """Decode classes from the `words` words at byte `at` of `data`; return False if the stream does not end as it must."""
+    """Decode classes from the `words` words at byte `at` of `data`; return whether the stream ends as it must."""
     x = np.uint32(state)
     mask, shift = np.uint32((1 << bits) - 1), np.uint32(bits)
     word = np.int64(0)
@@ -48,7 +48,7 @@ def decode_class_stream(data, at, words, state, slots, bits, classes):  # type: 
         classes[t] = np.uint8(slot >> np.uint32(24))
         x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
         if x < INITIAL:
-            # A damaged stream may ask for more words than it has. It gets zeros, and is found out below.
+            # A damaged stream may ask for more words than it has. It gets zeros, and the check below finds it.
             x = (x << np.uint32(16)) | (read_u16(data, at + 2 * word) if word < words else np.uint32(0))
             word += 1
     return x == INITIAL and word == words
@@ -59,7 +59,7 @@ def _encode(  # type: ignore[no-untyped-def]
     data, data_at, columns, classes, depth, tables, tables_at, class_coders, coders, prob_bits, per_stream, capacity,
     spare, log, states, lengths, words, class_states, class_lengths, class_words,
 ):  # fmt: skip
-    """Code the planes and the classes of some sections; returns how many words the planes have."""
+    """Code the planes and the classes of sections; return the number of words of the planes."""
     count, tokens = columns.shape
     fields = np.zeros((count, lanes.SECTION_FIELDS), np.int64)
     groups = np.empty((len(states) + count * (tokens // WINDOW + 1), lanes.GROUP_FIELDS), np.int64)
@@ -116,5 +116,5 @@ def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> 
 
 
 def _ends(sizes: Sequence[int]) -> npt.NDArray[np.int64]:
-    """Where things of these sizes begin that lie one after the other, and where the last one ends."""
+    """Return where adjacent arrays of these sizes begin, and where the last ends."""
     return np.concatenate([[0], np.cumsum(sizes)])

@@ -1,9 +1,9 @@
-"""Coded sections to coefficients, for the CPU: all sections of a chunk in one call that does not hold the GIL.
+"""Coded sections to coefficients, compiled: all sections of a chunk in one call that releases the GIL.
 
     bytes --index--> classes, streams, escapes                                  once
     a tile of them --decode_lanes--> planes --levels, dequantize--> y           for each tile
 
-It gives what `sections.decode_sections` gives, which says what the steps mean, section by section.
+The results are those of `reference/sections.py`, which explains the steps section by section.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from cuvee.codec.stages.compiled.token_order import ABSENT, deal, sort_columns
 from cuvee.codec.stages.reference.rans_by_class import class_stream_error
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, class_range_error, padded, read_part
 
-# What a section was found to hold: the fields of `coded_part`, and these; one row per section.
+# Fields of `found`, one row per section: those of `coded_part`, and these.
 _COLUMNS = PART_FIELDS
 _PAD = PART_FIELDS + 1  # rows of a block in y
 _STREAMS = PART_FIELDS + 2  # the section's first entry in `words_at`
 FOUND_FIELDS = PART_FIELDS + 3
 
-_NEVER = 1 << 62  # the row of the escape after the last
+_NEVER = 1 << 62  # the row of the escape after the last one
 
-# What is wrong with a section.
+# Problems of a section.
 MALFORMED, CLASS_STREAM, CLASS_RANGE, STREAM, ESCAPE_LIST = range(5)
 
 _ANCHOR = Prediction.ANCHOR.value
@@ -52,7 +52,7 @@ _ANCHOR = Prediction.ANCHOR.value
 
 @compiled
 def _unpredict(levels, streams, gain, anchor):  # type: ignore[no-untyped-def]
-    """Undo the prediction of one component, row by row: a row has the tokens of all streams."""
+    """Undo the prediction of one component, row by row: a row holds one token of each stream."""
     for row in range(streams, len(levels), streams):
         source = levels[:streams] if anchor else levels[row - streams : row]
         target = levels[row : row + streams]
@@ -63,7 +63,7 @@ def _unpredict(levels, streams, gain, anchor):  # type: ignore[no-untyped-def]
 
 @compiled
 def _next_escape(cursor, data, found, by_window, tokens, start, width, column_of):  # type: ignore[no-untyped-def]
-    """Move `cursor` (place in `by_window`, its end, row, column, number) to the next escape that lies in the tile."""
+    """Move `cursor` (place in `by_window`, its end, row, column, number) to the next escape in the tile."""
     while cursor[0] + 1 < cursor[1]:
         cursor[0] += 1
         number = np.int64(by_window[cursor[0]])
@@ -79,7 +79,7 @@ def _next_escape(cursor, data, found, by_window, tokens, start, width, column_of
 
 @compiled
 def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
-    """`symbols.dequantize`, with the numbers of each column."""
+    """Dequantize, with numbers per column."""
     for i in range(len(levels)):
         m = abs(levels[i])
         back = np.float32(m) - (one[i] if m == 1 else more[i])
@@ -89,7 +89,7 @@ def _scale(levels, one, more, step, out):  # type: ignore[no-untyped-def]
 
 @compiled
 def _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow):  # type: ignore[no-untyped-def]
-    """Levels of the columns `u … v - 1` to coefficients: into a row of y, or into `values` or `row`."""
+    """Turn levels of the columns `u … v - 1` into coefficients: in a row of y, or in `values` or `row`."""
     _scale(levels[u:v], one[u:v], more[u:v], step[u:v], values[u:v])
     if len(narrow):
         out = narrow[row_at + u : row_at + v] if direct else row[u:v]
@@ -104,9 +104,9 @@ def _dequantize(  # type: ignore[no-untyped-def]
     data, found, by_window, windows_at, entry, number, tokens, start, stop, columns, order, packed, shrink, source,
     wide, narrow
 ):  # fmt: skip
-    """One section's planes to coefficients; False if the escapes do not match.
+    """Turn one section's planes into coefficients; return False if the escapes do not match.
 
-    `wide` or `narrow`, whichever has entries, receives `[blocks, pad, columns]` as float32 or bits of bfloat16.
+    The one of `wide` and `narrow` with entries receives `[blocks, pad, columns]`, as float32 or as bits of bfloat16.
     """
     rows, steps, level_table, shift, low_plane, block, index, rho = packed
     width, inside = len(columns), stop - start
@@ -114,7 +114,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     window = WINDOW if mode else width
     first_class = 16 * number
     stride, levels_at, pad = entry[plans.ROWS], entry[plans.LEVELS], found[_PAD]
-    bounds = np.empty(width + 1, np.int64)  # of the runs of columns that are of one class
+    bounds = np.empty(width + 1, np.int64)  # of the runs of columns of one class
     rows_of, level_of = np.empty(width, np.int64), np.empty(width, np.int64)  # of the runs
     window_runs = np.empty((width + window - 1) // window + 1, np.int64)  # the first run of each window
     table_of_run = np.full(width, -1, np.int64)
@@ -128,7 +128,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     last = np.int64(-1)
     for t in range(width):
         k = np.int64(columns[t])
-        if not mode and k == ABSENT:  # zero, as what it holds will be
+        if not mode and k == ABSENT:  # zero, as its contents will be
             k = last
         step[t] = steps[first_class + k]
         most = max(most, np.int64(rows[first_class + k]))
@@ -146,7 +146,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     for column in range(0 if mode else width):
         if order[column] >= 0:
             column_of[order[column]] = column
-    # The columns of a row go to one row of y, unless components are numbered otherwise from class to class.
+    # The columns of a row go to one row of y, unless classes number their components differently.
     direct = entry[plans.BLOCKS] == 1 or not mode
     size = entry[plans.BLOCKS] * pad * width + WIDTH
     if len(narrow):
@@ -173,7 +173,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
             reached = begin
             low_bits = False
             following = window_runs[begin // window + 1]
-            # In a window classes rise and their rows fall, so the runs that have this row come first.
+            # Within a window classes rise and their rows fall, so the runs with this row come first.
             while r < following and c < rows_of[r]:
                 level = level_of[r] + c
                 low_bits |= shift[level] != 0
@@ -188,8 +188,8 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 if direct:
                     level = level_of[first] + c
                     row_at = (np.int64(block[level]) * pad + index[level]) * width
-            # First as if there were neither escapes nor low bits nor predictions, which few columns have. What is
-            # written beyond `reached` is zero, and so is what is there or is yet to come.
+            # First as if there were neither escapes nor low bits nor predictions, which few columns have. The zeros
+            # written beyond `reached` are the values there now or later.
             escaped = False
             for i in range(begin, reached, WIDTH):
                 if len(narrow):
@@ -208,7 +208,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     if shift[level_of[q] + c]:
                         to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
             escapes = count_escapes(plane[begin:reached]) if escaped else 0
-            # Those of the columns `begin … end - 1`, which may be tokens of several windows.
+            # Escapes of the columns `begin … end - 1`, which may be tokens of several windows.
             for w in range((start + begin) // WINDOW - first_window, len(cursors)):
                 cursor = cursors[w]
                 while cursor[2] == c and cursor[3] < end:
@@ -250,12 +250,12 @@ def _dequantize(  # type: ignore[no-untyped-def]
 def _index(  # type: ignore[no-untyped-def]
     data, spans, sections, tokens, entries, class_slots, class_bits, classes, windows_at, found, problem
 ):
-    """Read what the tiles of some sections have in common; `problem` names the section that is damaged, if one is.
+    """Read the parts of sections that their tiles share; `problem` receives the damaged section and its problem.
 
     Returns:
-        whether all are sound; of each section the word at which each of its streams begins, and where the last one
-        ends; and the numbers of its escapes, window by window. `windows_at` `[sections, windows + 1]` says where there
-        each window begins.
+        whether all sections are sound; for each section, the word at which each of its streams begins and where the
+        last ends; and the numbers of its escapes, sorted by window. `windows_at` `[sections, windows + 1]` receives
+        where each window begins among these numbers.
     """
     count = len(sections)
     streams = escapes = np.int64(0)
@@ -289,7 +289,7 @@ def _index(  # type: ignore[no-untyped-def]
                     return False, words_at, by_window
         at = own[_STREAMS]
         part.list_words(data, own, words_at[at : at + ((tokens + (1 << own[part.LOG2]) - 1) >> own[part.LOG2]) + 1])
-        # The escapes are listed row by row, and every row goes through all tokens.
+        # A part lists its escapes row by row, and every row covers all tokens.
         windows = windows_at[i]
         windows[:] = 0
         for number in range(own[part.LISTED]):
@@ -311,7 +311,7 @@ def _decode(  # type: ignore[no-untyped-def]
     data, words_at, by_window, windows_at, sections, tokens, start, stop, multiple, entries, packed, depth, planes,
     tables, slots, bits, shrink, scratch, scratch_at, y_at, wide, narrow, order, columns, classes, found, problem
 ):  # fmt: skip
-    """Decode the tokens `start … stop - 1` of some sections; False if one is damaged, which `problem` then names."""
+    """Decode the tokens `start … stop - 1` of sections; return False if one is damaged: see `problem` of `_index`."""
     count, width = len(sections), stop - start
     streams = 0
     for i in range(count):
@@ -383,16 +383,16 @@ _arena = Arena()
 
 @dataclass(frozen=True, slots=True)
 class SectionIndex:
-    """Sections that were read: what decoding their tiles has in common.
+    """Sections that were read: the parts that decoding each of their tiles needs.
 
     Attributes:
         coding: how the sections are coded.
-        parts: number and bytes of each.
-        numbers: int64 `[S]`, of the sections.
-        tokens: T, in the chunk.
-        data: the bytes of all sections in a row.
-        found: `[S, FOUND_FIELDS]`, what each of them was found to hold. A tile writes what it has of its own.
-        words_at, by_window, windows_at: where streams and escapes are; see `_index`.
+        parts: number and bytes of each section.
+        numbers: int64 `[S]`, numbers of the sections.
+        tokens: T, tokens in the chunk.
+        data: the bytes of all sections, one after the other.
+        found: `[S, FOUND_FIELDS]`, the fields named above. Each tile overwrites its own fields.
+        words_at, by_window, windows_at: places of streams and escapes; see `_index`.
         classes: uint8 `[S, T]`, of all tokens of the sections whose tokens have classes.
     """
 
@@ -412,7 +412,7 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
     """See `cuvee.codec.stages.reference.sections.index_sections`."""
     packed, count = coding.plans, len(parts)
     numbers = np.array([number for number, _ in parts])
-    # A copy, since a step reads a little more than the word that it needs.
+    # A copy, since a step reads a few bytes beyond its word.
     data = np.frombuffer(b"".join([*(section for _, section in parts), bytes(_SLACK)]), np.uint8)
     spans = np.zeros((count, 2), np.int64)
     spans[:, 1] = np.cumsum([len(section) for _, section in parts])
@@ -469,7 +469,7 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
 
 
 def _offsets(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Where things of these sizes begin, and where the last one ends; a cache line apart."""
+    """Return where arrays of these sizes begin, aligned to cache lines, and where the last ends."""
     return np.concatenate([[0], np.cumsum(-(-sizes // 64) * 64)])
 
 
@@ -480,7 +480,7 @@ def _error(
     problem: npt.NDArray[np.int64],
     found: npt.NDArray[np.int64],
 ) -> FormatError:
-    """What the reference raises for the section that the compiled loop found damaged."""
+    """Return the reference's error about the section that the compiled loop found damaged."""
     i, kind, detail = (int(x) for x in problem)
     number, data = parts[i]
     section = coding.sections[number]
@@ -494,4 +494,4 @@ def _error(
         return stream_error(detail, stream_count(tokens, 1 << int(found[i, part.LOG2])))
     if kind == ESCAPE_LIST:
         return escape_error()
-    return FormatError("the coded part of a section is malformed")
+    return FormatError(f"section {number}: must have a well-formed coded part, got a malformed one")

@@ -1,8 +1,9 @@
-"""Sixteen lanes at once: the three loops of the coder that LLVM does not vectorize by itself.
+"""Sixteen lanes at once: the loops of the coder that LLVM does not vectorize by itself.
 
-A step of rANS gathers from a table and from the coded words. To the compiler the bytes that it writes might lie in
-either, so it keeps to one lane at a time. Here the steps are spelled out on vectors of 16. LLVM turns them into what
-the CPU has: AVX-512, two halves of AVX2, or single instructions. The arithmetic is that of `rans.py` and `symbols.py`.
+A step of rANS gathers from a table and from the coded words. The compiler must assume that the bytes it writes overlap
+either, so it takes one lane at a time. Here the steps are written on vectors of 16. LLVM turns them into the CPU's
+instructions: AVX-512, two halves of AVX2, or scalar ones. The arithmetic is that of `reference/rans.py` and
+`reference/symbols.py`.
 """
 
 from __future__ import annotations
@@ -21,50 +22,50 @@ _I8, _I16, _I32, _I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 _VECTOR = ir.VectorType(_I32, WIDTH)
 _BYTES = ir.VectorType(_I8, WIDTH)
 _LOWER_BOUND = 1 << 16
-# A word is read as the near half of 32 bits, because there is no instruction that gathers 16.
+# A word is read as the near half of 32 bits, because no instruction gathers 16 bits.
 _WORD_SHIFT = 16 if sys.byteorder == "big" else 0
 
 
 class _Code:
-    """What both steps emit.
+    """Emits the instructions that the steps share.
 
     Args:
-        context, builder: of Numba.
-        kinds, values: the types and the values of the arguments.
+        context, builder: Numba's.
+        kinds, values: types and values of the arguments.
     """
 
     def __init__(self, context: Any, builder: Any, kinds: Any, values: Any) -> None:
         self._context, self.builder, self._kinds, self._values = context, builder, kinds, values
 
     def pointer(self, array: int, place: int, size: int) -> Any:
-        """The address of the entry that argument `place` numbers, in the array that is argument `array`."""
+        """Return the address of the entry numbered by argument `place`, in the array that is argument `array`."""
         offset = self.builder.mul(self.integer(place, types.int64), _I64(size))
         return self.builder.gep(self.data(array), [offset])
 
     def data(self, index: int) -> Any:
-        """The address of an array."""
+        """Return the address of an array."""
         array = self._context.make_array(self._kinds[index])(self._context, self.builder, self._values[index])
         return self.builder.bitcast(array.data, cgutils.voidptr_t)
 
     def integer(self, index: int, kind: Any) -> Any:
-        """An argument as an integer of that kind."""
+        """Return an argument as an integer of type `kind`."""
         return self._context.cast(self.builder, self._values[index], self._kinds[index], kind)
 
     def splat(self, value: Any) -> Any:
-        """A vector of equal integers."""
+        """Return a vector of equal integers."""
         one = self.builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, _I32(0))
         return self.builder.shuffle_vector(one, one, ir.Constant(_VECTOR, [0] * WIDTH))
 
     def load(self, pointer: Any, kind: Any, align: int) -> Any:
-        """A vector from memory."""
+        """Load a vector from memory."""
         return self.builder.load(self.builder.bitcast(pointer, kind.as_pointer()), align=align)
 
     def store(self, value: Any, pointer: Any, align: int) -> None:
-        """A vector to memory."""
+        """Store a vector to memory."""
         self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer()), align=align)
 
     def gather(self, pointer: Any, element: ir.IntType, index: Any, align: int) -> Any:
-        """32 bits from each of the elements that `index` numbers."""
+        """Load 32 bits from each of the elements numbered by `index`."""
         places = self._places(pointer, element, index)
         flags = ir.VectorType(ir.IntType(1), WIDTH)
         kind = ir.FunctionType(_VECTOR, [places.type, _I32, flags, _VECTOR])
@@ -74,7 +75,7 @@ class _Code:
         return self.builder.call(function, [places, _I32(align), every, ir.Constant(_VECTOR, ir.Undefined)])
 
     def scatter(self, value: Any, pointer: Any, index: Any, which: Any) -> None:
-        """32 bits to the elements of 16 that `index` numbers, in the lanes `which`."""
+        """Store 32 bits to the 16-bit elements numbered by `index`, in the lanes `which`."""
         places = self._places(pointer, _I16, index)
         kind = ir.FunctionType(ir.VoidType(), [_VECTOR, places.type, _I32, which.type])
         name = f"llvm.masked.scatter.v{WIDTH}i32.v{WIDTH}p0"
@@ -90,13 +91,13 @@ class _Code:
         return places
 
     def taking(self, active: int) -> Any:
-        """Which lanes take part, if argument `active` is how many do."""
+        """Return the active lanes; argument `active` is their number."""
         lanes = ir.Constant(_VECTOR, list(range(WIDTH)))
         return self.builder.icmp_signed("<", lanes, self.splat(self.integer(active, types.int32)))
 
 
 def _spelled_out(function: Callable[..., Any]) -> Any:
-    """What Numba calls an intrinsic: the function returns the code that a call stands for."""
+    """Make a Numba intrinsic: the function returns the code of a call."""
     made: Any = intrinsic(function)
     return made
 
@@ -117,12 +118,12 @@ def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bit
         base: uint32 array; at the same entries, where the table of each lane begins in `slots`.
         slots: uint32 array, the decode tables one after the other.
         words: uint8 array, the bytes of the blob.
-        offset: where the words begin in it. Two bytes beyond word `last` must be readable.
-        last: no word beyond this one is read, whatever damaged bytes ask for.
+        offset: where the words begin in `words`. Two bytes beyond word `last` must be readable.
+        last: no word beyond this one is read, even for damaged bytes.
         bits: probability bits of the tables.
-        active: lanes that take part; the states of the others stay as they are.
+        active: number of active lanes; the states of inactive lanes do not change.
         out: uint8 array.
-        to: 16 bytes are written there; those of lanes that take no part mean nothing.
+        to: where 16 bytes are written; those of inactive lanes are meaningless.
     """
     signature = types.void(x, at, first, base, slots, words, offset, last, bits, active, out, to)
 
@@ -155,22 +156,22 @@ def decode_step(typing: Any, x, at, first, base, slots, words, offset, last, bit
 
 @_spelled_out
 def dequantize_step(typing: Any, symbols, place, one, more, step, first, active, out, to):  # type: ignore[no-untyped-def]
-    """16 symbols to coefficients: `dequantize_step(symbols, place, one, more, step, first, active, out, to)`.
+    """Dequantize 16 symbols: `dequantize_step(symbols, place, one, more, step, first, active, out, to)`.
 
     Args:
         typing: Numba's.
         symbols: uint8 array.
-        place: 16 symbols can be read from there on.
+        place: where 16 symbols can be read.
         one: float32 array; its entries `first … first + 15` are the shrinkage of level 1.
-        more: float32 array; the same of the levels above it.
-        step: float32 array; the same of the steps.
+        more: float32 array; at the same entries the shrinkage of the levels above.
+        step: float32 array; at the same entries the steps.
         first: the first column.
         active: number of leading coefficients that may differ from zero.
         out: float32 array, or uint16 for the bits of bfloat16, rounded to nearest, ties to even.
-        to: 16 coefficients are written there.
+        to: where 16 coefficients are written.
 
     Returns:
-        Whether one of the active symbols is -128, which stands for an escape.
+        whether an active symbol is -128, which stands for an escape.
     """
     signature = types.boolean(symbols, place, one, more, step, first, active, out, to)
     narrow = out.dtype == types.uint16
@@ -187,7 +188,7 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
         shrink = builder.select(builder.icmp_signed("==", magnitude, _constant(1)), small, large)
         back = builder.fmul(builder.fsub(builder.sitofp(magnitude, floats), shrink), unit)
         bits = builder.bitcast(back, _VECTOR)
-        # The sign goes to the product: a step is positive, so that is the same as to the magnitude.
+        # The sign is applied to the product: a step is positive, so the result is that of a signed magnitude.
         bits = builder.xor(bits, builder.and_(level, _constant(-(1 << 31))))
         bits = builder.select(builder.icmp_signed("==", level, _constant(0)), _constant(0), bits)
         target = code.pointer(7, 8, 2 if narrow else 4)
@@ -205,7 +206,7 @@ def dequantize_step(typing: Any, symbols, place, one, more, step, first, active,
 
 @_spelled_out
 def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, active, words):  # type: ignore[no-untyped-def]
-    """One symbol of 16 streams: `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`.
+    """Encode one symbol of 16 streams: `encode_step(x, at, first, base, symbols, place, coders, bits, active, words)`.
 
     Args:
         typing: Numba's.
@@ -217,9 +218,9 @@ def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, a
         place: the first lane's symbol.
         coders: uint32 array, the tables one after the other, see `EntropyTables.coders`.
         bits: probability bits of the tables.
-        active: lanes that take part; the states of the others stay as they are.
-        words: uint16 array. Each lane's words come one after the other, the last coded first. What lies behind its
-            next word is overwritten, one word of it.
+        active: number of active lanes; the states of inactive lanes do not change.
+        words: uint16 array. Each lane's words are adjacent, in the order of coding. The word after the next one is
+            overwritten.
     """
     signature = types.void(x, at, first, base, symbols, place, coders, bits, active, words)
 
@@ -234,7 +235,7 @@ def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, a
         taking = code.taking(8)
         limit = builder.shl(frequency, code.splat(builder.sub(_I32(32), prob_bits)))
         full = builder.and_(builder.icmp_unsigned(">=", v, limit), taking)
-        # The half beyond the word is overwritten by the next one.
+        # The next word overwrites the half beyond this one.
         code.scatter(builder.shl(v, _constant(16)) if sys.byteorder == "big" else v, code.data(9), to, full)
         code.store(builder.add(to, builder.zext(full, _VECTOR)), next_word, 4)
         v_ = builder.select(full, builder.lshr(v, _constant(16)), v)
@@ -258,15 +259,15 @@ def encode_step(typing: Any, x, at, first, base, symbols, place, coders, bits, a
 
 @_spelled_out
 def lookup_step(typing: Any, table, place, index, first, out):  # type: ignore[no-untyped-def]
-    """16 entries of a table: `lookup_step(table, place, index, first, out)`.
+    """Look up 16 entries of a table: `lookup_step(table, place, index, first, out)`.
 
     Args:
         typing: Numba's.
         table: uint32 array.
-        place: what is added to every index.
-        index: uint32 array, of which the entries `first … first + 15` count.
+        place: added to every index.
+        index: uint32 array; its entries `first … first + 15` are the indices.
         first: the first lane.
-        out: uint32 array; receives them at the same entries.
+        out: uint32 array; receives the table's entries at the same places.
     """
     signature = types.void(table, place, index, first, out)
 

@@ -1,4 +1,4 @@
-"""The integer stages for the CPU: the same results as `symbols.py`, but compiled. They release the GIL."""
+"""The integer stages, compiled: the same results as `reference/symbols.py`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ _RHO_HALF = 1 << (RHO_BITS - 1)
 
 @compiled
 def quantize_row(y, inverse, dead_zone, rounding, levels):  # type: ignore[no-untyped-def]
-    """Levels of coefficients that share their numbers; `inverse` is one over their step."""
+    """Quantize coefficients of one component; `inverse` is one over their step."""
     for t in range(len(levels)):
         a = abs(y[t]) * inverse
-        level = np.int32(a + rounding) if a >= dead_zone else np.int32(0)  # of no negative number: rounded down
+        level = (
+            np.int32(a + rounding) if a >= dead_zone else np.int32(0)
+        )  # of a number that is not negative: rounds down
         levels[t] = level if y[t] >= 0 else -level
 
 
 @compiled
 def pack_row(levels, bits, codable, least, greatest, plane, low):  # type: ignore[no-untyped-def]
-    """The bytes of levels that share a table, and their low bits; returns how many are escapes."""
+    """Pack levels that share a table into bytes and low bits; return the number of escapes."""
     half = np.int32(1) << (bits - 1) if bits else np.int32(0)
     mask = (np.int32(1) << bits) - np.int32(1)
     escapes = 0

@@ -1,4 +1,4 @@
-"""Coefficients of tokens of several classes to byte planes: `reference/symbols_by_class.py`, compiled."""
+"""Coefficients of tokens with classes to byte planes, compiled: the results of `reference/symbols_by_class.py`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cuvee.codec.support.arrays import F32, U8
 
 @compiled
 def _code_row(y, inverse, dead_zone, rounding, half, bits, least, greatest, plane, offset):  # type: ignore[no-untyped-def]
-    """The bytes of coefficients, with the numbers of each column; whether some escape, and whether all fit MAX_LEVEL.
+    """Quantize and pack a row, with numbers per column; return whether some escape, and whether all fit MAX_LEVEL.
 
-    `offset` receives the levels, plus half of what the low bits hold.
+    `offset` receives the levels, plus half the range of the low bits.
     """
     escapes, inside = np.int32(0), np.int32(1)
     limit = np.float32(MAX_LEVEL)
     for t in range(len(plane)):
         a = abs(y[t]) * inverse[t]
         fits = a < limit
-        level = np.int32((a if fits else limit) + rounding[t])  # of no negative number: rounded down
+        level = np.int32((a if fits else limit) + rounding[t])  # of a number that is not negative: rounds down
         level = level if a >= dead_zone[t] else np.int32(0)
         level = level if y[t] >= 0 else -level
         shifted = np.int32(level + half[t])
@@ -46,8 +46,8 @@ def _low_bits(levels, mask, low):  # type: ignore[no-untyped-def]
 def _to_planes(  # type: ignore[no-untyped-def]
     y, classes, rows, inverses, level_table, dead_zone, rounding, shift, low_plane, tables, codable, reach, out, escaped
 ):  # fmt: skip
-    """Quantize and pack; counts the escapes of each row in `escaped`. False if a coefficient is too large."""
-    bounds = np.empty(WINDOW + 1, np.int64)  # of the runs of columns that are of one class
+    """Quantize and pack; count each row's escapes in `escaped`. Return False if a coefficient is too large."""
+    bounds = np.empty(WINDOW + 1, np.int64)  # of the runs of columns of one class
     level_of_run, plane_of_run = np.empty(WINDOW, np.int64), np.empty(WINDOW, np.int64)
     inverse, zone, bias = np.empty(WINDOW, np.float32), np.empty(WINDOW, np.float32), np.empty(WINDOW, np.float32)
     half, bits = np.empty(WINDOW, np.int32), np.empty(WINDOW, np.int32)
@@ -65,7 +65,7 @@ def _to_planes(  # type: ignore[no-untyped-def]
                 runs += 1
         bounds[runs] = len(own)
         for c in range(rows[own[0]]):
-            # Classes rise and their rows fall, so the runs that have this row come first.
+            # Classes rise and their rows fall, so the runs with this row come first.
             r = 0
             low_bits = False
             while r < runs and c < rows[own[bounds[r]]]:
@@ -92,7 +92,7 @@ def _to_planes(  # type: ignore[no-untyped-def]
                 if bits[u]:
                     low = out[low_plane[own[u], c], begin + u : begin + v]
                     _low_bits(levels[u:v], (np.int32(1) << bits[u]) - np.int32(1), low)
-            # Again, to count them; and one by one, since to a table with gaps everything has been an escape.
+            # Pack these again to count escapes, one run at a time: for a table with gaps, the loop above escaped all.
             for q in range(r if escapes else 0):
                 k, u, v = own[bounds[q]], bounds[q], bounds[q + 1]
                 table, plane = level_of_run[q], plane_of_run[q]

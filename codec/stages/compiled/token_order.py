@@ -1,4 +1,4 @@
-"""The order of the columns for the CPU, compiled: the results of `reference/token_order.py`."""
+"""The order of the columns, compiled: the results of `reference/token_order.py`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ABSENT = 2  # the class of a column without a token, if tokens have no classes
 
 @compiled
 def sort_columns(classes, order, columns):  # type: ignore[no-untyped-def]
-    """`classes.coding_order`, and the class of each column."""
+    """Write `coding_order`, and the class of each column."""
     first = np.empty(CLASSES, np.int64)
     for begin in range(0, len(classes), WINDOW):
         end = min(begin + WINDOW, len(classes))

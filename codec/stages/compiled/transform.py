@@ -1,4 +1,4 @@
-"""`place`, `gather_centered` and `spread` for the CPU, in one pass each: same bytes as in `transform.py`."""
+"""`place`, `gather_centered` and `spread`, compiled, in one pass each: the same bytes as `reference/transform.py`."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _place(x, block, mean, column, cos, sin, order, memory, begins, head_stride,
 
 
 _NO_TABLE = np.empty((1, 0), np.float32)
-_CHANNELS = 16  # written together: as many values of every token
+_CHANNELS = 16  # values of each token that are written in a row
 _MAGNITUDE, _INFINITE = np.uint32(0x7FFFFFFF), np.uint32(0x7F800000)  # bits of float32
 _arena = Arena()
 
@@ -72,7 +72,7 @@ def place(
     values: Sequence[Rows | None],
     order: I64 | None = None,
 ) -> None:
-    """See `reference.transform.place`, which serves interleaved caches and float16 here, too."""
+    """See `reference.transform.place`, which also serves interleaved caches and float16."""
     layers = section.layers(layout)
     if layout.torch_dtype == torch.float16 or any(map(_interleaved, layers)):
         transform.place(x, mean, section, layout, rotation, at, keys, values, order)
@@ -113,7 +113,7 @@ def _write(
 
 @compiled
 def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, out):  # type: ignore[no-untyped-def]
-    """Write the values of one unit to its columns of `out`; whether all of them are finite."""
+    """Write the values of one unit to its columns of `out`; return whether all values are finite."""
     half = cos.shape[1]
     means = len(mean)
     worst = np.uint32(0)
@@ -138,7 +138,7 @@ def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, ou
             tail, tail_center, tail_target = source[2 * half :], center[2 * half :], target[2 * half :]
             for i in range(len(tail)):
                 tail_target[i] = to_float(tail[i]) - tail_center[i]
-            for i in range(size):  # as integers, the magnitudes of floats are in order, and NaN is above infinity
+            for i in range(size):  # as integers, magnitudes of floats keep their order, and NaN is above infinity
                 worst = max(worst, np.float32(target[i]).view(np.uint32) & _MAGNITUDE)
     return worst < _INFINITE
 
@@ -146,7 +146,7 @@ def _gather(memory, stride, head_stride, heads, size, cos, sin, mean, column, ou
 def gather_centered(
     chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
 ) -> torch.Tensor:
-    """See `reference.transform.gather_centered`, which serves the other layouts here, too."""
+    """See `reference.transform.gather_centered`, which also serves all other layouts."""
     layers = section.layers(chunk.layout)
     units = [
         unit
@@ -177,10 +177,10 @@ def gather_centered(
 def _spread(y, live, scale, out):  # type: ignore[no-untyped-def]
     tokens = y.shape[1]
     for first in range(0, len(live), _CHANNELS):
-        together = min(_CHANNELS, len(live) - first)
+        count = min(_CHANNELS, len(live) - first)
         for t in range(tokens):
             row = out[t]
-            for i in range(first, first + together):
+            for i in range(first, first + count):
                 row[live[i]] = y[i, t] * scale[live[i]]
 
 
@@ -192,7 +192,7 @@ def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.
 
 
 def _plain(x: torch.Tensor) -> npt.NDArray[np.generic]:
-    """A tensor as an array; of bfloat16 its bits, as NumPy has no such type."""
+    """Return a tensor as an array: for bfloat16 its bits, because NumPy lacks the type."""
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(np.uint16)
     return x.numpy()

@@ -41,7 +41,7 @@ _COUNT = struct.Struct("<H")
 
 
 def byte_planes(x: torch.Tensor) -> list[U8]:
-    """`[T, C]` of a 16- or 32-bit dtype -> byte planes `[C, T]`, least significant first."""
+    """Split `[T, C]` of a 16- or 32-bit dtype into byte planes `[C, T]`, least significant first."""
     bits = 8 * x.element_size()
     raw = x.contiguous().view(torch.int16 if bits == 16 else torch.int32).numpy()
     word: npt.NDArray[Any] = raw.view(np.uint16 if bits == 16 else np.uint32).T
@@ -50,7 +50,7 @@ def byte_planes(x: torch.Tensor) -> list[U8]:
 
 
 def from_byte_planes(planes: list[U8], dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `byte_planes`."""
+    """Invert `byte_planes`."""
     wide = np.uint16 if dtype.itemsize == 2 else np.uint32
     turned: npt.NDArray[Any] = np.zeros(planes[0].shape, wide)
     for index, plane in enumerate(planes):
@@ -67,8 +67,8 @@ class BytePlane:
 
     Attributes:
         data: `[C, T]`.
-        reference: `[C]`, the byte that each channel's bytes gather around.
-        counts: `[256]`, how often each byte less its channel's reference comes up.
+        reference: `[C]`, the central byte of each channel.
+        counts: `[256]`, how often each difference between a byte and its channel's reference occurs.
     """
 
     data: U8
@@ -77,10 +77,10 @@ class BytePlane:
 
 
 def split_unit(unit: torch.Tensor) -> list[BytePlane]:
-    """The byte planes of a unit `[T, H, D]` of a 16- or 32-bit dtype, least significant first: the reference."""
+    """Split a unit `[T, H, D]` of a 16- or 32-bit dtype into byte planes, least significant first: the reference."""
     planes = []
     for data in byte_planes(unit.flatten(1)):
-        # Exponents of a channel gather around their mean (for a Gaussian: half of them within one of it).
+        # A channel's exponents gather around their mean (for a Gaussian, half of them within one of it).
         reference = np.rint(data.mean(1)).astype(np.uint8)
         symbols = (data - reference[:, None]).astype(np.uint8)
         planes.append(BytePlane(data, reference, np.bincount(symbols.ravel(), minlength=SYMBOLS)))
@@ -88,9 +88,9 @@ def split_unit(unit: torch.Tensor) -> list[BytePlane]:
 
 
 def choose_table(counts: npt.NDArray[np.integer], channels: int) -> npt.NDArray[np.uint16] | None:
-    """The table that codes a plane of `channels` whose symbols (bytes less references) come up so often.
+    """Return the table that codes a plane of `channels` channels, given how often each symbol occurs.
 
-    None where coding, table and references included, saves less than a hundredth: the plane is stored.
+    Returns None if coding saves less than a hundredth, table and references included: the plane is stored.
     """
     freq = normalize_counts(counts, PROB_BITS)
     used = counts > 0
@@ -99,17 +99,17 @@ def choose_table(counts: npt.NDArray[np.integer], channels: int) -> npt.NDArray[
 
 
 def write_model(reference: U8, freq: npt.NDArray[np.uint16]) -> bytes:
-    """References and table of a coded plane."""
+    """Write references and table of a coded plane."""
     used = np.flatnonzero(freq)
     pairs = b"".join(_PAIR.pack(symbol, freq[symbol]) for symbol in used)
     return reference.tobytes() + _COUNT.pack(len(used)) + pairs
 
 
 def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16]] | None:
-    """References and table of a coded plane, None of a stored one."""
+    """Read references and table of a coded plane; return None for a stored plane."""
     mode = reader.take(1)[0]
     if mode > 1:
-        raise FormatError(f"unknown mode {mode} of a byte plane")
+        raise FormatError(f"byte plane: must have mode 0 or 1, got {mode}")
     if mode == 0:
         return None
     reference = reader.array("u1", channels).view(np.uint8)
@@ -119,7 +119,7 @@ def read_model(reader: Reader, channels: int) -> tuple[U8, npt.NDArray[np.uint16
     for _ in range(count):
         symbol, frequency = reader.unpack(_PAIR)
         if symbol <= last or not frequency:
-            raise FormatError("the symbols of a table are out of order or have no frequency")
+            raise FormatError("table: must have rising symbols with frequencies above zero, got other ones")
         freq[symbol], last = frequency, symbol
     return reference, freq
 
@@ -129,9 +129,9 @@ class CodedLayer:
     """The parts of a layer's section.
 
     Attributes:
-        models: of each plane, keys first: references and table; None if it is stored.
-        stored: of each plane `[C, T]`; None if it is coded.
-        part: the streams of the coded planes; None if there are none.
+        models: per plane, keys first, references and table; None if it is stored.
+        stored: per plane `[C, T]`; None if it is coded.
+        part: the streams of the coded planes; None if all planes are stored.
     """
 
     models: tuple[tuple[U8, npt.NDArray[np.uint16]] | None, ...]
@@ -140,7 +140,7 @@ class CodedLayer:
 
 
 def read_layer(data: memoryview, layer: LayerLayout, itemsize: int, tokens: int) -> CodedLayer:
-    """The parts of a layer's section of `tokens`, whose values have `itemsize` bytes.
+    """Read the parts of a layer's section of `tokens` tokens, whose values have `itemsize` bytes.
 
     Raises:
         FormatError: the bytes break a rule.
@@ -160,21 +160,21 @@ def read_layer(data: memoryview, layer: LayerLayout, itemsize: int, tokens: int)
         rows = sum(size for size, model in zip(channels, models, strict=True) if model is not None)
         part = read_coded(reader, rows, rows, tokens)
         if len(part.escapes.index):
-            raise FormatError("a lossless section has escapes")
+            raise FormatError("lossless section: must have no escapes, got some")
     reader.finish()
     return CodedLayer(models, stored, part)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerIndex:
-    """A layer's section that was read: what decoding its tiles has in common.
+    """A layer's section that was read: the parts that decoding each of its tiles needs.
 
     Attributes:
-        layer: its layout.
-        dtype: of the values.
-        coded: its parts.
-        part: the streams of the coded planes; None if there are none.
-        tables: of the coded planes; None if there are none.
+        layer: the layer's layout.
+        dtype: dtype of the values.
+        coded: the section's parts.
+        part: the streams of the coded planes; None if all planes are stored.
+        tables: the tables of the coded planes; None if all planes are stored.
     """
 
     layer: LayerLayout
@@ -189,8 +189,8 @@ def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens
 
     Args:
         data: the section.
-        layer: its layout.
-        dtype: of the values.
+        layer: the layer's layout.
+        dtype: dtype of the values.
         tokens: tokens in the chunk.
 
     Raises:
@@ -204,14 +204,14 @@ def index_layer(data: memoryview, layer: LayerLayout, dtype: torch.dtype, tokens
 
 
 def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows | None, first_row: int) -> None:
-    """Decode a tile of a layer, and write it as it was: the reference.
+    """Decode a tile of a layer, and write its exact bits: the reference.
 
     Args:
-        index: what `index_layer` made of it.
-        at: the tokens of the tile. It begins where a stream does.
-        keys: where the tokens' keys go; None if they are not asked for.
+        index: the result of `index_layer`.
+        at: the tokens of the tile, which begins where a stream begins.
+        keys: rows of the tokens' keys; None to leave keys out.
         values: the same for values.
-        first_row: row of the tile's first token. Tokens whose rows there are not are left out.
+        first_row: row of the tile's first token. Tokens without a row are left out.
 
     Raises:
         CorruptError: the bytes break a rule.

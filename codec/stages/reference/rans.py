@@ -15,7 +15,7 @@ tables have fewer than 16 bits. The encoder walks the symbols backwards, so that
 tokens_per_stream; the last stream may be shorter. A stream goes token after token, and within a token step after step.
 All streams use the same table at the same step, so that the lanes of a GPU gather from one table. Any run of streams
 can be decoded alone. The first token of a stream may use other tables (`first`) than the tokens after it (`rest`),
-because prediction (`symbols.py`) starts anew with each stream.
+because prediction (`symbols.py`) restarts with each stream.
 
 For the decoder every stream ends in state 2**16 with all of its words read. Anything else means damaged bytes.
 """
@@ -36,7 +36,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
         symbols: `[steps, tokens]` uint8, each with a frequency above zero in its table.
         first: `[steps]` uint16, the table of each step for the first token of a stream.
         rest: `[steps]` uint16, the table of each step for the other tokens.
-        tables: the family that both index.
+        tables: the family that `first` and `rest` index.
         tokens_per_stream: `n` above.
     """
     steps, tokens = symbols.shape
@@ -67,7 +67,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
 def rans_decode(
     streams: Streams, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int
 ) -> U8:
-    """Decode what `rans_encode` made, with the same arguments and the number of tokens.
+    """Invert `rans_encode`, given the same arguments and the number of tokens.
 
     Returns:
         `[steps, tokens]` uint8.
@@ -92,7 +92,7 @@ def rans_decode(
             out[c, lanes * tokens_per_stream + j] = slot >> np.uint64(24)
             x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
             need = x < LOWER_BOUND
-            # A damaged stream may ask for more words than it has. It gets zeros, and is found out below.
+            # A damaged stream may ask for more words than it has. It gets zeros, and the check below finds it.
             inside = need & (at[lanes] < end[lanes])
             word = np.zeros(len(lanes), dtype=np.uint64)
             word[inside] = streams.words[at[lanes[inside]]]

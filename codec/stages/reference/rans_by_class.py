@@ -1,7 +1,7 @@
-"""The entropy coder for tokens of several classes, the reference: the coder of `rans.py` in plain NumPy.
+"""The entropy coder for tokens with classes, the reference: the coder of `rans.py` in plain NumPy.
 
-If the tokens of a section have classes, its planes are a matrix `[P, T]` in the order of `classes.py`: columns sorted
-by class within windows. A column of class k has only the first `planes[k]` steps, and step c uses the table
+If the tokens of a section have classes, its planes are a matrix `[P, T]` in the order of `token_order.py`: columns
+sorted by class within windows. A column of class k has only the first `planes[k]` steps, and step c uses the table
 `tables[k, c]`. Columns are dealt out to streams in rows: with S streams for a window of t columns, stream s holds the
 columns s, s + S, … of the window, one after the other, each from its first step to its last.
 
@@ -24,7 +24,7 @@ from cuvee.codec.support.arrays import U8
 
 
 def stream_rows(tokens: int, tokens_per_stream: int) -> Iterator[tuple[slice, slice]]:
-    """The streams and the columns of each row of each window, in order; one column per stream."""
+    """Yield the streams and the columns of each row of each window, in order; one column per stream."""
     for window in windows(0, tokens):
         count = stream_count(window.stop - window.start, tokens_per_stream)
         first = window.start // tokens_per_stream
@@ -39,7 +39,7 @@ def rans_encode_classes(
     """Encode planes `[P, T]` uint8 whose columns have the given classes.
 
     Args:
-        planes: column t holds `plan.planes[classes[t]]` bytes; what is below is not read.
+        planes: column t holds `plan.planes[classes[t]]` bytes; bytes below are not read.
         classes: `[T]` uint8, the class of each column, rising within each window.
         plan: the section's plan.
         tables: the family that `plan.tables` indexes.
@@ -71,12 +71,12 @@ def rans_encode_classes(
 
 @dataclass(frozen=True, slots=True)
 class ClassedPlanes:
-    """A section whose tokens have classes, to be entropy-coded.
+    """A section to entropy-code whose tokens have classes.
 
     Attributes:
-        planes, columns, plan, tokens_per_stream: as for `rans_encode_classes`; `columns` are the classes there.
+        planes, columns, plan, tokens_per_stream: arguments of `rans_encode_classes`; `columns` is its `classes`.
         classes: `[T]` uint8, the class of each token.
-        class_table: the table that codes them.
+        class_table: the table that codes the classes.
     """
 
     planes: U8
@@ -88,11 +88,11 @@ class ClassedPlanes:
 
 
 def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> list[tuple[Streams, Streams]]:
-    """Encode sections of one chunk: of each the streams of its planes, and the one stream of its tokens' classes.
+    """Encode sections of one chunk; return for each the streams of its planes and the stream of its classes.
 
     Args:
         sections: all have the same number of tokens.
-        tables: the family that their plans index.
+        tables: the family that the plans index.
     """
     out = []
     for own in sections:
@@ -103,12 +103,12 @@ def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> 
 
 
 def class_stream_error() -> CorruptError:
-    """What is wrong with a section whose class stream ends in another state than the initial one."""
+    """Return the error about a class stream that does not end in the initial state."""
     return CorruptError("the class stream of a section does not end where it must: the bytes are damaged")
 
 
 def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
-    """The classes `[T]` uint8 of a section's tokens, decoded from their one stream.
+    """Decode the classes `[T]` uint8 of a section's tokens from their one stream.
 
     Raises:
         CorruptError: the stream does not end in the initial state with all of its words read.
@@ -123,7 +123,7 @@ def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
 def rans_decode_classes(
     streams: Streams, classes: U8, plan: ClassedPlan, tables: EntropyTables, tokens_per_stream: int
 ) -> U8:
-    """Decode what `rans_encode_classes` made, with the same arguments.
+    """Invert `rans_encode_classes`, given the same arguments.
 
     Returns:
         `[P, T]` uint8, where P is the number of planes of the finest class; zero below a column's last plane.
@@ -149,7 +149,7 @@ def rans_decode_classes(
             out[step, active + columns.start] = slot >> np.uint64(24)
             x = (slot >> np.uint64(12) & np.uint64(0xFFF)) * (x >> bits) + (slot & np.uint64(0xFFF))
             need = x < LOWER_BOUND
-            # A damaged stream may ask for more words than it has. It gets zeros, and is found out below.
+            # A damaged stream may ask for more words than it has. It gets zeros, and the check below finds it.
             inside = need & (at[stream] < end[stream])
             word = np.zeros(len(stream), dtype=np.uint64)
             word[inside] = streams.words[at[stream[inside]]]

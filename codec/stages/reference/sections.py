@@ -2,8 +2,8 @@
 
     bytes --read_coded--> streams --rANS--> planes --unpack, unpredict, dequantize--> y [blocks, pad, t]
 
-The columns of y are the tokens in the order in which they are coded: dealt out to streams, and sorted by class if they
-have classes. Its rows are padded, so that all blocks are alike and one product serves them.
+The columns of y are the tokens in coding order (`token_order.py`). Its rows are padded, so that all blocks have one
+shape and one product serves them.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cuvee.codec.stages.reference.symbols_by_class import class_runs, from_plane
 from cuvee.codec.stages.reference.token_order import coding_order, dealt_order
 from cuvee.codec.support.arrays import I64, U8
 
-# The rows of a block are a multiple of this: matrix instructions take that many at a time, and products of few
-# different shapes are prepared once.
+# The rows of a block are a multiple of this: matrix instructions take this many at a time, and products of few shapes
+# are prepared once.
 ROW_MULTIPLE = 32
 
 
@@ -38,10 +38,10 @@ class Coefficients:
     """A decoded tile of a section.
 
     Attributes:
-        order: `[t]`, the token of each column, counted from the tile's first; -1 for none.
-        classes: `[t]` uint8, the class of each column; None if the tokens have none.
-        y: `[blocks, pad, t]`; zero below a column's last component, anything in a column without a token. Valid until
-            the thread decodes the next tile.
+        order: `[t]`, the token of each column, counted from the tile's first token; -1 for no token.
+        classes: `[t]` uint8, the class of each column; None if the tokens have no classes.
+        y: `[blocks, pad, t]`; zero below a column's last component, undefined in a column without a token. Valid until
+            the thread decodes its next tile.
     """
 
     order: I64
@@ -50,12 +50,12 @@ class Coefficients:
 
 
 def padded(rank: int) -> int:
-    """How many rows a block has whose deepest column has `rank` components."""
+    """Return the rows of a block whose deepest column has `rank` components."""
     return -(-rank // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def read_part(data: memoryview, plan: CodingPlan, classed: ClassedPlan | None, tokens: int) -> CodedPart:
-    """The coded part of a section: all of `data`.
+    """Read the coded part of a section: all of `data`.
 
     Raises:
         FormatError: the bytes break a rule.
@@ -74,19 +74,21 @@ def check_classes(classes: U8, plan: ClassedPlan) -> None:
 
 
 def class_range_error(finest: int) -> FormatError:
-    """What is wrong with a section some of whose tokens have other classes than its profile serves."""
-    return FormatError(f"a section has token classes outside {finest} … {CLASSES - 1}")
+    """Return the error about a section with token classes that its profile does not serve."""
+    return FormatError(
+        f"section: must have token classes {finest} … {CLASSES - 1}, got token classes outside {finest} … {CLASSES - 1}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class SectionIndex:
-    """Sections that were read: what decoding their tiles has in common.
+    """Sections that were read: the parts that decoding each of their tiles needs.
 
     Attributes:
         coding: how the sections are coded.
-        numbers: of the sections.
+        numbers: numbers of the sections.
         parts: their coded parts.
-        classes: the class of every token, uint8 `[T]`; None for a section whose tokens have none.
+        classes: per section the class of every token, uint8 `[T]`; None without classes.
     """
 
     coding: StepCoding
@@ -96,7 +98,7 @@ class SectionIndex:
 
 
 def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], tokens: int) -> SectionIndex:
-    """Read some sections, once for all of their tiles.
+    """Read sections, once for all of their tiles.
 
     Args:
         coding: how the sections are coded.
@@ -121,12 +123,12 @@ def index_sections(coding: StepCoding, parts: Sequence[tuple[int, memoryview]], 
 
 
 def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[Coefficients]:
-    """Decode a tile of some sections.
+    """Decode a tile of sections.
 
     Args:
-        index: what `index_sections` made of them.
-        at: the tokens of the tile. It begins where a stream does, and a window of classes.
-        dtype: of the coefficients: float32 or bfloat16.
+        index: the result of `index_sections`.
+        at: the tokens of the tile, which begins where a stream and a window begin.
+        dtype: dtype of the coefficients: float32 or bfloat16.
 
     Raises:
         CorruptError: the bytes break a rule.

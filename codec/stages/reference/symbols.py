@@ -4,11 +4,11 @@
     y^ <------------dequantize---- q <-------------unpredict-- d <------------unpack--- planes, escapes
 
 There are R components (rows) and T tokens (columns). Prediction works on integers, so it is exactly invertible on every
-machine, and the quantizer can be swapped without touching it.
+machine, and does not depend on the quantizer.
 
 **Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `d = (high << k) + low - half`, where
 `half = 2**(k - 1)` and `0 <= low < 2**k`. Its high part is one of the first R planes. Its low bits get another plane.
-A high part that its table cannot code is written as ESCAPE and listed apart, as (row * T + column, value).
+A high part that its table cannot code is written as ESCAPE and listed separately, as (row * T + column, value).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cuvee.codec.support.arrays import F32, I16, I32, U8
 
 
 def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
-    """`[R, T]` float32 -> levels `[R, T]` int32. The caller must ensure that |y| / step < MAX_LEVEL."""
+    """Quantize `[R, T]` float32 to levels `[R, T]` int32. The caller must ensure that |y| / step < MAX_LEVEL."""
     magnitude = np.abs(y) * np.float32(1.0 / step)
     table = plan.level_table
     level = np.floor(magnitude + quantizer.rounding[table, None])
@@ -31,7 +31,7 @@ def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32
 
 
 def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F32:
-    """Levels `[R, T]` int32 -> `[R, T]` float32."""
+    """Reconstruct `[R, T]` float32 from levels `[R, T]` int32."""
     magnitude = np.abs(q)
     shrink = quantizer.shrink[plan.level_table]
     back = magnitude.astype(np.float32) - np.where(magnitude == 1, shrink[:, :1], shrink[:, 1:])
@@ -45,7 +45,7 @@ def _predicted(source: I32, rho: I16) -> I32:
 
 
 def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """Levels -> differences from their prediction, `[R, T]` int32."""
+    """Turn levels into differences from their prediction, `[R, T]` int32."""
     d = q.copy()
     for t in range(q.shape[1]):
         j = t % tokens_per_stream
@@ -56,7 +56,7 @@ def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
 
 
 def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """The inverse of `predict`. Sums wrap around as int32, so damaged input gives wrong numbers and nothing worse."""
+    """Invert `predict`. Sums wrap around as int32, so damaged input gives wrong numbers and does no other harm."""
     q = d.copy()
     for t in range(d.shape[1]):
         j = t % tokens_per_stream
@@ -67,7 +67,7 @@ def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
 
 
 def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int) -> tuple[U8, Escapes]:
-    """Differences `[R, T]` int32 -> byte planes `[R + W, T]` uint8 and the escapes."""
+    """Pack differences `[R, T]` int32 into byte planes `[R + W, T]` uint8 and escapes."""
     rows, tokens = d.shape
     wide = plan.wide
     shift = plan.shift.astype(np.int32)[:, None]
@@ -85,7 +85,7 @@ def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int
 
 
 def unpack(planes: U8, escapes: Escapes, plan: CodingPlan) -> I32:
-    """The inverse of `pack`: `[R, T]` int32.
+    """Invert `pack`: return `[R, T]` int32.
 
     Raises:
         CorruptError: the escape list and the ESCAPE bytes disagree.

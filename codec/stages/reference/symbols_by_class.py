@@ -1,8 +1,8 @@
-"""Coefficients of tokens of several classes to byte planes and back; the reference: `symbols.py`, class by class.
+"""Coefficients of tokens with classes to byte planes and back, the reference: `symbols.py`, class by class.
 
     y [R, T] float32, columns sorted by class --to_planes--> planes [P, T] uint8, escapes --from_planes--> y^ [R, T]
 
-Each run of columns of one class is coded by `symbols.quantize` and `symbols.pack`, with the plan and step of the class.
+`symbols.quantize` and `symbols.pack` code each run of columns of one class, with the plan and step of the class.
 There is no prediction, because neighbors in this order are not neighbors in the text.
 """
 
@@ -22,7 +22,7 @@ from cuvee.codec.support.arrays import F32, U8
 
 
 def class_runs(classes: U8) -> Iterator[tuple[slice, int]]:
-    """The runs of adjacent columns of one class, each with its class."""
+    """Yield the runs of adjacent columns of one class, each with its class."""
     edges = [0, *(np.flatnonzero(np.diff(classes)) + 1).tolist(), len(classes)]
     for start, stop in pairwise(edges):
         if start < stop:
@@ -36,18 +36,18 @@ def to_planes(
 
     Args:
         y: `[R, T]` float32, columns sorted by class within windows. R is at least the number of components of the
-            finest class here.
+            finest class in `classes`.
         classes: `[T]` uint8, the class of each column; none is finer than `plan.finest`.
         plan: how each class is coded.
         quantizer: the quantizer of the profile's family.
         tables: the tables of the profile's family.
 
     Returns:
-        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class
-        here; and the escapes, numbered row * T + column.
+        planes `[P, T]` uint8, zero below a column's last plane, where P is the number of planes of the finest class in
+        `classes`; and the escapes, numbered row * T + column.
 
     Raises:
-        InputError: a coefficient is too many steps large, or no number.
+        InputError: a coefficient is too many steps large, or not a number.
     """
     tokens = len(classes)
     planes = np.zeros((int(plan.planes[classes].max(initial=0)), tokens), np.uint8)
@@ -80,7 +80,7 @@ def from_planes(
     rows: int,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The inverse of `to_planes`: `[rows, T]` of `dtype` (float32 or bfloat16), zero below a column's last component.
+    """Invert `to_planes`: return `[rows, T]` of `dtype` (float32 or bfloat16), zero below a column's last component.
 
     Raises:
         CorruptError: the escape list and the ESCAPE bytes disagree.

@@ -11,7 +11,7 @@ from cuvee.codec.support.arrays import I64, U8
 
 
 def coding_order(classes: U8) -> npt.NDArray[np.intp]:
-    """The token of each column, `[T]`, given the classes of T tokens that begin with a window."""
+    """Return the token of each column, `[T]`, given the classes of T tokens that begin with a window."""
     order = np.empty(len(classes), np.intp)
     for at in windows(0, len(classes)):
         order[at] = at.start + np.argsort(classes[at], kind="stable")
@@ -19,9 +19,9 @@ def coding_order(classes: U8) -> npt.NDArray[np.intp]:
 
 
 def dealt_order(tokens: int, tokens_per_stream: int) -> I64:
-    """The token of each column if tokens have no classes: the first one of each stream, then the second of each.
+    """Return the token of each column if tokens have no classes: the first of each stream, then the second of each.
 
-    -1 where the last stream has fewer tokens than the others.
+    A column is -1 where the last stream has fewer tokens than the others.
     """
     count = stream_count(tokens, tokens_per_stream)
     token = np.arange(count * tokens_per_stream)

@@ -1,4 +1,4 @@
-"""Sections, blocks and linear maps: from a chunk's tensors to decorrelated coefficients and back.
+"""The linear stages: from a chunk's tensors to a section's values, to coefficients, and back.
 
     keys, values of a section's layers --un-rotate keys, concatenate--> x [T, N]
     y = forward (x - mean)  per block   ->   y [R, T]  component-major, one row per component
@@ -26,7 +26,7 @@ from cuvee.codec.support.arrays import F32, I64
 
 
 def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slice) -> torch.Tensor:
-    """The section's values of the tokens `at`, `[t, N]` float32, with keys rotated by `rotation` (None: as stored)."""
+    """Return the section's values `[t, N]` float32 of the tokens `at`, keys rotated by `rotation` (None: as stored)."""
     columns = []
     for index, layer in enumerate(section.layers(chunk.layout), section.first_layer):
         keys, values = chunk.keys[index][at], chunk.values[index][at]
@@ -38,12 +38,12 @@ def gather(chunk: KVChunk, section: Section, rotation: Rotation | None, at: slic
 def gather_centered(
     chunk: KVChunk, section: Section, rotation: Rotation, at: slice, mean: torch.Tensor
 ) -> torch.Tensor:
-    """`gather`, less the means `[m, N]` float32, of which the last row serves all further tokens.
+    """Gather values and subtract the means `[m, N]` float32, whose last row serves all further tokens.
 
-    The result is valid until the thread gathers the next.
+    The result is valid until the thread gathers its next tile.
 
     Raises:
-        InputError: some of the values are NaN or infinite.
+        InputError: values are NaN or infinite.
     """
     x = gather(chunk, section, rotation, at)
     x -= mean[torch.arange(len(x)).clamp_max(len(mean) - 1)] if 1 < len(mean) < len(x) else mean
@@ -53,15 +53,15 @@ def gather_centered(
 
 def require_finite(x: torch.Tensor, section: Section) -> None:
     """Raise InputError if `x`, values of the section, holds NaN or infinities."""
-    # A sum is finite only if all of its terms are. If it overflows, the terms themselves are checked.
+    # A sum is finite only if all of its terms are. If it overflows, check the terms.
     if not bool(torch.isfinite(x.sum())) and not bool(torch.isfinite(x).all()):
         raise not_finite_error(section)
 
 
 def not_finite_error(section: Section) -> InputError:
-    """What is wrong with a section whose values are not all finite."""
+    """Return the error about a section whose values are not all finite."""
     return InputError(
-        f"the KV cache holds NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
+        f"cache: must be finite, got NaN or infinite values in layers {section.first_layer} … {section.end_layer - 1}: "
         "encode it with quality='lossless'"
     )
 
@@ -82,14 +82,14 @@ def place(
     Args:
         x: `[t, N]` with position-free keys, or `[blocks, t, N / blocks]`; float32 or bfloat16. Arithmetic is float32.
         mean: `[m, N]` float32, contiguous. Its last row serves all further tokens.
-        section: the section whose values x holds.
+        section: the section of x.
         layout: layout of the outputs.
         rotation: rotates keys to their positions; `at` indexes it.
         at: rows of the outputs.
-        keys: per layer. Those of the section's layers are written, unless they are None.
+        keys: per layer the rows to write; None for a layer to leave out.
         values: the same for values.
-        order: `[t]`, the row of `mean`, of `at` and of the outputs that each row of x belongs to; None: its own. Rows
-            of x that belong to none, because `order` names one below zero or beyond `at`, are left out.
+        order: `[t]`, for each row of x its row in `mean`, `at` and the outputs; None: the same row. Rows of x are left
+            out where `order` is below zero or beyond `at`.
     """
     if x.ndim == 3:
         x = x.transpose(0, 1).flatten(1)
@@ -114,12 +114,12 @@ def place(
 
 
 def spread(y: F32, live: npt.NDArray[np.intp], scale: F32, count: int) -> torch.Tensor:
-    """Channels that are coded one by one to values.
+    """Turn channels that are coded one by one into values.
 
     Args:
         y: `[R, t]` float32, the coded channels.
-        live: `[R]`, which channels they are.
-        scale: `[count]` float32, one unit of each channel.
+        live: `[R]`, numbers of these channels.
+        scale: `[count]` float32, the unit of each channel.
         count: N.
 
     Returns:
@@ -136,18 +136,18 @@ def synthesize(
     runs: Iterable[tuple[slice, Sequence[int]]],
     out: torch.Tensor,
 ) -> torch.Tensor:
-    """Coefficients to values: the inverse of `SectionBasis.coefficients`. All tensors share one dtype.
+    """Turn coefficients into values: the inverse of `SectionBasis.coefficients`. All tensors have one dtype.
 
     Args:
-        y: `[B, pad, t]`, of each block the leading components, and zeros.
-        inverse: the transposed `SectionBasis.inverse`, zeros below, stacked where blocks are alike: `[b, rows, n]`,
-            with at least `pad` rows. Together B blocks.
-        runs: the columns multiplied together, and how many rows of each block they need. With matrix instructions all
-            columns are multiplied at once, since a call costs as much as what it would save.
+        y: `[B, pad, t]`, each block's leading components, then zeros.
+        inverse: the transposed `SectionBasis.inverse`, padded with zeros, equal blocks stacked: `[b, rows, n]` with at
+            least `pad` rows, B blocks in all.
+        runs: columns of each product, and the rows of each block that it needs. With matrix instructions one product
+            takes all columns, since a call costs as much as it would save.
         out: `[t N]`, receives the values.
 
     Returns:
-        `[t, N]`, or `[B, t, N / B]` if all blocks are alike and were multiplied at once: a view of `out`.
+        `[t, N]`, or `[B, t, N / B]` if one product took all blocks: a view of `out`.
     """
     width = y.shape[2]
     if y.dtype == torch.bfloat16 and len(inverse) == 1:
@@ -164,5 +164,5 @@ def synthesize(
 
 
 def as_numpy(y: torch.Tensor) -> np.ndarray[tuple[int, ...], np.dtype[np.float32]]:
-    """A float32 CPU tensor as an array, without a copy."""
+    """Return a float32 CPU tensor as an array, without a copy."""
     return np.asarray(y.numpy(), dtype=np.float32)
