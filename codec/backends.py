@@ -96,7 +96,7 @@ class DecodeRequest:
     def part(self, span: range) -> DecodeRequest:
         """Return the request for some of the tokens only; `span` lies within this one's."""
         first = span.start - self.span.start
-        slots = None if self.slots is None else self.slots[first : first + len(span)]
+        slots = self.span_slots[first : first + len(span)]
         return replace(self, span=span, slots=slots, start=self.start + first)
 
     @property

@@ -444,7 +444,8 @@ class Codec:
         for number, (blob, at, to) in enumerate(zip(blobs, slots, bound, strict=True)):
             opened = self._opened(blob, to)
             cache.check_slots(at, opened.tokens)
-            start = self._check_move(opened, 0, None if starts is None else starts[number], opened.tokens)
+            kept = opened.start
+            start = self._check_move(opened, kept, kept if starts is None else starts[number], opened.tokens)
             request = DecodeRequest(
                 opened.blob, opened.header, opened.layout, range(opened.tokens), layers, cache, at, start, number
             )
@@ -477,7 +478,8 @@ class Codec:
     ) -> KVChunk:
         """Decode the tokens `span` into a new chunk, whose tensors are empty outside `layers`."""
         check_tokens(len(span), max_tokens)
-        start = self._check_move(opened, span.start, start, len(span))
+        kept = opened.start + span.start
+        start = self._check_move(opened, kept, kept if start is None else start, len(span))
         coding, backend = self._coding(opened.header), self._backend(device.type)
         with allocations(f"decoding {len(span)} tokens"):
             cache = PagedCache.empty(opened.layout, len(span), layers, device)
@@ -538,11 +540,9 @@ class Codec:
             )
         return start
 
-    def _check_move(self, opened: OpenBlob, first: int, start: int | None, tokens: int) -> int:
-        """Return the position that token `first` of a blob gets: `start`, or if None the one that it had."""
-        kept = opened.start + first
-        start = self._check_start(kept if start is None else start, tokens)
-        if start != kept and not opened.layout.relocatable:
+    def _check_move(self, opened: OpenBlob, kept: int, start: int, tokens: int) -> int:
+        """Return `start` if tokens that were encoded at position `kept` can move there."""
+        if self._check_start(start, tokens) != kept and not opened.layout.relocatable:
             raise InputError(
                 f"start: must be {kept}, where the tokens were encoded, got {start}: {opened.layout.model_type} has no "
                 "RoPE, so its cache cannot move"

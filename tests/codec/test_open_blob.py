@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cuvee.codec import codec as module
+from cuvee.codec.backends import DecodeRequest
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec, OpenBlob
 from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatchError, ProfileMismatchError
@@ -121,6 +122,19 @@ def test_a_codec_arrives_elsewhere_without_its_backends(chunk: KVChunk, make_cod
     there: Codec = pickle.loads(pickle.dumps(codec))
     assert there._backends == {} and there.encode(chunk) == blob
     assert same(there.decode(blob), codec.decode(blob))
+
+
+def test_requests_for_a_part_keep_slots_and_positions(chunk: KVChunk, make_codec: Callable[..., Codec]) -> None:
+    codec = make_codec("gqa", "lossless")
+    opened = codec.open(codec.encode(chunk))
+    cache = PagedCache.empty(opened.layout, 20, range(3), torch.device("cpu"))
+    given = torch.arange(20).flip(0)
+    for slots, first in ((None, 5), (given, 14)):
+        whole = DecodeRequest(opened.blob, opened.header, opened.layout, range(10, 30), range(3), cache, slots, 100)
+        part = whole.part(range(15, 18))
+        assert (part.start, part.blob_start, whole.blob_start) == (105, 90, 90)
+        assert part.span_slots[0] == first and len(part.span_slots) == 3
+        assert torch.equal(part.every_slot[15:18], part.span_slots) and (part.every_slot != NOWHERE).sum() == 3
 
 
 # Dense caches: the one path of chunks ------------------------------------------------------------------------------
