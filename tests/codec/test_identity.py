@@ -450,8 +450,8 @@ def test_chunks_must_be_full(chunks: int) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model": ""}, "identity.model and"),
-        ({"layout": b""}, "identity.model and"),
+        ({"model": ""}, "identity.model, identity.layout: must"),
+        ({"layout": b""}, "identity.model, identity.layout: must"),
         ({"model": b"x"}, "identity.model: must be str, got bytes"),
         ({"tokenizer": None}, "identity.tokenizer: must be str"),
         ({"layout": "x"}, "identity.layout: must be bytes"),

@@ -106,8 +106,8 @@ def test_fingerprint_survives_the_last_bit_of_a_frequency() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dtpye": "float32"}, "no entry 'dtpye': did you mean 'dtype'"),
-        ({"zzz": 1}, "no entry 'zzz': there are model_type"),
+        ({"dtpye": "float32"}, "known entries, got 'dtpye': did you mean 'dtype'"),
+        ({"zzz": 1}, "known entries, got 'zzz': there are model_type"),
         ({"dtype": "float64"}, "dtype: must be one of"),
         ({"dtype": ["float32"]}, "dtype: must be a str"),
         ({"model_type": 3}, "model_type: must be a str, got 3"),
