@@ -41,7 +41,7 @@ from cuvee.kernels.kernel_spec import KernelSpec
 
 MODULES = tuple(
     f"cuvee.kernels.ops.{name}"
-    for name in ("rans", "rans_classes", "symbols", "symbols_classes", "transform", "lossless", "generic")
+    for name in ("rans", "rans_by_class", "symbols", "symbols_by_class", "transform", "lossless", "generic")
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 INSTRUCTION_KINDS = ("memory", "integer", "float", "tensor", "control")
