@@ -23,6 +23,7 @@ import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS
 from cuvee.codec.stages.reference.byte_planes import PROB_BITS
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -43,7 +44,6 @@ from cuvee.kernels.jobs import (
     TILE_STEP,
     TILE_UNIT,
 )
-from cuvee.kernels.kernel_spec import KernelSpec
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.pages import (
     half_addresses,

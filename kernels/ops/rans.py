@@ -19,6 +19,7 @@ import triton.language as tl
 
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.stages.reference.rans import LOWER_BOUND, U32
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_CLASS_STATE,
@@ -44,7 +45,6 @@ from cuvee.kernels.jobs import (
     PLAN_REST,
     STATUS_STREAMS,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 
 _BOUND = tl.constexpr(LOWER_BOUND)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -33,7 +34,6 @@ from cuvee.kernels.jobs import (
     PLAN_FIRST,
     PLAN_PLANES,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import (
     _BOUND,

@@ -27,6 +27,7 @@ import triton.language as tl
 
 from cuvee.codec.stages.reference import symbols
 from cuvee.codec.stages.reference.symbols import RHO_BITS, Prediction
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_ESCAPE_COUNT,
@@ -47,7 +48,6 @@ from cuvee.kernels.jobs import (
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.pages import rounded
 

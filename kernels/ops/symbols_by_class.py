@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -39,7 +40,6 @@ from cuvee.kernels.jobs import (
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
 from cuvee.kernels.ops.pages import rounded
 from cuvee.kernels.ops.symbols import (

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     BLOCK_BASIS,
     BLOCK_COLUMN,
@@ -49,7 +50,6 @@ from cuvee.kernels.jobs import (
     TILE_UNIT,
     ChunkField,
 )
-from cuvee.kernels.kernel_spec import KernelSpec
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.pages import (
     COMPILED,
