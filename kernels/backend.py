@@ -187,7 +187,7 @@ class TritonBackend:
 def _check_tokens(tokens: int) -> int:
     """Return `tokens`, or raise InputError if one launch cannot take a chunk of that length."""
     if tokens > MAX_TOKENS:
-        raise InputError(f"a chunk of {tokens} tokens is beyond the {MAX_TOKENS} that a GPU codes: use smaller ones")
+        raise InputError(f"chunk: must have at most {MAX_TOKENS} tokens on a GPU, got {tokens}; use shorter chunks")
     return tokens
 
 

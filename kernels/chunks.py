@@ -120,14 +120,14 @@ def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], num
         layers = f"layers {section.first_layer} … {section.end_layer - 1}"
         where = f"chunk {numbers[chunk]}, {layers}"
         if flags & Status.SLOT:
-            raise InputError(f"slots of {where}: a slot lies beyond the cache")
+            raise InputError(f"slots: must lie within the cache, got one beyond the cache for {where}")
         if flags & Status.NOT_FINITE:
             raise InputError(
-                f"the KV cache holds NaN or infinite values in {layers}: encode it with quality='lossless'"
+                f"cache: must be finite, got NaN or infinite values in {layers}; encode it with quality='lossless'"
             )
         if flags & Status.TOO_LARGE:
             raise InputError(
-                f"the KV cache holds values that are too many quantizer steps large in {layers}: "
+                f"cache: must fit the quantizer, got values that are too many quantizer steps large in {layers}; "
                 "encode it with quality='lossless'"
             )
         what = "its streams do not end where they must" if flags & Status.STREAMS else "its escapes do not match"

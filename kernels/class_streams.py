@@ -107,7 +107,7 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
     classes = np.empty(int(jobs[:, JobField.TOKENS].sum()), np.uint8)
     low = jobs[:, JobField.CLASS_STATE] < LOWER_BOUND
     if low.any():
-        raise FormatError(f"{names[int(np.argmax(low))]} has token classes that begin in a state below its lower bound")
+        raise FormatError(f"{names[int(np.argmax(low))]}: its token classes begin in a state below the lower bound")
     bad = np.zeros(len(jobs), np.bool_)
     _decode(
         words, jobs[:, JobField.CLASS_WORDS], jobs[:, JobField.CLASS_WORD_COUNT], jobs[:, JobField.CLASS_STATE],
@@ -123,7 +123,7 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
     fine = least < finest
     if fine.any():
         job = int(np.argmax(fine))
-        raise FormatError(f"{names[job]} has token classes outside {finest[job]} … {CLASSES - 1}")
+        raise FormatError(f"{names[job]}: has token classes outside {finest[job]} … {CLASSES - 1}")
     return classes
 
 

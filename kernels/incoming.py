@@ -198,7 +198,7 @@ def read_coded(
 
     def require(good: npt.NDArray[np.bool_], what: str) -> None:
         if not good.all():
-            raise FormatError(f"{names[int(np.argmin(good))]} {what}")
+            raise FormatError(f"{names[int(np.argmin(good))]}: {what}")
 
     require(end - begin >= HEADER_BYTES, "ends before its stream header does")
     words32, words16 = data.view(np.uint32), data.view(np.uint16)

@@ -145,8 +145,8 @@ class LosslessDevice:
         ):  # fmt: skip
             parts[name] = (incoming.upload.add(array), array)
         packed, size, _ = incoming.pack(self._device, plans, coded, np.flatnonzero(planes))
-        if np.any(jobs[:, JobField.ESCAPE_COUNT]):
-            raise FormatError("a lossless section has escapes")
+        if np.any(escapes := jobs[:, JobField.ESCAPE_COUNT] > 0):
+            raise FormatError(f"{incoming.name(int(np.argmax(escapes)))}: is lossless and has escapes")
         is_coded = table[:, BytePlaneField.REFERENCE] != STORED
         table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
         packed.host(*parts["table"])[:] = table

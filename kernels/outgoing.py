@@ -38,7 +38,9 @@ def check_size(jobs: I64, plans: I64) -> None:
     rows = plans[jobs[:, JobField.PLAN], PlanField.ROWS]
     if np.any(rows * jobs[:, JobField.TOKENS] >= 1 << 32):
         tokens = jobs[:, JobField.TOKENS].max()
-        raise InputError(f"{rows.max()} components cannot hold {tokens} tokens per chunk: encode fewer at a time")
+        raise InputError(
+            f"chunk: must have fewer than 2**32 coefficients, got {rows.max()} x {tokens} tokens; encode shorter chunks"
+        )
 
 
 def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> None:

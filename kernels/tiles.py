@@ -76,7 +76,9 @@ class TileLayout:
         flat = np.array([rank for section in ranks for rank in section], np.int64)
         kept = flat if stored is None else np.array([rank for section in stored for rank in section], np.int64)
         if flat.shape != kept.shape or len(flat) != len(blocks) or np.any(flat > kept):
-            raise InputError("ranks and stored ranks must name every block, and no more components than are stored")
+            raise InputError(
+                f"ranks: must be at most the stored ranks of all {len(blocks)} blocks, got {flat} of {kept}"
+            )
         end = np.cumsum(kept * blocks[:, BlockField.COLUMNS])
         blocks[:, BlockField.RANK] = flat
         blocks[:, BlockField.BASIS] = end - kept * blocks[:, BlockField.COLUMNS]
@@ -126,7 +128,9 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
                             ends.pop(0)
                         blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
                     if value + size > ends[0]:
-                        raise InputError(f"a block of section {index} ends within a head")
+                        raise InputError(
+                            f"sections[{index}]: must have blocks of whole heads, got one that ends within a head"
+                        )
                     block = len(blocks) - 1
                     for piece in _cut_head(size, rope, angles, pairs):
                         first, second, count0, count1, step, angle = piece

@@ -33,7 +33,7 @@ def _choose() -> str:
         return "gpu"
     wanted = os.environ.get("CUVEE_KERNELS", "")
     if wanted not in ("", "ptx", "interpreter"):
-        raise ValueError(f"CUVEE_KERNELS: ptx or interpreter, got {wanted!r}")
+        raise ValueError(f"CUVEE_KERNELS: must be ptx or interpreter, got {wanted!r}")
     if wanted != "interpreter":
         try:
             compiler()

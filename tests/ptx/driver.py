@@ -193,7 +193,7 @@ def install(target: str = "sm_90", options: Options | None = None) -> State:
     """
     global _state  # noqa: PLW0603 - Triton has one active driver, too
     if target not in TARGETS:
-        raise ValueError(f"target: one of {', '.join(TARGETS)}, got {target!r}")
+        raise ValueError(f"target: must be one of {', '.join(TARGETS)}, got {target!r}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("TRITON_INTERPRET is 1: kernels would be interpreted, not compiled")
     from tests.ptx.build import library
