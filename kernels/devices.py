@@ -139,6 +139,6 @@ def refuse_capture(device: torch.device) -> None:
     """Raise InputError if the current stream is being captured: coding waits for the device and allocates."""
     if not on_host(device) and torch.cuda.is_current_stream_capturing():
         raise InputError(
-            f"stream: must not be captured into a CUDA graph, because coding waits for the device, got a capture on {device}; "
-            "encode and decode before the capture or after it"
+            f"stream: must not be captured into a CUDA graph, got a capture on {device}; encode and decode before the "
+            "capture or after it, because coding waits for the device"
         )

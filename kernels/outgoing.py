@@ -39,7 +39,7 @@ def check_size(jobs: I64, plans: I64) -> None:
     if np.any(rows * jobs[:, JobField.TOKENS] >= 1 << 32):
         tokens = jobs[:, JobField.TOKENS].max()
         raise InputError(
-            f"chunk: must have fewer than 2**32 coefficients, got {rows.max()} x {tokens} tokens; encode shorter chunks"
+            f"chunk: must have below 2**32 coefficients, got {rows.max()} x {tokens}; encode shorter chunks"
         )
 
 

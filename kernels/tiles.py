@@ -76,9 +76,7 @@ class TileLayout:
         flat = np.array([rank for section in ranks for rank in section], np.int64)
         kept = flat if stored is None else np.array([rank for section in stored for rank in section], np.int64)
         if flat.shape != kept.shape or len(flat) != len(blocks) or np.any(flat > kept):
-            raise InputError(
-                f"ranks: must be at most the stored ranks of all {len(blocks)} blocks, got {flat} of {kept}"
-            )
+            raise InputError(f"ranks: must be at most {kept} for {len(blocks)} blocks, got {flat}")
         end = np.cumsum(kept * blocks[:, BlockField.COLUMNS])
         blocks[:, BlockField.RANK] = flat
         blocks[:, BlockField.BASIS] = end - kept * blocks[:, BlockField.COLUMNS]
@@ -129,7 +127,7 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
                         blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
                     if value + size > ends[0]:
                         raise InputError(
-                            f"sections[{index}]: must have blocks of whole heads, got one that ends within a head"
+                            f"sections[{index}]: must have blocks of whole heads, got an end within a head"
                         )
                     block = len(blocks) - 1
                     for piece in _cut_head(size, rope, angles, pairs):

@@ -269,7 +269,7 @@ def test_llama_is_one_tile_a_head() -> None:
 
 def test_a_block_must_not_end_within_a_head() -> None:
     layout = LAYOUTS["odd"]
-    with pytest.raises(InputError, match="ends within a head"):
+    with pytest.raises(InputError, match="an end within a head"):
         lay_out_tiles(layout, [Section(0, 1, (10, 50))], {})
     tables = lay_out_tiles(layout, partition(layout, "unit"), {})
     with pytest.raises(InputError, match="ranks"):

@@ -76,8 +76,8 @@ def need_gpu() -> torch.device:
     """
     if not torch.cuda.is_available():
         raise InputError(
-            "device: must be a GPU that torch sees, got none; run this where `nvidia-smi` lists one, with a build of torch for "
-            f"CUDA (this is {torch.__version__}), or measure the CPU: cuvee bench cpu"
+            "device: must be a GPU that torch sees, got none; run this where `nvidia-smi` lists one, with a build of "
+            f"torch for CUDA (this is {torch.__version__}), or measure the CPU: cuvee bench cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
 
