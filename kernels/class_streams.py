@@ -1,4 +1,4 @@
-"""What the host does for tokens that have classes: their streams, which are short, and the order of the columns.
+"""Token classes on the host: code their streams, which are short, and sort columns by class.
 
     decode   class streams --read_classes--> classes --sort_columns--> columns
     encode   offsets --choose_classes--> classes --sort_columns--> columns,   classes --write_classes--> class streams
@@ -35,7 +35,7 @@ def _decode(words, begin, count, states, tokens, slots, table, first, classes, b
             classes[t] = np.uint8(slot >> np.uint32(24))
             x = ((slot >> np.uint32(12)) & np.uint32(0xFFF)) * (x >> shift) + (slot & np.uint32(0xFFF))
             if x < np.uint32(bound):
-                # A damaged stream may ask for more words than it has: it gets zeros and is found out below.
+                # A damaged stream may need more words than it has: it reads zeros and is detected below.
                 x = (x << np.uint32(16)) | np.uint32(words[at] if at < end else 0)
                 at += 1
         bad[job] = x != np.uint32(bound) or at != end
@@ -89,19 +89,19 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
     """Decode the class streams of some jobs.
 
     Args:
-        words: which CLASS_WORDS points into.
+        words: the array that CLASS_WORDS points into.
         jobs: `[J, len(JobField)]` with TOKENS, CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE; COLUMNS says where the
             classes of a job's tokens go, T of them, one job after the other.
         slots: `[S, 4096]` of the tables.
-        table: `[J]` which of them is a job's.
-        finest: `[J]` finest class that is served.
-        names: of each job, for messages.
+        table: `[J]`, number of each job's table.
+        finest: `[J]`, finest class that the profile serves.
+        names: name of each job, for messages.
 
     Returns:
         the classes of all tokens.
 
     Raises:
-        FormatError: a state out of range, or a class that is not served.
+        FormatError: a state is out of range, or the profile does not serve a class.
         CorruptError: a stream that does not end where it must.
     """
     classes = np.empty(int(jobs[:, JobField.TOKENS].sum()), np.uint8)
@@ -134,10 +134,10 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
         classes: of all tokens, T of each job from COLUMNS on.
         jobs: `[J, len(JobField)]` with TOKENS and COLUMNS; CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE are written.
         freq: `[S, 256]` of the tables.
-        table: `[J]` which of them is a job's.
+        table: `[J]`, number of each job's table.
 
     Returns:
-        the words, which CLASS_WORDS points into; those between the jobs' mean nothing.
+        the array that CLASS_WORDS points into; words between those of the jobs are arbitrary.
     """
     words = np.zeros(max(len(classes), 1), np.uint16)
     count, states = np.empty(len(jobs), np.int64), np.empty(len(jobs), np.int64)
@@ -153,14 +153,14 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
 
 
 def sort_columns(classes: U8, jobs: I64) -> tuple[U8, U8, I64]:
-    """Sort the tokens of each window by class: `codec.classes.coding_order`.
+    """Sort the tokens of each window by class: `token_classes.coding_order`.
 
     Args:
         classes: of all tokens, T of each job from COLUMNS on.
         jobs: `[J, len(JobField)]` with TOKENS and COLUMNS.
 
     Returns:
-        classes of the columns; the token of each, counted from the first of its window; `[J, 16]` tokens of each class.
+        the class of each column; its token, counted from the first of its window; and `[J, 16]`, tokens per class.
     """
     columns, order = np.empty_like(classes), np.empty_like(classes)
     counts = np.zeros((len(jobs), CLASSES), np.int64)

@@ -20,7 +20,7 @@ from cuvee.codec.stages.reference.rans import MAX_TOKENS_PER_STREAM_LOG2
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch
-from cuvee.kernels.ops.rans import CLASS_HEADER_BYTES, HEADER_BYTES, long_lengths
+from cuvee.kernels.ops.coded_part import CLASS_HEADER_BYTES, HEADER_BYTES, long_lengths
 from cuvee.kernels.upload import Packed, Upload, for_each
 from cuvee.kernels.workspace import place_jobs
 

@@ -25,15 +25,10 @@ from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
 from cuvee.kernels.ops.arguments import ChunkBatch, DecodingTables, TileTable
-from cuvee.kernels.ops.lossless import (
-    BytePlaneField,
-    count_symbols,
-    decoding_tables,
-    merge_planes,
-    split_planes,
-    sum_bytes,
-)
+from cuvee.kernels.ops.lossless import BytePlaneField
+from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
+from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes
 from cuvee.kernels.outgoing import encode_planes, place_streams, stream_jobs
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tracing import stage

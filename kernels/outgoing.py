@@ -17,7 +17,8 @@ from cuvee.kernels.chunks import raise_status
 from cuvee.kernels.devices import Download
 from cuvee.kernels.jobs import I64, JobField, PlanField
 from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
-from cuvee.kernels.ops.rans import class_bytes, coded_bytes, count_words, long_lengths, rans_encode, write_coded
+from cuvee.kernels.ops.coded_part import class_bytes, coded_bytes, count_words, long_lengths, write_coded
+from cuvee.kernels.ops.rans import rans_encode
 from cuvee.kernels.ops.rans_by_class import rans_encode_classes
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays

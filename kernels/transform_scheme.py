@@ -30,12 +30,14 @@ from cuvee.kernels.class_streams import read_classes, sort_columns, write_classe
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField
+from cuvee.kernels.ops.analyze import analyze, gather
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable, TokenOrder
+from cuvee.kernels.ops.dequantize import dequantize
+from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
 from cuvee.kernels.ops.rans_by_class import rans_decode_classes
-from cuvee.kernels.ops.symbols import dequantize, list_escapes, quantize
 from cuvee.kernels.ops.symbols_by_class import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
-from cuvee.kernels.ops.transform import SynthesisConfig, analyze, gather, synthesis_config, synthesize
+from cuvee.kernels.ops.synthesize import SynthesisConfig, synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
 from cuvee.kernels.plans import FamilyTables, LinearMaps, TransformPlan
 from cuvee.kernels.tracing import stage

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, Self
 
@@ -482,20 +483,22 @@ def _arguments(launcher: str, tree: Any) -> Any:
 
 def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[tuple[ModuleType, str, Any]]:
     """Where the backend calls launchers of kernels, and what stands in for each: (module, name, stand-in)."""
-    from cuvee.kernels import class_predictor as predictor
-    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, plans, transform_scheme
+    from cuvee.kernels import class_predictor, generic_scheme, lossless_scheme, outgoing, plans, transform_scheme
     from cuvee.kernels.analysis.static_costs import MODULES
+    from cuvee.kernels.ops import naive
 
-    users = [plans, predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
-    for name in MODULES:
-        home, naive = import_module(name), import_module(name.replace(".ops.", ".ops.naive."))
-        for key, reference in list(vars(naive).items()):
-            own = key.removesuffix("_reference")
-            launcher = getattr(home, own, None)
-            if key.endswith("_reference") and launcher is not None:
+    users = [plans, class_predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
+    kernels = [import_module(name) for name in MODULES]
+    for module in iter_modules(naive.__path__, f"{naive.__name__}."):
+        references = import_module(module.name)
+        for key, reference in list(vars(references).items()):
+            name = key.removesuffix("_reference")
+            if name == key or getattr(reference, "__module__", None) != references.__name__:
+                continue
+            for launcher in (getattr(home, name) for home in kernels if hasattr(home, name)):
                 for user in users:
-                    if getattr(user, own, None) is launcher:
-                        yield user, own, stand_in(own, reference)
+                    if getattr(user, name, None) is launcher:
+                        yield user, name, stand_in(name, reference)
 
 
 @contextmanager

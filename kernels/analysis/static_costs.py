@@ -37,7 +37,20 @@ from cuvee.kernels.analysis.loops import describe_loops, expansion, innermost_lo
 
 MODULES = tuple(
     f"cuvee.kernels.ops.{name}"
-    for name in ("rans", "rans_by_class", "symbols", "symbols_by_class", "transform", "lossless", "generic")
+    for name in (
+        "rans",
+        "rans_by_class",
+        "coded_part",
+        "dequantize",
+        "quantize",
+        "symbols_by_class",
+        "transform",
+        "analyze",
+        "synthesize",
+        "merge_planes",
+        "split_planes",
+        "generic",
+    )
 )
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 

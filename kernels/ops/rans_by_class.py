@@ -198,7 +198,7 @@ def rans_encode_classes(
     classes: torch.Tensor,
     streams: EncodedStreams,
 ) -> None:
-    """Code the planes of all jobs whose tokens have classes: the words of `codec.rans_classes.rans_encode_classes`.
+    """Code the planes of all jobs whose tokens have classes: the words of `codec.rans_by_class.rans_encode_classes`.
 
     Args:
         planes: as for `rans.rans_encode`.

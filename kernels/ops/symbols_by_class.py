@@ -41,24 +41,10 @@ from cuvee.kernels.jobs import (
     STATUS_TOO_LARGE,
 )
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
+from cuvee.kernels.ops.dequantize import ENTRIES, _coefficient, _signed, escape_programs
 from cuvee.kernels.ops.pages import rounded
-from cuvee.kernels.ops.symbols import (
-    DEAD_ZONE,
-    ENTRIES,
-    ESCAPE,
-    FLOAT_FIELDS,
-    INT_FIELDS,
-    SHIFT,
-    SHRINK_ONE,
-    Y_ROW,
-    _coefficient,
-    _half,
-    _has_escapes,
-    _level,
-    _signed,
-    _within,
-    escape_programs,
-)
+from cuvee.kernels.ops.quantize import _has_escapes, _level, _within
+from cuvee.kernels.ops.symbols import DEAD_ZONE, ESCAPE, FLOAT_FIELDS, INT_FIELDS, SHIFT, SHRINK_ONE, Y_ROW, _half
 
 NO_LOW_BITS = tl.constexpr(-1 << 32)  # a shift of 0 and plane -1, as `_two` reads them
 
@@ -208,16 +194,16 @@ def dequantize_classes(
     """Byte planes and escapes to coefficients, of all jobs whose tokens have classes; columns in coding order.
 
     Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
-    column has no component. The coefficients are those of `codec.symbols_classes`, rounded to the dtype of `y`. Those
-    of a job whose status gets `Status.ESCAPES` mean nothing.
+    column has no component. The coefficients are those of `codec/stages/reference/symbols_by_class.py`, rounded to the
+    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary.
 
     Args:
-        data: as for `symbols.dequantize`.
+        data: as for `dequantize.dequantize`.
         jobs: likewise; CLASS_PLAN and COLUMNS are read too. PLAN is the plan of the finest class that occurs.
         plans: how each class is coded; components, planes and extent never rise with the class.
         row_maps: int32, from PlanField.ROW_MAP on the component of each row of coefficients, or -1.
         classes: uint8 below 16: `TokenOrder.classes`.
-        planes: as for `symbols.dequantize`.
+        planes: as for `dequantize.dequantize`.
         y: likewise.
         status: likewise.
         found: likewise.
@@ -297,7 +283,7 @@ def quantize_classes(
     status: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """Coefficients of all jobs whose tokens have classes to byte planes; byte for byte those of `symbols_classes`.
+    """Coefficients of all jobs whose tokens have classes to byte planes; byte for byte those of `symbols_by_class`.
 
     Planes and counts of a job whose status gets `Status.TOO_LARGE` mean nothing. Below a column's last plane nothing
     is written.
@@ -306,11 +292,11 @@ def quantize_classes(
         y: float32, columns in coding order.
         jobs: int64 `[J, len(JobField)]` with TOKENS, PLAN, PLANES, LEVELS, STRIDE, CLASS_PLAN and COLUMNS.
         plans: as for `dequantize_classes`.
-        codable: as for `symbols.quantize`.
+        codable: as for `quantize.quantize`.
         classes: as for `dequantize_classes`.
         planes: uint8; gets `[P, T]` of each job.
-        counts: as for `symbols.quantize`; the rows of jobs whose tokens have classes are written.
-        status: as for `symbols.quantize`.
+        counts: as for `quantize.quantize`; the rows of jobs whose tokens have classes are written.
+        status: as for `quantize.quantize`.
         max_rows: rows of the largest job.
     """
     _quantize_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuvee.eval.bench.table_style import new_table
-from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS
+from cuvee.kernels.ops.synthesize import SYNTHESIS_CONFIGS
 
 __all__ = ["print_gpu_report"]
 
