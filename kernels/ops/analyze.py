@@ -96,7 +96,7 @@ def gather(
     means: torch.Tensor,
     x: torch.Tensor,
 ) -> None:
-    """Read a cache into columns: un-rotated, less the mean of the token's position.
+    """Read a cache into columns: un-rotate, then subtract the mean of the token's position.
 
     A program reads GATHER_TOKENS tokens of one tile. It flags NaN and infinities after un-rotation
     (Status.NOT_FINITE), and a slot beyond the cache (Status.SLOT), which reads as zero, as -1 does.
@@ -177,7 +177,7 @@ def analyze(
     first_column: int = 0,
     order: TokenOrder | None = None,
 ) -> None:
-    """Coefficients of centered values: `SectionBasis.analyze` for every block of every chunk.
+    """Compute coefficients of centered values: `SectionBasis.analyze` for every block of every chunk.
 
     Rounding to bfloat16 would add an error of the order of the quantizer's step; three TF32 products (NVIDIA) or
     float32 arithmetic (AMD) do not.
@@ -211,7 +211,7 @@ def analyze(
 
 
 def analysis_tokens(max_tokens: int) -> int:
-    """Tokens that a program of `analyze` takes at a time."""
+    """Return the tokens that a program of `analyze` takes at a time."""
     return int(min(max(triton.next_power_of_2(max_tokens), 16), ANALYSIS_TOKENS))
 
 

@@ -51,7 +51,7 @@ Count = TypeVar("Count", int, npt.NDArray[np.int64])
 
 
 def long_lengths(planes: Count, per_stream: Count) -> Count:
-    """1 where lengths of streams take four bytes: of so many planes and tokens per stream, one word per symbol."""
+    """Return 1 where lengths of streams take four bytes, for this many planes and tokens per stream; else 0."""
     long: Count = 1 * (planes * per_stream > _SHORT_LENGTH)
     return long
 
@@ -69,7 +69,7 @@ def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[n
 
 
 def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor) -> None:
-    """Add up the words of each job, which the host must know to place the coded parts.
+    """Add up the words of each job; the host needs the sums to place the coded parts.
 
     Args:
         coding: of the jobs, LENGTHS and STREAMS are read.
@@ -81,7 +81,7 @@ def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor)
 
 
 def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
-    """Size of coded parts: of one (ints) or of many (int64 arrays).
+    """Return the size of coded parts in bytes: of one part (ints) or of many (int64 arrays).
 
     Args:
         streams: S.

@@ -68,7 +68,7 @@ MAX_GRID = 65535  # programs along the second and third axis
 
 @triton.jit
 def _shrinkage(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """Of components: shrinkage of level 1, and of the levels above."""
+    """Return the shrinkage of level 1 and of higher levels, by component."""
     at = row_floats + component * FLOAT_FIELDS
     return tl.load(at + SHRINK_ONE, mask=mask, other=0.0), tl.load(at + SHRINK_MORE, mask=mask, other=0.0)
 
@@ -80,7 +80,7 @@ def _signed(byte):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _coefficient(level, shrink_one, shrink_more, step):  # type: ignore[no-untyped-def]
-    """What a level stands for, float32."""
+    """Return the value of a level, float32."""
     magnitude = tl.abs(level)
     number = magnitude.to(tl.float32)
     # The product is that of level 0 or 1, without a comparison. abs(-2**31) wraps; unsigned it is above 1.
@@ -93,7 +93,7 @@ def _coefficient(level, shrink_one, shrink_more, step):  # type: ignore[no-untyp
 
 @triton.jit
 def _unpredict(d, source, gain, first, per_stream, lag, ROWS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Levels of N adjacent tokens of each group from their differences d, `[ROWS, GROUPS, N]` int32.
+    """Return levels of N adjacent tokens of each group from their differences d, `[ROWS, GROUPS, N]` int32.
 
     The first of them is predicted from `source`, `[ROWS, GROUPS, 1]` int32, with `gain`, `[ROWS, 1, 1]` int32, unless
     a stream begins with it; it is token number `first` of a group, and groups begin with a stream. `lag` tells LAG1
@@ -123,7 +123,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
     planes_at = tl.load(job + JOB_PLANES)
     y_at = tl.load(job + JOB_LEVELS)
     if ALIGNED:
-        # They are multiples of RUN: so the compiler knows it too.
+        # They are multiples of RUN; the division tells the compiler.
         tokens = tokens // RUN * RUN
         stride = stride // RUN * RUN
         planes_at = planes_at // RUN * RUN
@@ -202,7 +202,7 @@ def _place_escapes(  # type: ignore[no-untyped-def]
     data, jobs, plans, row_floats, row_ints, steps, planes, y, found, status,
     PREDICTED: tl.constexpr, ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    """Check a job's escape list and redo the values it changes; a *cell* is a place of the `[R, T]` matrix."""
+    """Check a job's escape list and recompute the values it changes; a *cell* is a place of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
     if tl.load(job + JOB_CLASS_PLAN) > 0:
@@ -280,7 +280,7 @@ def dequantize(
 ) -> None:
     """Byte planes and escapes to coefficients, of all jobs whose tokens have no classes.
 
-    Writes `[R, STRIDE]` of each job, zeros from column T on. The coefficients are those of `codec.symbols`, rounded to
+    Writes `[R, STRIDE]` of each job, zeros from column T on. The coefficients are those of the reference, rounded to
     the dtype of `y`. Those of a job whose status gets `Status.ESCAPES` mean nothing.
 
     Args:
@@ -309,7 +309,7 @@ def dequantize(
 
 
 def escape_programs(max_rows: int, max_tokens: int) -> int:
-    """Programs for the escape list of a job: at least one, as the list of a job without a single row is checked too."""
+    """Return the programs for a job's escape list: at least one, as the list of a job without rows is checked too."""
     return int(min(triton.cdiv(max(max_rows, 1) * max_tokens, CELLS), MAX_GRID))
 
 

@@ -51,14 +51,14 @@ VALUES = tl.constexpr(SYMBOLS)
 
 @triton.jit
 def _half_channels(tile, pair, head_dim, DIM: tl.constexpr, COUNT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Channels of a tile's first or second dimensions, and which exist."""
+    """Return the channels of a tile's first or second dimensions, and a mask of those that exist."""
     dim = tl.load(tile + DIM) + pair * tl.load(tile + TILE_STEP)
     return tl.load(tile + TILE_HEAD) * head_dim + dim, pair < tl.load(tile + COUNT)
 
 
 @triton.jit
 def _multiple(number, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`number`, known to the compiler as a multiple of FACTOR."""
+    """Return `number`, which is a multiple of FACTOR; the division tells the compiler."""
     return number // FACTOR * FACTOR
 
 
@@ -69,7 +69,7 @@ def _words(x, DTYPE: tl.constexpr, WORD: tl.constexpr):  # type: ignore[no-untyp
 
 
 def _constants(tiles: TileTable, cache: CacheView, dtype: torch.dtype) -> dict[str, Any]:
-    """Constexprs of all kernels that move values of `dtype` between a cache and byte planes."""
+    """Return the constexprs of kernels that move values of `dtype` between a cache and byte planes."""
     return {
         "DTYPE": ELEMENTS[dtype], "ELEMENT": ELEMENTS[cache.element], "WORD": WORDS[dtype.itemsize],
         "UNIT_STRIDE": cache.unit_stride, "ALIGNED": cache.aligned, "PAIRS": tiles.pairs, "TOKENS": TOKENS,

@@ -69,7 +69,7 @@ def _decoding_tables(freq, decoding):  # type: ignore[no-untyped-def]
     low = tl.cumsum(frequency, 0) - frequency
     used = (frequency > 0) & (low < TOTAL)
     number = tl.cumsum(used.to(tl.int32), 0) - 1
-    # How many begin in each word's slots, the first symbol aside. Those that begin nowhere do so in the last, unused.
+    # Symbols that begin in each word's slots, except the first symbol. Unused symbols count for the last, unused word.
     later = used & (low > 0)
     begin = tl.histogram(tl.where(later, low // SLOTS_OF_WORD, ENTRIES_AT - 1), ENTRIES_AT)
     before = (tl.cumsum(begin, 0) - begin).to(tl.uint32)
@@ -86,7 +86,7 @@ def _decoding_tables(freq, decoding):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _merge_half(data, planes, row, channel, has, token, inside, tokens, WORD: tl.constexpr, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The values `[tokens, PAIRS]` of some channels as words, from their planes (`row` and the rows after it)."""
+    """Return the values `[tokens, PAIRS]` of channels as words, from their planes (from `row` on)."""
     at = (channel * tokens)[None, :] + token[:, None]
     mask = inside[:, None] & has[None, :]
     word = tl.zeros(at.shape, WORD)
@@ -104,7 +104,7 @@ def _merge_half(data, planes, row, channel, has, token, inside, tokens, WORD: tl
 
 @triton.jit
 def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What words mean, float32; zero for tokens beyond the chunk, whose words are made of references alone."""
+    """Return the values of words, float32; zero for tokens beyond the chunk, whose words hold references only."""
     return tl.where(inside[:, None], word, 0).to(word.dtype).to(DTYPE, bitcast=True).to(tl.float32)
 
 
@@ -156,7 +156,7 @@ def _merge_planes(  # type: ignore[no-untyped-def]
 
 
 def decoding_tables(freq: torch.Tensor, decoding: torch.Tensor) -> None:
-    """Decode tables of many frequency tables: `rans.decoding_table`, on the device.
+    """Make the decoder's tables of many frequency tables: `rans.decoding_table`, on the device.
 
     Args:
         freq: uint16 `[K, 256]`; rows add up to 2**12 (unchecked: others give tables that mean nothing).
@@ -181,7 +181,7 @@ def merge_planes(
     moved: bool,
     even: bool,
 ) -> None:
-    """Byte planes -> cache. Bits are written as they are, NaN payloads included, unless keys turn or types differ.
+    """Write byte planes into a cache: bit for bit, NaN payloads included, unless keys turn or types differ.
 
     Keys of a chunk that moves are turned back from their old positions and on to the new ones in float32 and rounded
     to `dtype`. A cache of another type gets the values, through its scales.

@@ -53,14 +53,14 @@ _BLOCK_ROWS = 4  # rows of `quantize`: its many numbers per row take registers
 
 @triton.jit
 def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """Of components: dead zone and rounding."""
+    """Return the dead zone and rounding, by component."""
     at = row_floats + component * FLOAT_FIELDS
     return tl.load(at + DEAD_ZONE, mask=mask, other=0.0), tl.load(at + ROUNDING, mask=mask, other=0.0)
 
 
 @triton.jit
 def _level(y, inverse, dead_zone, rounding):  # type: ignore[no-untyped-def]
-    """Steps of a coefficient, int32; of one beyond BEYOND, or NaN, anything."""
+    """Return the level of a coefficient, int32; arbitrary for NaN and beyond BEYOND."""
     magnitude = tl.minimum(tl.abs(y) * inverse, BEYOND)
     level = tl.where(magnitude >= dead_zone, tl.floor(magnitude + rounding), 0.0)
     # The sign bit, rather than a comparison and a choice.
@@ -70,7 +70,7 @@ def _level(y, inverse, dead_zone, rounding):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _within(high, table, freq, reach, inside):  # type: ignore[no-untyped-def]
-    """Whether tables code numbers as int8, -128 aside. `reach` None: they may have gaps, and the frequencies tell."""
+    """Return whether tables code numbers as int8, except -128. `reach` None: they may have gaps, so look at `freq`."""
     if reach is None:
         coded = tl.load(freq + table * 256 + (high & 0xFF), mask=inside, other=1) != 0
         return coded & (high <= 127) & (high >= -127)
@@ -83,7 +83,7 @@ def _within(high, table, freq, reach, inside):  # type: ignore[no-untyped-def]
 def _shifted_difference(  # type: ignore[no-untyped-def]
     y, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half, PREDICTED: tl.constexpr
 ):
-    """The difference of each token from its prediction plus half the range of the low bits, int32; the coefficient.
+    """Return each token's difference from its prediction plus half the range of low bits, int32; and the coefficient.
 
     `y` is the address of each row, `[ROWS, 1]`, as are the components' dead_zone, rounding, gain and half; `token` is
     `[1, TOKENS]`, and `inside`, `[ROWS, TOKENS]`, tells what exists.
@@ -104,13 +104,13 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
     job, plan, row, component, exists, row_floats, row_ints, inverse, limit, tables, freq, reach, y, planes,
     PREDICTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Quantize all tokens of ROWS rows, `[ROWS, 1]`: their escapes, and whether a value is too large."""
+    """Quantize all tokens of ROWS rows, `[ROWS, 1]`. Return their escapes, and whether a value is too large."""
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
     stride = tl.load(job + JOB_STRIDE).to(tl.int32)
     planes_at = tl.load(job + JOB_PLANES)
     y_at = tl.load(job + JOB_LEVELS)
     if ALIGNED:
-        # They are multiples of RUN: so the compiler knows it too.
+        # They are multiples of RUN; the division tells the compiler.
         tokens = tokens // RUN * RUN
         stride = stride // RUN * RUN
         planes_at = planes_at // RUN * RUN
@@ -167,7 +167,7 @@ def _quantize(  # type: ignore[no-untyped-def]
     at = counts + index * max_rows + slot
     rows = tl.load(plan + PLAN_ROWS)
     if first_row >= rows:
-        # There is nothing to read, but the counts are owed.
+        # There is nothing to read, but the counts must be written.
         tl.store(at, tl.zeros((ROWS,), tl.int32), mask=slot < max_rows)
         return
     row = first_row + tl.arange(0, ROWS)[:, None]
@@ -201,9 +201,9 @@ def quantize(
     max_rows: int,
     predicted: bool,
 ) -> None:
-    """Coefficients to byte planes and the number of escapes of each row; byte for byte those of `codec.symbols`.
+    """Convert coefficients to byte planes and count the escapes of each row; the bytes are those of the reference.
 
-    Planes and counts of a job whose status gets `Status.TOO_LARGE` mean nothing.
+    Planes and counts of a job whose status gets `Status.TOO_LARGE` are arbitrary.
 
     Args:
         y: float32.
@@ -226,7 +226,7 @@ def quantize(
 
 @triton.jit
 def _has_escapes(starts, job, first_row, max_rows, total, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Whether ROWS rows of a job have any: most have none, and a program that knows it early is short."""
+    """Return whether ROWS rows of a job have escapes: most have none, and their program can end early."""
     first = job * max_rows + first_row
     after = job * max_rows + tl.minimum(first_row + ROWS, max_rows)
     last = after == tl.num_programs(0).to(tl.int64) * max_rows
@@ -294,7 +294,7 @@ def list_escapes(
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """The escapes of all jobs whose tokens have no classes, one job after another, each in rising order.
+    """List the escapes of all jobs whose tokens have no classes, job by job, each in rising order.
 
     Args:
         y: as for `quantize`.

@@ -61,7 +61,7 @@ PRECEDING = 64  # lengths read at a time to find where a stream begins; more wou
 
 @triton.jit
 def _length(lengths, stream, long, exists):  # type: ignore[no-untyped-def]
-    """Words of streams, int64, from the bytes of a section: one or (`long` = 1) two uint16 each."""
+    """Return the words of streams, int64, from a section's bytes: one or (`long` = 1) two uint16 each."""
     at = lengths + stream * (1 + long)
     low = tl.load(at, mask=exists, other=0).to(tl.int64)
     high = tl.load(at + 1, mask=tl.where(exists, long, 0) > 0, other=0).to(tl.int64)
@@ -70,7 +70,7 @@ def _length(lengths, stream, long, exists):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ones(word):  # type: ignore[no-untyped-def]
-    """How many bits of uint32 are set; the compiler knows these steps, and makes them one instruction."""
+    """Count the set bits of uint32; the compiler recognizes these steps and emits one instruction."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -78,7 +78,7 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One symbol of every lane, by the table at `row`: stores it, returns the new state, position and word there."""
+    """Decode and store one symbol per lane with the table at `row`. Return the new state, position and its word."""
     slot = x & ((1 << PROB_BITS) - 1)
     span = (slot * _SPAN_RECIPROCAL) >> 16
     begun = tl.load(row + span)
@@ -97,7 +97,7 @@ def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.conste
 
 @triton.jit
 def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`steps` symbols of every lane, at least one; see `_decode_step`."""
+    """Decode `steps` symbols per lane, at least one; see `_decode_step`."""
     # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
     table = tl.load(table_of)
     for _ in tl.range(1, steps, loop_unroll_factor=UNROLL):
@@ -111,10 +111,10 @@ def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps,
 
 @triton.jit
 def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the words of each stream lie, from the lengths: first word, end, and the end before it was clamped.
+    """Return the place of each stream's words: first word, end, and the end before clamping.
 
-    The sums are exact, then clamped to the words that there are: lengths that lie shift a stream, and are found out,
-    but no read leaves the words. Positions fit int32: a section has less than 2**32 bytes.
+    The sums are exact, then clamped to the existing words. Wrong lengths shift a stream and are detected, but no read
+    leaves the words. Positions fit int32: a section has less than 2**32 bytes.
     """
     long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
     lengths = data16 + tl.load(job + JOB_LENGTHS)
@@ -130,7 +130,7 @@ def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # t
 
 @triton.jit
 def _flag_streams(status, bad, exists, ends, job, is_last):  # type: ignore[no-untyped-def]
-    """Say so if a stream is `bad`, or if the last program's lengths do not add up."""
+    """Flag the job if a stream is `bad`, or if the last program's lengths do not add up."""
     wrong = tl.max((bad & exists).to(tl.int32), 0) > 0
     wrong |= is_last & (tl.max(ends, 0) != tl.load(job + JOB_WORD_COUNT))
     tl.atomic_or(status, STATUS_STREAMS, mask=wrong)
@@ -184,7 +184,7 @@ def rans_decode(
 ) -> None:
     """Decode the streams of all jobs whose tokens have no classes.
 
-    The caller has checked that the states, lengths and words of a job lie within `data`; what they say is not trusted.
+    The caller has checked that the states, lengths and words of a job lie within `data`; their values are not trusted.
     Every program reads the lengths of all streams before its own: S**2 / 64 lengths per job, which is little beside its
     symbols for up to some thousand streams.
 
@@ -206,7 +206,7 @@ def rans_decode(
 
 
 def decoding_table(tables: EntropyTables) -> U32:
-    """What the decoder looks up: uint32 `[K, WIDTH]`, for `DecodingTables`.
+    """Return the decoder's lookup tables: uint32 `[K, WIDTH]`, for `DecodingTables`.
 
     A table of `EntropyTables.slots` has 2**prob_bits words, and nearly every lane of a warp looks at a cache line of
     its own. Here it looks at two of a tenth as many lines, and the tables of a family fit the first-level cache. Number
@@ -228,7 +228,7 @@ def decoding_table(tables: EntropyTables) -> U32:
 
 
 def coding_table(tables: EntropyTables) -> U32:
-    """What the encoder looks up: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
+    """Return the encoder's lookup tables: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
 
     The reciprocal of a frequency f is m = min(floor(2**32 / f), 2**32 - 1), 0 for a byte that cannot be coded. Then
     q = floor(x m / 2**32) is floor(x / f) or one less, for every x < 2**32: m = 2**32 / f - e with 0 <= e <= 1, so
@@ -243,7 +243,7 @@ def coding_table(tables: EntropyTables) -> U32:
 
 @triton.jit
 def _entry(coding, table_of, symbols, active):  # type: ignore[no-untyped-def]
-    """Of one symbol a lane: frequency << 16 | cumulative, and the reciprocal."""
+    """Return, for one symbol per lane, frequency << 16 | cumulative, and the reciprocal."""
     symbol = tl.load(symbols, mask=active, other=0).to(tl.int32)
     entry = tl.load(coding + (tl.load(table_of) * _SYMBOLS + symbol))
     return entry.to(tl.uint32), (entry >> 32).to(tl.uint32)
@@ -251,7 +251,7 @@ def _entry(coding, table_of, symbols, active):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type: ignore[no-untyped-def]
-    """Code one symbol a lane: stores a word where the state is full, returns the new state and position below `top`."""
+    """Code one symbol per lane; store a word where the state is full. Return the new state and position below `top`."""
     frequency = packed >> 16
     full = x >= frequency * scale
     at -= full.to(tl.int32)
@@ -266,7 +266,7 @@ def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type:
 
 @triton.jit
 def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, active):  # type: ignore[no-untyped-def]
-    """`steps` symbols of every lane, from the plane at `row` and the table at `table_of` upwards."""
+    """Code `steps` symbols per lane, from the plane at `row` and the table at `table_of` upwards."""
     for _ in range(steps % 4):
         packed, reciprocal = _entry(coding, table_of, row, active)
         x, at = _encode_step(x, at, top, packed, reciprocal, total, scale, active)
@@ -292,7 +292,7 @@ def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, 
 
 @triton.jit
 def _totals(coding):  # type: ignore[no-untyped-def]
-    """2**prob_bits and 2**(32 - prob_bits) of the tables."""
+    """Return 2**prob_bits and 2**(32 - prob_bits) of the tables."""
     # The frequencies of a table add up to 2**prob_bits: those of all bytes before the last, and its own.
     last = tl.load(coding + (_SYMBOLS - 1)).to(tl.uint32)
     total = (last >> 16) + (last & 0xFFFF)
@@ -333,9 +333,9 @@ def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, 
 
 
 def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams) -> None:
-    """Code the planes of all jobs whose tokens have no classes: the words of `codec.rans.rans_encode`.
+    """Code the planes of all jobs whose tokens have no classes: the words of the reference's `rans_encode`.
 
-    A byte whose frequency is zero leaves its stream meaningless, but harms no other (escape it instead).
+    A byte whose frequency is zero corrupts its stream, but no other (escape it instead).
 
     Args:
         planes: uint8, `[P, T]` of each job at `JobField.PLANES`.

@@ -59,7 +59,7 @@ def _load_words(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the cache as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
+    """Read a tile as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
     if ELEMENT == DTYPE:
         at0, mask0 = half_addresses(
             places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
@@ -81,7 +81,7 @@ def _read_tile(  # type: ignore[no-untyped-def]
     DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
     UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """What the encoding kernels begin with: the words of this program and the channels they belong to."""
+    """Return the words of this program and their channels; every encoding kernel begins with this."""
     unit = tl.load(tile + TILE_UNIT)
     job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
     tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
@@ -122,7 +122,7 @@ def _sum_bytes(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _mean_byte(total, tokens):  # type: ignore[no-untyped-def]
-    """The mean of `tokens` bytes, rounded to nearest, ties to even. Sums of up to 2**24 bytes fit 32 bits."""
+    """Return the mean of `tokens` bytes, rounded to nearest, ties to even. Sums of up to 2**24 bytes fit 32 bits."""
     total, tokens = total.to(tl.uint32), tokens.to(tl.uint32)
     quotient = total // tokens
     twice = 2 * (total - quotient * tokens)
@@ -131,13 +131,13 @@ def _mean_byte(total, tokens):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside, tokens):  # type: ignore[no-untyped-def]
-    """Histogram of one byte's symbols; the first program of a tile writes the references."""
+    """Return the histogram of one byte's symbols; the first program of a tile also writes the references."""
     reference = _mean_byte(tl.load(sums + channel, mask=has, other=0), tokens)
     if tl.program_id(0) == 0:
         tl.store(references + channel, reference.to(tl.uint8), mask=has)
     symbol = (word.to(tl.int32) >> 8 * byte) - reference.to(tl.int32)[None, :] & 255
-    # Triton may reorder what is reshaped for a histogram, and symbols and a mask of their own each in another way: what
-    # does not exist is said by the symbol itself, one beyond the last.
+    # Triton may reorder what is reshaped for a histogram, and reorder symbols and a separate mask differently. So
+    # places without a value have a symbol of their own, one beyond the last.
     symbol = tl.where(inside[:, None] & has[None, :], symbol, VALUES)
     flat = tl.reshape(symbol, [symbol.shape[0] * symbol.shape[1]])
     return tl.histogram(flat, VALUES, mask=flat < VALUES)
@@ -212,7 +212,7 @@ def sum_bytes(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Cache -> sums of each byte of each channel over the tokens of a chunk.
+    """Sum each byte of each channel over the tokens of a chunk in the cache.
 
     A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros.
 
@@ -247,9 +247,9 @@ def count_symbols(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Cache and sums -> reference byte of each channel, and how often each symbol occurs in each plane.
+    """Compute the reference byte of each channel from the sums, and count each plane's symbols.
 
-    From the counts the host decides which planes to code, exactly as `schemes/lossless.py` does. A plane
+    From the counts the host decides which planes to code, exactly as `codec/schemes/lossless.py` does. A plane
     holds less than 2**31 bytes.
 
     Args:
@@ -286,7 +286,7 @@ def split_planes(
     dtype: torch.dtype,
     even: bool,
 ) -> None:
-    """Cache -> byte planes, each where it belongs: coded ones less their references, stored ones as they are.
+    """Split the cache into byte planes: coded planes minus their references, stored planes unchanged.
 
     Args:
         table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`: where each plane goes: to `planes`,

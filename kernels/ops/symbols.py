@@ -38,7 +38,7 @@ _TOKENS = 256  # of a program's tile
 
 
 def level_limit(step: float) -> float:
-    """The smallest float32 that is `MAX_LEVEL` steps or more: coefficients of a plan must lie below."""
+    """Return the smallest float32 of `MAX_LEVEL` steps or more; coefficients of a plan must lie below it."""
     limit = symbols.MAX_LEVEL * step
     nearest = np.float32(limit)
     return float(nearest if float(nearest) >= limit else np.nextafter(nearest, np.float32(np.inf)))
@@ -46,20 +46,20 @@ def level_limit(step: float) -> float:
 
 @triton.jit
 def _half(shift):  # type: ignore[no-untyped-def]
-    """Half the range of a component's low bits."""
+    """Return half the range of a component's low bits."""
     return (1 << shift) >> 1
 
 
 @triton.jit
 def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
-    """Of components: how many low bits have a plane of their own, and which plane; -1: none."""
+    """Return how many low bits of components have a separate plane, and the plane; -1: none."""
     at = row_ints + component * INT_FIELDS
     return tl.load(at + SHIFT, mask=mask, other=0), tl.load(at + LOW_PLANE, mask=mask, other=-1)
 
 
 @triton.jit
 def _predicted(level, gain):  # type: ignore[no-untyped-def]
-    """What a level predicts; 0 for a level or a gain of 0."""
+    """Return the prediction from a level; 0 for a level or a gain of 0."""
     return ((level.to(tl.int64) * gain.to(tl.int64) + GAIN_HALF) >> GAIN_BITS).to(tl.int32)
 
 

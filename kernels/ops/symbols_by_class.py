@@ -62,21 +62,21 @@ def _two(array, at, mask, other):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _shrinkage(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """`symbols._shrinkage` for parameters that every value looks up."""
+    """Return `dequantize._shrinkage` for parameters that every value looks up."""
     one, more = _two(row_floats, component * FLOAT_FIELDS + SHRINK_ONE, mask, 0)
     return one.to(tl.float32, bitcast=True), more.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """`symbols._thresholds`, likewise."""
+    """Return `quantize._thresholds` for parameters that every value looks up."""
     dead_zone, rounding = _two(row_floats, component * FLOAT_FIELDS + DEAD_ZONE, mask, 0)
     return dead_zone.to(tl.float32, bitcast=True), rounding.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
-    """`symbols._low_bits`, likewise."""
+    """Return `symbols._low_bits` for parameters that every value looks up."""
     return _two(row_ints, component * INT_FIELDS + SHIFT, mask, NO_LOW_BITS)
 
 
@@ -135,7 +135,7 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
 def _place_escapes_classes(  # type: ignore[no-untyped-def]
     data, jobs, plans, row_floats, row_ints, steps, classes, planes, y, found, status, ENTRIES: tl.constexpr
 ):
-    """Check a job's escape list and redo the values it changes; a *cell* is a place of the `[R, T]` matrix."""
+    """Check a job's escape list and recompute the values it changes; a *cell* is a place of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
     class_plan = tl.load(job + JOB_CLASS_PLAN)
@@ -191,7 +191,7 @@ def dequantize_classes(
     max_tokens: int,
     depth: int,
 ) -> None:
-    """Byte planes and escapes to coefficients, of all jobs whose tokens have classes; columns in coding order.
+    """Convert byte planes and escapes to coefficients, for jobs whose tokens have classes; columns in coding order.
 
     Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
     column has no component. The coefficients are those of `codec/stages/reference/symbols_by_class.py`, rounded to the
@@ -283,7 +283,7 @@ def quantize_classes(
     status: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """Coefficients of all jobs whose tokens have classes to byte planes; byte for byte those of `symbols_by_class`.
+    """Convert coefficients of jobs whose tokens have classes to byte planes; the bytes are those of the reference.
 
     Planes and counts of a job whose status gets `Status.TOO_LARGE` mean nothing. Below a column's last plane nothing
     is written.
@@ -366,7 +366,7 @@ def list_escapes_classes(
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """The escapes of all jobs whose tokens have classes, each job's in rising order; see `symbols.list_escapes`.
+    """List the escapes of jobs whose tokens have classes, each job's in rising order; see `quantize.list_escapes`.
 
     Args:
         y: as for `quantize_classes`.

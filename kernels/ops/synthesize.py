@@ -47,7 +47,7 @@ MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 h
 
 @dataclass(frozen=True, slots=True)
 class SynthesisConfig:
-    """How `synthesize` is launched: tokens and components a step, and Triton's num_warps and num_stages."""
+    """Launch configuration of `synthesize`: tokens and components per step, and Triton's num_warps and num_stages."""
 
     block_t: int
     block_r: int
@@ -55,12 +55,12 @@ class SynthesisConfig:
     num_stages: int
 
 
-HIP_STAGES = 2  # what fits the 64 KB of shared memory of AMD's multiprocessors
-# What there is to choose from: `synthesis_config` chooses by shape alone; measured choices may be passed instead.
+HIP_STAGES = 2  # as many as fit the 64 KB of shared memory of AMD's multiprocessors
+# `synthesis_config` chooses among these by shape alone; callers may pass a measured choice instead.
 SYNTHESIS_CONFIGS = (
-    SynthesisConfig(256, 64, 8, 3),  # long sums: the fewest bytes a product from L2
+    SynthesisConfig(256, 64, 8, 3),  # long sums: the fewest bytes per product from L2
     SynthesisConfig(128, 64, 8, 3),
-    SynthesisConfig(64, 64, 4, 3),  # three programs a multiprocessor: one stores while others multiply
+    SynthesisConfig(64, 64, 4, 3),  # three programs per multiprocessor: one stores while others multiply
     SynthesisConfig(64, 32, 8, 2),  # short sums: memory is the limit, the more warps the better
     SynthesisConfig(128, 32, 8, 3),  # coefficients of four bytes
     SynthesisConfig(32, 32, 4, 2),
@@ -69,7 +69,7 @@ SYNTHESIS_CONFIGS = (
 
 
 def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
-    """Triton's `input_precision` for coefficients of `dtype` that become `element`.
+    """Return Triton's `input_precision` for coefficients of `dtype` that become `element`.
 
     float16 has as many significant bits as a TF32 factor, 11. Tensor cores cut factors off there, so a value is wrong
     by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32, and some of its
@@ -81,7 +81,7 @@ def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
 def synthesis_config(
     dtype: torch.dtype, element: torch.dtype, max_rank: int, max_tokens: int, aligned: bool = True
 ) -> SynthesisConfig:
-    """The config for coefficients of `dtype` that become `element`.
+    """Return the config for coefficients of `dtype` that become `element`.
 
     Blocks have at most `max_rank` components, chunks `max_tokens` tokens. `aligned` as in `synthesize`: narrow stores
     need registers that the longest step does not leave.
@@ -213,7 +213,7 @@ def synthesize(
 ) -> None:
     """Write a cache in one pass: inverse transform, mean, rotation, rounding.
 
-    A program computes one tile of `block_t` tokens: `codec.transform.synthesize` and `place`. A slot beyond the cache
+    A program computes one tile of `block_t` tokens: the reference's `synthesize` and `place`. A slot beyond the cache
     is flagged (Status.SLOT) and not written, like one of -1.
 
     Args:
@@ -249,7 +249,7 @@ def synthesize(
 
 
 def default_config(dtype: torch.dtype, batch: ChunkBatch, cache: CacheView) -> SynthesisConfig:
-    """The config of a launch that names none: blocks may have any number of components."""
+    """Return the config of a launch without one: blocks may have any number of components."""
     return synthesis_config(dtype, cache.element, 1 << 16, batch.max_tokens, cache.aligned)
 
 

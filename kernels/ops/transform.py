@@ -29,7 +29,7 @@ _CLASSES = tl.constexpr(CLASSES)
 
 @triton.jit
 def _classed_columns(job, block, start, column, inside, classes, order, block_ranks):  # type: ignore[no-untyped-def]
-    """Of columns from `start` on, all of one window: their tokens, and the components of a block that they have."""
+    """Return the tokens of columns from `start` on, all of one window, and the components that they have of a block."""
     first = tl.load(job + JOB_COLUMNS)
     token = start // _WINDOW * _WINDOW + tl.load(order + first + column, mask=inside, other=0).to(tl.int32)
     finest = tl.load(classes + first + start).to(tl.int64)
@@ -66,7 +66,7 @@ def rotation_tables(
     inverse: bool,
     max_tokens: int,
 ) -> None:
-    """Write cos and sin for every token of every chunk: `codec.rope.cos_sin` of all RoPEs of a layout side by side.
+    """Write cos and sin of all tokens of all chunks: `cos_sin` of codec/models/rope.py, with a layout's RoPEs side by side.
 
     Args:
         chunks: int64 `[chunks, len(ChunkField)]`.
@@ -74,7 +74,7 @@ def rotation_tables(
         scaling: float32 `[A]`: `Rope.attention_scaling`.
         tables: rows ChunkField.FIRST … are written.
         use_source: positions count from ChunkField.SOURCE instead of ChunkField.TARGET.
-        inverse: divide by the scaling; `turn_pairs(INVERSE=True)` then un-rotates, as `codec.rope.unrotate` does.
+        inverse: divide by the scaling; `turn_pairs(INVERSE=True)` then un-rotates, as `unrotate` does.
         max_tokens: tokens of the longest chunk.
     """
     angles = len(inv_freq)
