@@ -79,7 +79,7 @@ class Incoming:
                 at += len(view)
 
     def chunk_batch(self, sent: Packed, status: torch.Tensor) -> ChunkBatch:
-        """The chunks as launches take them.
+        """Return the chunks in the form that launches take.
 
         Args:
             sent: the upload, on the device.

@@ -66,7 +66,7 @@ def rotation_tables(
     inverse: bool,
     max_tokens: int,
 ) -> None:
-    """Write cos and sin of all tokens of all chunks: `cos_sin` of codec/models/rope.py, with a layout's RoPEs side by side.
+    """Write cos and sin of all tokens of all chunks: `cos_sin` of `codec/models/rope.py` for all RoPEs of a layout.
 
     Args:
         chunks: int64 `[chunks, len(ChunkField)]`.
