@@ -1,4 +1,4 @@
-"""The device backend and bytes that were made to hurt it: it refuses what the CPU refuses, and takes what that takes.
+"""The device backend on hostile bytes: it refuses the blobs that the CPU refuses, and accepts those that it accepts.
 
 Forged blobs have right checksums. Whatever they say, no write leaves the cache: an out-of-bounds access of Triton's
 interpreter ends the process, and guards lie around the cache.
@@ -82,7 +82,7 @@ def codec_of(scheme: str, backend: str = "numba", step: float = 0.02, layout: KV
 
 
 def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) -> bytes:
-    """A blob of streams of so many tokens."""
+    """Return a blob whose streams have this many tokens."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (coefficients, lossless):
             patch.setattr(module, "tokens_per_stream", lambda *_: per_stream)
@@ -400,7 +400,7 @@ def test_the_kernels_say_which_streams_are_damaged(scheme: str, device: torch.de
 
 
 def _class_words(count: int) -> Forge:
-    """So many words more, which the count says."""
+    """Return the part with this many more words, which its count includes."""
 
     def change(coded: Coded) -> None:
         coded.class_words = (coded.class_words + [0] * count)[: len(coded.class_words) + count]

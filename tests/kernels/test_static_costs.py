@@ -209,7 +209,7 @@ SPECS = (
 
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """All kernels for one target of each vendor, compiled once for each state of their sources.
+    """Compile all kernels for one target of each vendor, once per state of their sources.
 
     The report is kept in pytest's cache folder, by a digest of all that it depends on: Triton, and every module of
     `kernels/` and of `codec/`, whose constants are compiled in. Several processes that run the tests share it.
@@ -533,7 +533,7 @@ def run(*args: str, code: int, width: int = 200) -> Result:
 
 @pytest.fixture
 def canned(measured: Report, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """What the command gets instead of compiling again, of one kernel; may be changed."""
+    """Replace the command's report by one of one kernel, which tests may change."""
     data = copy.deepcopy(measured)
     data["kernels"] = [e for e in data["kernels"] if e["kernel"] == "rans_decode"]
     asked: list[list[str]] = []

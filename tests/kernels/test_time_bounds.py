@@ -1,4 +1,4 @@
-"""What the kernels do with a chunk, counted by the emulator, against what `counts.json` says; the model made of it."""
+"""The kernels' work on a chunk, counted by the emulator, against `counts.json`; the bounds computed from it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ MOST = {
 
 
 def machine() -> Machine:
-    """Of round numbers: a clock of all multiprocessors is a picosecond."""
+    """Return a machine of round numbers: a clock of all multiprocessors is a picosecond."""
     return Machine("sm_90", 1000, 1.0, 1.0, 1.0, 1.0)
 
 
 def report_of(target: str) -> dict[str, Any]:
-    """As `static_costs.report` would say it of all kernels that were counted, each twice as long as its PTX."""
+    """Return a report of all counted kernels, each twice as long as its PTX; see `static_costs.report`."""
     names = {k for found in counts(target).values() for way in ("encode", "decode") for k in found[way]}
     return {"kernels": [{"kernel": k, "target": target, "expansion": 2.0, "integer_share": 0.5} for k in names]}
 

@@ -71,7 +71,9 @@ def measure_case(
         compressed = sum(map(len, blobs[:count]))
         pages.fill(chunks)  # what was decoded before is quantized, and so easier to code
         if encode(parts[-1]) != blobs[parts[-1]]:
-            raise CuveeError(f"{case.shape}, group {case.group}: {count} chunks at once become other bytes")
+            raise CuveeError(
+                f"{case.shape}, group {case.group}: {count} chunks at once become other bytes"
+            )
         encodes = [partial(encode, part) for part in parts]
         decodes = [partial(decode, part) for part in parts]
         work = stage_work(case.profile, scope.tokens * count, compressed)
@@ -125,7 +127,7 @@ def measure_case(
 
 
 def verify(blobs: Sequence[bytes]) -> None:
-    """What the host does with blobs before a device sees them: it checks headers and checksums."""
+    """Check headers and checksums of blobs, as the host does before a device gets them."""
     for blob in blobs:
         header = read_header(blob)
         for index in range(len(header.section_bytes)):

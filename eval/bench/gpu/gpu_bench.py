@@ -43,7 +43,7 @@ __all__ = ["describe_machine", "need_gpu", "run_gpu_bench"]
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What figures depend on, the GPU included."""
+    """Return the environment that figures depend on, with the GPU."""
     gpu: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -69,7 +69,7 @@ def _driver() -> str | None:
 
 
 def need_gpu() -> torch.device:
-    """The current GPU.
+    """Return the current GPU.
 
     Raises:
         InputError: torch sees none.

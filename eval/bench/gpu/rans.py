@@ -67,7 +67,7 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
         decode = partial(rans_decode, coded, coding, DecodingTables(decoding, bits), planes, status)
         decode()
         if bool(status.any()) or not bool((planes.view(count, -1) == want).all()):
-            raise CuveeError(f"the rANS decoder does not give back what was coded with {bits} bits")
+            raise CuveeError(f"the rANS decoder does not reproduce the symbols coded with {bits} bits")
         timing = clock.inside([decode])
         size = 8 * (streams.states.nbytes + 2 * len(streams.lengths) + streams.words.nbytes)
         out.append(

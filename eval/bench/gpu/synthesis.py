@@ -1,4 +1,4 @@
-"""The inverse transform in every configuration of its kernel there is to choose from."""
+"""The inverse transform in every configuration of its kernel."""
 
 from __future__ import annotations
 
