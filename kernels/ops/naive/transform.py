@@ -1,4 +1,4 @@
-"""Plain references of `ops/transform.py`: same names with `_reference`, same signatures."""
+"""Plain references of `ops/transform.py`, `analyze.py` and `synthesize.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 
