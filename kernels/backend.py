@@ -3,8 +3,8 @@
     decode   blobs --verify, upload--> rans_decode --> dequantize --> synthesize (product, mean, RoPE, pages)
     encode   pages --> gather (un-rotate, center) --> analyze --> quantize --> rans_encode --> write_coded --> blobs
 
-Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device, and the
-check of what was decoded does once; encoding does twice per batch, for the sizes of its output and for the bytes.
+Every launch handles all sections of as many chunks as the workspace holds. Decoding never waits for the device; the
+check of the decoded chunks waits once. Encoding waits twice per batch, for the sizes of its output and for its bytes.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from cuvee.kernels.transform_scheme import TransformDevice
 from cuvee.kernels.workspace import batches
 
 WORKSPACE_BYTES = 1 << 30  # scratch of one batch of launches that encode
-# Decoding needs less to fill a device, and takes smaller batches: while it works on one, the host verifies the next.
+# Decoding fills a device with less work, so its batches are smaller: the host verifies one while another is decoded.
 DECODE_SHARE = 4
-MAX_SCHEMES = 8  # kept, with the bases they hold: those used last
+MAX_SCHEMES = 8  # most recently used schemes that are kept, with their bases
 MAX_GRID = 65_535  # programs along the second and third axis of a launch
 MAX_TOKENS = 16 * MAX_GRID  # of a chunk: `rotation_tables` takes 16 per program
 
@@ -46,7 +46,7 @@ class DeviceScheme(Protocol):
 
     @property
     def sections(self) -> tuple[Section, ...]:
-        """What is coded alone, in order of layers."""
+        """Sections, the units that are coded independently, in order of layers."""
         ...
 
     def decode_bytes(self, tokens: int) -> int:
@@ -58,11 +58,11 @@ class DeviceScheme(Protocol):
         ...
 
     def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> Any:
-        """Verify blobs and pack what goes to the device; starts nothing there."""
+        """Verify blobs and pack the arrays for the device, without starting any work there."""
         ...
 
     def launch(self, batch: Any) -> torch.Tensor:
-        """Decode what `prepare` returned; the status of its jobs, int32 on the device."""
+        """Decode what `prepare` returned. Return the status of its jobs, int32 on the device."""
         ...
 
     def encode(
@@ -73,7 +73,7 @@ class DeviceScheme(Protocol):
         offsets: Sequence[torch.Tensor | None],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """The sections of each chunk, of which the first has number `first_chunk`; see `Backend.encode`."""
+        """Return the encoded sections of each chunk; chunks count from `first_chunk`. See `Backend.encode`."""
         ...
 
 
@@ -81,9 +81,9 @@ class TritonBackend:
     """Runs the kernels.
 
     Args:
-        interpreted: Triton's interpreter stands in for a GPU, so tensors on the CPU are served as well.
-        workspace_bytes: scratch of one batch of launches that encode, four times that of one that decodes. At least
-            one chunk is taken, whatever it needs.
+        interpreted: whether Triton's interpreter stands in for a GPU; then tensors on the CPU are coded as well.
+        workspace_bytes: scratch of one batch of launches that encode. A batch that decodes gets a quarter of it. A
+            batch has at least one chunk, even if the chunk needs more.
     """
 
     name = "triton"
@@ -94,16 +94,16 @@ class TritonBackend:
         self.workspace_bytes = workspace_bytes
         self._schemes: OrderedDict[tuple[Any, ...], DeviceScheme] = OrderedDict()
         self._tables: OrderedDict[tuple[int, torch.device], tuple[Family, FamilyTables]] = OrderedDict()
-        self._held: list[tuple[Mark, tuple[object, ...]]] = []  # work in flight, and what it reads
+        self._held: list[tuple[Mark, tuple[object, ...]]] = []  # marks of work in flight, and the objects that it reads
         self.after_fork()
         tell_after_fork(self)
 
     def after_fork(self) -> None:
-        """Make new locks: a codec may be used by several threads, and a child by one that the parent's held up."""
+        """Replace the locks: in a forked child, a lock that another thread of the parent held would stay locked."""
         self._making, self._holding = threading.Lock(), threading.Lock()
 
     def prepare(self, coding: Coding) -> None:
-        """See `Backend.prepare`. What depends on the device is made where the device is known."""
+        """See `Backend.prepare`. Everything here depends on the device, so it is made once the device is known."""
 
     def encode(self, coding: Coding, requests: Sequence[EncodeRequest]) -> list[list[bytes]]:
         """See `Backend.encode`."""
@@ -137,10 +137,10 @@ class TritonBackend:
         return check
 
     def _hold(self, until: Mark, *things: object) -> None:
-        """Keep what work in flight reads, until it has ended.
+        """Keep objects alive until the work in flight that reads them has ended.
 
-        PyTorch's allocator lends freed memory at once to the stream that it was allocated for. Tables may have been
-        made for another stream than the one that decodes, and be dropped meanwhile.
+        PyTorch's allocator immediately reuses freed memory for the stream that it was allocated on. Tables may have
+        been allocated on another stream than the one that decodes, and be dropped while it runs.
         """
         with self._holding:
             self._held = [each for each in self._held if not each[0].over]
@@ -148,13 +148,13 @@ class TritonBackend:
                 self._held.append((until, things))
 
     def _scheme(self, coding: Coding, cache: PagedCache) -> DeviceScheme:
-        # A cache of 16 bits or fewer is no finer than a bfloat16 product, but for float16's mantissa.
+        # A bfloat16 product is as precise as a bfloat16 or FP8 cache; float16 has a longer mantissa.
         product = torch.bfloat16 if cache.dtype == torch.bfloat16 or cache.scaled else torch.float32
         key = (coding.profile.id, coding.scheme, coding.step_index, coding.dtype, cache.device, product)
         with self._making:
             if key not in self._schemes:
                 self._schemes[key] = self._make(coding, cache, product)
-                Mark(cache.device).wait()  # what was made on this stream may next be used on another
+                Mark(cache.device).wait()  # another stream may use the scheme next
                 if len(self._schemes) > MAX_SCHEMES:
                     self._schemes.popitem(last=False)
             self._schemes.move_to_end(key)
@@ -172,7 +172,8 @@ class TritonBackend:
     def _family_tables(self, family: Family, device: torch.device) -> FamilyTables:
         key = (id(family), device)
         if key not in self._tables:
-            self._tables[key] = (family, FamilyTables.of(family, device))  # the family lives, so its id stays its own
+            # The entry keeps the family alive, so its id stays unique.
+            self._tables[key] = (family, FamilyTables.of(family, device))
             if len(self._tables) > MAX_SCHEMES:
                 self._tables.popitem(last=False)
         return self._tables[key][1]
@@ -181,9 +182,10 @@ class TritonBackend:
 def _check_tokens(tokens: int) -> int:
     """Return `tokens`, or raise InputError if one launch cannot take a chunk of that length."""
     if tokens > MAX_TOKENS:
-        raise InputError(f"a chunk of {tokens} tokens is beyond the {MAX_TOKENS} that a GPU codes: use smaller ones")
+        raise InputError(f"chunk: must have at most {MAX_TOKENS} tokens on a GPU, got {tokens}; use shorter chunks")
     return tokens
 
 
-_shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")  # so are its tables and bases
+# One per process, with its tables and bases.
+_shared = TritonBackend(interpreted=os.environ.get("TRITON_INTERPRET") == "1")
 register("triton", lambda threads: _shared)

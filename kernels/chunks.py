@@ -1,4 +1,4 @@
-"""The chunks of a batch: where the cache holds them, which sections and tiles they touch, what went wrong with them."""
+"""Chunks of a batch: their place in the cache, the sections and tiles that they touch, and their errors."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from cuvee.kernels.ops.pages import contiguity, place_row
 class CacheMemory:
     """A `PagedCache` as the kernels address it.
 
-    Its arrays go to the device with every batch: kilobytes in a copy that is made anyway, and nothing on the device
-    that two streams would share.
+    Its arrays travel to the device with every batch. They add kilobytes to a copy that is made anyway, and leave
+    nothing on the device for two streams to share.
 
     Attributes:
         places: int64 `[2 * layers, len(PlaceField)]`, on the host.
@@ -41,29 +41,29 @@ class CacheMemory:
 
     @classmethod
     def of(cls, cache: PagedCache) -> CacheMemory:
-        """The description of a cache, made once."""
+        """Return the description of a cache; it is made once."""
         if cache not in cls._known:
             cls._known[cache] = cls(cache)
         return cls._known[cache]
 
     def named(self) -> dict[str, npt.NDArray[Any]]:
-        """What has to travel, by name."""
+        """Return the arrays to send to the device, by name."""
         return {"places": self.places, "scales": self.scales}
 
     def view(self, sent: Mapping[str, torch.Tensor], slots: torch.Tensor, tiles: I64) -> CacheView:
-        """The tokens at `slots` for a launch over `tiles` (rows of `TileField`, on the host).
+        """Return the tokens at `slots` as a view for a launch over `tiles` (rows of `TileField`, on the host).
 
         Args:
             sent: the arrays of `named`, on the device.
             slots: on the device.
-            tiles: that the launch handles.
+            tiles: the tiles that the launch handles.
         """
         unit_stride, aligned = contiguity(self.places, tiles, self.element)
         return CacheView(sent["places"], sent["scales"], slots, self.element, unit_stride, aligned)
 
 
 def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence[int]) -> I64:
-    """Return `chunks` for runs of these lengths that lie one after the other in `slots`."""
+    """Return the table `chunks` for runs of these lengths that follow each other in `slots`."""
     table = np.zeros((len(tokens), len(ChunkField)), np.int64)
     table[:, ChunkField.TOKENS] = tokens
     table[1:, ChunkField.FIRST] = np.cumsum(tokens[:-1])
@@ -73,9 +73,9 @@ def chunk_table(tokens: Sequence[int], sources: Sequence[int], targets: Sequence
 
 
 def encoding_tables(slots: Sequence[torch.Tensor], starts: Sequence[int], sections: int) -> tuple[I64, I64]:
-    """Tables of chunks that are to be encoded, `chunks` and `jobs`: each job has its plan, chunk and tokens.
+    """Return the tables `chunks` and `jobs` of chunks to encode: each job has its plan, chunk and tokens.
 
-    Plans are numbered like the sections of a chunk.
+    Plans have the numbers of a chunk's sections.
     """
     tokens = [len(at) for at in slots]
     jobs = np.zeros((len(slots) * sections, len(JobField)), np.int64)
@@ -86,29 +86,29 @@ def encoding_tables(slots: Sequence[torch.Tensor], starts: Sequence[int], sectio
 
 
 def join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The slots of all chunks, or the status of all jobs, in a row."""
+    """Concatenate the slots of all chunks, or the status of all jobs."""
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def touched(sections: Sequence[Section], layers: range) -> range:
-    """The sections that hold some of `layers`."""
+    """Return the range of sections that contain any of `layers`."""
     found = [i for i, s in enumerate(sections) if s.first_layer < layers.stop and layers.start < s.end_layer]
     return range(found[0], found[-1] + 1)
 
 
 def of_layers(tiles: I64, layers: range) -> I64:
-    """The tiles of these layers alone."""
+    """Return the tiles of these layers."""
     layer = tiles[:, TileField.UNIT] // 2
     return np.ascontiguousarray(tiles[(layers.start <= layer) & (layer < layers.stop)])
 
 
 def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], numbers: Sequence[int]) -> None:
-    """Raise what the kernels found, if anything.
+    """Raise the first error that the kernels flagged, if any.
 
     Args:
         status: `[chunks * len(sections)]` sums of `Status`.
-        sections: of each chunk.
-        numbers: of the chunks, for the message.
+        sections: sections of each chunk.
+        numbers: numbers of the chunks, for the message.
 
     Raises:
         CorruptError: damaged streams.
@@ -120,14 +120,14 @@ def raise_status(status: npt.NDArray[np.int32], sections: Sequence[Section], num
         layers = f"layers {section.first_layer} … {section.end_layer - 1}"
         where = f"chunk {numbers[chunk]}, {layers}"
         if flags & Status.SLOT:
-            raise InputError(f"slots of {where}: a slot lies beyond the cache")
+            raise InputError(f"slots: must lie within the cache, got one beyond the cache for {where}")
         if flags & Status.NOT_FINITE:
             raise InputError(
-                f"the KV cache holds NaN or infinite values in {layers}: encode it with quality='lossless'"
+                f"cache: must be finite, got NaN or infinite values in {layers}; encode it with quality='lossless'"
             )
         if flags & Status.TOO_LARGE:
             raise InputError(
-                f"the KV cache holds values that are too many quantizer steps large in {layers}: "
+                f"cache: must fit the quantizer, got values that are too many quantizer steps large in {layers}; "
                 "encode it with quality='lossless'"
             )
         what = "its streams do not end where they must" if flags & Status.STREAMS else "its escapes do not match"

@@ -1,7 +1,7 @@
-"""The profile's predictors of token classes on the device: offsets of all sections and chunks of a batch at once.
+"""Predictors of token classes on the device: they compute the offsets of all sections and chunks of a batch at once.
 
-`codec/profiles/class_predictor.py` says what is computed. The leading components of a section are one block over all of
-its columns.
+`codec/profiles/class_predictor.py` defines the result. The leading components of a section form one block over all
+of its columns.
 """
 
 from __future__ import annotations
@@ -15,23 +15,23 @@ import torch
 from cuvee.codec.profiles.class_predictor import CLAMP, SQUARE_FLOOR
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField
+from cuvee.kernels.ops.analyze import analyze
 from cuvee.kernels.ops.arguments import ChunkBatch
-from cuvee.kernels.ops.transform import analyze
 from cuvee.kernels.tiles import TileLayout
 
-ARRAYS = 5  # of the size of the components, that computing offsets takes
+ARRAYS = 5  # arrays as large as the components that computing offsets takes
 
 
 class DevicePredictor:
-    """The predictors of those sections that have one, S of them; components are padded to the K of the largest.
+    """The predictors of the S sections that have one; components are padded to the K of the largest.
 
     Args:
-        learned: all sections of a profile, one of which has a predictor.
-        layout: their tiles.
+        learned: all sections of a profile, of which at least one has a predictor.
+        layout: tiles of the sections.
         device: where the arrays go.
 
     Attributes:
-        sections: int64 `[S]` which sections.
+        sections: int64 `[S]`, numbers of the sections that have a predictor.
         components: K.
     """
 
@@ -69,7 +69,7 @@ class DevicePredictor:
         )
 
     def place(self, chunks: I64) -> tuple[I64, npt.NDArray[np.int64]]:
-        """What goes to the device before `offsets`: jobs, and for each token the place of its limit.
+        """Return what `offsets` needs on the device: jobs, and the index of each token's limit.
 
         Args:
             chunks: int64 `[chunks, len(ChunkField)]`.
@@ -87,11 +87,11 @@ class DevicePredictor:
         return jobs.reshape(-1, len(JobField)), np.concatenate(positions)
 
     def offsets(self, x: torch.Tensor, jobs: torch.Tensor, batch: ChunkBatch, positions: torch.Tensor) -> torch.Tensor:
-        """Octaves `[S, tokens]` float32 by which the step of each token may be coarser.
+        """Return the octaves by which the step of each token may be coarser, float32 `[S, tokens]`.
 
         Args:
-            x: float32 `[tokens, M]` of `gather`.
-            jobs: of `place`, on the device, as `positions`.
+            x: float32 `[tokens, M]` from `gather`.
+            jobs: from `place`, on the device; so is `positions`.
             batch: all sections of the chunks.
             positions: int64 `[tokens]`.
         """
@@ -105,7 +105,7 @@ class DevicePredictor:
 
 
 def _rows(section: SectionProfile, components: npt.NDArray[np.int32]) -> torch.Tensor:
-    """Rows `[K, N]` of the forward bases as maps of all of a section's values."""
+    """Return rows of the forward bases, `[K, N]`, extended to all N values of a section."""
     rows = torch.zeros(len(components), len(section.basis.mean))
     first = column = 0
     for matrix in section.basis.forward:

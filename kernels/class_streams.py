@@ -1,4 +1,4 @@
-"""What the host does for tokens that have classes: their streams, which are short, and the order of the columns.
+"""Token classes on the host: code their streams, which are short, and sort columns by class.
 
     decode   class streams --read_classes--> classes --sort_columns--> columns
     encode   offsets --choose_classes--> classes --sort_columns--> columns,   classes --write_classes--> class streams
@@ -53,25 +53,25 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
     """Decode the class streams of some jobs.
 
     Args:
-        words: which CLASS_WORDS points into.
+        words: the array that CLASS_WORDS points into.
         jobs: `[J, len(JobField)]` with TOKENS, CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE; COLUMNS says where the
             classes of a job's tokens go, T of them, one job after the other.
         slots: `[S, 4096]` of the tables.
-        table: `[J]` which of them is a job's.
-        finest: `[J]` finest class that is served.
-        names: of each job, for messages.
+        table: `[J]`, number of each job's table.
+        finest: `[J]`, finest class that the profile serves.
+        names: name of each job, for messages.
 
     Returns:
         the classes of all tokens.
 
     Raises:
-        FormatError: a state out of range, or a class that is not served.
+        FormatError: a state is out of range, or the profile does not serve a class.
         CorruptError: a stream that does not end where it must.
     """
     classes = np.empty(int(jobs[:, JobField.TOKENS].sum()), np.uint8)
     low = jobs[:, JobField.CLASS_STATE] < LOWER_BOUND
     if low.any():
-        raise FormatError(f"{names[int(np.argmax(low))]} has token classes that begin in a state below its lower bound")
+        raise FormatError(f"{names[int(np.argmax(low))]}: its token classes begin in a state below the lower bound")
     bad = np.zeros(len(jobs), np.bool_)
     _decode(
         words.view(np.uint8), jobs[:, JobField.CLASS_WORDS], jobs[:, JobField.CLASS_WORD_COUNT],
@@ -86,7 +86,7 @@ def read_classes(words: U16, jobs: I64, slots: U32, table: I64, finest: I64, nam
     fine = least < finest
     if fine.any():
         job = int(np.argmax(fine))
-        raise FormatError(f"{names[job]} has token classes outside {finest[job]} … {CLASSES - 1}")
+        raise FormatError(f"{names[job]}: has token classes outside {finest[job]} … {CLASSES - 1}")
     return classes
 
 
@@ -97,10 +97,10 @@ def write_classes(classes: U8, jobs: I64, freq: U16, table: I64) -> U16:
         classes: of all tokens, T of each job from COLUMNS on.
         jobs: `[J, len(JobField)]` with TOKENS and COLUMNS; CLASS_WORDS, CLASS_WORD_COUNT and CLASS_STATE are written.
         freq: `[S, 256]` of the tables.
-        table: `[J]` which of them is a job's.
+        table: `[J]`, number of each job's table.
 
     Returns:
-        the words, which CLASS_WORDS points into; those between the jobs' mean nothing.
+        the array that CLASS_WORDS points into; words between those of the jobs are arbitrary.
     """
     words = np.zeros(max(len(classes), 1), np.uint16)
     count, states = np.empty(len(jobs), np.int64), np.empty(len(jobs), np.int64)
@@ -119,7 +119,7 @@ def sort_columns(classes: U8, jobs: I64) -> tuple[U8, U8, I64]:
         jobs: `[J, len(JobField)]` with TOKENS and COLUMNS.
 
     Returns:
-        classes of the columns; the token of each, counted from the first of its window; `[J, 16]` tokens of each class.
+        the class of each column; its token, counted from the first of its window; and `[J, 16]`, tokens per class.
     """
     columns, order = np.empty_like(classes), np.empty_like(classes)
     counts = np.zeros((len(jobs), CLASSES), np.int64)

@@ -1,11 +1,11 @@
-"""What the host and a device hand each other: bytes through pinned memory, and the order of work on streams.
+"""Exchange between the host and a device: bytes through pinned memory, and the order of work on streams.
 
     send      host --pinned, asynchronous--> device          the current stream
     Download  device --pinned, asynchronous--> host          the current stream; `wait` waits for this copy alone
     Mark      a point in the work of a stream                the host waits for it, or another stream begins behind it
 
-Nothing else in the codec waits for a device on purpose. On the CPU everything has happened when a call returns, so all
-of this does nothing there.
+Nothing else in the codec waits for a device on purpose. On the CPU, work has finished when a call returns, so these
+functions do nothing there.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from cuvee.codec.errors import InputError
 
 
 def on_host(device: torch.device) -> bool:
-    """Whether tensors on `device` are the host's own, which nothing has to be ordered for."""
+    """Return whether `device` is the host, where work needs no ordering."""
     return device.type == "cpu"
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Make `device` the current one, which is where Triton launches and pinned memory belongs."""
+    """Make `device` the current one: Triton launches there, and pinned memory belongs to it."""
     return nullcontext() if on_host(device) else torch.cuda.device(device)
 
 
 def host_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialized tensor on the host that `device` copies from and to without a wait.
+    """Return an uninitialized tensor on the host that `device` copies from and to asynchronously.
 
-    PyTorch keeps its memory until the copies that were started have ended, even if nobody else does.
+    PyTorch keeps its memory until started copies have ended, even if no reference is left.
     """
     return torch.empty(shape, dtype=dtype, pin_memory=not on_host(device))
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Start copying a tensor of the host to `device`, for what its current stream does next; on the CPU, `tensor`."""
+    """Start copying a host tensor to `device` on its current stream; on the CPU, return `tensor`."""
     if on_host(device):
         return tensor
     staged = host_buffer(tuple(tensor.shape), tensor.dtype, device)
@@ -127,7 +127,7 @@ class Download:
 
 @contextmanager
 def settled(device: torch.device) -> Iterator[None]:
-    """If the block raises, wait first for what it started: whoever is told may free or overwrite the memory."""
+    """If the block raises, wait first for the work that it started: the caller may free or overwrite the memory."""
     try:
         yield
     except BaseException:
@@ -139,6 +139,6 @@ def refuse_capture(device: torch.device) -> None:
     """Raise InputError if the current stream is being captured: coding waits for the device and allocates."""
     if not on_host(device) and torch.cuda.is_current_stream_capturing():
         raise InputError(
-            f"the current stream of {device} is being captured into a CUDA graph: encode and decode before the capture "
-            "or after it, because coding waits for the device"
+            f"stream: must not be captured into a CUDA graph, got a capture on {device}; encode and decode before the "
+            "capture or after it, because coding waits for the device"
         )

@@ -1,4 +1,4 @@
-"""The scheme without a profile on the device: a blob brings the statistics of its channels, so plans are its own."""
+"""The scheme without a profile on the device: each blob has statistics of its channels, and plans made from them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from cuvee.kernels.chunks import CacheMemory, encoding_tables, join, of_layers, 
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import ChunkField, JobField, PlanField
+from cuvee.kernels.ops.analyze import gather
 from cuvee.kernels.ops.arguments import ChannelArrays, ChunkBatch, DevicePlans, TileTable, picked
+from cuvee.kernels.ops.dequantize import dequantize
 from cuvee.kernels.ops.generic import channel_statistics, normalize_channels, place_channels
+from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
-from cuvee.kernels.ops.symbols import dequantize, list_escapes, quantize
-from cuvee.kernels.ops.transform import gather
 from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
 from cuvee.kernels.plans import FamilyTables, Geometry, PlanArrays
 from cuvee.kernels.tracing import stage
@@ -33,7 +34,7 @@ from cuvee.kernels.workspace import place_jobs, zeros
 
 @dataclass(frozen=True, slots=True)
 class GenericBatch:
-    """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
+    """A batch of verified and packed blobs, and the places of its arrays in the buffer."""
 
     incoming: Incoming
     sections: range
@@ -48,10 +49,10 @@ class GenericDevice:
     """Codes chunks of any model at one relative step.
 
     Args:
-        coding: whose step.
-        geometry: of the model, one section per layer.
+        coding: gives the step.
+        geometry: tiles of the model, one section per layer.
         tables: the built-in entropy tables on the device.
-        device: where.
+        device: where tensors go.
     """
 
     def __init__(self, coding: Coding, geometry: Geometry, tables: FamilyTables, device: torch.device) -> None:
@@ -61,7 +62,7 @@ class GenericDevice:
         self._geometry = geometry
         self._tables = tables
         self._device = device
-        # Of the packed columns of all sections: the value that each holds, among all values of a token, or -1.
+        # For each packed column of all sections: the number of its value among all values of a token, or -1.
         first = np.cumsum([0, *(section.values for section in self.sections)])
         tiles = geometry.tiles
         self._value = np.full(tiles.columns, -1, np.int64)
@@ -71,12 +72,12 @@ class GenericDevice:
         self._first = first
 
     def _columns(self, values: npt.NDArray[Any], padding: float) -> npt.NDArray[Any]:
-        """`[chunks, values of a token]` -> `[chunks, M]`."""
+        """Arrange `[chunks, values of a token]` as `[chunks, M]`."""
         picked = np.where(self._value >= 0, values[:, self._value], padding)
         return np.ascontiguousarray(picked, values.dtype)
 
     def _channel_arrays(self, channels: Sequence[Sequence[Channels | None]]) -> dict[str, npt.NDArray[Any]]:
-        """Rows, scales and means by chunk and column; sections that are not wanted are None."""
+        """Return rows, scales and means by chunk and column; unwanted sections are None."""
         shape = (len(channels), int(self._first[-1]))
         rows, scale, mean = np.full(shape, -1, np.int32), np.ones(shape, np.float32), np.zeros(shape, np.float32)
         for chunk, sections in enumerate(channels):
@@ -98,7 +99,7 @@ class GenericDevice:
         return 6 * tokens * int(self._first[-1])
 
     def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> GenericBatch:
-        """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
+        """Verify the sections of these blobs that contain any of `layers`, and pack the arrays for the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
         read: list[list[Channels | None]] = [[None] * len(self.sections) for _ in chunks]
@@ -120,7 +121,7 @@ class GenericDevice:
         return GenericBatch(incoming, sections, packed, arrays, parts, planes, coefficients)
 
     def launch(self, batch: GenericBatch) -> torch.Tensor:
-        """Decode a batch; returns the status of its jobs, int32 on the device."""
+        """Decode a batch. Return the status of its jobs, int32 on the device."""
         incoming, geometry = batch.incoming, self._geometry
         with stage("upload"):
             sent = batch.packed.send(self._device)
@@ -162,7 +163,7 @@ class GenericDevice:
         offsets: Sequence[torch.Tensor | None],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """The sections of each chunk. Waits for the device three times: the first is for the statistics."""
+        """Return the encoded sections of each chunk. Waits for the device three times, first for the statistics."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined = len(self.sections), join(slots)
         table, jobs = encoding_tables(slots, starts, count)

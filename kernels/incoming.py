@@ -1,4 +1,4 @@
-"""Blobs on their way to the device: verified, put side by side, their parts found.
+"""Incoming blobs: verify them, pack them for the device, find their parts.
 
 The host checks what it can without touching every byte twice: checksums, and that the parts of each coded section
 fill it exactly (`FORMAT.md`). What only the streams themselves can tell, the kernels flag in `Status`.
@@ -20,26 +20,26 @@ from cuvee.codec.paged import PagedCache
 from cuvee.kernels.chunks import CacheMemory, chunk_table, join
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch
-from cuvee.kernels.ops.rans import CLASS_HEADER_BYTES, HEADER_BYTES, long_lengths
+from cuvee.kernels.ops.coded_part import CLASS_HEADER_BYTES, HEADER_BYTES, long_lengths
 from cuvee.kernels.upload import Packed, Upload, for_each
 from cuvee.kernels.workspace import place_jobs
 
 
 class Incoming:
-    """Blobs of a batch on their way to the device: verified, put side by side, their jobs described.
+    """Verified blobs of a batch, packed for the device, with the table of their jobs.
 
     Args:
         chunks: the blobs.
-        sections: which of their sections are wanted.
-        cache: where they go.
+        sections: numbers of the wanted sections.
+        cache: the cache that they are decoded into.
 
     Attributes:
-        upload: what travels; add to it before `pack`.
+        upload: the arrays to send; add to it before `pack`.
         jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
         chunks: int64 `[chunks, len(ChunkField)]`.
-        slots: int64, those of all chunks in a row.
-        max_tokens: of the longest chunk.
-        views: bytes of the section of each job.
+        slots: int64, slots of all chunks in a row.
+        max_tokens: tokens of the longest chunk.
+        views: bytes of each job's section.
 
     Raises:
         CorruptError: a checksum does not match.
@@ -79,7 +79,7 @@ class Incoming:
                 at += len(view)
 
     def chunk_batch(self, sent: Packed, status: torch.Tensor) -> ChunkBatch:
-        """The chunks as launches take them.
+        """Return the chunks in the form that launches take.
 
         Args:
             sent: the upload, on the device.
@@ -89,7 +89,7 @@ class Incoming:
         return ChunkBatch(chunks, status, len(self._sections), self._sections.start, self.max_tokens)
 
     def cache_view(self, sent: Packed, tiles: I64) -> CacheView:
-        """The cache as a launch over `tiles` (on the host) takes it.
+        """Return the cache in the form that a launch over `tiles` (on the host) takes.
 
         Args:
             sent: the upload, on the device.
@@ -99,17 +99,17 @@ class Incoming:
         return self._memory.view(memory, self.slots, tiles)
 
     def offset(self, job: int) -> int:
-        """Where the section of a job begins in the upload."""
+        """Return the offset of a job's section in the upload."""
         return self._begin[job]
 
     def name(self, job: int) -> str:
-        """Of a job's section, for messages."""
+        """Return the name of a job's section, for messages."""
         return self._names[job]
 
     def pack(
         self, device: torch.device, plans: I64, coded: Sequence[int] | None = None, which: I64 | None = None
     ) -> tuple[Packed, int, int]:
-        """Describe the jobs and put everything into one buffer, where tokens have no classes.
+        """Describe the jobs and pack everything into one buffer, for tokens without classes.
 
         Args:
             device: where it will go.
@@ -134,7 +134,7 @@ class Incoming:
         which: I64 | None = None,
         class_planes: I64 | None = None,
     ) -> tuple[Packed, npt.NDArray[np.bool_]]:
-        """Put everything into one buffer and fill in what the coded parts say; `place` is to follow.
+        """Pack everything into one buffer and fill in the fields that the coded parts give; call `place` next.
 
         Args:
             device: as for `pack`, as are `coded` and `which`.
@@ -144,7 +144,7 @@ class Incoming:
             class_planes: of the finest class of each job; None: the scheme has no classes.
 
         Returns:
-            the buffer, and which of the jobs `which` have tokens with classes.
+            the buffer, and a mask over `which` of the jobs whose tokens have classes.
         """
         packed = self.upload.pack(device)
         which = np.arange(len(self.jobs)) if which is None else which
@@ -161,7 +161,7 @@ class Incoming:
         return packed, classed
 
     def place(self, packed: Packed, plans: I64) -> tuple[int, int]:
-        """Give the jobs their places, see `place_jobs`, and put them into the buffer."""
+        """Assign places to the jobs, see `place_jobs`, and copy the jobs into the buffer."""
         sizes = place_jobs(self.jobs, plans)
         packed.host(self.at_jobs, self.jobs)[:] = self.jobs
         return sizes
@@ -177,7 +177,7 @@ def read_coded(
     names: list[str],
     class_planes: I64 | None = None,
 ) -> npt.NDArray[np.bool_]:
-    """Find the parts of coded sections and fill in what `jobs` `[J, len(JobField)]` says of them.
+    """Find the parts of coded sections and fill them into `jobs` `[J, len(JobField)]`.
 
     Args:
         data: bytes that hold the coded parts.
@@ -198,7 +198,7 @@ def read_coded(
 
     def require(good: npt.NDArray[np.bool_], what: str) -> None:
         if not good.all():
-            raise FormatError(f"{names[int(np.argmin(good))]} {what}")
+            raise FormatError(f"{names[int(np.argmin(good))]}: {what}")
 
     require(end - begin >= HEADER_BYTES, "ends before its stream header does")
     words32, words16 = data.view(np.uint32), data.view(np.uint16)

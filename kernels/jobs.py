@@ -1,4 +1,4 @@
-"""The tables that tell the kernels what to do: one launch handles many chunks, layers and groups.
+"""Descriptor tables of the kernels: one launch handles many chunks, layers and groups.
 
 All are int64 `[rows, FIELDS]` on the device; each enumeration names the fields of a row. A *job* is one coded part: one
 section of one chunk. A *plan* says how the components of a section are coded (`CodingPlan` on the device). A *chunk* is
@@ -37,14 +37,14 @@ class JobField(IntEnum):
     PLAN = 10  # row of `plans`
     PLANES = 11  # in `planes`: `[P, T]` uint8
     LEVELS = 12  # in `y`: `[R, STRIDE]` coefficients
-    STRIDE = 13  # of a row of coefficients, at least T
+    STRIDE = 13  # stride of a row of coefficients, at least T
     CHUNK = 14  # row of `chunks`
     SECTION = 15  # in `out`: byte offset of the coded part, a multiple of 4 (encoding)
-    CLASS_PLAN = 16  # row of `plans` for tokens of class 0, k rows later for class k; not above 0: there are no classes
-    COLUMNS = 17  # in `classes` and `order`: its tokens in the order in which they are coded
+    CLASS_PLAN = 16  # row of `plans` for class 0; class k is k rows later; 0 or below: no classes
+    COLUMNS = 17  # in `classes` and `order`: the job's tokens in coding order
     CLASS_WORDS = 18  # in `class_words`: the stream of its classes (encoding)
     CLASS_WORD_COUNT = 19
-    CLASS_STATE = 20  # of that stream, initial
+    CLASS_STATE = 20  # initial state of that stream
 
 
 class PlanField(IntEnum):
@@ -54,18 +54,18 @@ class PlanField(IntEnum):
     ROWS = 1  # R
     FIRST = 2  # in `tables` (int32): table of each plane for the first token of a stream
     REST = 3  # in `tables`: for the other tokens
-    ROW = 4  # of the first component, in the arrays by component
+    ROW = 4  # row of the first component, in the arrays by component
     PREDICTION = 5  # symbols.Prediction
-    EXTENT = 6  # of a class: rows of coefficients up to the last that it fills
-    ROW_MAP = 7  # of a class, in `row_maps`: which of its components each row of coefficients holds, or -1
+    EXTENT = 6  # rows of coefficients up to the last that the class fills
+    ROW_MAP = 7  # in `row_maps`: the class's component in each row of coefficients, or -1
 
 
 class ChunkField(IntEnum):
     """A row of `chunks`."""
 
     TOKENS = 0
-    FIRST = 1  # of its first token, in `slots` and in the rows of the rotation tables
-    SOURCE = 2  # position of the first token when it was encoded: tells the sinks
+    FIRST = 1  # index of its first token in `slots` and in the rows of the rotation tables
+    SOURCE = 2  # position of the first token at encoding, which determines the sinks
     TARGET = 3  # position of the first token in the cache written or read
 
 
@@ -89,8 +89,8 @@ class TileField(IntEnum):
     HEAD = 2
     DIM0 = 3
     DIM1 = 4
-    COUNT0 = 5  # how many of the first dimensions there are, at most PAIRS
-    COUNT1 = 6  # likewise, of the second
+    COUNT0 = 5  # number of first dimensions, at most PAIRS
+    COUNT1 = 6  # number of second dimensions, at most PAIRS
     STEP = 7
     ANGLE = 8  # column of pair 0 in the rotation tables, or -1: not turned
     ROW = 9  # first component of the tile's block, within the section
@@ -113,7 +113,7 @@ class BlockField(IntEnum):
 
 
 class Status(IntFlag):
-    """What a kernel found wrong with a job; several may add up."""
+    """Errors that a kernel found in a job; flags may add up."""
 
     STREAMS = 1  # a stream did not end in its initial state with all its words read
     ESCAPES = 2  # the list of escapes and the ESCAPE bytes disagree
@@ -202,7 +202,7 @@ STATUS_NOT_FINITE = tl.constexpr(int(Status.NOT_FINITE))
 STATUS_TOO_LARGE = tl.constexpr(int(Status.TOO_LARGE))
 STATUS_SLOT = tl.constexpr(int(Status.SLOT))
 
-# Element types of a cache, as a kernel names them.
+# Triton's names of a cache's element types.
 ELEMENTS: dict[torch.dtype, Any] = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,

@@ -1,4 +1,4 @@
-"""The lossless scheme on the device: each blob brings its own tables, and says which byte planes it stores."""
+"""The lossless scheme on the device: each blob has its own tables, and tells which byte planes it stores."""
 
 from __future__ import annotations
 
@@ -25,15 +25,10 @@ from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, ChunkField, JobField, PlanField
 from cuvee.kernels.ops.arguments import ChunkBatch, DecodingTables, TileTable
-from cuvee.kernels.ops.lossless import (
-    BytePlaneField,
-    count_symbols,
-    decoding_tables,
-    merge_planes,
-    split_planes,
-    sum_bytes,
-)
+from cuvee.kernels.ops.lossless import BytePlaneField
+from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.rans import WIDTH, coding_table, rans_decode
+from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes
 from cuvee.kernels.outgoing import encode_planes, place_streams, stream_jobs
 from cuvee.kernels.plans import Geometry
 from cuvee.kernels.tracing import stage
@@ -45,7 +40,7 @@ STORED = -1  # BytePlaneField.REFERENCE of a plane that is not coded
 
 @dataclass(frozen=True, slots=True)
 class LosslessBatch:
-    """A batch of blobs, verified and packed, and where in the buffer its arrays lie."""
+    """A batch of verified and packed blobs, and the places of its arrays in the buffer."""
 
     incoming: Incoming
     sections: range
@@ -55,7 +50,7 @@ class LosslessBatch:
 
 
 def _plans(planes: Sequence[int]) -> I64:
-    """Build plans for jobs with this many coded planes of channels each; their tables follow one another."""
+    """Build plans for jobs with this many coded planes of channels each; their tables are consecutive."""
     plans = np.zeros((len(planes), len(PlanField)), np.int64)
     plans[:, PlanField.PLANES] = planes
     plans[:, PlanField.FIRST] = plans[:, PlanField.REST] = np.cumsum([0, *planes])[:-1]
@@ -64,7 +59,7 @@ def _plans(planes: Sequence[int]) -> I64:
 
 
 class LosslessDevice:
-    """Codes chunks of any model bit for bit.
+    """Codes chunks of any model losslessly.
 
     Args:
         layout: of the model, with the dtype of the blobs.
@@ -100,7 +95,7 @@ class LosslessDevice:
         return tokens * self._layout.bytes_per_token
 
     def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> LosslessBatch:
-        """Verify the sections of these layers, and pack what goes to the device."""
+        """Verify the sections of these layers, and pack the arrays for the device."""
         sections = touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
         jobs, width = incoming.jobs, self._dtype.itemsize
@@ -136,7 +131,7 @@ class LosslessDevice:
         plans = _plans(planes)
         jobs[:, JobField.PLAN] = np.arange(len(jobs))
         tables = np.array(which, np.int32)
-        # The tables are checked here; the decoder's are made of them on the device.
+        # The tables are checked here; the device makes the decoder's tables from them.
         entropy = EntropyTables(np.stack(freq), PROB_BITS).freq if freq else np.empty((0, SYMBOLS), np.uint16)
         parts: dict[str, tuple[int, npt.NDArray[Any]]] = {}
         tiles = of_layers(self._geometry.tiles.tiles, layers)
@@ -145,15 +140,15 @@ class LosslessDevice:
         ):  # fmt: skip
             parts[name] = (incoming.upload.add(array), array)
         packed, size, _ = incoming.pack(self._device, plans, coded, np.flatnonzero(planes))
-        if np.any(jobs[:, JobField.ESCAPE_COUNT]):
-            raise FormatError("a lossless section has escapes")
+        if np.any(escapes := jobs[:, JobField.ESCAPE_COUNT] > 0):
+            raise FormatError(f"{incoming.name(int(np.argmax(escapes)))}: is lossless and has escapes")
         is_coded = table[:, BytePlaneField.REFERENCE] != STORED
         table[is_coded, BytePlaneField.PLANE] += np.repeat(jobs[:, JobField.PLANES], 2 * width)[is_coded]
         packed.host(*parts["table"])[:] = table
         return LosslessBatch(incoming, sections, packed, parts, size)
 
     def launch(self, batch: LosslessBatch) -> torch.Tensor:
-        """Decode a batch; returns the status of its jobs, int32 on the device."""
+        """Decode a batch. Return the status of its jobs, int32 on the device."""
         incoming, geometry = batch.incoming, self._geometry
         with stage("upload"):
             sent = batch.packed.send(self._device)
@@ -197,7 +192,7 @@ class LosslessDevice:
         offsets: Sequence[torch.Tensor | None],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """The sections of each chunk. Waits for the device three times: the first is for the counts of symbols."""
+        """Return the encoded sections of each chunk. Waits for the device three times, first for symbol counts."""
         memory, geometry, device = CacheMemory.of(cache), self._geometry, self._device
         count, joined, width = len(self.sections), join(slots), self._dtype.itemsize
         chunks, jobs = encoding_tables(slots, starts, count)
@@ -232,7 +227,7 @@ class LosslessDevice:
         freq: list[npt.NDArray[np.uint16]] = []
         which: list[int] = []
         planes: list[int] = []
-        kept_at: list[slice] = []  # where the stored planes of each job lie
+        kept_at: list[slice] = []  # places of the stored planes of each job
         stored = 0
         for job in range(len(jobs)):
             length, coded, kept = int(jobs[job, JobField.TOKENS]), 0, 0
@@ -281,7 +276,7 @@ class LosslessDevice:
             jobs, plans, stream_jobs(jobs, part["jobs"], part["plans"], part["tables"]), part["entries"], out, status,
             self.sections, first_chunk,
         )  # fmt: skip
-        raw = download.wait()  # which ended before the bodies did
+        raw = download.wait()  # it has ended, as the bodies came later on the same stream
         whole = []
         for job, (head, body) in enumerate(zip(heads, bodies, strict=True)):
             kept_bytes = raw[kept_at[job]].tobytes()

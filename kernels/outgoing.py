@@ -1,4 +1,4 @@
-"""Coded parts of sections on their way off the device: rANS, sizes to the host, then all bytes in one copy."""
+"""Outgoing coded parts: run rANS, copy their sizes to the host, then all bytes in one copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from cuvee.kernels.chunks import raise_status
 from cuvee.kernels.devices import Download
 from cuvee.kernels.jobs import I64, JobField, PlanField
 from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
-from cuvee.kernels.ops.rans import class_bytes, coded_bytes, count_words, long_lengths, rans_encode, write_coded
+from cuvee.kernels.ops.coded_part import class_bytes, coded_bytes, count_words, long_lengths, write_coded
+from cuvee.kernels.ops.rans import rans_encode
 from cuvee.kernels.ops.rans_by_class import rans_encode_classes
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import send_arrays
@@ -28,21 +29,23 @@ ListEscapes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def tokens_per_stream_of(plans: Sequence[CodingPlan], family: Family) -> list[int]:
-    """Tokens per stream of each plan."""
+    """Return the tokens per stream of each plan."""
     entropy = family.tables.entropy
     return [tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction) for plan in plans]
 
 
 def check_size(jobs: I64, plans: I64) -> None:
-    """Raise InputError where a job has more coefficients than an escape can number."""
+    """Raise InputError if a job has more coefficients than an escape's 32-bit index can address."""
     rows = plans[jobs[:, JobField.PLAN], PlanField.ROWS]
     if np.any(rows * jobs[:, JobField.TOKENS] >= 1 << 32):
         tokens = jobs[:, JobField.TOKENS].max()
-        raise InputError(f"{rows.max()} components cannot hold {tokens} tokens per chunk: encode fewer at a time")
+        raise InputError(
+            f"chunk: must have below 2**32 coefficients, got {rows.max()} x {tokens}; encode shorter chunks"
+        )
 
 
 def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> None:
-    """Give every job its place among the streams and their words, before they are coded.
+    """Assign every job a place among the streams and their words, before encoding.
 
     Args:
         jobs: with PLAN, TOKENS, PER_STREAM and CLASS_PLAN; STREAMS, STATES, LENGTHS, WORDS and LONG_LENGTHS are
@@ -61,7 +64,7 @@ def place_streams(jobs: I64, plans: I64, class_planes: I64 | None = None) -> Non
 
 
 def _word_bound(jobs: I64, plans: I64) -> I64:
-    """Words that the streams of each job may need: one per symbol."""
+    """Return the most words that the streams of each job may need: one per symbol."""
     words: I64 = (
         jobs[:, JobField.STREAMS] * jobs[:, JobField.PER_STREAM] * plans[jobs[:, JobField.PLAN], PlanField.PLANES]
     )
@@ -69,7 +72,7 @@ def _word_bound(jobs: I64, plans: I64) -> I64:
 
 
 def stream_jobs(jobs: I64, device_jobs: torch.Tensor, plans: torch.Tensor, tables: torch.Tensor) -> StreamJobs:
-    """Jobs (on the host and on the device) with their plans and tables, as the entropy coder takes them."""
+    """Return jobs (on the host and on the device) with their plans and tables, in the form that the coder takes."""
     return StreamJobs(device_jobs, plans, tables, int(jobs[:, JobField.STREAMS].max()))
 
 

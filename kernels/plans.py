@@ -1,4 +1,4 @@
-"""What a profile becomes on the device: coding plans, packed bases, means and rotation frequencies as flat arrays."""
+"""Profiles on the device: coding plans, packed bases, means and rotation frequencies as flat arrays."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from cuvee.kernels.tiles import lay_out_tiles
 
 Numbers = TypeVar("Numbers", int, I64)
 
-USUAL_FREQUENCY = (1 << CLASS_BITS) // 100  # of a class that is no rarity
+USUAL_FREQUENCY = (1 << CLASS_BITS) // 100  # classes of at least this frequency are not rare
 ANGLE_ALIGNMENT = 4  # columns of a rotation table: the widest load of a thread
 
 
@@ -49,7 +49,7 @@ class FamilyTables:
 
     @classmethod
     def of(cls, family: Family, device: torch.device) -> FamilyTables:
-        """Copy the tables of a family."""
+        """Copy the tables of a family to a device."""
         tables = family.tables
         arrays = (decoding_table(tables), coding_table(tables), tables.freq, tables.reach)
         decoding, entries, freq, reach = (torch.from_numpy(array).to(device) for array in arrays)
@@ -71,7 +71,7 @@ class PlanArrays:
 
     @classmethod
     def of(cls, plans: Sequence[CodingPlan], family: Family, step_index: int) -> PlanArrays:
-        """The arrays of plans that share a family and a step index."""
+        """Return the arrays of plans that share a family and a step index."""
         return cls.at_steps(plans, family, [step_value(step_index)] * len(plans))
 
     @classmethod
@@ -82,13 +82,13 @@ class PlanArrays:
         steps: Sequence[float],
         rows_of: Sequence[npt.NDArray[np.intp]] | None = None,
     ) -> PlanArrays:
-        """The arrays of plans that share a family.
+        """Return the arrays of plans that share a family.
 
         Args:
             plans: how components are coded.
-            family: whose quantizer.
-            steps: of each plan.
-            rows_of: of each plan, the row of coefficients that each component takes; None: they follow each other.
+            family: gives the quantizer.
+            steps: step of each plan.
+            rows_of: for each plan, the row of coefficients of each component; None: consecutive rows.
         """
         table = np.zeros((len(plans), len(PlanField)), np.int64)
         tables: list[npt.NDArray[Any]] = []
@@ -122,20 +122,20 @@ class PlanArrays:
         )
 
     def to(self, device: torch.device) -> DevicePlans:
-        """Copy them to the device."""
+        """Copy the arrays to the device."""
         return DevicePlans(**{name: torch.from_numpy(array).to(device) for name, array in self.named().items()})
 
     def named(self) -> dict[str, npt.NDArray[Any]]:
-        """The arrays by name."""
+        """Return the arrays by name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 class Geometry:
-    """How the heads of a layout are cut into tiles, for one partition into sections, and its RoPEs side by side.
+    """The tiles of a layout's heads, for one partition into sections, and the layout's RoPEs side by side.
 
     Attributes:
-        tiles: the cut.
-        inv_freq, scaling: float32 `[A]` on the device: a column of the rotation tables each.
+        tiles: tiles of all sections.
+        inv_freq, scaling: float32 `[A]` on the device, one value per column of the rotation tables.
     """
 
     def __init__(self, layout: KVLayout, sections: Sequence[Section], device: torch.device) -> None:
@@ -148,7 +148,7 @@ class Geometry:
                 padding = -len(layer.rope.inv_freq) % ANGLE_ALIGNMENT
                 inv_freq += [*layer.rope.inv_freq, *[0.0] * padding]
                 scaling += [layer.rope.attention_scaling] * (len(inv_freq) - len(scaling))
-        # Without any RoPE one unused column: a kernel's pointer must point somewhere.
+        # Without any RoPE there is one unused column, because a kernel's pointer must be valid.
         self.inv_freq = torch.tensor(inv_freq or [0.0], dtype=torch.float32).to(device)
         self.scaling = torch.tensor(scaling or [1.0], dtype=torch.float32).to(device)
         self.tiles = lay_out_tiles(layout, sections, columns)
@@ -156,7 +156,7 @@ class Geometry:
     def rotations(
         self, chunks: torch.Tensor, rows: int, max_tokens: int, *, use_source: bool = False, inverse: bool = False
     ) -> RotationTables:
-        """Tables of `rows` rows, for all tokens of these chunks; see `rotation_tables`."""
+        """Return tables of `rows` rows for all tokens of these chunks; see `rotation_tables`."""
         cos = self.inv_freq.new_empty(rows, len(self.inv_freq))
         tables = RotationTables(cos, torch.empty_like(cos))
         rotation_tables(
@@ -212,12 +212,12 @@ class LinearMaps:
             for matrix in self._layout.pack_basis(rows, index):
                 packed[at : at + matrix.numel()] = matrix.reshape(-1)
                 at += matrix.numel()
-        # Converted on the host: the copy then has ended when this returns, whatever stream uses it first.
+        # Converted on the host, so the copy has ended when this returns, and any stream may use it.
         return packed.to(self._device)
 
 
 class TransformPlan:
-    """All that coding at one step of a learned profile needs on the device.
+    """Everything on the device that coding at one step of a learned profile needs.
 
     Args:
         profile: a learned profile.
@@ -255,15 +255,15 @@ class TransformPlan:
 
     @lazy
     def classes(self) -> ClassTables:
-        """What tokens that have classes need besides. Made when the first of them comes."""
+        """Tables for tokens that have classes; made when the first such token is coded."""
         return ClassTables(self)
 
 
 class ClassTables:
-    """What a `TransformPlan` needs for tokens that have classes.
+    """Tables of a `TransformPlan` for tokens that have classes.
 
-    A class's components are the leading ones of each block. So that those of all classes lie in the same rows, the
-    coefficients of a section are laid out for the finest class that is served: a class leaves rows of each block free.
+    A class has the leading components of each block. To keep the components of all classes in the same rows, the
+    coefficients of a section are laid out for the finest class that is served; coarser classes leave rows unused.
 
     Attributes:
         arrays: the plans of all sections without classes, then of class k of section s in row S + 16 s + k, on the
@@ -287,10 +287,10 @@ class ClassTables:
         row_maps: list[npt.NDArray[np.int32]] = []
         nothing = coding_plan(np.empty(0, np.int32))
         for section in classed:
-            # What the kernels take for granted: their scratch is that of the finest class that occurs.
+            # The kernels rely on this: they size their scratch for the finest class that occurs.
             for falling in (section.rows[section.finest :], section.planes[section.finest :]):
                 if np.any(np.diff(falling) > 0):
-                    raise ProfileError("the profile codes more components of coarser tokens than of finer ones")
+                    raise ProfileError("profile: codes more components of coarser tokens than of finer ones")
         deepest = []
         for own, section in zip(plan.coding, classed, strict=True):
             finest = own.class_ranks[section.finest]
@@ -321,6 +321,6 @@ class ClassTables:
         self.usual = np.maximum((self.freq[:, :CLASSES] >= USUAL_FREQUENCY).argmax(1), self.finest)
 
     def rows(self, sections: Numbers, classes: Numbers | int = 0) -> Numbers:
-        """Rows of `plans`: of class `classes` of each of `sections`."""
+        """Return the rows of `plans` for class `classes` of each of `sections`."""
         rows: Numbers = len(self.finest) + sections * CLASSES + classes
         return rows

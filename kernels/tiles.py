@@ -1,4 +1,4 @@
-"""How the values of sections are cut into tiles: pieces of heads that one program of a kernel reads or writes.
+"""Tiles: the pieces of heads that one program of a kernel reads or writes.
 
 The M *columns* of gathered values, of means and of bases are a section's values in the order of its tiles, padded. A
 tile has 2 * PAIRS columns: the first dimensions of its pairs, then the second ones.
@@ -18,12 +18,12 @@ from cuvee.codec.layout import KVLayout, Rope
 from cuvee.codec.profiles.sections import Section
 from cuvee.kernels.jobs import I64, BlockField, TileField
 
-MIN_PAIRS, MAX_PAIRS = 16, 64  # of half a tile: the least that a matrix instruction takes; a head of 128 is one tile
+MIN_PAIRS, MAX_PAIRS = 16, 64  # of half a tile: the least for a matrix instruction; a head of 128 is one tile
 
 
 @dataclass(frozen=True, slots=True)
 class TileLayout:
-    """How sections are cut into tiles.
+    """Sections cut into tiles.
 
     Attributes:
         tiles: `[tiles, len(TileField)]` in the order of the sections, units, heads and dimensions; no ranks yet.
@@ -42,12 +42,12 @@ class TileLayout:
     bounds: I64
 
     def pack(self, values: torch.Tensor, section: int) -> torch.Tensor:
-        """Values `[..., N]` of a section -> its columns `[..., bounds[i + 1] - bounds[i]]`, padded with zeros."""
+        """Arrange values `[..., N]` of a section as columns `[..., bounds[i + 1] - bounds[i]]`, padded with zeros."""
         order = torch.from_numpy(self.order[self.bounds[section] : self.bounds[section + 1]]).to(values.device).long()
         return torch.where(order >= 0, values[..., order.clamp_min(0)], 0)
 
     def pack_basis(self, matrices: Sequence[torch.Tensor], section: int) -> list[torch.Tensor]:
-        """Per block of a section `[rank, n]` (forward, or inverse transposed) -> `[rank, BlockField.COLUMNS]`."""
+        """Arrange each block `[rank, n]` (forward, or inverse transposed) as `[rank, BlockField.COLUMNS]`."""
         own = self.blocks[self.blocks[:, BlockField.SECTION] == section]
         packed, first = [], 0
         for matrix, block in zip(matrices, own, strict=True):
@@ -62,12 +62,12 @@ class TileLayout:
     def with_ranks(
         self, ranks: Sequence[Sequence[int]], stored: Sequence[Sequence[int]] | None = None
     ) -> tuple[I64, I64, int]:
-        """The tables for blocks cut to their leading components.
+        """Return the tables for blocks cut to their leading components.
 
         Args:
-            ranks: per section, per block: components that are coded.
-            stored: likewise, components of the bases in memory, at least `ranks`; None: `ranks`. The bases are one
-                `[stored, BlockField.COLUMNS]` after the other.
+            ranks: coded components, per section and block.
+            stored: components of the bases in memory, per section and block, at least `ranks`; None: `ranks`. The
+                bases `[stored, BlockField.COLUMNS]` follow each other.
 
         Returns:
             tiles, blocks, and the number of elements of the bases, forward or inverse alike.
@@ -76,7 +76,7 @@ class TileLayout:
         flat = np.array([rank for section in ranks for rank in section], np.int64)
         kept = flat if stored is None else np.array([rank for section in stored for rank in section], np.int64)
         if flat.shape != kept.shape or len(flat) != len(blocks) or np.any(flat > kept):
-            raise InputError("ranks and stored ranks must name every block, and no more components than are stored")
+            raise InputError(f"ranks: must be at most {kept} for {len(blocks)} blocks, got {flat}")
         end = np.cumsum(kept * blocks[:, BlockField.COLUMNS])
         blocks[:, BlockField.RANK] = flat
         blocks[:, BlockField.BASIS] = end - kept * blocks[:, BlockField.COLUMNS]
@@ -96,12 +96,12 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
     """Cut sections into tiles, each within one head of one unit and one block.
 
     Args:
-        layout: of the cache.
-        sections: from `partition`, any group.
+        layout: layout of the cache.
+        sections: sections from `partition`, of any group.
         angles: first column of every RoPE of the layout in the rotation tables; a multiple of 4 allows faster loads.
 
     Raises:
-        InputError: a block that ends within a head.
+        InputError: a block ends within a head.
     """
     longest = 1
     for layer in layout.layers:
@@ -126,7 +126,9 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
                             ends.pop(0)
                         blocks.append([index, 0, 0, 0, len(tiles) * 2 * pairs, 0])
                     if value + size > ends[0]:
-                        raise InputError(f"a block of section {index} ends within a head")
+                        raise InputError(
+                            f"sections[{index}]: must have blocks of whole heads, got an end within a head"
+                        )
                     block = len(blocks) - 1
                     for piece in _cut_head(size, rope, angles, pairs):
                         first, second, count0, count1, step, angle = piece
@@ -154,7 +156,7 @@ def lay_out_tiles(layout: KVLayout, sections: Sequence[Section], angles: Mapping
 def _cut_head(
     size: int, rope: Rope | None, angles: Mapping[Rope, int], pairs: int
 ) -> list[tuple[int, int, int, int, int, int]]:
-    """Tiles of a head: (DIM0, DIM1, COUNT0, COUNT1, STEP, ANGLE)."""
+    """Return the tiles of a head: (DIM0, DIM1, COUNT0, COUNT1, STEP, ANGLE)."""
     cut = []
     turned = 0
     if rope is not None:

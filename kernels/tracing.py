@@ -1,4 +1,4 @@
-"""Which launches make up a stage, and how long each stage took: for benchmarks."""
+"""Stages of launches and the time that each stage takes, for benchmarks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One traced group of launches, between two events of the device."""
+    """A traced group of launches between two events of the device."""
 
     name: str
     begin: torch.cuda.Event
@@ -24,7 +24,7 @@ _trace: ContextVar[list[Stage] | None] = ContextVar("trace", default=None)
 
 @contextmanager
 def trace_stages() -> Iterator[list[Stage]]:
-    """Collect the stages launched inside, with their events, for benchmarks. Costs two events a stage."""
+    """Collect the stages launched inside, with their events, for benchmarks. Costs two events per stage."""
     stages: list[Stage] = []
     token = _trace.set(stages)
     try:

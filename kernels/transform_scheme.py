@@ -30,24 +30,26 @@ from cuvee.kernels.class_streams import read_classes, sort_columns, write_classe
 from cuvee.kernels.devices import Download
 from cuvee.kernels.incoming import Incoming
 from cuvee.kernels.jobs import I64, BlockField, ChunkField, JobField, PlanField, TileField
+from cuvee.kernels.ops.analyze import analyze, gather
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable, TokenOrder
+from cuvee.kernels.ops.dequantize import dequantize
+from cuvee.kernels.ops.quantize import list_escapes, quantize
 from cuvee.kernels.ops.rans import rans_decode
 from cuvee.kernels.ops.rans_by_class import rans_decode_classes
-from cuvee.kernels.ops.symbols import dequantize, list_escapes, quantize
 from cuvee.kernels.ops.symbols_by_class import MIN_DEPTH, dequantize_classes, list_escapes_classes, quantize_classes
-from cuvee.kernels.ops.transform import SynthesisConfig, analyze, gather, synthesis_config, synthesize
+from cuvee.kernels.ops.synthesize import SynthesisConfig, synthesis_config, synthesize
 from cuvee.kernels.outgoing import check_size, encode_planes, place_streams, stream_jobs, tokens_per_stream_of
 from cuvee.kernels.plans import FamilyTables, LinearMaps, TransformPlan
 from cuvee.kernels.tracing import stage
 from cuvee.kernels.upload import Packed, send_arrays
 from cuvee.kernels.workspace import place_jobs, running_offsets, zeros
 
-MODE_BYTE = 9  # of a section: whether its tokens have classes
+MODE_BYTE = 9  # offset in a section of the byte that tells whether its tokens have classes
 
 
 @dataclass(frozen=True, slots=True)
 class TransformBatch:
-    """A batch of blobs, verified and packed, and the sizes of what decoding it needs.
+    """A batch of verified and packed blobs, and the sizes of the arrays that decoding it needs.
 
     Attributes:
         tiles, class_tiles: offset in `packed`, and contents; None: all tiles.
@@ -68,7 +70,7 @@ class TransformBatch:
 
 @dataclass(frozen=True, slots=True)
 class SynthesisLaunch:
-    """One launch of `synthesize`: for the jobs whose tokens have classes, or for the others."""
+    """A launch of `synthesize`, for the jobs whose tokens have classes or for the others."""
 
     maps: LinearMaps
     tiles: TileTable
@@ -108,7 +110,7 @@ class TransformDevice:
         return int(tokens * (plans[:, PlanField.PLANES].sum() + width * plans[:, PlanField.EXTENT].sum()))
 
     def _usual_plans(self) -> tuple[I64, int]:
-        """A plan for each section, and the components that are read to choose classes, all of a token's together."""
+        """Return a usual plan per section, and the number of components per token that choosing classes reads."""
         plan = self._plan
         if self._predictor is None:
             return plan.arrays.plans, 0
@@ -116,14 +118,14 @@ class TransformDevice:
         return plan.classes.arrays.plans[rows], len(self._predictor.sections) * self._predictor.components
 
     def prepare(self, chunks: Sequence[DecodeRequest], cache: PagedCache, layers: range) -> TransformBatch:
-        """Verify the sections of these blobs that hold some of `layers`, and pack what goes to the device."""
+        """Verify the sections of these blobs that contain any of `layers`, and pack the arrays for the device."""
         plan, sections = self._plan, touched(self.sections, layers)
         incoming = Incoming(chunks, sections, cache)
         jobs, index = incoming.jobs, np.tile(np.asarray(sections), len(chunks))
         jobs[:, JobField.PLAN] = index
         classed = np.array([len(view) > MODE_BYTE and view[MODE_BYTE] != 0 for view in incoming.views])
         jobs[classed, JobField.COLUMNS], count = running_offsets(jobs[classed, JobField.TOKENS])
-        # Each begins at a multiple of 16 bytes, whatever their number: kernels are compiled for that.
+        # Each array begins at a multiple of 16 bytes, because kernels are compiled for that alignment.
         blank = np.zeros(count, np.uint8)
         columns = (incoming.upload.add(blank), incoming.upload.add(blank), blank)
         some = len(layers) < cache.layout.num_layers
@@ -150,7 +152,7 @@ class TransformDevice:
         return TransformBatch(incoming, sections, packed, tiles, class_tiles, columns, classed, planes, coefficients)
 
     def _read_classes(self, words: U16, jobs: I64, which: I64, sections: I64, incoming: Incoming) -> tuple[U8, U8]:
-        """Classes and order of the columns of the jobs `which`, whose plans are filled in."""
+        """Return classes and order of the columns of the jobs `which`, and fill in the plans of these jobs."""
         tables, own = self._plan.classes, jobs[which]
         names = [incoming.name(job) for job in which]
         classes = read_classes(words, own, tables.slots, sections, tables.finest[sections], names)
@@ -160,7 +162,7 @@ class TransformDevice:
         return columns, order
 
     def launch(self, batch: TransformBatch) -> torch.Tensor:
-        """Decode a batch; returns the status of its jobs, int32 on the device."""
+        """Decode a batch. Return the status of its jobs, int32 on the device."""
         plan = self._plan
         geometry, device = plan.geometry, plan.device
         plain, classed = not batch.classed.all(), bool(batch.classed.any())
@@ -240,7 +242,7 @@ class TransformDevice:
         offsets: Sequence[torch.Tensor | None],
         first_chunk: int,
     ) -> list[list[bytes]]:
-        """The sections of each chunk, of which the first has number `first_chunk`.
+        """Return the encoded sections of each chunk; chunks count from `first_chunk`.
 
         `offsets` as in `Backend.encode`. Waits for the device twice, and once more where a predictor is asked.
         """
@@ -248,7 +250,7 @@ class TransformDevice:
         geometry, device = plan.geometry, plan.device
         count = len(self.sections)
         table, jobs = encoding_tables(slots, starts, count)
-        # A caller's offsets take the place of the predictor's.
+        # Offsets from the caller replace those of the predictor.
         predictor = None if all(own is not None for own in offsets) else self._predictor
         host = {"chunks": table, **memory.named()}
         if predictor is not None:
@@ -337,7 +339,7 @@ class TransformDevice:
         predicted: torch.Tensor | None,
         offsets: Sequence[torch.Tensor | None],
     ) -> U8 | None:
-        """Classes of all tokens of those jobs that have some, and the jobs' CLASS_PLAN and COLUMNS; None: no job has.
+        """Return the classes of all tokens that have one, or None; fill in CLASS_PLAN and COLUMNS of their jobs.
 
         Args:
             jobs: of all sections of all chunks.
@@ -366,7 +368,7 @@ class TransformDevice:
         return np.concatenate(chosen) if chosen else None
 
     def _set_classes(self, jobs: I64, classes: U8) -> dict[str, npt.NDArray[Any]]:
-        """Fill in what classes change in their jobs; what goes to the device: classes and order of columns, words."""
+        """Fill in the fields of jobs that depend on classes. Return the arrays for the device, by name."""
         tables, which = self._plan.classes, np.flatnonzero(jobs[:, JobField.CLASS_PLAN] > 0)
         own, sections = jobs[which], which % len(self.sections)
         columns, order, counts = sort_columns(classes, own)

@@ -1,4 +1,4 @@
-"""Arrays that travel to the device together: packed into pinned memory, sent in one copy."""
+"""Upload of several arrays: pack them into pinned memory and send them in one copy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cuvee.kernels.devices import host_buffer
 
 ALIGNMENT = 16  # bytes: the widest load of a thread
 
-PARALLEL_BYTES = 1 << 20  # fewer are moved faster than they are handed to threads
+PARALLEL_BYTES = 1 << 20  # below this, handing work to threads takes longer than the copy
 MAX_THREADS = 8
 
 T = TypeVar("T")
@@ -28,10 +28,10 @@ _pool = Pool(min(MAX_THREADS, os.cpu_count() or 1), "cuvee-upload")
 
 
 def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -> list[T]:
-    """Apply a function that reads or copies this many bytes in all, on several threads if that pays.
+    """Apply a function to items of `total_bytes` in all, on several threads if that is faster.
 
-    Hashing and copying let go of the interpreter's lock. One core does both at about 11 GB/s of blobs, a third of
-    what a device decodes.
+    Hashing and copying release the interpreter's lock. One core does both at about 11 GB/s of blobs, a third of what a
+    device decodes.
     """
     if len(items) < 2 or total_bytes < PARALLEL_BYTES:
         return [function(item) for item in items]
@@ -39,7 +39,7 @@ def for_each(function: Callable[[S], T], items: Sequence[S], total_bytes: int) -
 
 
 class Upload:
-    """Arrays that travel to the device together: laid out first, packed into pinned memory, sent in one copy."""
+    """Arrays to send to the device in one copy: first laid out, then packed into pinned memory."""
 
     def __init__(self) -> None:
         self._parts: list[memoryview | npt.NDArray[Any]] = []
@@ -47,7 +47,7 @@ class Upload:
         self._size = 0
 
     def add(self, part: memoryview | npt.NDArray[Any]) -> int:
-        """Append an array or bytes; returns the byte offset it will have, a multiple of ALIGNMENT."""
+        """Append an array or bytes. Return its future byte offset, a multiple of ALIGNMENT."""
         offset = self._size
         self._parts.append(part)
         self._offsets.append(offset)
@@ -71,7 +71,7 @@ class Upload:
 
 
 def send_arrays(arrays: Mapping[str, npt.NDArray[Any]], device: torch.device) -> dict[str, torch.Tensor]:
-    """Start one copy of some arrays to the device; they are there by name, with their dtypes and shapes."""
+    """Start copying arrays to the device in one copy. Return them by name, with their dtypes and shapes."""
     upload = Upload()
     at = {name: upload.add(array) for name, array in arrays.items()}
     sent = upload.pack(device).send(device)
@@ -85,7 +85,7 @@ class Packed:
     bytes: torch.Tensor
 
     def host(self, offset: int, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The part at `offset` with the dtype and shape of `like`, to be read or filled in before `send`."""
+        """Return the part at `offset` with the dtype and shape of `like`, to read or to fill in before `send`."""
         raw: npt.NDArray[Any] = self.bytes.numpy()[offset : offset + like.nbytes]
         return raw.view(like.dtype).reshape(like.shape)
 
@@ -94,6 +94,6 @@ class Packed:
         return Packed(self.bytes.to(device, non_blocking=True))
 
     def view(self, offset: int, like: npt.NDArray[Any]) -> torch.Tensor:
-        """The part at `offset` as a tensor with the dtype and shape of `like`."""
+        """Return the part at `offset` as a tensor with the dtype and shape of `like`."""
         dtype = torch.from_numpy(np.empty(0, like.dtype)).dtype
         return self.bytes[offset : offset + like.nbytes].view(dtype).view(like.shape)

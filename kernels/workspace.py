@@ -1,4 +1,4 @@
-"""Scratch on the device: how work is cut into batches that fit, and where in it each job has its arrays."""
+"""Scratch memory on the device: batches that fit into it, and the place of each job's arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cuvee.kernels.upload import ALIGNMENT
 
 
 def batches(weights: Sequence[int], limit: int, most: int) -> Iterator[slice]:
-    """Runs of at most `most` items that together weigh at most `limit`, or of one item."""
+    """Yield runs of at most `most` items whose weights add up to at most `limit`, or of one item."""
     start = total = 0
     for index, weight in enumerate(weights):
         if index > start and (total + weight > limit or index - start == most):
@@ -25,7 +25,7 @@ def batches(weights: Sequence[int], limit: int, most: int) -> Iterator[slice]:
 
 
 def place_jobs(jobs: I64, plans: I64) -> tuple[int, int]:
-    """Give every job its place among the byte planes and the coefficients.
+    """Assign every job a place among the byte planes and the coefficients.
 
     Args:
         jobs: `[J, len(JobField)]` with PLAN and TOKENS; PLANES, LEVELS and STRIDE are written.
@@ -44,13 +44,13 @@ def place_jobs(jobs: I64, plans: I64) -> tuple[int, int]:
 
 
 def running_offsets(sizes: npt.NDArray[np.integer], alignment: int = 1) -> tuple[I64, int]:
-    """Where pieces of these sizes begin if they lie in a row, each rounded up to `alignment`; and their total."""
+    """Return the offsets of consecutive pieces of these sizes, each rounded up to `alignment`, and the total."""
     rounded = -(-sizes.astype(np.int64) // alignment) * alignment
     ends = np.cumsum(rounded)
     return ends - rounded, int(ends[-1]) if len(ends) else 0
 
 
 def zeros(count: int, size: int, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Several int32 arrays of zeros, cleared at once, each as well aligned as an allocation of its own."""
+    """Return several int32 arrays of zeros, cleared at once, each aligned like a separate allocation."""
     padded = -(-size // ALIGNMENT) * ALIGNMENT
     return torch.zeros(count, padded, dtype=torch.int32, device=device)[:, :size].unbind(0)

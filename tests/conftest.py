@@ -28,7 +28,8 @@ BOS = 0  # that `with_bos` puts before every text; no token of the bundled texts
 # Workers that take whole files finish together only if no long one comes last. Engines alternate with what computes:
 # two engines at a time wait for each other.
 LONGEST = (
-    "integrations/vllm/test_engine", "package/test_notebooks", "kernels/test_static", "integrations/vllm/test_faults",
+    "integrations/vllm/test_engine", "package/test_notebooks", "kernels/test_static_costs",
+    "integrations/vllm/test_faults",
     "eval/report/test_report", "codec/test_hostile", "integrations/vllm/test_serve", "codec/test_calibrate",
     "kernels/test_backend", "eval/bench/test_engine", "eval/blend_report/test_report", "kernels/test_hostile",
     "eval/test_tasks", "integrations/vllm/test_docs", "kernels/test_launches", "fuzz/test_soak",

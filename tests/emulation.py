@@ -1,8 +1,8 @@
-"""Where kernels run in the tests when there is no GPU: as compiled PTX in the emulator, or in Triton's interpreter.
+"""Choice of where the tests run kernels without a GPU: as PTX in the emulator, or in Triton's interpreter.
 
 CUVEE_KERNELS chooses: `ptx` (the default where there is g++) or `interpreter`. Of PTX, CUVEE_PTX_TARGET is `sm_80`,
-`sm_90` (the default) or `sm_100`, and CUVEE_PTX_SEED a number that draws the order of programs and how warps take
-turns; without one they run in order. CUVEE_REQUIRE_PTX=1 makes it an error that there is no g++.
+`sm_90` (the default) or `sm_100`, and CUVEE_PTX_SEED the seed of a random order of programs and
+warps; without a seed they run in order. CUVEE_REQUIRE_PTX=1 turns a missing g++ into an error.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ _DAY = 86_400.0
 
 
 def _choose() -> str:
-    """Decide, and tell Triton and those that this process starts.
+    """Choose, and set the environment for Triton and for child processes.
 
     Raises:
-        ValueError: CUVEE_KERNELS is neither.
-        NoCompiler: there is no g++ for what CUVEE_KERNELS or CUVEE_REQUIRE_PTX wants.
+        ValueError: CUVEE_KERNELS is neither ptx nor interpreter.
+        NoCompiler: CUVEE_KERNELS or CUVEE_REQUIRE_PTX asks for the emulator, and there is no g++.
     """
     if torch.cuda.is_available():
         return "gpu"
     wanted = os.environ.get("CUVEE_KERNELS", "")
     if wanted not in ("", "ptx", "interpreter"):
-        raise ValueError(f"CUVEE_KERNELS: ptx or interpreter, got {wanted!r}")
+        raise ValueError(f"CUVEE_KERNELS: must be ptx or interpreter, got {wanted!r}")
     if wanted != "interpreter":
         try:
             compiler()
@@ -56,7 +56,7 @@ TARGET = os.environ.get("CUVEE_PTX_TARGET", "sm_90")
 
 @cache
 def start() -> None:
-    """Make ready what runs the kernels of this process."""
+    """Prepare this process to run kernels."""
     if KERNELS_RUN_ON == "gpu" or find_spec("triton") is None:
         return
     if KERNELS_RUN_ON == "interpreter":
@@ -73,7 +73,7 @@ def start() -> None:
 
 
 def compiled_kernels() -> Path:
-    """Triton's cache, which workers and later runs share, for the kernels as they are; those of other days go."""
+    """Return Triton's cache for the current sources, shared by workers and runs; delete caches older than a day."""
     import triton
 
     key = hashlib.sha256(triton.__version__.encode())

@@ -1,8 +1,8 @@
-"""Triton's interpreter, twice as quick: what it works out for every operation, and could have known, is kept.
+"""A patch that makes Triton's interpreter twice as fast: it caches what the interpreter recomputes for every operation.
 
 An operation of a kernel is one call of NumPy under some twenty of Triton's own: a type is built, its shape checked and
-wrapped, every function of the language looked for and replaced. None of that depends on data. Nothing here touches a
-number: each patch returns what Triton's own code returned for the same types, or leaves the work to it.
+wrapped, every function of the language looked up and replaced. None of that depends on data. The patches do not change
+any number: each returns what Triton's code returned for the same types, or calls Triton's code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def make_quick() -> None:
 
 
 def _keep_the_language(interpreter: Any) -> None:
-    """At every call of a function within a kernel, all of the language is looked through for what is to be replaced."""
+    """Cache the search for builtins, which Triton repeats over its whole language at every call in a kernel."""
     from triton import language
     from triton.language import core
 
@@ -64,7 +64,7 @@ def _keep_the_language(interpreter: Any) -> None:
 
 
 def _keep_types(interpreter: Any) -> None:
-    """Types of blocks are equal if their element types and shapes are; here they are then the same object."""
+    """Make block types with equal element types and shapes one object."""
     from triton.language import core
 
     numpy_type_of = interpreter._get_np_dtype
@@ -77,7 +77,7 @@ def _keep_types(interpreter: Any) -> None:
     with_element_type, to_ir = core.block_type.with_element_ty, core.block_type.to_ir
 
     def kept_with_element_type(block: Any, scalar: Any) -> Any:
-        """The type is kept beside the scalar type that it was asked for with, which no other object can stand for."""
+        """Keep the type with the requested scalar type, so that its id stays unique."""
         known = block.__dict__.setdefault("_kept", {})
         found = known.get(id(scalar))
         if found is None:
@@ -126,7 +126,7 @@ def _keep_types(interpreter: Any) -> None:
 
 
 def _keep_operands(interpreter: Any) -> None:
-    """Operands of one type are neither cast nor broadcast."""
+    """Skip casts and broadcasts of operands that have the same type."""
     semantic = type(interpreter.interpreter_semantic)
     cast, broadcast, computation_type = semantic.cast, semantic.broadcast_impl_value, semantic.computation_type_impl
 

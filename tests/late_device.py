@@ -1,4 +1,4 @@
-"""A GPU for tests that have none: it records what it is told, and does everything as late as it may.
+"""A simulated GPU for tests: it records all calls, and does all work as late as possible.
 
 Tensors on `cuda:0` are held by the CPU (`DeviceTensor`). Work that is given to a stream waits in its queue until the
 host waits for it, or until another stream has to wait for it: whoever reads too early reads poison, whoever overwrites
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
 from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, Self
 
@@ -39,7 +40,7 @@ _FILLED = {"arange", "full", "ones", "rand", "randint", "randn", "randperm", "sc
 
 @dataclass(frozen=True)
 class Entry:
-    """Something that was done.
+    """A recorded action.
 
     Attributes:
         kind: `launch`, `operation` (of torch), `to device`, `to host`, `allocate`, `pin`, `wait` (which would have kept
@@ -62,7 +63,7 @@ class Entry:
 
 
 class Stream:
-    """See `torch.cuda.Stream`. Its work is done in order."""
+    """A stream like `torch.cuda.Stream`, whose work runs in order."""
 
     def __init__(self, device: Any = None, **_: Any) -> None:
         self.owner = _current()
@@ -126,7 +127,7 @@ class Event:
 
 
 class Block:
-    """A piece of the device's memory. When nobody holds it any more it is lent again."""
+    """A block of the device's memory. It is reused once nothing references it."""
 
     def __init__(self, owner: LateDevice, stream: Stream, memory: torch.Tensor) -> None:
         self.owner, self.stream, self.memory = owner, stream, memory
@@ -137,7 +138,7 @@ class Block:
 
 
 class DeviceTensor(torch.Tensor):
-    """A tensor on `cuda:0`, and the memory that stands in for the device's."""
+    """A tensor on `cuda:0`, with host memory in place of the device's."""
 
     held: torch.Tensor
     block: Block
@@ -213,7 +214,7 @@ class DeviceTensor(torch.Tensor):
 
 
 class _Mode(TorchDispatchMode):
-    """Sees what makes tensors on the device out of none."""
+    """A mode that catches functions that make tensors on the device from no tensor."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return _current().call(func, args, kwargs or {})
@@ -259,15 +260,15 @@ class LateDevice:
     # What tests ask ---------------------------------------------------------------------------------------------
 
     def of(self, *kinds: str) -> list[Entry]:
-        """The entries of some kinds."""
+        """Return the entries of some kinds."""
         return [entry for entry in self.entries if entry.kind in kinds]
 
     def counts(self) -> Counter[str]:
-        """How many of each kind."""
+        """Return the number of entries of each kind."""
         return Counter(entry.kind for entry in self.entries)
 
     def finish(self) -> None:
-        """Do all work; as the last thing of a test, since it hides what nobody waited for."""
+        """Do all work. Call it last in a test, as it hides missing waits."""
         with self.lock:
             for stream in self.streams:
                 stream.run(stream.given)
@@ -307,7 +308,7 @@ class LateDevice:
     # Memory -----------------------------------------------------------------------------------------------------
 
     def _allocate(self, like: torch.Tensor) -> DeviceTensor:
-        """Memory for a tensor of the shape, strides and dtype of `like`."""
+        """Return memory for a tensor of the shape, strides and dtype of `like`."""
         self._refuse_capture("allocation")
         extent = 1 + sum((n - 1) * s for n, s in zip(like.shape, like.stride(), strict=True)) if like.numel() else 0
         size = max(-(-extent * like.element_size() // _GRAIN), 1) * _GRAIN
@@ -328,7 +329,7 @@ class LateDevice:
     # Work -------------------------------------------------------------------------------------------------------
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do what an operation of torch does, wherever its tensors are."""
+        """Do a torch operation, on the host or on the device."""
         flat, _ = tree_flatten((args, kwargs))
         wrapped = [each for each in flat if isinstance(each, DeviceTensor)]
         target = kwargs.get("device")
@@ -434,7 +435,7 @@ class LateDevice:
         return made
 
     def launch(self, name: str, reference: Callable[..., None]) -> Callable[..., None]:
-        """A launcher that gives the reference to the current stream."""
+        """Return a launcher that gives the reference to the current stream."""
 
         def launcher(*args: Any, **kwargs: Any) -> None:
             with self.lock:
@@ -466,7 +467,7 @@ def _meta(each: Any) -> Any:
 
 
 def _arguments(launcher: str, tree: Any) -> Any:
-    """A launcher's arguments with the tensors of the CPU, also inside of the classes of `ops.arguments`."""
+    """Return a launcher's arguments with CPU tensors, also inside the classes of `ops.arguments`."""
     if isinstance(tree, DeviceTensor):
         return tree.held
     if isinstance(tree, torch.Tensor):
@@ -481,26 +482,28 @@ def _arguments(launcher: str, tree: Any) -> Any:
 
 
 def launchers(stand_in: Callable[[str, Callable[..., None]], Any]) -> Iterator[tuple[ModuleType, str, Any]]:
-    """Where the backend calls launchers of kernels, and what stands in for each: (module, name, stand-in)."""
-    from cuvee.kernels import class_predictor as predictor
-    from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, plans, transform_scheme
+    """Yield (module, name, stand-in) for every place where the backend calls a launcher."""
+    from cuvee.kernels import class_predictor, generic_scheme, lossless_scheme, outgoing, plans, transform_scheme
     from cuvee.kernels.analysis.static_costs import MODULES
+    from cuvee.kernels.ops import naive
 
-    users = [plans, predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
-    for name in MODULES:
-        home, naive = import_module(name), import_module(name.replace(".ops.", ".ops.naive."))
-        for key, reference in list(vars(naive).items()):
-            own = key.removesuffix("_reference")
-            launcher = getattr(home, own, None)
-            if key.endswith("_reference") and launcher is not None:
+    users = [plans, class_predictor, outgoing, transform_scheme, generic_scheme, lossless_scheme]
+    kernels = [import_module(name) for name in MODULES]
+    for module in iter_modules(naive.__path__, f"{naive.__name__}."):
+        references = import_module(module.name)
+        for key, reference in list(vars(references).items()):
+            name = key.removesuffix("_reference")
+            if name == key or getattr(reference, "__module__", None) != references.__name__:
+                continue
+            for launcher in (getattr(home, name) for home in kernels if hasattr(home, name)):
                 for user in users:
-                    if getattr(user, own, None) is launcher:
-                        yield user, own, stand_in(own, reference)
+                    if getattr(user, name, None) is launcher:
+                        yield user, name, stand_in(name, reference)
 
 
 @contextmanager
 def late_device(patch: pytest.MonkeyPatch, hasty: set[int] | None = None) -> Iterator[LateDevice]:
-    """A device for the calling thread, which works on the stream of an engine, and for all threads started inside."""
+    """Install a device for the calling thread, which uses an engine's stream, and for all threads started inside."""
     from cuvee.codec import backends
     from cuvee.kernels.backend import TritonBackend
 

@@ -1,16 +1,16 @@
-"""Lower bounds of the time that kernels take, before any GPU runs them: `cuvee kernels --model`.
+"""Lower bounds of the time that kernels take, computed without a GPU: `cuvee kernels --model`.
 
-    counts.json      what each kernel does per value: executed PTX, sectors, passes over shared memory, FLOPs
-    static.report    how many machine instructions a PTX instruction becomes, and how many of those are integer work
-    Machine          what a GPU can do per second
+    counts.json            work of each kernel per value: executed PTX, sectors, passes over shared memory, FLOPs
+    static_costs.report    machine instructions per PTX instruction, and the share of integer instructions
+    Machine                throughputs of a GPU
 
 A kernel takes at least the longest of the times that its instructions, its integer instructions, its first-level cache
-and shared memory, its second-level cache, its memory and its tensor cores need. Nothing is known of latency, of cache
-misses on loads, or of launches that do not fill the device: that is what is left to a GPU.
+and shared memory, its second-level cache, its memory and its tensor cores need. The bounds leave out
+latency, cache misses on loads, and launches that do not fill the device; only a GPU can measure those.
 
 `counts.json` was counted on one chunk of 256 tokens of Llama-3.1-8B's shape, bfloat16, whose spectrum falls by 2.5 %
-per component, at 1.4 bits per value where there is a profile. `python -m tests.kernels.counting` counts again; tests
-hold the kernels to it.
+per component, at 1.4 bits per value with a profile. `python -m tests.kernels.counting` counts again; tests compare the
+kernels with the file.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Machine:
     """A GPU.
 
     Attributes:
-        target: whose counts and machine instructions stand for it.
-        multiprocessors: how many.
+        target: the target whose counts and machine instructions represent the GPU.
+        multiprocessors: their number.
         clock: GHz.
-        l2: TB/s that the second-level cache gives to all multiprocessors.
+        l2: TB/s from the second-level cache to all multiprocessors.
         dram: TB/s.
         tensor: TFLOP/s of dense products of bfloat16.
     """
@@ -65,19 +65,19 @@ MACHINES = {
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """What a kernel does for one value, on average over a chunk.
+    """Work of a kernel per value, on average over a chunk.
 
     Attributes:
         instructions: PTX instructions that warps run.
-        lanes: of these, how many of 32 take part.
+        lanes: how many of 32 lanes take part in an instruction, on average.
         requests: accesses of warps to global memory.
-        sectors: of 32 bytes that they touch; `least_sectors`: that as many bytes need.
-        through: of these, what the first-level cache passes on in any case: of stores, atomics, asynchronous copies.
-        transfers: clocks that the first-level cache takes for the requests, at four sectors per clock.
+        sectors: sectors of 32 bytes that the requests touch; `least_sectors`: the least that their bytes need.
+        through: sectors that the first-level cache always passes on: of stores, atomics, asynchronous copies.
+        transfers: clocks of the first-level cache for the requests, at four sectors per clock.
         written: bytes stored to global memory.
-        passes: clocks that shared memory takes; `least_passes`: without conflicts of banks.
-        barriers: that warps meet.
-        flops: of tensor cores; those of TF32, which take twice as long as those of bfloat16, count twice.
+        passes: clocks of shared memory; `least_passes`: the same without bank conflicts.
+        barriers: barriers that warps meet.
+        flops: operations of tensor cores; those of TF32 count twice, as they take twice as long as bfloat16.
     """
 
     instructions: float
@@ -94,8 +94,8 @@ class Count:
     flops: float
 
 
-# Of what a kernel reads, whose output it is: the bytes that come from memory at least, in launches whose arrays exceed
-# the second-level cache. "cache": the cache of the engine, "blob": the blob.
+# The kernels whose output each kernel reads. These bytes come from memory in launches whose arrays exceed the
+# second-level cache. "cache": the cache of the engine, "blob": the blob.
 _READS = {
     "gather": ("cache",), "sum_bytes": ("cache",), "count_symbols": ("cache",), "split_planes": ("cache",),
     "analyze": ("gather",), "channel_statistics": ("gather",), "normalize_channels": ("gather",),
@@ -152,8 +152,8 @@ def model(report: Mapping[str, Any], names: Sequence[str] = tuple(MACHINES)) -> 
     """Bounds of every kernel, and of encoding and decoding as a whole: their kernels one after the other.
 
     Args:
-        report: of `static.report`, for the targets of the machines.
-        names: of MACHINES.
+        report: from `static_costs.report`, for the targets of the machines.
+        names: names of MACHINES.
 
     Returns:
         per machine, scheme and way (`encode`, `decode`): `bits` per value; `kernels`, each with its `kernel`, its
@@ -190,13 +190,13 @@ def model(report: Mapping[str, Any], names: Sequence[str] = tuple(MACHINES)) -> 
 
 
 def _read(kernel: str, found: Mapping[str, Any], way: str) -> float:
-    """Bytes per value that a kernel reads of what another one wrote."""
+    """Return the bytes per value of other kernels' output that a kernel reads."""
     read = 0.0
     for source in _READS.get(_plain(kernel), ()):
         if source == "cache":
             read += ELEMENT
         elif source == "blob":
-            # Stored byte planes go past the entropy coder.
+            # Stored byte planes bypass the entropy coder.
             read += found["bits"] / 8 - _stored(found)
         else:
             read += sum(own.written for name, own in found[way].items() if _plain(name) == source)
@@ -204,11 +204,11 @@ def _read(kernel: str, found: Mapping[str, Any], way: str) -> float:
 
 
 def _stored(found: Mapping[str, Any]) -> float:
-    """Bytes per value that a lossless blob stores as they are."""
+    """Return the bytes per value that a lossless blob stores uncoded."""
     decode = found["decode"]
     return ELEMENT - decode["rans_decode"].written if "merge_planes" in decode else 0.0
 
 
 def _plain(kernel: str) -> str:
-    """The name of a kernel without what tells its variants apart."""
+    """Return the name of a kernel without the name of its variant."""
     return kernel.split(" ", maxsplit=1)[0].removesuffix("_classes")

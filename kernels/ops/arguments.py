@@ -1,4 +1,4 @@
-"""Arguments that launchers share: each class groups arrays and sizes that always travel together.
+"""Arguments that launchers share: each class groups arrays and sizes that belong together.
 
 Every launcher and its reference take the same objects. They hold references and are cheap to make: a launch packs them
 on the host and unpacks them at once, and no kernel sees them.
@@ -57,7 +57,7 @@ class TileTable:
 
 @dataclass(frozen=True, slots=True)
 class CacheView:
-    """Where the tokens of a launch lie in a cache.
+    """Places of a launch's tokens in a cache.
 
     Attributes:
         places: int64 `[units, len(PlaceField)]`.
@@ -78,7 +78,7 @@ class CacheView:
 
 @dataclass(frozen=True, slots=True)
 class RotationTables:
-    """What `rotation_tables` writes: a row per token (`ChunkField.FIRST` …), a column per angle.
+    """Output of `rotation_tables`: a row per token (`ChunkField.FIRST` …), a column per angle.
 
     Attributes:
         cos: float32 `[tokens, A]`.
@@ -132,7 +132,7 @@ class DevicePlans:
 
 @dataclass(frozen=True, slots=True)
 class CodableBytes:
-    """Which bytes each entropy table codes.
+    """Bytes that each entropy table codes.
 
     Attributes:
         freq: uint16 `[K, 256]`.
@@ -162,7 +162,7 @@ class StreamJobs:
 
 @dataclass(frozen=True, slots=True)
 class DecodingTables:
-    """What the entropy decoder looks up.
+    """Lookup tables of the entropy decoder.
 
     Attributes:
         words: uint32 `[K, WIDTH]` of `rans.decoding_table`.
@@ -175,7 +175,7 @@ class DecodingTables:
 
 @dataclass(frozen=True, slots=True)
 class EncodedStreams:
-    """What the encoder leaves: the words of each stream in a region of its own.
+    """Output of the encoder: the words of each stream in a separate region.
 
     Attributes:
         words: uint16 scratch. Stream s of a job with P planes and n tokens per stream owns P n words from
@@ -191,7 +191,7 @@ class EncodedStreams:
 
 @dataclass(frozen=True, slots=True)
 class ChannelArrays:
-    """What belongs to a channel of the scheme without a profile; M columns as `lay_out_tiles` orders them.
+    """Parameters of channels of the scheme without a profile; M columns in the order of `lay_out_tiles`.
 
     Attributes:
         rows: int32 `[C, M]`: row of coefficients within the job, or -1: the channel is not coded.
@@ -205,7 +205,7 @@ class ChannelArrays:
 
 
 def picked(kind: type[T], arrays: Mapping[str, torch.Tensor]) -> T:
-    """The arrays that a class above names, from some by name."""
+    """Return an object of a class above, made from arrays by name."""
     own: Any = kind
     made: T = kind(**{field.name: arrays[field.name] for field in fields(own)})
     return made

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
 from cuvee.kernels.jobs import (
     CHUNK_FIELDS,
     CHUNK_FIRST,
@@ -31,7 +32,6 @@ from cuvee.kernels.jobs import (
     TILE_SECTION,
     TILE_UNIT,
 )
-from cuvee.kernels.kernel_spec import KernelSpec
 from cuvee.kernels.ops.arguments import CacheView, ChannelArrays, ChunkBatch, RotationTables, TileTable
 from cuvee.kernels.ops.pages import store_pairs, token_offsets, turn_pairs
 

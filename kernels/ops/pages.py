@@ -244,10 +244,10 @@ def place_row(memory: torch.Tensor) -> list[int]:
         InputError: another number of dimensions, or 2**31 slots and more.
     """
     if memory.ndim != 4:
-        raise InputError(f"a unit's memory must be [blocks, tokens, heads, dimensions], got {list(memory.shape)}")
+        raise InputError(f"memory: must be [blocks, tokens, heads, dimensions], got {list(memory.shape)}")
     blocks, tokens = memory.shape[:2]
     if blocks * tokens >= 2**31:
-        raise InputError(f"a cache of {blocks * tokens} slots is beyond the {2**31 - 1} that kernels address")
+        raise InputError(f"memory: must have at most {2**31 - 1} slots, got {blocks * tokens}")
     # Kernels divide by the tokens of a block, even where a cache has no slots.
     return [memory.data_ptr(), *memory.stride(), max(tokens, 1), blocks * tokens]
 

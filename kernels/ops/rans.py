@@ -1,18 +1,18 @@
-"""The entropy coder on the GPU: decode and encode interleaved rANS, and lay out the coded part of a section.
+"""The entropy coder on the GPU: decode and encode interleaved rANS.
 
     decode   data --rans_decode--> planes [P, T]
-    encode   planes --rans_encode--> words, states, lengths --count_words--> totals --write_coded--> out
+    encode   planes --rans_encode--> words, states, lengths --coded_part--> out
 
 `codec/stages/reference/rans.py` specifies the coder, `codec/FORMAT.md` ("Coded part") the bytes. Each lane codes one
-stream: at every step all lanes of a program use the same table, and the symbols they store or load lie side by side.
+stream: at every step all lanes of a program use the same table, and the symbols that they store or load lie side by
+side.
 """
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
@@ -20,20 +20,15 @@ import triton.language as tl
 from cuvee.codec.entropy.streams import LOWER_BOUND
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables
 from cuvee.codec.support.arrays import U32
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
-    JOB_CLASS_STATE,
-    JOB_CLASS_WORD_COUNT,
-    JOB_CLASS_WORDS,
-    JOB_ESCAPE_COUNT,
-    JOB_ESCAPES,
     JOB_FIELDS,
     JOB_LENGTHS,
     JOB_LONG_LENGTHS,
     JOB_PER_STREAM,
     JOB_PLAN,
     JOB_PLANES,
-    JOB_SECTION,
     JOB_STATES,
     JOB_STREAMS,
     JOB_TOKENS,
@@ -45,17 +40,10 @@ from cuvee.kernels.jobs import (
     PLAN_REST,
     STATUS_STREAMS,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 
 _BOUND = tl.constexpr(LOWER_BOUND)
 _SYMBOLS = tl.constexpr(SYMBOLS)
-HEADER_BYTES = 12  # W, E, log2 n, the mode, zeros
-_HEADER = tl.constexpr(HEADER_BYTES // 4)
-CLASS_HEADER_BYTES = 8  # C, the class state
-_CLASS_HEADER = tl.constexpr(CLASS_HEADER_BYTES // 4)
-_SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
-
 # A row of a decode table: a word for each SPAN slots, then an entry per symbol. See `decoding_table`.
 SPAN = 24
 ENTRIES = 256  # where these begin
@@ -64,30 +52,17 @@ _SPAN = tl.constexpr(SPAN)
 _SPAN_RECIPROCAL = tl.constexpr((1 << 16) // SPAN + 1)  # floor(s * this / 2**16) is s div SPAN for s < 2**13
 _ENTRIES = tl.constexpr(ENTRIES)
 _WIDTH = tl.constexpr(WIDTH)
-
 # Streams of a program: one warp, so that the streams of a single chunk already spread over many multiprocessors.
 LANES = 64 if torch.version.hip else 32
 # What the inner loops need. Without a limit the compiler takes more for the code around them. AMD has no such option.
 REGISTERS: dict[str, Any] = {} if torch.version.hip else {"maxnreg": 40}
 UNROLL = tl.constexpr(4)  # symbols of a pass of the decoder's inner loop: they share its branch and its pointers
 PRECEDING = 64  # lengths read at a time to find where a stream begins; more would take the inner loop's registers
-_WRITE_STREAMS = 16
-_WRITE_PRECEDING = 256
-_WRITE_WORDS = 128
-_WRITE_ESCAPES = 1024
-
-Count = TypeVar("Count", int, npt.NDArray[np.int64])
-
-
-def long_lengths(planes: Count, per_stream: Count) -> Count:
-    """1 where lengths of streams take four bytes: of so many planes and tokens per stream, one word per symbol."""
-    long: Count = 1 * (planes * per_stream > _SHORT_LENGTH)
-    return long
 
 
 @triton.jit
 def _length(lengths, stream, long, exists):  # type: ignore[no-untyped-def]
-    """Words of streams, int64, from the bytes of a section: one or (`long` = 1) two uint16 each."""
+    """Return the words of streams, int64, from a section's bytes: one or (`long` = 1) two uint16 each."""
     at = lengths + stream * (1 + long)
     low = tl.load(at, mask=exists, other=0).to(tl.int64)
     high = tl.load(at + 1, mask=tl.where(exists, long, 0) > 0, other=0).to(tl.int64)
@@ -96,7 +71,7 @@ def _length(lengths, stream, long, exists):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _ones(word):  # type: ignore[no-untyped-def]
-    """How many bits of uint32 are set; the compiler knows these steps, and makes them one instruction."""
+    """Count the set bits of uint32; the compiler recognizes these steps and emits one instruction."""
     word = word - ((word >> 1) & 0x55555555)
     word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
     return (((word + (word >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
@@ -104,7 +79,7 @@ def _ones(word):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One symbol of every lane, by the table at `row`: stores it, returns the new state, position and word there."""
+    """Decode and store one symbol per lane with the table at `row`. Return the new state, position and its word."""
     slot = x & ((1 << PROB_BITS) - 1)
     span = (slot * _SPAN_RECIPROCAL) >> 16
     begun = tl.load(row + span)
@@ -123,7 +98,7 @@ def _decode_step(x, at, word, end, words, row, out, active, PROB_BITS: tl.conste
 
 @triton.jit
 def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps, active, PROB_BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`steps` symbols of every lane, at least one; see `_decode_step`."""
+    """Decode `steps` symbols per lane, at least one; see `_decode_step`."""
     # The table of a step is fetched one step ahead; the last step stands apart, as none follows it.
     table = tl.load(table_of)
     for _ in tl.range(1, steps, loop_unroll_factor=UNROLL):
@@ -137,10 +112,10 @@ def _decode_run(x, at, word, end, words, decoding, table_of, out, tokens, steps,
 
 @triton.jit
 def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the words of each stream lie, from the lengths: first word, end, and the end before it was clamped.
+    """Return the place of each stream's words: first word, end, and the end before clamping.
 
-    The sums are exact, then clamped to the words that there are: lengths that lie shift a stream, and are found out,
-    but no read leaves the words. Positions fit int32: a section has less than 2**32 bytes.
+    The sums are exact, then clamped to the existing words. Wrong lengths shift a stream and are detected, but no read
+    leaves the words. Positions fit int32: a section has less than 2**32 bytes.
     """
     long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
     lengths = data16 + tl.load(job + JOB_LENGTHS)
@@ -156,7 +131,7 @@ def _open_streams(data16, job, first, stream, exists, BLOCK: tl.constexpr):  # t
 
 @triton.jit
 def _flag_streams(status, bad, exists, ends, job, is_last):  # type: ignore[no-untyped-def]
-    """Say so if a stream is `bad`, or if the last program's lengths do not add up."""
+    """Flag the job if a stream is `bad`, or if the last program's lengths do not add up."""
     wrong = tl.max((bad & exists).to(tl.int32), 0) > 0
     wrong |= is_last & (tl.max(ends, 0) != tl.load(job + JOB_WORD_COUNT))
     tl.atomic_or(status, STATUS_STREAMS, mask=wrong)
@@ -210,7 +185,7 @@ def rans_decode(
 ) -> None:
     """Decode the streams of all jobs whose tokens have no classes.
 
-    The caller has checked that the states, lengths and words of a job lie within `data`; what they say is not trusted.
+    The caller has checked that the states, lengths and words of a job lie within `data`; their values are not trusted.
     Every program reads the lengths of all streams before its own: S**2 / 64 lengths per job, which is little beside its
     symbols for up to some thousand streams.
 
@@ -232,7 +207,7 @@ def rans_decode(
 
 
 def decoding_table(tables: EntropyTables) -> U32:
-    """What the decoder looks up: uint32 `[K, WIDTH]`, for `DecodingTables`.
+    """Return the decoder's lookup tables: uint32 `[K, WIDTH]`, for `DecodingTables`.
 
     A table of `EntropyTables.slots` has 2**prob_bits words, and nearly every lane of a warp looks at a cache line of
     its own. Here it looks at two of a tenth as many lines, and the tables of a family fit the first-level cache. Number
@@ -254,7 +229,7 @@ def decoding_table(tables: EntropyTables) -> U32:
 
 
 def coding_table(tables: EntropyTables) -> U32:
-    """What the encoder looks up: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
+    """Return the encoder's lookup tables: `[K, 256, 2]` uint32 of frequency << 16 | cumulative, and the reciprocal.
 
     The reciprocal of a frequency f is m = min(floor(2**32 / f), 2**32 - 1), 0 for a byte that cannot be coded. Then
     q = floor(x m / 2**32) is floor(x / f) or one less, for every x < 2**32: m = 2**32 / f - e with 0 <= e <= 1, so
@@ -269,7 +244,7 @@ def coding_table(tables: EntropyTables) -> U32:
 
 @triton.jit
 def _entry(coding, table_of, symbols, active):  # type: ignore[no-untyped-def]
-    """Of one symbol a lane: frequency << 16 | cumulative, and the reciprocal."""
+    """Return, for one symbol per lane, frequency << 16 | cumulative, and the reciprocal."""
     symbol = tl.load(symbols, mask=active, other=0).to(tl.int32)
     entry = tl.load(coding + (tl.load(table_of) * _SYMBOLS + symbol))
     return entry.to(tl.uint32), (entry >> 32).to(tl.uint32)
@@ -277,7 +252,7 @@ def _entry(coding, table_of, symbols, active):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type: ignore[no-untyped-def]
-    """Code one symbol a lane: stores a word where the state is full, returns the new state and position below `top`."""
+    """Code one symbol per lane; store a word where the state is full. Return the new state and position below `top`."""
     frequency = packed >> 16
     full = x >= frequency * scale
     at -= full.to(tl.int32)
@@ -292,7 +267,7 @@ def _encode_step(x, at, top, packed, reciprocal, total, scale, active):  # type:
 
 @triton.jit
 def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, active):  # type: ignore[no-untyped-def]
-    """`steps` symbols of every lane, from the plane at `row` and the table at `table_of` upwards."""
+    """Code `steps` symbols per lane, from the plane at `row` and the table at `table_of` upwards."""
     for _ in range(steps % 4):
         packed, reciprocal = _entry(coding, table_of, row, active)
         x, at = _encode_step(x, at, top, packed, reciprocal, total, scale, active)
@@ -318,7 +293,7 @@ def _encode_run(x, at, top, coding, table_of, row, tokens, steps, total, scale, 
 
 @triton.jit
 def _totals(coding):  # type: ignore[no-untyped-def]
-    """2**prob_bits and 2**(32 - prob_bits) of the tables."""
+    """Return 2**prob_bits and 2**(32 - prob_bits) of the tables."""
     # The frequencies of a table add up to 2**prob_bits: those of all bytes before the last, and its own.
     last = tl.load(coding + (_SYMBOLS - 1)).to(tl.uint32)
     total = (last >> 16) + (last & 0xFFFF)
@@ -359,9 +334,9 @@ def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, 
 
 
 def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor, streams: EncodedStreams) -> None:
-    """Code the planes of all jobs whose tokens have no classes: the words of `codec.rans.rans_encode`.
+    """Code the planes of all jobs whose tokens have no classes: the words of the reference's `rans_encode`.
 
-    A byte whose frequency is zero leaves its stream meaningless, but harms no other (escape it instead).
+    A byte whose frequency is zero corrupts its stream, but no other (escape it instead).
 
     Args:
         planes: uint8, `[P, T]` of each job at `JobField.PLANES`.
@@ -374,152 +349,6 @@ def rans_encode(planes: torch.Tensor, coding: StreamJobs, entries: torch.Tensor,
     _encode_kernel[(blocks * len(coding.jobs),)](
         planes, coding.jobs, coding.plans, coding.tables, entries.view(torch.int64), streams.words, streams.states,
         streams.lengths, blocks, LANES=LANES, num_warps=1, enable_fp_fusion=True,
-    )  # fmt: skip
-
-
-@triton.jit
-def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    job = jobs + tl.program_id(0) * JOB_FIELDS
-    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    first = lengths + tl.load(job + JOB_LENGTHS)
-    total = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, streams, BLOCK):
-        stream = start + tl.arange(0, BLOCK)
-        total += tl.load(first + stream, mask=stream < streams, other=0).to(tl.int64)
-    tl.store(totals + tl.program_id(0), tl.sum(total, 0))
-
-
-def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor) -> None:
-    """Add up the words of each job, which the host must know to place the coded parts.
-
-    Args:
-        coding: of the jobs, LENGTHS and STREAMS are read.
-        lengths: uint32, of `rans_encode`.
-        totals: `[J]` int64, gets the words of each job.
-    """
-    block = min(2048, max(256, triton.next_power_of_2(coding.max_streams)))
-    _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block, enable_fp_fusion=True)
-
-
-def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
-    """Size of coded parts: of one (ints) or of many (int64 arrays).
-
-    Args:
-        streams: S.
-        long: 1: lengths take four bytes, 0: two.
-        words: W, of all streams.
-        escapes: E.
-        classes: bytes of the stream of classes, `class_bytes`; 0: there are none.
-    """
-    coded = HEADER_BYTES + (6 + 2 * long) * streams + 2 * words + classes
-    size: Count = coded + -coded % 4 + 8 * escapes
-    return size
-
-
-def class_bytes(words: Count) -> Count:
-    """Return the size of the classes in a coded part whose class stream has this many words."""
-    size: Count = CLASS_HEADER_BYTES + 2 * words
-    return size
-
-
-@triton.jit(do_not_specialize=["blocks"])
-def _write_kernel(  # type: ignore[no-untyped-def]
-    jobs, plans, words, states, lengths, escape_index, escape_value, class_words, out16, out32, blocks,
-    STREAMS: tl.constexpr, WORDS: tl.constexpr, ESCAPES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    block = tl.program_id(0) % blocks
-    first = block * STREAMS
-    job = jobs + tl.program_id(0) // blocks * JOB_FIELDS
-    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
-    if first >= streams:
-        return
-    steps = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_PLANES)
-    region = steps * tl.load(job + JOB_PER_STREAM)
-    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
-    word_count = tl.load(job + JOB_WORD_COUNT)
-    escape_count = tl.load(job + JOB_ESCAPE_COUNT)
-    classed = tl.load(job + JOB_CLASS_PLAN) > 0
-    class_count = tl.where(classed, tl.load(job + JOB_CLASS_WORD_COUNT), 0)
-    header = tl.where(classed, _HEADER + _CLASS_HEADER, _HEADER)
-    section = out32 + tl.load(job + JOB_SECTION) // 4
-    coded_lengths = out16 + tl.load(job + JOB_SECTION) // 2 + 2 * (header + streams)
-    coded_words = coded_lengths + streams * (1 + long) + class_count
-    coded = 2 * (header + streams) + streams * (1 + long) + class_count + word_count  # in uint16, padding apart
-    if block == 0:
-        per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-        log2 = tl.sum((per_stream >> tl.arange(0, 8) > 0).to(tl.int32), 0) - 1
-        tl.store(section, word_count.to(tl.uint32))
-        tl.store(section + 1, escape_count.to(tl.uint32))
-        tl.store(section + 2, (log2 | (classed.to(tl.int32) << 8)).to(tl.uint32))
-        tl.store(section + 3, class_count.to(tl.uint32), mask=classed)
-        tl.store(section + 4, tl.load(job + JOB_CLASS_STATE).to(tl.uint32), mask=classed)
-        listed = class_words + tl.where(classed, tl.load(job + JOB_CLASS_WORDS), 0)
-        for start in range(0, class_count, WORDS):
-            at = start + tl.arange(0, WORDS)
-            word = tl.load(listed + at, mask=at < class_count, other=0)
-            tl.store(coded_words - class_count + at, word, mask=at < class_count)
-        tl.store(coded_words + word_count, 0, mask=coded % 2 > 0)
-
-    lengths += tl.load(job + JOB_LENGTHS)
-    before = tl.zeros([BLOCK], tl.int64)
-    for start in range(0, first, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        before += tl.load(lengths + other, mask=other < first, other=0).to(tl.int64)
-    stream = first + tl.arange(0, STREAMS)
-    exists = stream < streams
-    length = tl.load(lengths + stream, mask=exists, other=0)
-    written = coded_lengths + stream * (1 + long)
-    tl.store(written, length.to(tl.uint16), mask=exists)
-    tl.store(written + 1, (length >> 16).to(tl.uint16), mask=tl.where(exists, long, 0) > 0)
-    state = tl.load(states + tl.load(job + JOB_STATES) + stream, mask=exists, other=0)
-    tl.store(section + header + stream, state, mask=exists)
-
-    size = length.to(tl.int64)
-    source = words + tl.load(job + JOB_WORDS) + (stream + 1) * region - size
-    target = coded_words + tl.sum(before, 0) + tl.cumsum(size, 0) - size
-    for start in range(0, tl.max(length, 0).to(tl.int32), WORDS):
-        at = start + tl.arange(0, WORDS)
-        inside = at[None, :] < length.to(tl.int32)[:, None]
-        word = tl.load(source[:, None] + at[None, :], mask=inside, other=0)
-        tl.store(target[:, None] + at[None, :], word, mask=inside)
-
-    # The programs of a job share its escapes.
-    index = section + (coded + 1) // 2
-    escapes = tl.load(job + JOB_ESCAPES)
-    for start in range(block * ESCAPES, escape_count, tl.cdiv(streams, STREAMS) * ESCAPES):
-        escape = start + tl.arange(0, ESCAPES)
-        inside = escape < escape_count
-        tl.store(index + escape, tl.load(escape_index + escapes + escape, mask=inside, other=0), mask=inside)
-        value = tl.load(escape_value + escapes + escape, mask=inside, other=0)
-        tl.store(index + escape_count + escape, value.to(tl.uint32, bitcast=True), mask=inside)
-
-
-def write_coded(
-    coding: StreamJobs,
-    streams: EncodedStreams,
-    escape_index: torch.Tensor,
-    escape_value: torch.Tensor,
-    out: torch.Tensor,
-    class_words: torch.Tensor | None = None,
-) -> None:
-    """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
-
-    Args:
-        coding: as for `rans_encode`; of the jobs, WORD_COUNT (of `count_words`), LONG_LENGTHS, ESCAPE_COUNT, ESCAPES,
-            which here indexes `escape_index` and `escape_value`, SECTION and CLASS_PLAN are read too, and where that
-            tells of classes CLASS_WORDS, which indexes `class_words`, CLASS_WORD_COUNT and CLASS_STATE.
-        streams: of `rans_encode`.
-        escape_index: uint32, row * T + token, rising within a job.
-        escape_value: int32.
-        out: uint8, a multiple of 4; gets each coded part at `JobField.SECTION`.
-        class_words: uint16, words of the streams of classes; None: no tokens have classes.
-    """
-    blocks = triton.cdiv(coding.max_streams, _WRITE_STREAMS)
-    _write_kernel[(blocks * len(coding.jobs),)](
-        coding.jobs, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
-        streams.words if class_words is None else class_words, out.view(torch.uint16), out.view(torch.uint32), blocks,
-        STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
-        enable_fp_fusion=True,
     )  # fmt: skip
 
 
@@ -567,33 +396,4 @@ SPECS: tuple[KernelSpec, ...] = (
         budgets={"sm_90": Budget(instructions_per_symbol=34, registers=64, spilled_bytes=0)},
         changes={"gfx942": {"constants": {"LANES": 64}}},
     ),
-    KernelSpec(
-        "count_words",
-        _count_kernel,
-        {"jobs": "*i64", "lengths": "*u32", "totals": "*i64"},
-        {"BLOCK": 256},
-        divisible=("jobs", "lengths", "totals"),
-    ),
-    KernelSpec(
-        "write_coded",
-        _write_kernel,
-        {
-            "jobs": "*i64",
-            "plans": "*i64",
-            "words": "*u16",
-            "states": "*u32",
-            "lengths": "*u32",
-            "escape_index": "*u32",
-            "escape_value": "*i32",
-            "class_words": "*u16",
-            "out16": "*u16",
-            "out32": "*u32",
-            "blocks": "i32",
-        },
-        {"STREAMS": _WRITE_STREAMS, "WORDS": _WRITE_WORDS, "ESCAPES": _WRITE_ESCAPES, "BLOCK": _WRITE_PRECEDING},
-        divisible=(
-            "jobs", "plans", "words", "states", "lengths", "escape_index", "escape_value", "class_words", "out16",
-            "out32",
-        ),
-    ),
-)  # fmt: skip
+)

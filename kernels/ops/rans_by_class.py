@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -33,7 +34,6 @@ from cuvee.kernels.jobs import (
     PLAN_FIRST,
     PLAN_PLANES,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import (
     _BOUND,
@@ -52,7 +52,7 @@ _WINDOW = tl.constexpr(WINDOW)
 
 @triton.jit
 def _columns(stream, tokens, per_stream):  # type: ignore[no-untyped-def]
-    """Of each stream its first column, the distance to the next one, and the first column that is not its window's."""
+    """Return each stream's first column, the distance to its next column, and the end of its window."""
     in_window = _WINDOW // per_stream
     window = stream // in_window * _WINDOW
     end = tl.minimum(window + _WINDOW, tokens)
@@ -61,7 +61,7 @@ def _columns(stream, tokens, per_stream):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _class_of(plans, class_plan, classes, column, active):  # type: ignore[no-untyped-def]
-    """Of each lane's column the planes and the place of its tables; 0 planes where no column is."""
+    """Return the planes of each lane's column and the place of its tables; 0 planes where there is no column."""
     k = tl.load(classes + column, mask=active, other=0).to(tl.int32)
     plan = plans + (class_plan + k) * PLAN_FIELDS
     depth = tl.load(plan + PLAN_PLANES, mask=active, other=0).to(tl.int32)
@@ -198,7 +198,7 @@ def rans_encode_classes(
     classes: torch.Tensor,
     streams: EncodedStreams,
 ) -> None:
-    """Code the planes of all jobs whose tokens have classes: the words of `codec.rans_classes.rans_encode_classes`.
+    """Code the planes of all jobs whose tokens have classes: the words of the reference's `rans_encode_classes`.
 
     Args:
         planes: as for `rans.rans_encode`.

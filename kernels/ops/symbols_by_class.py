@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy.token_classes import WINDOW
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_COLUMNS,
@@ -39,26 +40,11 @@ from cuvee.kernels.jobs import (
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
+from cuvee.kernels.ops.dequantize import ENTRIES, _coefficient, _signed, escape_programs
 from cuvee.kernels.ops.pages import rounded
-from cuvee.kernels.ops.symbols import (
-    DEAD_ZONE,
-    ENTRIES,
-    ESCAPE,
-    FLOAT_FIELDS,
-    INT_FIELDS,
-    SHIFT,
-    SHRINK_ONE,
-    Y_ROW,
-    _coefficient,
-    _half,
-    _has_escapes,
-    _level,
-    _signed,
-    _within,
-    escape_programs,
-)
+from cuvee.kernels.ops.quantize import _has_escapes, _level, _within
+from cuvee.kernels.ops.symbols import DEAD_ZONE, ESCAPE, FLOAT_FIELDS, INT_FIELDS, SHIFT, SHRINK_ONE, Y_ROW, _half
 
 NO_LOW_BITS = tl.constexpr(-1 << 32)  # a shift of 0 and plane -1, as `_two` reads them
 
@@ -76,21 +62,21 @@ def _two(array, at, mask, other):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _shrinkage(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """`symbols._shrinkage` for parameters that every value looks up."""
+    """Return `dequantize._shrinkage` for parameters that every value looks up."""
     one, more = _two(row_floats, component * FLOAT_FIELDS + SHRINK_ONE, mask, 0)
     return one.to(tl.float32, bitcast=True), more.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _thresholds(row_floats, component, mask):  # type: ignore[no-untyped-def]
-    """`symbols._thresholds`, likewise."""
+    """Return `quantize._thresholds` for parameters that every value looks up."""
     dead_zone, rounding = _two(row_floats, component * FLOAT_FIELDS + DEAD_ZONE, mask, 0)
     return dead_zone.to(tl.float32, bitcast=True), rounding.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
-    """`symbols._low_bits`, likewise."""
+    """Return `symbols._low_bits` for parameters that every value looks up."""
     return _two(row_ints, component * INT_FIELDS + SHIFT, mask, NO_LOW_BITS)
 
 
@@ -149,7 +135,7 @@ def _dequantize_classes(  # type: ignore[no-untyped-def]
 def _place_escapes_classes(  # type: ignore[no-untyped-def]
     data, jobs, plans, row_floats, row_ints, steps, classes, planes, y, found, status, ENTRIES: tl.constexpr
 ):
-    """Check a job's escape list and redo the values it changes; a *cell* is a place of the `[R, T]` matrix."""
+    """Check a job's escape list and recompute the values it changes; a *cell* is a place of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
     class_plan = tl.load(job + JOB_CLASS_PLAN)
@@ -205,19 +191,19 @@ def dequantize_classes(
     max_tokens: int,
     depth: int,
 ) -> None:
-    """Byte planes and escapes to coefficients, of all jobs whose tokens have classes; columns in coding order.
+    """Convert byte planes and escapes to coefficients, for jobs whose tokens have classes; columns in coding order.
 
     Of each run of `depth` columns, the rows up to the extent of its first column's class are written, zero where a
-    column has no component. The coefficients are those of `codec.symbols_classes`, rounded to the dtype of `y`. Those
-    of a job whose status gets `Status.ESCAPES` mean nothing.
+    column has no component. The coefficients are those of `codec/stages/reference/symbols_by_class.py`, rounded to the
+    dtype of `y`. Those of a job whose status gets `Status.ESCAPES` are arbitrary.
 
     Args:
-        data: as for `symbols.dequantize`.
+        data: as for `dequantize.dequantize`.
         jobs: likewise; CLASS_PLAN and COLUMNS are read too. PLAN is the plan of the finest class that occurs.
         plans: how each class is coded; components, planes and extent never rise with the class.
         row_maps: int32, from PlanField.ROW_MAP on the component of each row of coefficients, or -1.
         classes: uint8 below 16: `TokenOrder.classes`.
-        planes: as for `symbols.dequantize`.
+        planes: as for `dequantize.dequantize`.
         y: likewise.
         status: likewise.
         found: likewise.
@@ -297,7 +283,7 @@ def quantize_classes(
     status: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """Coefficients of all jobs whose tokens have classes to byte planes; byte for byte those of `symbols_classes`.
+    """Convert coefficients of jobs whose tokens have classes to byte planes; the bytes are those of the reference.
 
     Planes and counts of a job whose status gets `Status.TOO_LARGE` mean nothing. Below a column's last plane nothing
     is written.
@@ -306,11 +292,11 @@ def quantize_classes(
         y: float32, columns in coding order.
         jobs: int64 `[J, len(JobField)]` with TOKENS, PLAN, PLANES, LEVELS, STRIDE, CLASS_PLAN and COLUMNS.
         plans: as for `dequantize_classes`.
-        codable: as for `symbols.quantize`.
+        codable: as for `quantize.quantize`.
         classes: as for `dequantize_classes`.
         planes: uint8; gets `[P, T]` of each job.
-        counts: as for `symbols.quantize`; the rows of jobs whose tokens have classes are written.
-        status: as for `symbols.quantize`.
+        counts: as for `quantize.quantize`; the rows of jobs whose tokens have classes are written.
+        status: as for `quantize.quantize`.
         max_rows: rows of the largest job.
     """
     _quantize_classes[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
@@ -380,7 +366,7 @@ def list_escapes_classes(
     value: torch.Tensor,
     max_rows: int,
 ) -> None:
-    """The escapes of all jobs whose tokens have classes, each job's in rising order; see `symbols.list_escapes`.
+    """List the escapes of jobs whose tokens have classes, each job's in rising order; see `quantize.list_escapes`.
 
     Args:
         y: as for `quantize_classes`.

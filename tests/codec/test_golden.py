@@ -261,8 +261,8 @@ def device_levels(section: memoryview, at: int, plan: CodingPlan, family: Family
     from cuvee.kernels.incoming import read_coded
     from cuvee.kernels.jobs import JobField, Status
     from cuvee.kernels.ops.arguments import StreamJobs
+    from cuvee.kernels.ops.dequantize import dequantize
     from cuvee.kernels.ops.rans import rans_decode
-    from cuvee.kernels.ops.symbols import dequantize
     from cuvee.kernels.plans import FamilyTables, PlanArrays
     from cuvee.kernels.upload import Upload
     from cuvee.kernels.workspace import place_jobs

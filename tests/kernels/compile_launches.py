@@ -18,7 +18,7 @@ TARGETS = {"sm_90": ("cuda", 90, 32), "gfx942": ("hip", "gfx942", 64), "gfx1100"
 
 
 def take_over(target: str) -> list[str]:
-    """Make Triton compile for `target` and launch nothing; returns the list that the kernels compiled go to."""
+    """Make Triton compile for `target` and launch nothing. Return the list that collects compiled kernels."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -51,7 +51,7 @@ def take_over(target: str) -> list[str]:
 
 
 def add_references() -> int:
-    """Let every launcher call its reference after it; returns how many there are."""
+    """Let every launcher call its reference afterwards. Return the number of launchers."""
     from tests.late_device import launchers
 
     wrapped: set[str] = set()
@@ -62,7 +62,7 @@ def add_references() -> int:
 
 
 def both(launcher: Any, reference: Any) -> Any:
-    """A launcher and its reference, one after the other."""
+    """Return a function that calls a launcher, then its reference."""
 
     def call(*args: Any, **kwargs: Any) -> None:
         launcher(*args, **kwargs)

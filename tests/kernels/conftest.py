@@ -16,10 +16,9 @@ def plain_coder(monkeypatch: pytest.MonkeyPatch) -> None:
     if KERNELS_RUN_ON != "interpreter":
         return
     from cuvee.kernels import generic_scheme, lossless_scheme, outgoing, transform_scheme
-    from cuvee.kernels.ops.naive import rans
-    from cuvee.kernels.ops.naive import rans_by_class as rans_classes
+    from cuvee.kernels.ops.naive import rans, rans_by_class
 
-    for home in (rans, rans_classes):
+    for home in (rans, rans_by_class):
         for name in ("rans_decode", "rans_encode", "rans_decode_classes", "rans_encode_classes"):
             reference = getattr(home, f"{name}_reference", None)
             for user in (generic_scheme, lossless_scheme, outgoing, transform_scheme):

@@ -1,4 +1,4 @@
-"""What the kernels do with a chunk of Llama-3.1-8B's shape, counted by the emulator: `kernels/analysis/counts.json`.
+"""Counting of the kernels' work on a chunk of Llama-3.1-8B's shape in the emulator: `kernels/analysis/counts.json`.
 
     python -m tests.kernels.counting            # counts all schemes for all targets and writes the file
 

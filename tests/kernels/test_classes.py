@@ -27,14 +27,13 @@ from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis
 from cuvee.codec.profiles.section_profile import SectionProfile
 from cuvee.codec.profiles.sections import partition
-from cuvee.codec.stages.reference import rans
-from cuvee.codec.stages.reference import rans_by_class as rans_classes
-from cuvee.codec.stages.reference import symbols_by_class as symbols_classes
+from cuvee.codec.stages.reference import rans, rans_by_class, symbols_by_class
 from cuvee.codec.stages.reference.token_order import coding_order
 from cuvee.codec.support.arrays import F32, U8
 from cuvee.kernels.class_predictor import DevicePredictor
 from cuvee.kernels.class_streams import read_classes, sort_columns, write_classes
 from cuvee.kernels.jobs import JobField, PlanField, Status
+from cuvee.kernels.ops.analyze import analyze
 from cuvee.kernels.ops.arguments import (
     ChunkBatch,
     CodableBytes,
@@ -54,7 +53,6 @@ from cuvee.kernels.ops.naive.transform import analyze_reference
 from cuvee.kernels.ops.rans import coding_table, decoding_table
 from cuvee.kernels.ops.rans_by_class import rans_decode_classes, rans_encode_classes
 from cuvee.kernels.ops.symbols_by_class import dequantize_classes, list_escapes_classes, quantize_classes
-from cuvee.kernels.ops.transform import analyze
 from cuvee.kernels.outgoing import place_streams
 from cuvee.kernels.plans import ClassTables, TransformPlan
 from cuvee.kernels.workspace import place_jobs
@@ -242,7 +240,7 @@ def _coefficients(world: World, job: int, rng: np.random.Generator) -> tuple[F32
         values[rng.random(values.shape) < 0.05] *= 40  # some escape
         y[np.ix_(rows, at)] = values
         dense[: len(rows), at] = values
-    return y, symbols_classes.to_planes(dense, own, classed, FAMILY.quantizer, FAMILY.tables)
+    return y, symbols_by_class.to_planes(dense, own, classed, FAMILY.quantizer, FAMILY.tables)
 
 
 def rows_of(world: World, section: int, k: int) -> npt.NDArray[np.int64]:
@@ -402,7 +400,7 @@ def streams_of(world: World, job: int) -> Streams:
     """By the reference."""
     planes, _ = world.coded[job]
     row = world.jobs[job]
-    return rans_classes.rans_encode_classes(
+    return rans_by_class.rans_encode_classes(
         planes, world.own(job), world.of(job), FAMILY.tables, int(row[JobField.PER_STREAM])
     )  # fmt: skip
 
@@ -550,7 +548,7 @@ def assert_coefficients(world: World, job: int, y: torch.Tensor) -> None:
     """Every column holds in its rows what the codec says, and zero in the others of the first column of its 64."""
     own, classed, row = world.own(job), world.of(job), world.jobs[job]
     planes, escapes = world.coded[job]
-    back = symbols_classes.from_planes(planes, own, escapes, classed, FAMILY.quantizer, int(classed.rows[own].max()))
+    back = symbols_by_class.from_planes(planes, own, escapes, classed, FAMILY.quantizer, int(classed.rows[own].max()))
     extent = int(world.tables.arrays.plans[row[JobField.PLAN], PlanField.EXTENT])
     found = y[row[JobField.LEVELS] :][: extent * row[JobField.STRIDE]].view(extent, -1).cpu().numpy()
     for column, k in enumerate(own):

@@ -1,4 +1,4 @@
-"""The device backend and bytes that were made to hurt it: it refuses what the CPU refuses, and takes what that takes.
+"""The device backend on hostile bytes: it refuses the blobs that the CPU refuses, and accepts those that it accepts.
 
 Forged blobs have right checksums. Whatever they say, no write leaves the cache: an out-of-bounds access of Triton's
 interpreter ends the process, and guards lie around the cache.
@@ -82,7 +82,7 @@ def codec_of(scheme: str, backend: str = "numba", step: float = 0.02, layout: KV
 
 
 def encoded(scheme: str, chunk: KVChunk, per_stream: int, step: float = 0.02) -> bytes:
-    """A blob of streams of so many tokens."""
+    """Return a blob whose streams have this many tokens."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (coefficients, lossless):
             patch.setattr(module, "tokens_per_stream", lambda *_: per_stream)
@@ -400,7 +400,7 @@ def test_the_kernels_say_which_streams_are_damaged(scheme: str, device: torch.de
 
 
 def _class_words(count: int) -> Forge:
-    """So many words more, which the count says."""
+    """Return the part with this many more words, which its count includes."""
 
     def change(coded: Coded) -> None:
         coded.class_words = (coded.class_words + [0] * count)[: len(coded.class_words) + count]
@@ -793,7 +793,7 @@ def test_slots_beyond_the_cache_are_refused_and_not_written(scheme: str, device:
         slots = torch.tensor([1, 9, wrong, 4], device=device)
         pending = codec.decode_paged([blob], pages.cache, [slots])
         for _ in range(2):
-            with pytest.raises(InputError, match="chunk 0, layers 0 … 0: a slot lies beyond the cache"):
+            with pytest.raises(InputError, match="beyond the cache for chunk 0, layers 0 … 0"):
                 pending.check()
         assert pages.unharmed([1, 9, 4])
     for wrong in (SLOTS, NOWHERE - 1):
@@ -874,7 +874,7 @@ def test_a_damaged_chunk_beside_good_ones_is_named(scheme: str, section: int, de
             assert float((got - want).abs().max()) <= ROUNDING * float(want.abs().max())
     # What the host finds out has the same number.
     grown = with_section(blobs[1], sections_of(blobs[1])[section] + bytes(8), section)
-    with pytest.raises(FormatError, match=f"section {section} of blob 1 "):
+    with pytest.raises(FormatError, match=f"section {section} of blob 1: "):
         codec_of(scheme, "triton").decode_paged([blobs[0], grown, blobs[2]], pages.cache, slots)
 
 
@@ -888,7 +888,7 @@ def test_numbers_count_all_blobs_of_a_call_whatever_their_schemes(device: torch.
     with pytest.raises(CorruptError, match=r"^chunk 2, layers 1"):
         codec.decode_paged([*blobs[:2], damaged("transform", blobs[2], 1)], cache, slots).check()
     grown = with_section(blobs[2], sections_of(blobs[2])[0] + bytes(8))
-    with pytest.raises(FormatError, match="section 0 of blob 2 "):
+    with pytest.raises(FormatError, match="section 0 of blob 2: "):
         codec.decode_paged([*blobs[:2], grown], cache, slots)
 
 

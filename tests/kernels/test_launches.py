@@ -1,6 +1,6 @@
 """The launches that encoding and decoding make compile as they are made, once a model; see `compile_launches.py`.
 
-For NVIDIA alone: that every kernel compiles for AMD, too, is what `test_static.py` is for.
+For NVIDIA alone: that every kernel compiles for AMD, too, is what `test_static_costs.py` is for.
 """
 
 from __future__ import annotations

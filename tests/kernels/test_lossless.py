@@ -17,12 +17,15 @@ from cuvee.codec.models.rope import cos_sin, rotate, unrotate
 from cuvee.codec.profiles.sections import partition
 from cuvee.codec.stages.reference.byte_planes import byte_planes, choose_table, split_unit
 from cuvee.kernels.jobs import ChunkField, JobField, Status, TileField
-from cuvee.kernels.ops import lossless
 from cuvee.kernels.ops.lossless import BytePlaneField
+from cuvee.kernels.ops.merge_planes import decoding_tables, merge_planes
 from cuvee.kernels.ops.naive import lossless as naive
 from cuvee.kernels.ops.pages import contiguity, place_row
 from cuvee.kernels.ops.rans import WIDTH
+from cuvee.kernels.ops.split_planes import count_symbols, split_planes, sum_bytes
 from cuvee.kernels.tiles import lay_out_tiles
+
+ENCODERS = {launcher.__name__: launcher for launcher in (sum_bytes, count_symbols, split_planes)}
 
 POISON = 0xAB
 ODD, EVEN = (1, 63, 70), (64, 8)
@@ -226,7 +229,7 @@ def merge_both(
 ) -> tuple[Cache, torch.Tensor]:
     """Run kernel and reference on caches of their own; the same bytes everywhere."""
     results = []
-    for merge in (lossless.merge_planes, naive.merge_planes_reference):
+    for merge in (merge_planes, naive.merge_planes_reference):
         cache = make_cache(tables.layout, tables.total, kind, element, tables.device)
         arguments = tables.arguments(cache, element, **changes)
         launch(merge, **coded, **arguments, **tables.turning())
@@ -245,7 +248,7 @@ def test_decoding_tables(device: torch.device) -> None:
     tables = EntropyTables(np.stack([normalize_counts(count, 12) for count in counts]), 12)
     shape = (len(counts) + 1, WIDTH)
     decoding = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32).to(device)
-    lossless.decoding_tables(torch.from_numpy(tables.freq).to(device), decoding[:-1])
+    decoding_tables(torch.from_numpy(tables.freq).to(device), decoding[:-1])
     expected = torch.full(shape, POISON, dtype=torch.int32).view(torch.uint32)
     naive.decoding_tables_reference(torch.from_numpy(tables.freq), expected[:-1])
     assert decoding.cpu().numpy().tobytes() == expected.numpy().tobytes()
@@ -342,7 +345,7 @@ def test_a_run_of_layers(layouts: dict[str, KVLayout], device: torch.device) -> 
 
 
 def run_step(name: str, reference: bool, arguments: dict[str, Any], **arrays: Any) -> torch.Tensor:
-    step: Callable[..., None] = getattr(naive, f"{name}_reference") if reference else getattr(lossless, name)
+    step: Callable[..., None] = getattr(naive, f"{name}_reference") if reference else ENCODERS[name]
     status = torch.zeros_like(arguments["status"])
     launch(step, **{**arguments, **arrays, "status": status})
     return status
@@ -462,7 +465,7 @@ def test_planes_beyond_two_gigabytes(layouts: dict[str, KVLayout], device: torch
     coded = tables.coded(values, base=(1 << 31) + 8)
     cache = make_cache(tables.layout, tables.total, "dense", torch.bfloat16, device)
     arguments = tables.arguments(cache, torch.bfloat16)
-    launch(lossless.merge_planes, **coded, **arguments, **tables.turning())
+    launch(merge_planes, **coded, **arguments, **tables.turning())
     for unit, expected in enumerate(values[0]):
         assert same_bits(cache.rows(unit, tables.at(0)), expected)
     back, out = torch.empty_like(coded["planes"]), torch.zeros_like(coded["data"])
@@ -478,6 +481,6 @@ def test_nothing_to_do(layouts: dict[str, KVLayout], device: torch.device) -> No
     table = torch.empty(0, len(BytePlaneField), dtype=torch.int64, device=device)
     arguments = tables.arguments(cache, torch.bfloat16)
     arguments["tiles"] = arguments["tiles"][:0]
-    launch(lossless.merge_planes, data=none, planes=none, table=table, **arguments, **tables.turning())
-    lossless.decoding_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, WIDTH, dtype=torch.uint32))
+    launch(merge_planes, data=none, planes=none, table=table, **arguments, **tables.turning())
+    decoding_tables(torch.empty(0, 256, dtype=torch.uint16), torch.empty(0, WIDTH, dtype=torch.uint32))
     assert all(bool((raw == POISON).all()) for raw in cache.raw)

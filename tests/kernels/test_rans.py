@@ -19,9 +19,10 @@ from cuvee.codec.format.container import Reader, read_streams, write_streams
 from cuvee.codec.stages.reference import rans
 from cuvee.codec.support.arrays import U8, U16
 from cuvee.kernels.jobs import JobField, PlanField, Status
-from cuvee.kernels.ops import rans as kernels
+from cuvee.kernels.ops import coded_part
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.naive import rans as naive
+from cuvee.kernels.ops.rans import ENTRIES, SPAN, coding_table, decoding_table, rans_decode, rans_encode
 
 POISON = 0xAB
 NO_ESCAPES = Escapes(np.zeros(0, np.uint32), np.zeros(0, np.int32))
@@ -141,7 +142,7 @@ class Launch:
     @property
     def decoding(self) -> DecodingTables:
         tables = self.parts[0].tables
-        return DecodingTables(self.tensor(kernels.decoding_table(tables)), tables.prob_bits)
+        return DecodingTables(self.tensor(decoding_table(tables)), tables.prob_bits)
 
     def tensor(self, array: npt.NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self.device)
@@ -174,7 +175,7 @@ class Launch:
         """The planes, poisoned before, and the status of each job."""
         planes = self.poison(self.planes)
         status = torch.zeros(len(self.parts), dtype=torch.int32, device=self.device)
-        run = naive.rans_decode_reference if reference else kernels.rans_decode
+        run = naive.rans_decode_reference if reference else rans_decode
         run(self.tensor(data), self.coding, self.decoding, planes, status)
         return planes, status.tolist()
 
@@ -183,10 +184,10 @@ class Launch:
 def test_every_slot_finds_its_symbol(prob_bits: int) -> None:
     tables = tables_of(prob_bits)
     slot = np.arange(1 << prob_bits)
-    for row, slots in zip(kernels.decoding_table(tables), tables.slots, strict=True):
-        word = row[slot // kernels.SPAN]
-        begun = word & ((2 << slot % kernels.SPAN) - 1).astype(np.uint32)
-        entry = row[kernels.ENTRIES :][(word >> 24) + np.bitwise_count(begun)]
+    for row, slots in zip(decoding_table(tables), tables.slots, strict=True):
+        word = row[slot // SPAN]
+        begun = word & ((2 << slot % SPAN) - 1).astype(np.uint32)
+        entry = row[ENTRIES:][(word >> 24) + np.bitwise_count(begun)]
         offset = slot.astype(np.uint32) - (entry & 0xFFF)
         assert np.array_equal((entry >> 12 & 0xFF) << 24 | entry >> 20 << 12 | offset, slots)
 
@@ -377,7 +378,7 @@ def test_status_keeps_what_others_found(device: torch.device) -> None:
     data.view(np.uint32)[launch.jobs[1, JobField.STATES]] ^= 1
     status = torch.tensor([int(Status.ESCAPES), int(Status.SLOT)], dtype=torch.int32, device=device)
     planes = launch.poison(launch.planes)
-    kernels.rans_decode(launch.tensor(data), launch.coding, launch.decoding, planes, status)
+    rans_decode(launch.tensor(data), launch.coding, launch.decoding, planes, status)
     assert status.tolist() == [int(Status.ESCAPES), int(Status.SLOT | Status.STREAMS)]
 
 
@@ -393,8 +394,8 @@ def encoded(launch: Launch, planes: torch.Tensor, reference: bool) -> tuple[torc
         launch.poison(streams, torch.uint32),
         launch.poison(streams, torch.uint32),
     )
-    run = naive.rans_encode_reference if reference else kernels.rans_encode
-    entries = launch.tensor(kernels.coding_table(launch.parts[0].tables))
+    run = naive.rans_encode_reference if reference else rans_encode
+    entries = launch.tensor(coding_table(launch.parts[0].tables))
     run(planes, launch.coding, entries, EncodedStreams(*out))
     return out
 
@@ -403,7 +404,7 @@ def write(launch: Launch, arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor
     """The coded part of each job; checks that nothing else was written."""
     words, states, lengths = arrays
     totals = launch.poison(len(launch.parts), torch.int64)
-    count = naive.count_words_reference if reference else kernels.count_words
+    count = naive.count_words_reference if reference else coded_part.count_words
     count(launch.coding, lengths, totals)
     index, value = np.full(3, 1, np.uint32), np.full(3, 1, np.int32)
     at, sizes = 4 * GAP, []
@@ -418,10 +419,10 @@ def write(launch: Launch, arrays: tuple[torch.Tensor, torch.Tensor, torch.Tensor
         job[JobField.LONG_LENGTHS] = part.long
         index = np.concatenate([index, part.escapes.index])
         value = np.concatenate([value, part.escapes.value])
-        sizes.append(kernels.coded_bytes(part.count, int(part.long), total, escapes, 0))
+        sizes.append(coded_part.coded_bytes(part.count, int(part.long), total, escapes, 0))
         at += sizes[-1] + 4 * GAP
     out = launch.poison(at)
-    run = naive.write_coded_reference if reference else kernels.write_coded
+    run = naive.write_coded_reference if reference else coded_part.write_coded
     run(launch.coding, EncodedStreams(words, states, lengths), launch.tensor(index), launch.tensor(value), out)
     raw = out.cpu().numpy()
     ends = [int(job[JobField.SECTION]) + size for job, size in zip(launch.jobs, sizes, strict=True)]
@@ -517,7 +518,7 @@ def test_the_quotient_is_exact(prob_bits: int) -> None:
     f = np.arange(1, total, dtype=np.uint64)
     freq = np.zeros((len(f), SYMBOLS), np.int64)
     freq[:, 0], freq[:, 1] = f, total - f
-    coding = kernels.coding_table(EntropyTables(freq, prob_bits))
+    coding = coding_table(EntropyTables(freq, prob_bits))
     assert np.array_equal(coding[:, 0, 0], f << 16)
     assert np.array_equal(coding[:, 1, 0], (total - f) << np.uint64(16) | f)
     assert not coding[:, 2:, 1].any()
@@ -546,7 +547,7 @@ def test_size_of_a_coded_part() -> None:
         if classes is not None:
             own = Streams(np.zeros(1, np.uint32), np.full(1, classes, np.uint32), np.zeros(classes, np.uint16))
         sizes.append(len(write_streams(streams, listed, steps, per_stream, own)))
-        long = kernels.long_lengths(steps, per_stream)
-        counts.append((count, long, words, escapes, 0 if classes is None else kernels.class_bytes(classes)))
-    assert [kernels.coded_bytes(*shape) for shape in counts] == sizes
-    assert kernels.coded_bytes(*np.array(counts, np.int64).T).tolist() == sizes
+        long = coded_part.long_lengths(steps, per_stream)
+        counts.append((count, long, words, escapes, 0 if classes is None else coded_part.class_bytes(classes)))
+    assert [coded_part.coded_bytes(*shape) for shape in counts] == sizes
+    assert coded_part.coded_bytes(*np.array(counts, np.int64).T).tolist() == sizes

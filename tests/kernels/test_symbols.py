@@ -16,8 +16,10 @@ from cuvee.codec.stages.reference import symbols
 from cuvee.codec.support.arrays import F32, U8, U32
 from cuvee.kernels.jobs import JobField, Status
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
+from cuvee.kernels.ops.dequantize import dequantize
 from cuvee.kernels.ops.naive.symbols import dequantize_reference, list_escapes_reference, quantize_reference
-from cuvee.kernels.ops.symbols import dequantize, level_limit, list_escapes, quantize
+from cuvee.kernels.ops.quantize import list_escapes, quantize
+from cuvee.kernels.ops.symbols import level_limit
 
 FAMILY_TABLES = default_family().tables
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT

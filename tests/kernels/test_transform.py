@@ -20,7 +20,7 @@ from cuvee.codec.stages.reference import transform as codec
 from cuvee.codec.stages.rotation import Rotation
 from cuvee.codec.stages.rows import dense_rows
 from cuvee.kernels.jobs import BlockField, JobField, Status, TileField
-from cuvee.kernels.ops import transform
+from cuvee.kernels.ops.analyze import analyze, gather
 from cuvee.kernels.ops.arguments import ChunkBatch, RotationTables
 from cuvee.kernels.ops.naive.transform import (
     analyze_reference,
@@ -29,7 +29,14 @@ from cuvee.kernels.ops.naive.transform import (
     synthesize_reference,
 )
 from cuvee.kernels.ops.pages import contiguity, place_row
-from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS, synthesis_config
+from cuvee.kernels.ops.synthesize import (
+    SYNTHESIS_CONFIGS,
+    SynthesisConfig,
+    product_precision,
+    synthesis_config,
+    synthesize,
+)
+from cuvee.kernels.ops.transform import rotation_tables
 from cuvee.kernels.tiles import TileLayout, lay_out_tiles
 
 CPU = torch.device("cpu")
@@ -271,7 +278,7 @@ def test_llama_is_one_tile_a_head() -> None:
 
 def test_a_block_must_not_end_within_a_head() -> None:
     layout = LAYOUTS["odd"]
-    with pytest.raises(InputError, match="ends within a head"):
+    with pytest.raises(InputError, match="an end within a head"):
         lay_out_tiles(layout, [Section(0, 1, (10, 50))], {})
     tables = lay_out_tiles(layout, partition(layout, "unit"), {})
     with pytest.raises(InputError, match="ranks"):
@@ -289,7 +296,7 @@ def test_rotation_tables(use_source: bool, inverse: bool, device: torch.device) 
     rows = [[33, 2, 0, 5], [1, 35, 2**20 - 1, 2**24 + 1], [16, 40, 131_056, 2**20 - 16]]
     chunks = torch.tensor(rows, device=device)
     got, want = ([torch.full((60, len(inv_freq)), POISON, device=device) for _ in range(2)] for _ in range(2))
-    transform.rotation_tables(chunks, inv_freq, scaling, RotationTables(*got), use_source, inverse, 33)
+    rotation_tables(chunks, inv_freq, scaling, RotationTables(*got), use_source, inverse, 33)
     rotation_tables_reference(chunks, inv_freq, scaling, RotationTables(*want), use_source, inverse, 33)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=3e-7, equal_nan=True)  # two units of float32 at 1.43
@@ -311,7 +318,7 @@ def test_no_rotation_tables(device: torch.device) -> None:
     none = torch.empty(0, device=device)
     table = torch.empty(5, 0, device=device)
     tables = RotationTables(table, table)
-    transform.rotation_tables(torch.tensor([[5, 0, 0, 0]], device=device), none, none, tables, True, True, 5)
+    rotation_tables(torch.tensor([[5, 0, 0, 0]], device=device), none, none, tables, True, True, 5)
 
 
 def gather_arguments(world: World, sections: slice = slice(None)) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
@@ -353,7 +360,7 @@ def test_gather(name: str, group: str, device: torch.device) -> None:
     arguments["means"][:, torch.from_numpy(world.tables.order < 0)] = 7
     want = torch.full_like(x, POISON)
     want_status = torch.zeros_like(status)
-    launch(transform.gather, **arguments)
+    launch(gather, **arguments)
     launch(gather_reference, **{**arguments, "x": want, "status": want_status})
     # At most three roundings of sums of two products.
     torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-5, equal_nan=True)
@@ -377,7 +384,7 @@ def test_gather_a_run_of_sections_with_holes(device: torch.device) -> None:
     world.slots[[2, 15, 40]] = -1
     arguments, x, status = gather_arguments(world, slice(1, 3))
     want = torch.full_like(x, POISON)
-    launch(transform.gather, **arguments)
+    launch(gather, **arguments)
     launch(gather_reference, **{**arguments, "x": want})
     torch.testing.assert_close(x, want, rtol=1e-6, atol=1e-5, equal_nan=True)
     assert not status.any()
@@ -399,7 +406,7 @@ def test_gather_flags_what_is_not_finite_and_slots(value: float, device: torch.d
     world.slots[20] = 10**6  # chunk 2: all sections
     arguments, x, status = gather_arguments(world)
     want = torch.zeros_like(status)
-    launch(transform.gather, **arguments)
+    launch(gather, **arguments)
     launch(gather_reference, **{**arguments, "x": torch.empty_like(x), "status": want})
     expected = torch.zeros(3, sections, dtype=torch.int32)
     expected[0, 0] = expected[1, 2] = int(Status.NOT_FINITE)
@@ -416,7 +423,7 @@ def test_analyze(name: str, group: str, device: torch.device) -> None:
     y, want = (torch.full((size,), POISON, device=device) for _ in range(2))
     max_rank = max(r for ranks in world.ranks for r in ranks)
     shared = (jobs, world.to_device(world.blocks), world.basis(inverse=False), world.batch())
-    transform.analyze(x, *shared, y, max_rank)
+    analyze(x, *shared, y, max_rank)
     analyze_reference(x, *shared, want, max_rank)
     # Nothing but the owed elements; float32 sums of up to N products, far from bfloat16's error.
     length = max(section.values for section in world.sections)
@@ -445,11 +452,11 @@ def test_analyze_a_run_of_sections_and_large_ranks(device: torch.device) -> None
     blocks = world.to_device(world.blocks[1:])
     shared = (rows[1:], blocks, world.basis(inverse=False), world.batch(1, 1))
     sizes = (131, int(world.tables.bounds[1]))
-    transform.analyze(x, *shared, y, *sizes)
+    analyze(x, *shared, y, *sizes)
     analyze_reference(x, *shared, want, *sizes)
     torch.testing.assert_close(y, want, rtol=0, atol=2e-3, equal_nan=True)
     assert int((~y.isnan()).sum()) == 131 * 20
-    transform.analyze(x, *shared, y, 0)  # nothing is coded, nothing is launched
+    analyze(x, *shared, y, 0)  # nothing is coded, nothing is launched
 
 
 def synthesis(world: World, dtype: torch.dtype, sections: slice = slice(None)) -> tuple[dict[str, Any], torch.Tensor]:
@@ -486,7 +493,7 @@ def poison(world: World) -> None:
 def run_both(world: World, arguments: dict[str, Any]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Caches that the kernel and its reference wrote."""
     poison(world)
-    launch(transform.synthesize, **arguments)
+    launch(synthesize, **arguments)
     got = [unit.clone() for unit in world.units]
     poison(world)
     status = torch.zeros_like(arguments["status"])
@@ -558,7 +565,7 @@ def test_synthesize(name: str, group: str, dtype: torch.dtype, device: torch.dev
 
 
 @pytest.mark.parametrize("config", SYNTHESIS_CONFIGS)
-def test_synthesize_in_every_config(config: transform.SynthesisConfig, device: torch.device) -> None:
+def test_synthesize_in_every_config(config: SynthesisConfig, device: torch.device) -> None:
     world = make_world("64", "layer", device, (1, 63, 17, 257), max_rank=40)
     arguments, _ = synthesis(world, torch.bfloat16)
     assert_same_cache(*run_both(world, {**arguments, "config": config}), 40)
@@ -609,7 +616,7 @@ def test_synthesize_and_gather_in_pages(element: torch.dtype, order: str, device
         launch(function, **{**arguments, "status": status})
         return [unit.float() for unit in units]
 
-    got = run(transform.synthesize, arguments["status"])
+    got = run(synthesize, arguments["status"])
     status = torch.zeros_like(arguments["status"])
     want = run(synthesize_reference, status)
     assert arguments["status"].tolist() == [0, 0, int(Status.SLOT), int(Status.SLOT)] == status.tolist()
@@ -624,7 +631,7 @@ def test_synthesize_and_gather_in_pages(element: torch.dtype, order: str, device
     inputs |= {"scales": arguments["scales"], "element": element}
     inputs["unit_stride"], inputs["aligned"] = contiguity(world.places, world.tiles, element)
     theirs = torch.full_like(x, POISON)
-    launch(transform.gather, **inputs)
+    launch(gather, **inputs)
     launch(gather_reference, **{**inputs, "x": theirs})
     torch.testing.assert_close(x, theirs, rtol=1e-6, atol=2e-5, equal_nan=True)
 
@@ -639,8 +646,8 @@ def test_synthesize_a_run_of_sections(device: torch.device) -> None:
 
 
 def test_float16_takes_products_of_its_own_precision() -> None:
-    assert transform.product_precision(torch.float32, torch.float16) == "tf32"
-    assert transform.product_precision(torch.float32, torch.float32) == "ieee"
+    assert product_precision(torch.float32, torch.float16) == "tf32"
+    assert product_precision(torch.float32, torch.float32) == "ieee"
     wide, exact = (synthesis_config(torch.float32, element, 1400, 256) for element in (torch.float16, torch.float32))
     assert wide.block_t > exact.block_t
 
@@ -649,7 +656,7 @@ def test_float16_takes_products_of_its_own_precision() -> None:
 def test_amd_is_never_asked_for_tf32(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     """gfx1100 has no such precision, and its compiler refuses the word even where it means nothing."""
     monkeypatch.setattr(torch.version, "hip", "6.3")
-    assert {transform.product_precision(dtype, element) for element in (torch.float16, torch.bfloat16)} == {"ieee"}
+    assert {product_precision(dtype, element) for element in (torch.float16, torch.bfloat16)} == {"ieee"}
 
 
 def test_choice_of_config() -> None:

@@ -1,4 +1,4 @@
-"""What passes between host and device is counted, and its order checked, on a device that is as late as it may be.
+"""Waits, copies and allocations are counted, and their order is checked, on a device that delays all work.
 
 Batches of one chunk and of many, of two layers and of five, must cost the same number of waits, copies, allocations and
 launches.

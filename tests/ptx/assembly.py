@@ -1,4 +1,4 @@
-"""Small kernels out of a few instructions: what the tests of single instructions run."""
+"""Small kernels of a few instructions, for the tests of single instructions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ret;
 def run(
     small: Kernel, arrays: Mapping[str, Array], shared_bytes: int = 0, options: Options | None = None, programs: int = 1
 ) -> Outcome:
-    """Launch it with an array for each pointer."""
+    """Launch the kernel with an array for each pointer."""
     memory = [
         Memory(int(a.ctypes.data), int(a.ctypes.data) + a.nbytes, k, name) for k, (name, a) in enumerate(arrays.items())
     ]
@@ -45,7 +45,7 @@ def run(
 
 
 def lanewise(instructions: str, out: str, **inputs: tuple[str, Array]) -> Array:
-    """What instructions give for every element.
+    """Return the results of instructions for every element.
 
     Args:
         instructions: with registers %d (out), and %a, %b … of the inputs.

@@ -26,7 +26,7 @@ class NoCompiler(RuntimeError):
 
 
 def compiler() -> str:
-    """The path of g++.
+    """Return the path of g++.
 
     Raises:
         NoCompiler: there is none.
@@ -38,7 +38,7 @@ def compiler() -> str:
 
 
 def _cpu() -> str:
-    """What -march=native may choose by."""
+    """Return the CPU's features, which -march=native depends on."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
@@ -46,7 +46,7 @@ def _cpu() -> str:
 
 @cache
 def library() -> ctypes.CDLL:
-    """The engine, compiled if it is not yet.
+    """Return the engine; compile it first if necessary.
 
     Raises:
         NoCompiler: there is no g++ to compile it with.

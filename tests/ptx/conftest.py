@@ -23,7 +23,7 @@ def engine() -> None:
 
 @pytest.fixture(params=TARGETS)
 def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each target in turn, whatever the other tests run on."""
+    """Run the test on each target, whatever target other tests use."""
     before = state().target
     state().target = request.param
     yield request.param

@@ -1,4 +1,4 @@
-"""A driver of Triton's for a GPU that is not there: kernels are compiled to PTX, and the engine runs that.
+"""A Triton driver without a GPU: kernels are compiled to PTX, which the engine runs.
 
 Triton goes its usual way: it specializes, compiles, loads, launches. In place of a cubin it gets the PTX itself, in
 place of a device this engine, and tensors lie in the memory of the CPU.
@@ -27,7 +27,7 @@ POINTER_TABLES = ("places",)  # arguments of addresses: the first column of int6
 
 
 class Faulty(AssertionError):
-    """A kernel did what it must not; `faults` are the first of each launch."""
+    """A kernel made a fault; `faults` are the first of each launch."""
 
     def __init__(self, name: str, totals: dict[str, int], faults: list[Fault]) -> None:
         self.faults = faults
@@ -36,7 +36,7 @@ class Faulty(AssertionError):
 
 
 class State:
-    """Of the one emulator of a process.
+    """State of the process's emulator.
 
     Attributes:
         target: compiled for.
@@ -55,7 +55,7 @@ class State:
         self._lock = threading.Lock()
 
     def kernel(self, name: str, text: str) -> Kernel:
-        """The kernel of a PTX text."""
+        """Return the kernel of a PTX text."""
         if self.mutate is not None:
             text = self.mutate(name, text)
         with self._lock:
@@ -68,14 +68,14 @@ _state: State | None = None
 
 
 def state() -> State:
-    """Of the emulator, which `install` has put in place."""
+    """Return the state of the emulator that `install` has installed."""
     if _state is None:
         raise RuntimeError("the emulator is not installed")
     return _state
 
 
 def extent(view: torch.Tensor) -> tuple[int, int]:
-    """The first address of a view and the one behind its last element."""
+    """Return the first address of a view and the address after its last element."""
     first = view.data_ptr()
     if not view.numel():
         return first, first
@@ -84,7 +84,7 @@ def extent(view: torch.Tensor) -> tuple[int, int]:
 
 
 class _Launcher:
-    """What Triton calls with the arguments of a launch."""
+    """The launcher that Triton calls with the arguments of a launch."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         constant = {path[0] for path in source.constants if len(path) == 1}
@@ -139,10 +139,10 @@ class _Utilities:
         return object(), state().kernel(name, binary.decode()), 0, 0, MOST_THREADS
 
     def unload_module(self, module: Any) -> None:
-        """Kernels stay."""
+        """Do nothing: kernels stay loaded."""
 
     def get_device_properties(self, device: int) -> dict[str, Any]:
-        """What Triton asks for."""
+        """Return the device properties that Triton asks for."""
         return {"max_shared_mem": SHARED_BYTES[state().target], "multiprocessor_count": 1, "warpSize": 32}
 
 
@@ -193,7 +193,7 @@ def install(target: str = "sm_90", options: Options | None = None) -> State:
     """
     global _state  # noqa: PLW0603 - Triton has one active driver, too
     if target not in TARGETS:
-        raise ValueError(f"target: one of {', '.join(TARGETS)}, got {target!r}")
+        raise ValueError(f"target: must be one of {', '.join(TARGETS)}, got {target!r}")
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise RuntimeError("TRITON_INTERPRET is 1: kernels would be interpreted, not compiled")
     from tests.ptx.build import library
@@ -220,7 +220,7 @@ def _serve_cpu_tensors() -> None:
 
 
 def _watch_places(current: State) -> None:
-    """Know the memory that tables of addresses describe, wherever `place_row` was imported to."""
+    """Record the memory that tables of addresses describe, in every module that imported `place_row`."""
     from cuvee.kernels import chunks
     from cuvee.kernels.ops import pages
 

@@ -1,4 +1,4 @@
-"""Kernels loaded into the engine and launched there, and what the engine says of them."""
+"""Kernels loaded into the engine and launched there, with their faults and counts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class _Launch(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How programs are run.
+    """Options for running programs.
 
     Attributes:
         check: watch shared memory for races, bytes nothing was written to, and what was not waited for.
@@ -93,7 +93,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that a kernel must not do, as it happened first; `source` begins with the innermost call."""
+    """A fault of a kernel, at its first occurrence; `source` begins with the innermost call."""
 
     kind: str
     text: str
@@ -112,7 +112,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """Of one launch: `counts` per instruction; `totals` of faults by kind, of which the first are in `faults`."""
+    """Result of a launch: `counts` per instruction; `totals` of faults by kind, of which the first are in `faults`."""
 
     instructions: int
     barriers: int

@@ -1,4 +1,4 @@
-"""Whole chunks through the kernels, held to the CPU: what finds out whether compiled code is right."""
+"""Whole chunks coded by the kernels and compared with the CPU, to test compiled code."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CLOSE = 2.0**-6  # of the largest value: products are taken in bfloat16
 
 @cache
 def codecs(scheme: str, layout: str = LAYOUT) -> tuple[Codec, Codec]:
-    """The CPU's and the kernels'."""
+    """Return the CPU's codec and the kernels'."""
     group = "layer" if scheme == "classes" else scheme
     learned = group not in ("generic", "lossless")
     profile = conftest.fitted_profile(layout, group) if learned else Profile.generic(conftest.LAYOUTS[layout])

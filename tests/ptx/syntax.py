@@ -1,4 +1,4 @@
-"""PTX text -> its statements: no meaning yet, but where each comes from in the Python source."""
+"""Parser of PTX text into statements with their Python source lines, without interpreting them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ _IGNORED = (".pragma", ".file", ".section", ".version", ".target", ".address_siz
 
 
 def split(text: str) -> tuple[str, ...]:
-    """Split at the commas outside of brackets."""
+    """Split at commas outside brackets."""
     parts, depth, start = [], 0, 0
     for at, letter in enumerate(text):
         if letter in "{[(":
@@ -179,7 +179,7 @@ def _instruction(line: int, text: str, source: tuple[str, ...]) -> Statement:
 
 
 class _Scopes:
-    """What braces within the body declare gets a name of its own there: inline assembly repeats the same ones."""
+    """Rename declarations inside braces of the body, because inline assembly repeats the same names."""
 
     def __init__(self, entry: Entry) -> None:
         self.entry = entry

@@ -120,7 +120,7 @@ def use_references(patch: pytest.MonkeyPatch) -> int:
     """Put the plain references of all that follows the transform in the place of kernels; returns of how many."""
     users = [import_module(f"cuvee.kernels.{name}") for name in ("outgoing", "transform_scheme", "generic_scheme")]
     count = 0
-    for home in ("rans", "rans_classes", "symbols", "symbols_classes"):
+    for home in ("rans", "rans_by_class", "symbols", "symbols_by_class"):
         for name, reference in vars(import_module(f"cuvee.kernels.ops.naive.{home}")).items():
             own = name.removesuffix("_reference")
             for user in users:

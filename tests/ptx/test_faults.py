@@ -1,4 +1,4 @@
-"""What a kernel must not do is a fault, named with its line; and what it may is none."""
+"""Every forbidden action of a kernel is a fault with its line, and no allowed action is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hostile blobs on compiled kernels: forged with right checksums, they read and write nothing that is not theirs.
+"""Hostile blobs on compiled kernels: with valid checksums, they make no kernel access other memory.
 
 The emulator raises at the first access outside of what a launch was given. CUVEE_PTX_MUTANTS says how many blobs.
 """

@@ -1,4 +1,4 @@
-"""What Triton makes of `tl.dot` for each target, against sums in float64; ldmatrix as the manual has it."""
+"""`tl.dot` as Triton compiles it for each target, against sums in float64; ldmatrix as in the manual."""
 
 from __future__ import annotations
 

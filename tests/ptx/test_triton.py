@@ -1,4 +1,4 @@
-"""What Triton compiles wrongly, as `docs/triton-histogram.md` reports it, and the way around it."""
+"""Code that Triton miscompiles, as reported in `docs/triton-histogram.md`, and the workaround."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the GPU bench measures on: the shapes of models, synthetic profiles and caches, and a paged cache to hold them.
+"""Inputs of the GPU bench: shapes of models, synthetic profiles and caches, and a paged cache to hold them.
 
 No model is needed: bases are random and orthogonal, the spectrum falls such that a value costs about `BITS`, and the
 noise is logistic.
@@ -56,7 +56,7 @@ MOST_ERROR = 0.2  # a unit with a larger relative error was not restored; quanti
 
 @dataclass(frozen=True, slots=True)
 class GpuScope:
-    """What a run measures, and how long it may take.
+    """Scope of a run: the cases to measure, and the time limit.
 
     Attributes:
         shapes: models by name.
@@ -149,7 +149,7 @@ def synthetic_profile(layout: KVLayout, group: str, device: torch.device) -> Pro
 
 
 def synthetic_chunks(profile: Profile, count: int, tokens: int, device: torch.device, seed: int = 0) -> list[KVChunk]:
-    """Make chunks that follow each other, drawn from what the profile says of its components."""
+    """Make chunks that follow each other, drawn from the profile's statistics of its components."""
     layout = profile.layout
     noise = torch.Generator(device).manual_seed(seed)
     moved: dict[int, torch.Tensor] = {}
@@ -224,7 +224,7 @@ class Pages:
             errors.append((difference.norm(dim=(1, 2)) / want.norm(dim=(1, 2))).max())
         worst = float(torch.stack(errors).max())
         if not worst < MOST_ERROR:
-            raise CuveeError(f"a cache came back with a relative error of {worst:.3g}: nothing is reported")
+            raise CuveeError(f"a decoded cache has a relative error of {worst:.3g}; nothing is reported")
         return worst
 
 

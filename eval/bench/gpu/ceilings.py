@@ -1,4 +1,4 @@
-"""What this device does at best, and the least time that the stages of the codec could take by that."""
+"""Ceilings of this device, and the least time of the codec's stages that follows from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TF32X3 = 6  # a product made of three TF32 products, each at half the rate, cost
 
 
 def measure_ceilings(clock: Clock, scope: GpuScope) -> dict[str, Any]:
-    """Time what the device does at best: a copy (bytes read and written) and a bfloat16 product of random matrices."""
+    """Time the device's ceilings: a copy (bytes read and written) and a bfloat16 product of random matrices."""
     device = clock.device
     source = torch.randint(256, (scope.copy_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -65,7 +65,7 @@ def synthesis_flop(profile: Profile, tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What a stage cannot do without: bytes of device memory read or written, and floating-point operations."""
+    """The least work of a stage: bytes of device memory read or written, and floating-point operations."""
 
     bytes: float
     flop: float = 0.0

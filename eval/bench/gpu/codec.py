@@ -125,7 +125,7 @@ def measure_case(
 
 
 def verify(blobs: Sequence[bytes]) -> None:
-    """What the host does with blobs before a device sees them: it checks headers and checksums."""
+    """Check headers and checksums of blobs, as the host does before a device gets them."""
     for blob in blobs:
         header = read_header(blob)
         for index in range(len(header.section_bytes)):

@@ -43,7 +43,7 @@ __all__ = ["describe_machine", "need_gpu", "run_gpu_bench"]
 
 
 def describe_machine(device: torch.device) -> dict[str, Any]:
-    """What figures depend on, the GPU included."""
+    """Return the environment that figures depend on, with the GPU."""
     gpu: dict[str, Any] = {}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -69,15 +69,15 @@ def _driver() -> str | None:
 
 
 def need_gpu() -> torch.device:
-    """The current GPU.
+    """Return the current GPU.
 
     Raises:
         InputError: torch sees none.
     """
     if not torch.cuda.is_available():
         raise InputError(
-            "device: torch sees no GPU. Run this where `nvidia-smi` lists one, with a build of torch for CUDA "
-            f"(this is {torch.__version__}), or measure the CPU: cuvee bench cpu"
+            "device: must be a GPU that torch sees, got none; run this where `nvidia-smi` lists one, with a build of "
+            f"torch for CUDA (this is {torch.__version__}), or measure the CPU: cuvee bench cpu"
         )
     return torch.device("cuda", torch.cuda.current_device())
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cuvee.codec.support.terminal_table import terminal_table as new_table
-from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS
+from cuvee.kernels.ops.synthesize import SYNTHESIS_CONFIGS
 
 __all__ = ["print_gpu_report"]
 

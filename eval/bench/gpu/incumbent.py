@@ -33,7 +33,7 @@ def measure_incumbent(
     """Time the CacheGen-style decoder on copies of one chunk. Arguments: see `measure_case`.
 
     Raises:
-        CuveeError: it does not give back what was coded.
+        CuveeError: it does not reproduce the coded symbols.
     """
     device, regions = clock.device, len(pages.slots)
     began = time.perf_counter()
@@ -68,7 +68,7 @@ def measure_incumbent(
         for region in range(restored):
             values = pages.rows[:, pages.slots[region]]
             if not (torch.equal(out[region], levels) and torch.equal(values, expected)):
-                raise CuveeError(f"{name}: the CacheGen-style decoder does not give back what was coded")
+                raise CuveeError(f"{name}: the CacheGen-style decoder does not reproduce the coded symbols")
 
     poison()
     first = clock.once(lambda: both(slice(0, regions)))

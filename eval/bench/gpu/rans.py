@@ -12,7 +12,7 @@ from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.family import coding_plan, default_family, scale_codes
 from cuvee.codec.entropy.tables import EntropyTables, normalize_counts
 from cuvee.codec.errors import CuveeError
-from cuvee.codec.stages.compiled import rans as rans_numba
+from cuvee.codec.stages.compiled import rans
 from cuvee.eval.bench.gpu.cases import GpuScope, spectrum
 from cuvee.eval.bench.gpu.clock import Clock
 from cuvee.kernels.jobs import JobField, PlanField
@@ -42,7 +42,7 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
     out: list[dict[str, Any]] = []
     for bits in scope.prob_bits:
         tables = EntropyTables(np.stack([normalize_counts(row, bits) for row in family.tables.freq]), bits)
-        streams = rans_numba.rans_encode(data, plan.rest, plan.rest, tables, per_stream)
+        streams = rans.rans_encode(data, plan.rest, plan.rest, tables, per_stream)
         parts = (streams.states, streams.lengths.astype(np.uint16), streams.words)
         raw = np.concatenate([part.view(np.uint8) for part in parts])
         size = -(-len(raw) // 16) * 16
@@ -67,7 +67,7 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
         decode = partial(rans_decode, coded, coding, DecodingTables(decoding, bits), planes, status)
         decode()
         if bool(status.any()) or not bool((planes.view(count, -1) == want).all()):
-            raise CuveeError(f"the rANS decoder does not give back what was coded with {bits} bits")
+            raise CuveeError(f"the rANS decoder does not reproduce the symbols coded with {bits} bits")
         timing = clock.inside([decode])
         size = 8 * (streams.states.nbytes + 2 * len(streams.lengths) + streams.words.nbytes)
         out.append(

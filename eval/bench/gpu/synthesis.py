@@ -1,4 +1,4 @@
-"""The inverse transform in every configuration of its kernel there is to choose from."""
+"""The inverse transform in every configuration of its kernel."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cuvee.kernels.chunks import CacheMemory, encoding_tables, join
 from cuvee.kernels.jobs import TileField
 from cuvee.kernels.ops.arguments import ChunkBatch, TileTable
 from cuvee.kernels.ops.naive.transform import synthesize_reference
-from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS, SynthesisConfig, synthesis_config, synthesize
+from cuvee.kernels.ops.synthesize import SYNTHESIS_CONFIGS, SynthesisConfig, synthesis_config, synthesize
 from cuvee.kernels.plans import TransformPlan
 from cuvee.kernels.workspace import place_jobs
 

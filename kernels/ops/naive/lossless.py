@@ -1,4 +1,4 @@
-"""Plain references of `ops/lossless.py`: same names with `_reference`, same signatures."""
+"""Plain references of `merge_planes.py` and `split_planes.py`; same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 

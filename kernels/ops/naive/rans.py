@@ -1,4 +1,4 @@
-"""Plain references of `ops/rans.py`: same names with `_reference`, same signatures."""
+"""Plain references of `ops/rans.py` and `ops/coded_part.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 

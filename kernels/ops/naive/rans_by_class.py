@@ -1,4 +1,4 @@
-"""Plain references of `ops/rans_classes.py`: same names with `_reference`, same signatures."""
+"""Plain references of `ops/rans_by_class.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
-from cuvee.codec.stages.reference import rans_by_class as rans_classes
+from cuvee.codec.stages.reference import rans_by_class
 from cuvee.codec.support.arrays import I32, U8, U16
 from cuvee.kernels.jobs import JobField, PlanField
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
@@ -57,7 +57,7 @@ def rans_decode_classes_reference(
         tokens = job[JobField.TOKENS]
         size = int(coding.plans[job[JobField.PLAN], PlanField.PLANES]) * tokens
         out = planes[job[JobField.PLANES] :][:size].cpu().numpy().reshape(-1, tokens)
-        for lanes, columns in rans_classes.stream_rows(tokens, job[JobField.PER_STREAM]):
+        for lanes, columns in rans_by_class.stream_rows(tokens, job[JobField.PER_STREAM]):
             depth = plan.planes[own[columns]]
             for c in range(int(depth.max())):
                 active = np.flatnonzero(depth > c)
@@ -83,5 +83,5 @@ def rans_encode_classes_reference(
         deepest, per_stream = int(coding.plans[job[JobField.PLAN], PlanField.PLANES]), job[JobField.PER_STREAM]
         symbols = planes[job[JobField.PLANES] :][: deepest * len(own)].cpu().numpy().reshape(deepest, len(own))
         plan = cast(ClassedPlan, _Classes.of(job, coding))
-        found = rans_classes.rans_encode_classes(symbols, own, plan, model, per_stream)
+        found = rans_by_class.rans_encode_classes(symbols, own, plan, model, per_stream)
         store_streams(found, job, deepest * per_stream, streams)

@@ -1,4 +1,4 @@
-"""Plain references of `ops/symbols.py`: same names with `_reference`, same signatures."""
+"""Plain references of `ops/dequantize.py` and `ops/quantize.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 

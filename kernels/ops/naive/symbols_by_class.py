@@ -1,4 +1,4 @@
-"""Plain references of `ops/symbols_classes.py`: same names with `_reference`, same signatures."""
+"""Plain references of `ops/symbols_by_class.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain references of `ops/transform.py`: same names with `_reference`, same signatures."""
+"""Plain references of `transform.py`, `analyze.py`, `synthesize.py`: same names with `_reference`, same signatures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 
 from cuvee.codec.entropy.token_classes import WINDOW
 from cuvee.kernels.jobs import BlockField, ChunkField, JobField, Status, TileField
+from cuvee.kernels.ops.analyze import analysis_tokens
 from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
 from cuvee.kernels.ops.naive.pages import check_slots, load_pairs_reference, store_pairs_reference
-from cuvee.kernels.ops.transform import SynthesisConfig, analysis_tokens, default_config
+from cuvee.kernels.ops.synthesize import SynthesisConfig, default_config
 
 
 def rotation_tables_reference(

@@ -11,11 +11,11 @@ from cuvee.cli.options import Json
 from cuvee.cli.output import make_console, make_table, print_json
 from cuvee.codec.errors import InputError
 
-SHOWN_PS = 0.05  # of the model: what takes less is not worth a line
+SHOWN_PS = 0.05  # the table of the model leaves out kernels that take less
 
 
 class Target(StrEnum):
-    """What a kernel is compiled for."""
+    """A GPU architecture that kernels are compiled for."""
 
     sm_80 = "sm_80"
     sm_90 = "sm_90"
@@ -26,17 +26,18 @@ class Target(StrEnum):
 def kernels(
     targets: Annotated[
         list[Target] | None,
-        typer.Option("--target", help="Compile for this one. Repeatable. Default: all.", show_default=False),
+        typer.Option("--target", help="Compile for this architecture. Repeatable. Default: all.", show_default=False),
     ] = None,
     as_model: Annotated[
-        bool, typer.Option("--model", help="Show what the counted work allows at most on known GPUs instead.")
+        bool, typer.Option("--model", help="Show upper bounds of speed on known GPUs instead, from the counted work.")
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Compile the Triton kernels without a GPU and say what they cost. Exit code 1 if one exceeds its budget.
+    """Compile the Triton kernels without a GPU and show what they cost. Exit code 1 if a kernel exceeds its budget.
 
-    Shows the innermost loop's instructions (for the entropy coder also per symbol), registers, spills, memory, code;
-    with --model, the least time that each kernel needs on an H200, and how fast coding may be on that and other GPUs.
+    Shows each kernel's instructions in the innermost loop (for the entropy coder also per symbol), registers, spills,
+    memory and code size. With --model, shows the least time that each kernel needs on an H200, and upper bounds of the
+    speed of coding on that and other GPUs.
 
     Example: cuvee kernels --target sm_90
     """
@@ -44,10 +45,10 @@ def kernels(
     from cuvee.kernels.analysis.time_bounds import MACHINES, model
 
     if as_model and targets:
-        raise InputError("target: --model compiles for the GPUs that it knows; leave --target out")
+        raise InputError("target: must be left out with --model, which compiles for the GPUs that it knows")
     modeled = sorted({machine.target for machine in MACHINES.values()})
-    with make_console(stderr=True).status("compiling"):
-        data = report(modeled if as_model else [target.value for target in targets] if targets else TARGETS)
+    chosen = modeled if as_model else [target.value for target in targets] if targets else TARGETS
+    data = report(chosen, progress=True)
     wrong = check(data)
     rows = model(data) if as_model else None
     if as_json:
@@ -100,19 +101,19 @@ def _show_model(rows: list[dict[str, Any]]) -> None:
         speeds.setdefault((row["scheme"], row["way"], row["bits"]), {})[row["machine"]] = f"{row['gb_per_s']:,.0f}"
         if row["machine"] != first:
             continue
-        for own in row["kernels"]:
-            least = own["bounds"]
+        for kernel in row["kernels"]:
+            least = kernel["bounds"]
             if max(least.values()) >= SHOWN_PS:
                 cells = (f"{least[limit]:.2f}" for limit in LIMITS)
-                speed = f"{own['gb_per_s']:,.0f}"
-                table.add_row(f"{row['way']}, {row['scheme']}", own["kernel"], *cells, own["limit"], speed)
+                speed = f"{kernel['gb_per_s']:,.0f}"
+                table.add_row(f"{row['way']}, {row['scheme']}", kernel["kernel"], *cells, kernel["limit"], speed)
     for (scheme, way, bits), speed_of in speeds.items():
         totals.add_row(f"{way}, {scheme}", f"{bits:.1f}", *(speed_of[machine] for machine in MACHINES))
     console = make_console()
     console.print(table)
     console.print(
-        f"picoseconds per value that each limit of the {first} asks at least; kernels below {SHOWN_PS} are left out",
+        f"least picoseconds per value, by limit of the {first}; kernels below {SHOWN_PS} are left out",
         highlight=False,
     )
     console.print(totals)
-    console.print("GB/s of bfloat16 at most, all kernels one after the other; bits: per value", highlight=False)
+    console.print("at most, in GB/s of bfloat16, all kernels one after the other; bits: per value", highlight=False)

@@ -56,7 +56,7 @@ from cuvee.eval.bench.gpu.synthesis import measure_synthesis
 from cuvee.eval.bench.shapes import CacheShape
 from cuvee.eval.timing import Effort, Timing
 from cuvee.kernels.ops.rans import rans_decode
-from cuvee.kernels.ops.transform import SYNTHESIS_CONFIGS, SynthesisConfig, synthesize
+from cuvee.kernels.ops.synthesize import SYNTHESIS_CONFIGS, SynthesisConfig, synthesize
 
 SHAPE = CacheShape(2, 1, 16, 1e4)
 TINY = GpuScope(

@@ -9,7 +9,9 @@ import json
 import platform
 import re
 import shutil
+from contextlib import redirect_stderr
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +23,18 @@ from typer.testing import CliRunner, Result
 from cuvee.cli import app
 from cuvee.cli.kernels import Target
 from cuvee.codec.errors import CuveeError, InputError
-from cuvee.kernels.analysis import static_costs as static
-from cuvee.kernels.analysis.static_costs import (
+from cuvee.kernels.analysis import static_costs
+from cuvee.kernels.analysis.disassembly import (
+    INSTRUCTION_KINDS,
     Instruction,
-    check,
-    describe_loops,
-    innermost_loops,
+    disassembler,
     parse_amdgcn,
     parse_sass,
-    report,
+    read_cubin,
 )
-from cuvee.kernels.kernel_spec import KernelSpec
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
+from cuvee.kernels.analysis.loops import describe_loops, innermost_loops
+from cuvee.kernels.analysis.static_costs import check, report
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton exists for Linux only", allow_module_level=True)
@@ -165,7 +168,7 @@ decode:                                 ; @decode
 
 TOY = """
 import triton, triton.language as tl
-from cuvee.kernels.kernel_spec import Budget, KernelSpec
+from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 
 @triton.jit
 def count(x, out, n, BLOCK: tl.constexpr):
@@ -208,15 +211,16 @@ SPECS = (
 
 @pytest.fixture(scope="session")
 def measured(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """All kernels for one target of each vendor, compiled once for each state of their sources.
+    """Compile all kernels for one target of each vendor, once per state of their sources.
 
     The report is kept in pytest's cache folder, by a digest of all that it depends on: Triton, and every module of
     `kernels/` and of `codec/`, whose constants are compiled in. Several processes that run the tests share it.
     """
     import triton
 
-    package = Path(static.__file__).parent.parent
+    package = Path(static_costs.__file__).parents[2]
     sources = sorted(source for name in ("codec", "kernels") for source in (package / name).rglob("*.py"))
+    assert len(sources) > 80
     digest = hashlib.sha256(f"{platform.python_version()} {triton.__version__}".encode())
     for source in sources:
         digest.update(source.read_bytes())
@@ -241,7 +245,9 @@ def toys(tmp_path_factory: pytest.TempPathFactory) -> Report:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         patch.setenv("TRITON_CACHE_DIR", str(folder / "cache"))
-        found = report(["gfx942", "sm_90"], ["static_toys"])
+        with redirect_stderr(StringIO()) as shown:
+            found = report(["gfx942", "sm_90"], ["static_toys"], progress=True)
+    found["progress"] = shown.getvalue().splitlines()
     assert not (folder / "cache").exists()  # what is found there might be stale
     return found
 
@@ -348,7 +354,7 @@ def test_amdgcn_is_read() -> None:
     assert [i.target for i in code if i.target is not None] == [9, 20, 14, 3, 3]
     assert [i.at for i in code if not i.falls] == [2, 19, 20] and len(code) == 21
     assert [i.access for i in code if i.access] == ["load32", "store8", "store8", "load16"]
-    kinds = {kind: sum(i.kind == kind for i in code) for kind in static.INSTRUCTION_KINDS}
+    kinds = {kind: sum(i.kind == kind for i in code) for kind in INSTRUCTION_KINDS}
     assert kinds == {"memory": 5, "integer": 5, "float": 1, "tensor": 1, "control": 9}
     with pytest.raises(CuveeError, match="no function 'code'"):
         parse_amdgcn(AMDGCN, "code")
@@ -362,7 +368,7 @@ def test_the_unrolled_loop_comes_before_its_rest() -> None:
     assert main["symbols"] == 4 and main["instructions"] == cut(SASS, "/*0240*/", "/*0320*/") == 11
     assert rest["symbols"] == 1 and rest["instructions"] == cut(SASS, "/*0430*/", "/*04b0*/") == 5
     assert main["instructions_per_symbol"] == 11 / 4
-    assert {kind: main[kind] for kind in static.INSTRUCTION_KINDS} == {
+    assert {kind: main[kind] for kind in INSTRUCTION_KINDS} == {
         "memory": 4, "integer": 6, "float": 0, "tensor": 0, "control": 1,
     }  # fmt: skip
     assert describe_loops(parse_sass(SASS, "count"), "store8", 2)[0]["instructions_per_symbol"] == 11 / 8
@@ -431,6 +437,14 @@ def test_small_kernels(toys: Report) -> None:
     assert toy(toys, "straight", "gfx942")["num_warps"] == 1 and toy(toys, "choose", "sm_90")["num_warps"] == 2
 
 
+def test_progress_is_shown_as_lines_where_there_is_no_terminal(toys: Report) -> None:
+    assert len(toys["kernels"]) == 12
+    assert [re.sub(r", \d+ s left$", "", line) for line in toys["progress"]] == [
+        f"compiling kernels: {done} of 12" for done in (2, 3, 4, 5, 6, 8, 9, 10, 11, 12)
+    ]
+    assert toys["progress"][-1].endswith(", 0 s left")
+
+
 def test_faults_of_small_kernels(toys: Report) -> None:
     wrong = check(toys)
     assert [line.split(":")[0] for line in wrong] == [
@@ -476,7 +490,7 @@ def test_every_kernel_compiles(measured: Report) -> None:
 
 @pytest.mark.slow
 def test_entropy_coding_compiles_for_every_target() -> None:
-    others = [target for target in static.TARGETS if target not in MEASURED]
+    others = [target for target in static_costs.TARGETS if target not in MEASURED]
     compiled = report(others, ["cuvee.kernels.ops.rans"])
     assert compiled["targets"] == others and len(compiled["kernels"]) >= 2 * len(others)
     assert {e["error"] for e in compiled["kernels"]} == {None} and check(compiled) == []
@@ -502,11 +516,11 @@ def test_modules_that_are_missing_or_at_odds(tmp_path: Path, monkeypatch: pytest
         report(["sm_80"], ["cuvee.kernels.none"])
     (tmp_path / "static_twice.py").write_text(TOY + "SPECS += SPECS[:1]\n")
     (tmp_path / "static_target.py").write_text(TOY + "SPECS = (KernelSpec('k', **COUNT, budgets={'sm_9': Budget()}),)")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(CuveeError, match="two kernels are called 'count'"):
-        report(["sm_80"], ["static_twice"])
-    with pytest.raises(CuveeError, match="budgets of k: 'sm_9' is not one of sm_80,"):
-        report(["sm_80"], ["static_target"])
+        static_costs._specs(["static_twice"])
+    with pytest.raises(CuveeError, match=r"budgets of k: must be among sm_80,.*, got 'sm_9'"):
+        static_costs._specs(["static_target"])
 
 
 def test_a_spec_may_differ_between_targets() -> None:
@@ -531,16 +545,17 @@ def run(*args: str, code: int, width: int = 200) -> Result:
 
 @pytest.fixture
 def canned(measured: Report, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """What the command gets instead of compiling again, of one kernel; may be changed."""
+    """Replace the command's report by one of one kernel, which tests may change."""
     data = copy.deepcopy(measured)
     data["kernels"] = [e for e in data["kernels"] if e["kernel"] == "rans_decode"]
     asked: list[list[str]] = []
 
-    def get(targets: list[str]) -> Report:
+    def get(targets: list[str], progress: bool) -> Report:
+        assert progress
         asked.append(list(targets))
         return data
 
-    monkeypatch.setattr(static, "report", get)
+    monkeypatch.setattr(static_costs, "report", get)
     data["asked"] = asked
     return data
 
@@ -560,7 +575,7 @@ def test_the_table_fits_80_columns(canned: Report, measured: Report) -> None:
     done = run(code=1, width=80)
     assert done.stderr.startswith("error: bad on sm_80 does not compile: no\n")
     lines = done.stdout.splitlines()
-    assert canned["asked"] == [list(static.TARGETS)]
+    assert canned["asked"] == [list(static_costs.TARGETS)]
     assert max(map(len, lines)) <= 80
     entry = decode_on_sm_90(canned)
     rows = [line.split() for line in lines]
@@ -582,9 +597,9 @@ def test_a_broken_budget_ends_in_exit_code_1(canned: Report) -> None:
 
 def test_an_unknown_target_is_named_with_the_choices() -> None:
     done = run("--target", "sm_70", code=2)
-    assert "--target" in done.stderr and all(target in done.stderr for target in ("sm_70", *static.TARGETS))
-    assert tuple(Target) == static.TARGETS
-    with pytest.raises(InputError, match="targets: 'sm_70' is not one of sm_80, sm_90, sm_100, gfx942"):
+    assert "--target" in done.stderr and all(target in done.stderr for target in ("sm_70", *static_costs.TARGETS))
+    assert tuple(Target) == static_costs.TARGETS
+    with pytest.raises(InputError, match="targets: must be among sm_80, sm_90, sm_100, gfx942, got 'sm_70'"):
         report(["sm_70"])
 
 
@@ -604,8 +619,8 @@ def test_the_disassembler_may_be_elsewhere(tmp_path: Path, monkeypatch: pytest.M
     tool.write_text("#!/bin/sh\necho not this one >&2\nexit 3\n")
     tool.chmod(0o755)
     monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", str(tool))
-    assert static.disassembler() == tool
+    assert disassembler() == tool
     with pytest.raises(CuveeError, match="does not read the code: not this one"):
-        static._read_cubin(b"", "f")
+        read_cubin(b"", "f")
     monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", str(tmp_path))  # a folder
-    assert static.disassembler() != tmp_path
+    assert disassembler() != tmp_path

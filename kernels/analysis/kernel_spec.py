@@ -1,4 +1,4 @@
-"""How a kernel is compiled where there is no GPU: its argument types, the constants it is launched with, its limits."""
+"""Specifications for compiling a kernel without a GPU: argument types, launch constants, budgets."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Access = Literal["load8", "load16", "load32", "store8", "store16", "store32"]
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What a compiled kernel may cost at most; None: no limit.
+    """Upper limits of a compiled kernel's costs; None: no limit.
 
     Attributes:
-        instructions_per_symbol: of the loop that handles most symbols, each lane's instructions for one symbol.
-        registers: of a lane.
-        spilled_bytes: that a lane stores to local memory for want of registers.
+        instructions_per_symbol: instructions of each lane per symbol, in the loop that handles most symbols.
+        registers: registers per lane.
+        spilled_bytes: bytes that a lane stores to local memory when registers run out.
     """
 
     instructions_per_symbol: float | None = None
@@ -26,21 +26,21 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class KernelSpec:
-    """One kernel with the constants of its most common launch.
+    """A kernel with the constants of its most common launch.
 
     Attributes:
-        name: shown in reports.
+        name: the kernel's name in reports.
         kernel: the `@triton.jit` function.
         signature: Triton type of each argument that is not a constexpr, e.g. `"*u8"`, `"i32"`, `"*fp32"`.
         constants: value of each constexpr argument.
-        num_warps, num_stages: as launched.
+        num_warps, num_stages: as in the launch.
         options: further compile options, e.g. `enable_fp_fusion`.
         divisible: arguments (pointers and sizes) that launches guarantee to be multiples of 16.
-        symbol_access: of a loop over symbols, the access to global memory that a lane makes exactly once for each
-            `symbols_per_access` symbols, and for nothing else; None: not a loop over symbols.
-        symbols_per_access: symbols that one such access covers.
-        budgets: by target (`"sm_90"`), what must hold.
-        changes: by target, which of these attributes are others there; of `constants` and `options`, those that are.
+        symbol_access: the access to global memory that a lane makes exactly once per `symbols_per_access` symbols in
+            the loop over symbols, and nowhere else; None: the kernel has no such loop.
+        symbols_per_access: symbols per such access.
+        budgets: by target (`"sm_90"`), the limits that must hold.
+        changes: by target, the attributes that differ there; for `constants` and `options`, the entries that differ.
     """
 
     name: str
@@ -57,7 +57,7 @@ class KernelSpec:
     changes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def on(self, target: str) -> KernelSpec:
-        """The spec as it is for a target."""
+        """Return the spec for a target, with its `changes` applied."""
         changes = self.changes.get(target, {})
         merged = {
             "constants": {**self.constants, **changes.get("constants", {})},

@@ -1,4 +1,4 @@
-"""What the kernels do with a chunk, counted by the emulator, against what `counts.json` says; the model made of it."""
+"""The kernels' work on a chunk, counted by the emulator, against `counts.json`; the bounds computed from it."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 
 from cuvee.cli import app
 from cuvee.codec.errors import CuveeError
-from cuvee.kernels.analysis import static_costs as static
-from cuvee.kernels.analysis import time_bounds as model
-from cuvee.kernels.analysis.static_costs import Instruction, expansion, innermost_loops, parse_ptx
-from cuvee.kernels.analysis.time_bounds import LIMITS, MACHINES, Count, bounds
+from cuvee.kernels.analysis import static_costs, time_bounds
+from cuvee.kernels.analysis.disassembly import Instruction, parse_ptx
+from cuvee.kernels.analysis.loops import expansion, innermost_loops
+from cuvee.kernels.analysis.time_bounds import LIMITS, MACHINES, Count, Machine, bounds, counts, model
 
 TARGETS = ("sm_80", "sm_90", "sm_100")
 # How far a count may lie from the one in the file. Sectors depend on where arrays begin, and on a CPU some begin within
@@ -38,14 +38,14 @@ MOST = {
 }  # fmt: skip
 
 
-def machine() -> model.Machine:
-    """Of round numbers: a clock of all multiprocessors is a picosecond."""
-    return model.Machine("sm_90", 1000, 1.0, 1.0, 1.0, 1.0)
+def machine() -> Machine:
+    """Return a machine of round numbers: a clock of all multiprocessors is a picosecond."""
+    return Machine("sm_90", 1000, 1.0, 1.0, 1.0, 1.0)
 
 
 def report_of(target: str) -> dict[str, Any]:
-    """As `static.report` would say it of all kernels that were counted, each twice as long as its PTX."""
-    names = {k for found in model.counts(target).values() for way in ("encode", "decode") for k in found[way]}
+    """Return a report of all counted kernels, each twice as long as its PTX; see `static_costs.report`."""
+    names = {k for found in counts(target).values() for way in ("encode", "decode") for k in found[way]}
     return {"kernels": [{"kernel": k, "target": target, "expansion": 2.0, "integer_share": 0.5} for k in names]}
 
 
@@ -54,7 +54,7 @@ def report_of(target: str) -> dict[str, Any]:
 def test_kernels_do_no_more_than_was_counted(scheme: str) -> None:
     from tests.ptx.driver import state
 
-    now, told = counting.count(scheme), model.counts(state().target)[scheme]
+    now, told = counting.count(scheme), counts(state().target)[scheme]
     assert now["values"] == told["values"] and now["bits"] == pytest.approx(told["bits"], rel=0.01)
     for way in ("encode", "decode"):
         assert now[way].keys() == told[way].keys()
@@ -68,7 +68,7 @@ def test_kernels_do_no_more_than_was_counted(scheme: str) -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_counts_keep_to_the_budgets(target: str) -> None:
-    found = model.counts(target)
+    found = counts(target)
     assert found.keys() == counting.LAYERS.keys()
     for (scheme, way, kernel, name), most in MOST.items():
         # A decoded symbol is a byte written.
@@ -102,7 +102,7 @@ def test_the_longest_time_is_the_bound() -> None:
 
 
 def test_kernels_add_up() -> None:
-    rows = model.model(report_of("sm_90"), ("H200",))
+    rows = model(report_of("sm_90"), ("H200",))
     assert {(row["scheme"], row["way"]) for row in rows} == {
         (s, w) for s in counting.LAYERS for w in ("encode", "decode")
     }
@@ -111,7 +111,7 @@ def test_kernels_add_up() -> None:
         assert row["gb_per_s"] == pytest.approx(2000 / row["ps"])
     (decode,) = (row for row in rows if (row["scheme"], row["way"]) == ("head", "decode"))
     own = {kernel["kernel"]: kernel["bounds"] for kernel in decode["kernels"]}
-    found = model.counts("sm_90")["head"]
+    found = counts("sm_90")["head"]
     # Dequantizing reads what the entropy coder wrote, which read the blob.
     read = found["decode"]["rans_decode"].written
     wrote = found["decode"]["dequantize"].written
@@ -123,18 +123,18 @@ def test_what_a_report_lacks_is_said() -> None:
     report = report_of("sm_90")
     report["kernels"] = [entry for entry in report["kernels"] if entry["kernel"] != "dequantize"]
     with pytest.raises(CuveeError, match="the report says nothing of dequantize on sm_90"):
-        model.model(report, ("H200",))
+        model(report, ("H200",))
     with pytest.raises(CuveeError, match="no counts for gfx942"):
-        model.counts("gfx942")
+        counts("gfx942")
 
 
 def test_counts_that_do_not_parse_are_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(model, "__file__", str(tmp_path / "model.py"))
+    monkeypatch.setattr(time_bounds, "__file__", str(tmp_path / "time_bounds.py"))
     for text in (None, "{", '{"sm_90": {"head": {"encode": {"a": {"lanes": 1}}, "decode": {}}}}'):
         if text is not None:
             (tmp_path / "counts.json").write_text(text)
         with pytest.raises(CuveeError, match="no counts for sm_90"):
-            model.counts("sm_90")
+            counts("sm_90")
 
 
 PTX = """
@@ -185,16 +185,16 @@ def test_command_shows_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"kernels": [entry for target in TARGETS for entry in report_of(target)["kernels"]], "versions": {}}
     asked: list[list[str]] = []
 
-    def report(targets: list[str]) -> dict[str, Any]:
+    def report(targets: list[str], progress: bool) -> dict[str, Any]:
         asked.append(targets)
         return both
 
-    monkeypatch.setattr(static, "report", report)
-    monkeypatch.setattr(static, "check", lambda data: [])
+    monkeypatch.setattr(static_costs, "report", report)
+    monkeypatch.setattr(static_costs, "check", lambda data: [])
     shown = CliRunner().invoke(app, ["kernels", "--model"])
     assert shown.exit_code == 0 and asked == [sorted(TARGETS)]
     assert all(name in shown.output for name in (*MACHINES, "rans_decode", "synthesize", "lossless"))
     read = json.loads(CliRunner().invoke(app, ["kernels", "--model", "--json"]).output)
     assert len(read["model"]) == len(MACHINES) * len(counting.LAYERS) * 2
     wrong = CliRunner().invoke(app, ["kernels", "--model", "--target", "sm_90"])
-    assert wrong.exit_code != 0 and "leave --target out" in wrong.output
+    assert wrong.exit_code != 0 and "target: must be left out with --model" in wrong.output

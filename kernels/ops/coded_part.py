@@ -1,0 +1,235 @@
+"""Layout of a section's coded part on the GPU: count the words that the encoder left, then write headers and streams.
+
+    words, states, lengths --count_words--> totals --(host: coded_bytes, places)--write_coded--> out
+
+`codec/FORMAT.md` ("Coded part") specifies the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
+from cuvee.kernels.jobs import (
+    JOB_CLASS_PLAN,
+    JOB_CLASS_STATE,
+    JOB_CLASS_WORD_COUNT,
+    JOB_CLASS_WORDS,
+    JOB_ESCAPE_COUNT,
+    JOB_ESCAPES,
+    JOB_FIELDS,
+    JOB_LENGTHS,
+    JOB_LONG_LENGTHS,
+    JOB_PER_STREAM,
+    JOB_PLAN,
+    JOB_SECTION,
+    JOB_STATES,
+    JOB_STREAMS,
+    JOB_WORD_COUNT,
+    JOB_WORDS,
+    PLAN_FIELDS,
+    PLAN_PLANES,
+)
+from cuvee.kernels.ops.arguments import EncodedStreams, StreamJobs
+
+HEADER_BYTES = 12  # W, E, log2 n, the mode, zeros
+_HEADER = tl.constexpr(HEADER_BYTES // 4)
+CLASS_HEADER_BYTES = 8  # C, the class state
+_CLASS_HEADER = tl.constexpr(CLASS_HEADER_BYTES // 4)
+_SHORT_LENGTH = 0xFFFF  # the most symbols of a stream for which two bytes hold its words
+_WRITE_STREAMS = 16
+_WRITE_PRECEDING = 256
+_WRITE_WORDS = 128
+_WRITE_ESCAPES = 1024
+Count = TypeVar("Count", int, npt.NDArray[np.int64])
+
+
+def long_lengths(planes: Count, per_stream: Count) -> Count:
+    """Return 1 where lengths of streams take four bytes, for this many planes and tokens per stream; else 0."""
+    long: Count = 1 * (planes * per_stream > _SHORT_LENGTH)
+    return long
+
+
+@triton.jit
+def _count_kernel(jobs, lengths, totals, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    job = jobs + tl.program_id(0) * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    first = lengths + tl.load(job + JOB_LENGTHS)
+    total = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, streams, BLOCK):
+        stream = start + tl.arange(0, BLOCK)
+        total += tl.load(first + stream, mask=stream < streams, other=0).to(tl.int64)
+    tl.store(totals + tl.program_id(0), tl.sum(total, 0))
+
+
+def count_words(coding: StreamJobs, lengths: torch.Tensor, totals: torch.Tensor) -> None:
+    """Add up the words of each job; the host needs the sums to place the coded parts.
+
+    Args:
+        coding: of the jobs, LENGTHS and STREAMS are read.
+        lengths: uint32, of `rans_encode`.
+        totals: `[J]` int64, gets the words of each job.
+    """
+    block = min(2048, max(256, triton.next_power_of_2(coding.max_streams)))
+    _count_kernel[(len(coding.jobs),)](coding.jobs, lengths, totals, BLOCK=block, enable_fp_fusion=True)
+
+
+def coded_bytes(streams: Count, long: Count, words: Count, escapes: Count, classes: Count) -> Count:
+    """Return the size of coded parts in bytes: of one part (ints) or of many (int64 arrays).
+
+    Args:
+        streams: S.
+        long: 1: lengths take four bytes, 0: two.
+        words: W, of all streams.
+        escapes: E.
+        classes: bytes of the stream of classes, `class_bytes`; 0: there are none.
+    """
+    coded = HEADER_BYTES + (6 + 2 * long) * streams + 2 * words + classes
+    size: Count = coded + -coded % 4 + 8 * escapes
+    return size
+
+
+def class_bytes(words: Count) -> Count:
+    """Return the size of the classes in a coded part whose class stream has this many words."""
+    size: Count = CLASS_HEADER_BYTES + 2 * words
+    return size
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _write_kernel(  # type: ignore[no-untyped-def]
+    jobs, plans, words, states, lengths, escape_index, escape_value, class_words, out16, out32, blocks,
+    STREAMS: tl.constexpr, WORDS: tl.constexpr, ESCAPES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    block = tl.program_id(0) % blocks
+    first = block * STREAMS
+    job = jobs + tl.program_id(0) // blocks * JOB_FIELDS
+    streams = tl.load(job + JOB_STREAMS).to(tl.int32)
+    if first >= streams:
+        return
+    steps = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_PLANES)
+    region = steps * tl.load(job + JOB_PER_STREAM)
+    long = tl.load(job + JOB_LONG_LENGTHS).to(tl.int32)
+    word_count = tl.load(job + JOB_WORD_COUNT)
+    escape_count = tl.load(job + JOB_ESCAPE_COUNT)
+    classed = tl.load(job + JOB_CLASS_PLAN) > 0
+    class_count = tl.where(classed, tl.load(job + JOB_CLASS_WORD_COUNT), 0)
+    header = tl.where(classed, _HEADER + _CLASS_HEADER, _HEADER)
+    section = out32 + tl.load(job + JOB_SECTION) // 4
+    coded_lengths = out16 + tl.load(job + JOB_SECTION) // 2 + 2 * (header + streams)
+    coded_words = coded_lengths + streams * (1 + long) + class_count
+    coded = 2 * (header + streams) + streams * (1 + long) + class_count + word_count  # in uint16, padding apart
+    if block == 0:
+        per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
+        log2 = tl.sum((per_stream >> tl.arange(0, 8) > 0).to(tl.int32), 0) - 1
+        tl.store(section, word_count.to(tl.uint32))
+        tl.store(section + 1, escape_count.to(tl.uint32))
+        tl.store(section + 2, (log2 | (classed.to(tl.int32) << 8)).to(tl.uint32))
+        tl.store(section + 3, class_count.to(tl.uint32), mask=classed)
+        tl.store(section + 4, tl.load(job + JOB_CLASS_STATE).to(tl.uint32), mask=classed)
+        listed = class_words + tl.where(classed, tl.load(job + JOB_CLASS_WORDS), 0)
+        for start in range(0, class_count, WORDS):
+            at = start + tl.arange(0, WORDS)
+            word = tl.load(listed + at, mask=at < class_count, other=0)
+            tl.store(coded_words - class_count + at, word, mask=at < class_count)
+        tl.store(coded_words + word_count, 0, mask=coded % 2 > 0)
+
+    lengths += tl.load(job + JOB_LENGTHS)
+    before = tl.zeros([BLOCK], tl.int64)
+    for start in range(0, first, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        before += tl.load(lengths + other, mask=other < first, other=0).to(tl.int64)
+    stream = first + tl.arange(0, STREAMS)
+    exists = stream < streams
+    length = tl.load(lengths + stream, mask=exists, other=0)
+    written = coded_lengths + stream * (1 + long)
+    tl.store(written, length.to(tl.uint16), mask=exists)
+    tl.store(written + 1, (length >> 16).to(tl.uint16), mask=tl.where(exists, long, 0) > 0)
+    state = tl.load(states + tl.load(job + JOB_STATES) + stream, mask=exists, other=0)
+    tl.store(section + header + stream, state, mask=exists)
+
+    size = length.to(tl.int64)
+    source = words + tl.load(job + JOB_WORDS) + (stream + 1) * region - size
+    target = coded_words + tl.sum(before, 0) + tl.cumsum(size, 0) - size
+    for start in range(0, tl.max(length, 0).to(tl.int32), WORDS):
+        at = start + tl.arange(0, WORDS)
+        inside = at[None, :] < length.to(tl.int32)[:, None]
+        word = tl.load(source[:, None] + at[None, :], mask=inside, other=0)
+        tl.store(target[:, None] + at[None, :], word, mask=inside)
+
+    # The programs of a job share its escapes.
+    index = section + (coded + 1) // 2
+    escapes = tl.load(job + JOB_ESCAPES)
+    for start in range(block * ESCAPES, escape_count, tl.cdiv(streams, STREAMS) * ESCAPES):
+        escape = start + tl.arange(0, ESCAPES)
+        inside = escape < escape_count
+        tl.store(index + escape, tl.load(escape_index + escapes + escape, mask=inside, other=0), mask=inside)
+        value = tl.load(escape_value + escapes + escape, mask=inside, other=0)
+        tl.store(index + escape_count + escape, value.to(tl.uint32, bitcast=True), mask=inside)
+
+
+def write_coded(
+    coding: StreamJobs,
+    streams: EncodedStreams,
+    escape_index: torch.Tensor,
+    escape_value: torch.Tensor,
+    out: torch.Tensor,
+    class_words: torch.Tensor | None = None,
+) -> None:
+    """Write the coded part of each job as FORMAT.md describes it, `coded_bytes` long.
+
+    Args:
+        coding: as for `rans_encode`; of the jobs, WORD_COUNT (of `count_words`), LONG_LENGTHS, ESCAPE_COUNT, ESCAPES,
+            which here indexes `escape_index` and `escape_value`, SECTION and CLASS_PLAN are read too, and where that
+            tells of classes CLASS_WORDS, which indexes `class_words`, CLASS_WORD_COUNT and CLASS_STATE.
+        streams: of `rans_encode`.
+        escape_index: uint32, row * T + token, rising within a job.
+        escape_value: int32.
+        out: uint8, a multiple of 4; gets each coded part at `JobField.SECTION`.
+        class_words: uint16, words of the streams of classes; None: no tokens have classes.
+    """
+    blocks = triton.cdiv(coding.max_streams, _WRITE_STREAMS)
+    _write_kernel[(blocks * len(coding.jobs),)](
+        coding.jobs, coding.plans, streams.words, streams.states, streams.lengths, escape_index, escape_value,
+        streams.words if class_words is None else class_words, out.view(torch.uint16), out.view(torch.uint32), blocks,
+        STREAMS=_WRITE_STREAMS, WORDS=_WRITE_WORDS, ESCAPES=_WRITE_ESCAPES, BLOCK=_WRITE_PRECEDING,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    KernelSpec(
+        "count_words",
+        _count_kernel,
+        {"jobs": "*i64", "lengths": "*u32", "totals": "*i64"},
+        {"BLOCK": 256},
+        divisible=("jobs", "lengths", "totals"),
+    ),
+    KernelSpec(
+        "write_coded",
+        _write_kernel,
+        {
+            "jobs": "*i64",
+            "plans": "*i64",
+            "words": "*u16",
+            "states": "*u32",
+            "lengths": "*u32",
+            "escape_index": "*u32",
+            "escape_value": "*i32",
+            "class_words": "*u16",
+            "out16": "*u16",
+            "out32": "*u32",
+            "blocks": "i32",
+        },
+        {"STREAMS": _WRITE_STREAMS, "WORDS": _WRITE_WORDS, "ESCAPES": _WRITE_ESCAPES, "BLOCK": _WRITE_PRECEDING},
+        divisible=(
+            "jobs", "plans", "words", "states", "lengths", "escape_index", "escape_value", "class_words", "out16",
+            "out32",
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,230 @@
+"""Decoding of lossless sections: byte planes to values in the cache, and the decoder's tables.
+
+stored planes, coded planes, references --merge_planes--> cache           decoding_tables: frequencies -> words
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.codec.stages.reference.byte_planes import PROB_BITS
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
+from cuvee.kernels.jobs import (
+    CHUNK_FIELDS,
+    CHUNK_FIRST,
+    CHUNK_SOURCE,
+    CHUNK_TARGET,
+    JOB_CHUNK,
+    JOB_FIELDS,
+    JOB_TOKENS,
+    TILE_ANGLE,
+    TILE_COUNT0,
+    TILE_COUNT1,
+    TILE_DIM0,
+    TILE_DIM1,
+    TILE_FIELDS,
+    TILE_SECTION,
+    TILE_UNIT,
+)
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable
+from cuvee.kernels.ops.lossless import (
+    _END,
+    _LLAMA,
+    _READ,
+    BYTE_FIELDS,
+    BYTE_HEAD_DIM,
+    BYTE_PLANE,
+    BYTE_REFERENCE,
+    TOKENS,
+    VALUES,
+    WARPS,
+    _constants,
+    _half_channels,
+    _multiple,
+    _spec,
+    _words,
+)
+from cuvee.kernels.ops.pages import (
+    half_addresses,
+    store_pairs,
+    token_offsets,
+    turn_pairs,
+)
+from cuvee.kernels.ops.rans import ENTRIES, SPAN, WIDTH
+
+TOTAL = tl.constexpr(1 << PROB_BITS)
+# Of a decode table: see `rans.decoding_table`.
+DECODING_WIDTH = tl.constexpr(WIDTH)
+ENTRIES_AT = tl.constexpr(ENTRIES)
+SLOTS_OF_WORD = tl.constexpr(SPAN)
+
+
+@triton.jit
+def _decoding_tables(freq, decoding):  # type: ignore[no-untyped-def]
+    table = tl.program_id(0).to(tl.int64)
+    symbol = tl.arange(0, VALUES)
+    frequency = tl.load(freq + table * VALUES + symbol).to(tl.int32)
+    low = tl.cumsum(frequency, 0) - frequency
+    used = (frequency > 0) & (low < TOTAL)
+    number = tl.cumsum(used.to(tl.int32), 0) - 1
+    # Symbols that begin in each word's slots, except the first symbol. Unused symbols count for the last, unused word.
+    later = used & (low > 0)
+    begin = tl.histogram(tl.where(later, low // SLOTS_OF_WORD, ENTRIES_AT - 1), ENTRIES_AT)
+    before = (tl.cumsum(begin, 0) - begin).to(tl.uint32)
+    row = decoding + table * DECODING_WIDTH
+    place = tl.arange(0, ENTRIES_AT)
+    tl.store(row + place, tl.where(place * SLOTS_OF_WORD < TOTAL, before << 24, 0))
+    tl.store(row + ENTRIES_AT + symbol, tl.zeros((VALUES,), tl.uint32))
+    tl.debug_barrier()
+    bit = tl.full((VALUES,), 1, tl.uint32) << (low % SLOTS_OF_WORD).to(tl.uint32)
+    tl.atomic_add(row + low // SLOTS_OF_WORD, bit, mask=later, sem="relaxed")
+    entry = frequency << 20 | symbol << 12 | low
+    tl.store(row + ENTRIES_AT + number, entry.to(tl.uint32, bitcast=True), mask=used)
+
+
+@triton.jit
+def _merge_half(data, planes, row, channel, has, token, inside, tokens, WORD: tl.constexpr, FACTOR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values `[tokens, PAIRS]` of channels as words, from their planes (from `row` on)."""
+    at = (channel * tokens)[None, :] + token[:, None]
+    mask = inside[:, None] & has[None, :]
+    word = tl.zeros(at.shape, WORD)
+    for index in tl.static_range(WORD.primitive_bitwidth // 8):
+        plane = _multiple(tl.load(row + index * BYTE_FIELDS + BYTE_PLANE), FACTOR)
+        reference = tl.load(row + index * BYTE_FIELDS + BYTE_REFERENCE)
+        if reference < 0:
+            byte = tl.load(data + plane + at, mask=mask, other=0)
+        else:
+            center = tl.load(data + reference + channel, mask=has, other=0)
+            byte = tl.load(planes + plane + at, mask=mask, other=0) + center[None, :]
+        word = word | byte.to(WORD) << 8 * index
+    return word >> 1 | word << WORD.primitive_bitwidth - 1
+
+
+@triton.jit
+def _values(word, inside, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the values of words, float32; zero for tokens beyond the chunk, whose words hold references only."""
+    return tl.where(inside[:, None], word, 0).to(word.dtype).to(DTYPE, bitcast=True).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _merge_planes(  # type: ignore[no-untyped-def]
+    data, planes, table, jobs, chunks, tiles, places, scales, slots, source_cos, source_sin, cos, sin, status,
+    sections, first_section, angles,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr, MOVED: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    unit = tl.load(tile + TILE_UNIT)
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
+    if tl.program_id(0) * TOKENS >= tokens:
+        return
+    chunk = chunks + tl.load(jobs + job * JOB_FIELDS + JOB_CHUNK) * CHUNK_FIELDS
+    first = tl.load(chunk + CHUNK_FIRST)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    pair = tl.arange(0, PAIRS)
+    row = table + (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8 * BYTE_FIELDS)
+    head_dim = tl.load(row + BYTE_HEAD_DIM)
+    channel0, has0 = _half_channels(tile, pair, head_dim, TILE_DIM0, TILE_COUNT0)
+    channel1, has1 = _half_channels(tile, pair, head_dim, TILE_DIM1, TILE_COUNT1)
+    a = _merge_half(data, planes, row, channel0, has0, token, inside, tokens, WORD, FACTOR)
+    b = _merge_half(data, planes, row, channel1, has1, token, inside, tokens, WORD, FACTOR)
+    if MOVED:
+        angle = tl.load(tile + TILE_ANGLE)
+        if (angle >= 0) & (tl.load(chunk + CHUNK_SOURCE) != tl.load(chunk + CHUNK_TARGET)):
+            x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
+            at = first + token
+            x, y = turn_pairs(x, y, source_cos, source_sin, at, inside, angles, angle, PAIRS, True, ALIGNED)
+            x, y = turn_pairs(x, y, cos, sin, at, inside, angles, angle, PAIRS, False, ALIGNED)
+            a, b = _words(x, DTYPE, WORD), _words(y, DTYPE, WORD)
+    offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
+    if ELEMENT == DTYPE:
+        at0, mask0 = half_addresses(
+            places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        at1, mask1 = half_addresses(
+            places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        tl.store(at0, a, mask=mask0)
+        tl.store(at1, b, mask=mask1)
+    else:
+        x, y = _values(a, inside, DTYPE), _values(b, inside, DTYPE)
+        store_pairs(places, scales, tile, offset, exists, x, y, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+
+
+def decoding_tables(freq: torch.Tensor, decoding: torch.Tensor) -> None:
+    """Make the decoder's tables of many frequency tables: `rans.decoding_table`, on the device.
+
+    Args:
+        freq: uint16 `[K, 256]`; rows add up to 2**12 (unchecked: others give tables that mean nothing).
+        decoding: uint32 `[K, WIDTH]`, written.
+    """
+    if len(freq):
+        _decoding_tables[(len(freq),)](freq, decoding, num_warps=WARPS, enable_fp_fusion=True)
+
+
+def merge_planes(
+    data: torch.Tensor,
+    planes: torch.Tensor,
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    source: RotationTables,
+    target: RotationTables,
+    *,
+    dtype: torch.dtype,
+    moved: bool,
+    even: bool,
+) -> None:
+    """Write byte planes into a cache: bit for bit, NaN payloads included, unless keys turn or types differ.
+
+    Keys of a chunk that moves are turned back from their old positions and on to the new ones in float32 and rounded
+    to `dtype`. A cache of another type gets the values, through its scales.
+
+    Args:
+        data: uint8, stored planes and reference bytes.
+        planes: uint8, decoded symbols of the coded planes.
+        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`.
+        jobs: int64 `[chunks * sections, len(JobField)]`; TOKENS and CHUNK are read.
+        tiles: of the batch's sections.
+        batch: status bits are added to its jobs.
+        cache: what is written.
+        source: from `rotation_tables(inverse=True)`, by source positions; neither this nor the next is read unless
+            `moved`.
+        target: from `rotation_tables`, by target positions.
+        dtype: of the blobs.
+        moved: whether any chunk has another target than its source.
+        even: whether every chunk's tokens and every BytePlaneField.PLANE are multiples of four.
+    """
+    grid = tiles.grid(batch, TOKENS)
+    if 0 in grid:
+        return
+    # No fused multiply-add: the turned keys are then the codec's, bit for bit, given the same tables.
+    _merge_planes[grid](
+        data, planes, table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, source.cos,
+        source.sin, target.cos, target.sin, batch.status, batch.sections, batch.first_section, target.cos.shape[1],
+        FACTOR=4 if even else 1, MOVED=moved, **_constants(tiles, cache, dtype), num_warps=WARPS,
+        enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+_ROTATIONS = dict.fromkeys(("source_cos", "source_sin", "cos", "sin"), "*fp32")
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    _spec("decoding_tables", _decoding_tables, {"freq": "*u16", "decoding": "*u32"}, {}),
+    _spec(
+        "merge_planes",
+        _merge_planes,
+        {"data": "*u8", "planes": "*u8", **_READ, **_ROTATIONS, **_END, "angles": "i32"},
+        {"enable_fp_fusion": False},
+        **_LLAMA,
+        FACTOR=4,
+        MOVED=True,
+    ),
+)

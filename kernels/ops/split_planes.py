@@ -1,0 +1,331 @@
+"""Encoding of lossless sections: values of the cache to byte planes, and the statistics that model them.
+
+    cache --sum_bytes--> sums --count_symbols--> references, counts --(host)--> which planes are coded, their tables
+    cache, references --split_planes--> coded planes, stored planes
+
+The cache is read three times, and each byte is written once. That is less traffic than keeping planes between the
+steps, and where a plane goes depends on whether it is coded, which is known only once its symbols are counted.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
+from cuvee.kernels.jobs import (
+    CHUNK_FIELDS,
+    CHUNK_FIRST,
+    JOB_CHUNK,
+    JOB_FIELDS,
+    JOB_TOKENS,
+    TILE_COUNT0,
+    TILE_COUNT1,
+    TILE_DIM0,
+    TILE_DIM1,
+    TILE_FIELDS,
+    TILE_SECTION,
+    TILE_UNIT,
+)
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, TileTable
+from cuvee.kernels.ops.lossless import (
+    _END,
+    _LLAMA,
+    _READ,
+    BYTE_FIELDS,
+    BYTE_HEAD_DIM,
+    BYTE_PLANE,
+    BYTE_REFERENCE,
+    TOKENS,
+    VALUES,
+    WARPS,
+    _constants,
+    _half_channels,
+    _multiple,
+    _spec,
+    _words,
+)
+from cuvee.kernels.ops.pages import (
+    half_addresses,
+    load_pairs,
+    token_offsets,
+)
+
+
+@triton.jit
+def _load_words(  # type: ignore[no-untyped-def]
+    places, scales, tile, offset, exists,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """Read a tile as words of the blob's dtype, rotated left by one bit; zero where there is no value."""
+    if ELEMENT == DTYPE:
+        at0, mask0 = half_addresses(
+            places, tile, offset, exists, TILE_DIM0, TILE_COUNT0, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        at1, mask1 = half_addresses(
+            places, tile, offset, exists, TILE_DIM1, TILE_COUNT1, WORD, UNIT_STRIDE, ALIGNED, PAIRS, 0
+        )  # fmt: skip
+        a, b = tl.load(at0, mask=mask0, other=0), tl.load(at1, mask=mask1, other=0)
+    else:
+        x, y = load_pairs(places, scales, tile, offset, exists, ELEMENT, UNIT_STRIDE, PAIRS, ALIGNED)
+        a, b = _words(x, DTYPE, WORD), _words(y, DTYPE, WORD)
+    top: tl.constexpr = WORD.primitive_bitwidth - 1
+    return a << 1 | a >> top, b << 1 | b >> top
+
+
+@triton.jit
+def _read_tile(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Return the words of this program and their channels; every encoding kernel begins with this."""
+    unit = tl.load(tile + TILE_UNIT)
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    tokens = _multiple(tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS), FACTOR)
+    first = tl.load(chunks + tl.load(jobs + job * JOB_FIELDS + JOB_CHUNK) * CHUNK_FIELDS + CHUNK_FIRST)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    inside = token < tokens
+    offset, exists = token_offsets(places, unit, slots + first, token, inside, status + job)
+    a, b = _load_words(places, scales, tile, offset, exists, DTYPE, ELEMENT, WORD, UNIT_STRIDE, ALIGNED, PAIRS)
+    index = (2 * job + unit % 2) * (WORD.primitive_bitwidth // 8)
+    head_dim = tl.load(table + index * BYTE_FIELDS + BYTE_HEAD_DIM)
+    pair = tl.arange(0, PAIRS)
+    channel0, has0 = _half_channels(tile, pair, head_dim, TILE_DIM0, TILE_COUNT0)
+    channel1, has1 = _half_channels(tile, pair, head_dim, TILE_DIM1, TILE_COUNT1)
+    return a, b, channel0, has0, channel1, has1, index, token, inside, tokens
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _sum_bytes(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tiles, places, scales, slots, sums, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+        return
+    a, b, channel0, has0, channel1, has1, index, _, _, _ = _read_tile(
+        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+    )  # fmt: skip
+    for byte in tl.static_range(WORD.primitive_bitwidth // 8):
+        sum_of = sums + tl.load(table + (index + byte) * BYTE_FIELDS + BYTE_REFERENCE)
+        sum0 = tl.sum((a >> 8 * byte & 255).to(tl.int32), 0)
+        sum1 = tl.sum((b >> 8 * byte & 255).to(tl.int32), 0)
+        tl.atomic_add(sum_of + channel0, sum0.to(tl.int64), mask=has0, sem="relaxed")
+        tl.atomic_add(sum_of + channel1, sum1.to(tl.int64), mask=has1, sem="relaxed")
+
+
+@triton.jit
+def _mean_byte(total, tokens):  # type: ignore[no-untyped-def]
+    """Return the mean of `tokens` bytes, rounded to nearest, ties to even. Sums of up to 2**24 bytes fit 32 bits."""
+    total, tokens = total.to(tl.uint32), tokens.to(tl.uint32)
+    quotient = total // tokens
+    twice = 2 * (total - quotient * tokens)
+    return quotient + ((twice > tokens) | ((twice == tokens) & (quotient % 2 == 1))).to(tl.uint32)
+
+
+@triton.jit
+def _count_half(word, byte: tl.constexpr, sums, references, channel, has, inside, tokens):  # type: ignore[no-untyped-def]
+    """Return the histogram of one byte's symbols; the first program of a tile also writes the references."""
+    reference = _mean_byte(tl.load(sums + channel, mask=has, other=0), tokens)
+    if tl.program_id(0) == 0:
+        tl.store(references + channel, reference.to(tl.uint8), mask=has)
+    symbol = (word.to(tl.int32) >> 8 * byte) - reference.to(tl.int32)[None, :] & 255
+    # Triton may reorder what is reshaped for a histogram, and reorder symbols and a separate mask differently. So
+    # places without a value have a symbol of their own, one beyond the last.
+    symbol = tl.where(inside[:, None] & has[None, :], symbol, VALUES)
+    flat = tl.reshape(symbol, [symbol.shape[0] * symbol.shape[1]])
+    return tl.histogram(flat, VALUES, mask=flat < VALUES)
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _count_symbols(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tiles, places, scales, slots, sums, references, counts, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+        return
+    a, b, channel0, has0, channel1, has1, index, _, inside, tokens = _read_tile(
+        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        DTYPE, ELEMENT, WORD, 1, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+    )  # fmt: skip
+    symbol = tl.arange(0, VALUES)
+    for byte in tl.static_range(WORD.primitive_bitwidth // 8):
+        at = tl.load(table + (index + byte) * BYTE_FIELDS + BYTE_REFERENCE)
+        count = _count_half(a, byte, sums + at, references + at, channel0, has0, inside, tokens)
+        count += _count_half(b, byte, sums + at, references + at, channel1, has1, inside, tokens)
+        tl.atomic_add(counts + (index + byte) * VALUES + symbol, count, mask=count > 0, sem="relaxed")
+
+
+@triton.jit
+def _split_half(  # type: ignore[no-untyped-def]
+    word, row, references, planes, out, channel, has, token, inside, tokens, WORD: tl.constexpr, FACTOR: tl.constexpr
+):
+    """Write words `[tokens, PAIRS]` into the planes of `row` and the rows after it."""
+    at = (channel * tokens)[None, :] + token[:, None]
+    mask = inside[:, None] & has[None, :]
+    for index in tl.static_range(WORD.primitive_bitwidth // 8):
+        plane = _multiple(tl.load(row + index * BYTE_FIELDS + BYTE_PLANE), FACTOR)
+        reference = tl.load(row + index * BYTE_FIELDS + BYTE_REFERENCE)
+        byte = (word >> 8 * index).to(tl.uint8)
+        if reference < 0:
+            tl.store(out + plane + at, byte, mask=mask)
+        else:
+            center = tl.load(references + reference + channel, mask=has, other=0)
+            tl.store(planes + plane + at, byte - center[None, :], mask=mask)
+
+
+@triton.jit(do_not_specialize=["sections", "first_section"])
+def _split_planes(  # type: ignore[no-untyped-def]
+    table, jobs, chunks, tiles, places, scales, slots, references, planes, out, status, sections, first_section,
+    DTYPE: tl.constexpr, ELEMENT: tl.constexpr, WORD: tl.constexpr, FACTOR: tl.constexpr,
+    UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(1) * TILE_FIELDS
+    job = tl.program_id(2) * sections + tl.load(tile + TILE_SECTION) - first_section
+    if tl.program_id(0) * TOKENS >= tl.load(jobs + job * JOB_FIELDS + JOB_TOKENS):
+        return
+    a, b, channel0, has0, channel1, has1, index, token, inside, tokens = _read_tile(
+        table, jobs, chunks, tile, places, scales, slots, status, sections, first_section,
+        DTYPE, ELEMENT, WORD, FACTOR, UNIT_STRIDE, ALIGNED, PAIRS, TOKENS,
+    )  # fmt: skip
+    row = table + index * BYTE_FIELDS
+    _split_half(a, row, references, planes, out, channel0, has0, token, inside, tokens, WORD, FACTOR)
+    _split_half(b, row, references, planes, out, channel1, has1, token, inside, tokens, WORD, FACTOR)
+
+
+def sum_bytes(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    sums: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Sum each byte of each channel over the tokens of a chunk in the cache.
+
+    A cache of another type than `dtype` is converted by value first; a token without a slot counts as zeros.
+
+    Args:
+        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`; REFERENCE (in `sums`) and HEAD_DIM are read.
+        jobs: as for `merge_planes`.
+        tiles: likewise.
+        batch: likewise.
+        cache: what is read.
+        sums: int64, added to: zero before.
+        dtype: of the blobs.
+    """
+    grid = tiles.grid(batch, TOKENS)
+    if 0 in grid:
+        return
+    _sum_bytes[grid](
+        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, batch.status,
+        batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def count_symbols(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    sums: torch.Tensor,
+    references: torch.Tensor,
+    counts: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+) -> None:
+    """Compute the reference byte of each channel from the sums, and count each plane's symbols.
+
+    From the counts the host decides which planes to code, exactly as `codec/schemes/lossless.py` does. A plane
+    holds less than 2**31 bytes.
+
+    Args:
+        table: as for `sum_bytes`.
+        jobs: likewise.
+        tiles: likewise.
+        batch: likewise.
+        cache: likewise.
+        sums: of `sum_bytes`.
+        references: uint8, indexed as the sums; gets means rounded to nearest, ties to even.
+        counts: int32 `[rows of table, 256]`, added to: zero before.
+        dtype: of the blobs.
+    """
+    grid = tiles.grid(batch, TOKENS)
+    if 0 in grid:
+        return
+    _count_symbols[grid](
+        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, sums, references, counts,
+        batch.status, batch.sections, batch.first_section, **_constants(tiles, cache, dtype), num_warps=WARPS,
+        enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+def split_planes(
+    table: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    batch: ChunkBatch,
+    cache: CacheView,
+    references: torch.Tensor,
+    planes: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    even: bool,
+) -> None:
+    """Split the cache into byte planes: coded planes minus their references, stored planes unchanged.
+
+    Args:
+        table: int64 `[2 * jobs * itemsize, len(BytePlaneField)]`: where each plane goes: to `planes`,
+            or to `out` if REFERENCE is -1.
+        jobs: as for `sum_bytes`.
+        tiles: likewise.
+        batch: likewise.
+        cache: likewise.
+        references: of `count_symbols`.
+        planes: uint8, gets the symbols of coded planes.
+        out: uint8, gets the bytes of stored planes.
+        dtype: of the blobs.
+        even: as for `merge_planes`.
+    """
+    grid = tiles.grid(batch, TOKENS)
+    if 0 in grid:
+        return
+    _split_planes[grid](
+        table, jobs, batch.chunks, tiles.tiles, cache.places, cache.scales, cache.slots, references, planes, out,
+        batch.status, batch.sections, batch.first_section, FACTOR=4 if even else 1,
+        **_constants(tiles, cache, dtype), num_warps=WARPS, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    _spec("sum_bytes", _sum_bytes, {**_READ, "sums": "*i64", **_END}, {}, **_LLAMA),
+    _spec(
+        "count_symbols",
+        _count_symbols,
+        {**_READ, "sums": "*i64", "references": "*u8", "counts": "*i32", **_END},
+        {},
+        **_LLAMA,
+    ),
+    _spec(
+        "split_planes",
+        _split_planes,
+        {**_READ, "references": "*u8", "planes": "*u8", "out": "*u8", **_END},
+        {},
+        **_LLAMA,
+        FACTOR=4,
+    ),
+)

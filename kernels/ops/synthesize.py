@@ -1,0 +1,278 @@
+"""The linear map from coefficients to a cache.
+
+y --synthesize: inverse y, + mean, rotate, round--> cache
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from cuvee.kernels.analysis.kernel_spec import KernelSpec
+from cuvee.kernels.jobs import (
+    CHUNK_FIELDS,
+    CHUNK_FIRST,
+    CHUNK_SOURCE,
+    CHUNK_TOKENS,
+    ELEMENTS,
+    JOB_CLASS_PLAN,
+    JOB_FIELDS,
+    JOB_LEVELS,
+    JOB_STRIDE,
+    TILE_ANGLE,
+    TILE_BASIS,
+    TILE_BASIS_STRIDE,
+    TILE_BLOCK,
+    TILE_COLUMN,
+    TILE_FIELDS,
+    TILE_RANK,
+    TILE_ROW,
+    TILE_SECTION,
+    TILE_UNIT,
+)
+from cuvee.kernels.ops.arguments import CacheView, ChunkBatch, RotationTables, TileTable, TokenOrder
+from cuvee.kernels.ops.pages import (
+    COMPILED,
+    store_pairs,
+    token_offsets,
+    turn_pairs,
+)
+from cuvee.kernels.ops.transform import _PLAIN, _WINDOW, _classed_columns, _spec, _unpacked
+
+MAX_GROUP = 32  # tiles that run together: all of a section of two layers of 8 heads
+
+
+@dataclass(frozen=True, slots=True)
+class SynthesisConfig:
+    """Launch configuration of `synthesize`: tokens and components per step, and Triton's num_warps and num_stages."""
+
+    block_t: int
+    block_r: int
+    num_warps: int
+    num_stages: int
+
+
+HIP_STAGES = 2  # as many as fit the 64 KB of shared memory of AMD's multiprocessors
+# `synthesis_config` chooses among these by shape alone; callers may pass a measured choice instead.
+SYNTHESIS_CONFIGS = (
+    SynthesisConfig(256, 64, 8, 3),  # long sums: the fewest bytes per product from L2
+    SynthesisConfig(128, 64, 8, 3),
+    SynthesisConfig(64, 64, 4, 3),  # three programs per multiprocessor: one stores while others multiply
+    SynthesisConfig(64, 32, 8, 2),  # short sums: memory is the limit, the more warps the better
+    SynthesisConfig(128, 32, 8, 3),  # coefficients of four bytes
+    SynthesisConfig(32, 32, 4, 2),
+    SynthesisConfig(16, 32, 4, 2),
+)
+
+
+def product_precision(dtype: torch.dtype, element: torch.dtype) -> str:
+    """Return Triton's `input_precision` for coefficients of `dtype` that become `element`.
+
+    float16 has as many significant bits as a TF32 factor, 11. Tensor cores cut factors off there, so a value is wrong
+    by an ulp or so of the token's largest. float32 gets float32 products. AMD has no TF32, and some of its
+    compilers refuse the word for bfloat16 coefficients too, whose products are the same under any.
+    """
+    return "ieee" if torch.version.hip or (dtype == torch.float32 and element != torch.float16) else "tf32"
+
+
+def synthesis_config(
+    dtype: torch.dtype, element: torch.dtype, max_rank: int, max_tokens: int, aligned: bool = True
+) -> SynthesisConfig:
+    """Return the config for coefficients of `dtype` that become `element`.
+
+    Blocks have at most `max_rank` components, chunks `max_tokens` tokens. `aligned` as in `synthesize`: narrow stores
+    need registers that the longest step does not leave.
+    """
+    long, usual, narrow, short, wide, exact, few = SYNTHESIS_CONFIGS
+    if max_tokens <= 16:
+        return few
+    if dtype == torch.float32:
+        # Without matrix instructions products take registers, and leave few for the sums.
+        return wide if product_precision(dtype, element) == "tf32" and max_tokens > 32 else exact
+    if max_rank <= 128:
+        return short
+    if max_tokens <= 64:
+        return narrow
+    return usual if max_tokens <= 128 or not aligned else long
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    a, b, means, chunk, start, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns, angles,
+    ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr, ALIGNED: tl.constexpr, PAIRS: tl.constexpr,
+    FIRST: tl.constexpr,
+):  # fmt: skip
+    """Add means to half of a tile's pairs, from FIRST on, turn and store them; no token comes before `start`."""
+    HALF: tl.constexpr = PAIRS // 2
+    pair = FIRST + tl.arange(0, HALF)
+    mean = means + tl.multiple_of(tl.load(tile + TILE_COLUMN), 2 * PAIRS)
+    position = tl.load(chunk + CHUNK_SOURCE)
+    if position + start >= sinks:
+        mean += sinks * columns
+        a += tl.load(mean + pair)[None, :]
+        b += tl.load(mean + PAIRS + pair)[None, :]
+    else:
+        source = tl.minimum(row - tl.load(chunk + CHUNK_FIRST) + position, sinks).to(tl.int32)
+        own = mean + (source * columns)[:, None] + pair[None, :]
+        a += tl.load(own)
+        b += tl.load(own + PAIRS)
+    angle = tl.load(tile + TILE_ANGLE)
+    if angle >= 0:
+        a, b = turn_pairs(a, b, cos, sin, row, inside, angles, angle + FIRST, HALF, False, ALIGNED)
+    store_pairs(places, scales, tile, offset, exists, a, b, ELEMENT, UNIT_STRIDE, HALF, ALIGNED, FIRST)
+
+
+@triton.jit(
+    do_not_specialize=["sections", "first_section", "tile_count", "group", "chunk_count", "token_blocks", "sinks"]
+)
+def _synthesize(  # type: ignore[no-untyped-def]
+    y, jobs, tiles, basis, means, chunks, slots, cos, sin, places, scales, status, classes, order, block_ranks,
+    sections, first_section, tile_count, group, chunk_count, token_blocks, sinks, columns, angles,
+    BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ELEMENT: tl.constexpr, UNIT_STRIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, PAIRS: tl.constexpr, PRECISION: tl.constexpr, CLASSED: tl.constexpr,
+):  # fmt: skip
+    # `group` tiles, usually a section's, share the coefficients of a block of tokens: they run together. The blocks
+    # of tokens of all chunks follow, which share the group's bases.
+    program = tl.program_id(0)
+    blocks = chunk_count * token_blocks
+    first = program // (group * blocks) * group
+    in_group = program - first * blocks
+    members = tl.minimum(group, tile_count - first)
+    tile = tiles + (first + in_group % members) * TILE_FIELDS
+    block = in_group // members
+    chunk_index = block // token_blocks
+    start = (block - chunk_index * token_blocks) * BLOCK_T
+    chunk = chunks + chunk_index * CHUNK_FIELDS
+    tokens = tl.load(chunk + CHUNK_TOKENS).to(tl.int32)
+    if start >= tokens:
+        return
+    job_index = chunk_index * sections + tl.load(tile + TILE_SECTION) - first_section
+    job = jobs + job_index * JOB_FIELDS
+    if (tl.load(job + JOB_CLASS_PLAN) > 0) != CLASSED:
+        return
+    column = start + tl.arange(0, BLOCK_T)
+    inside = column < tokens
+    if CLASSED:
+        # Columns are sorted: the first of them has the most components.
+        block_index = tl.load(tile + TILE_BLOCK)
+        token, rank = _classed_columns(job, block_index, start, column, inside, classes, order, block_ranks)
+        first_token = start // _WINDOW * _WINDOW
+    else:
+        token, rank = column, tl.load(tile + TILE_RANK).to(tl.int32)
+        first_token = start
+    component = tl.arange(0, BLOCK_R)
+    stride = tl.multiple_of(tl.load(job + JOB_STRIDE), 16)
+    y_at = y + tl.multiple_of(tl.load(job + JOB_LEVELS), 16) + tl.load(tile + TILE_ROW) * stride
+    y_at = y_at + (component * stride)[:, None] + column[None, :]
+    basis_stride = tl.multiple_of(tl.load(tile + TILE_BASIS_STRIDE), 2 * PAIRS)
+    basis_at = basis + tl.multiple_of(tl.load(tile + TILE_BASIS), 2 * PAIRS)
+    basis_at = basis_at + (component * basis_stride)[:, None] + tl.arange(0, 2 * PAIRS)[None, :]
+    # Columns T … STRIDE - 1 hold anything; they are computed and not stored.
+    readable = (column < stride)[None, :]
+    acc = tl.zeros((BLOCK_T, 2 * PAIRS), tl.float32)
+    for done in range(0, rank, BLOCK_R):
+        coded = (component < rank - done)[:, None]
+        left = tl.load(y_at, mask=coded & readable, other=0.0)
+        right = tl.load(basis_at, mask=coded, other=0.0)
+        if not COMPILED:
+            left, right = left.to(tl.float32), right.to(tl.float32)
+        acc = tl.dot(tl.trans(left), right, acc, input_precision=PRECISION)
+        y_at += BLOCK_R * stride
+        basis_at += BLOCK_R * basis_stride
+    row = tl.load(chunk + CHUNK_FIRST) + token
+    offset, exists = token_offsets(places, tl.load(tile + TILE_UNIT), slots, row, inside, status + job_index)
+    # One half of the pairs after the other: means, angles and addresses of all would not fit registers.
+    HALF: tl.constexpr = PAIRS // 2
+    left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_T, 2, 2, HALF)), (0, 1, 3, 2)))
+    a, b = tl.split(tl.permute(left, (0, 2, 1)))
+    _finish(
+        a, b, means, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+        angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, 0,
+    )  # fmt: skip
+    a, b = tl.split(tl.permute(right, (0, 2, 1)))
+    _finish(
+        a, b, means, chunk, first_token, cos, sin, row, inside, places, scales, tile, offset, exists, sinks, columns,
+        angles, ELEMENT, UNIT_STRIDE, ALIGNED, PAIRS, HALF,
+    )  # fmt: skip
+
+
+def synthesize(
+    y: torch.Tensor,
+    jobs: torch.Tensor,
+    tiles: TileTable,
+    basis: torch.Tensor,
+    means: torch.Tensor,
+    batch: ChunkBatch,
+    rotations: RotationTables,
+    cache: CacheView,
+    config: SynthesisConfig | None = None,
+    order: TokenOrder | None = None,
+) -> None:
+    """Write a cache in one pass: inverse transform, mean, rotation, rounding.
+
+    A program computes one tile of `block_t` tokens: the reference's `synthesize` and `place`. A slot beyond the cache
+    is flagged (Status.SLOT) and not written, like one of -1.
+
+    Args:
+        y: coefficients, bfloat16, float16 or float32, at a multiple of 16 bytes: a job's `[R, JobField.STRIDE]` at
+            JobField.LEVELS. JobField.LEVELS and JobField.STRIDE are multiples of 16; what lies beyond a job's tokens is
+            ignored.
+        jobs: int64 `[chunks * sections, len(JobField)]`, chunk-major.
+        tiles: of the batch's sections.
+        basis: dtype of y, at a multiple of 16 bytes: a tile's `[RANK, 2 * PAIRS]` at TileField.BASIS with rows
+            TileField.BASIS_STRIDE apart, both multiples of 2 * PAIRS.
+        means: float32 `[S + 1, M]`: means of the first S positions of a sequence, then that of all others.
+        batch: status bits are added to its jobs.
+        rotations: from `rotation_tables`, by target positions.
+        cache: what is written.
+        config: None: the `synthesis_config` of a large rank.
+        order: None: jobs whose tokens have classes are skipped. Otherwise the other jobs are, and column i of the
+            coefficients is the token that the order names; of each `block_t` columns, the components of the first are
+            read.
+    """
+    chosen = config or default_config(y.dtype, batch, cache)
+    token_blocks = triton.cdiv(batch.max_tokens, chosen.block_t)
+    count, chunks = len(tiles.tiles), len(batch.chunks)
+    group = max(min(count // batch.sections, MAX_GROUP), 1)
+    _synthesize[(count * chunks * token_blocks,)](
+        y, jobs, tiles.tiles, basis, means, batch.chunks, cache.slots, rotations.cos, rotations.sin, cache.places,
+        cache.scales, batch.status, *_unpacked(order), batch.sections, batch.first_section, count, group, chunks,
+        token_blocks, len(means) - 1, means.stride(0), rotations.cos.shape[1], BLOCK_T=chosen.block_t,
+        BLOCK_R=chosen.block_r, ELEMENT=ELEMENTS[cache.element], UNIT_STRIDE=cache.unit_stride, ALIGNED=cache.aligned,
+        PAIRS=tiles.pairs, PRECISION=product_precision(y.dtype, cache.element), CLASSED=order is not None,
+        num_warps=chosen.num_warps, enable_fp_fusion=True,
+        num_stages=min(chosen.num_stages, HIP_STAGES) if torch.version.hip else chosen.num_stages,
+    )  # fmt: skip
+
+
+def default_config(dtype: torch.dtype, batch: ChunkBatch, cache: CacheView) -> SynthesisConfig:
+    """Return the config of a launch without one: blocks may have any number of components."""
+    return synthesis_config(dtype, cache.element, 1 << 16, batch.max_tokens, cache.aligned)
+
+
+def _synthesis_spec(
+    name: str, dtype: torch.dtype, element: torch.dtype, max_rank: int, classed: bool = False
+) -> KernelSpec:
+    config = synthesis_config(dtype, element, max_rank, 256)
+    y = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}[dtype]
+    constants = {
+        "BLOCK_T": config.block_t, "BLOCK_R": config.block_r, "ELEMENT": ELEMENTS[element], "UNIT_STRIDE": True,
+        "ALIGNED": True, "PAIRS": 64, "PRECISION": product_precision(dtype, element),
+        **({"CLASSED": True} if classed else _PLAIN),
+    }  # fmt: skip
+    hip = {"num_stages": min(config.num_stages, HIP_STAGES), "constants": {"PRECISION": "ieee"}}
+    return _spec(
+        name, _synthesize, constants, config.num_warps, config.num_stages, changes={"gfx942": hip}, y=y, basis=y
+    )
+
+
+SPECS: tuple[KernelSpec, ...] = (
+    _synthesis_spec("synthesize layer", torch.bfloat16, torch.bfloat16, 1400),
+    _synthesis_spec("synthesize classes", torch.bfloat16, torch.bfloat16, 1400, True),
+    _synthesis_spec("synthesize head", torch.bfloat16, torch.bfloat16, 128),
+    _synthesis_spec("synthesize class heads", torch.bfloat16, torch.bfloat16, 128, True),
+    _synthesis_spec("synthesize float16", torch.float32, torch.float16, 1400),
+)
