@@ -436,7 +436,9 @@ def _kind(pages: Pages) -> PageOrder | torch.Size:
 def _take(pages: Pages, places: _Places) -> torch.Tensor:
     """Return a copy `[T, H, D]` of the tokens at their places."""
     place = places[_kind(pages)]
-    return pages.take(place[0]) if isinstance(pages, PermutedPages) else pages[place]
+    if isinstance(pages, PermutedPages):
+        return pages.take(place[0])
+    return _plain(pages)[place].view(pages.dtype)
 
 
 def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
@@ -445,7 +447,12 @@ def _put(pages: Pages, places: _Places, part: torch.Tensor) -> None:
     if isinstance(pages, PermutedPages):
         pages.put(place[0], part)
     else:
-        pages[place] = part
+        _plain(pages)[place] = _plain(part)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return fp8 values as bytes, because torch before 2.9 cannot index fp8 on a CPU; others as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype in FP8_DTYPES else tensor
 
 
 def _scales(name: str, scales: Sequence[float] | None, layout: KVLayout) -> tuple[float, ...]:

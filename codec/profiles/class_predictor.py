@@ -179,7 +179,7 @@ def importance_offsets(importance: object, tokens: int) -> torch.Tensor:
         raise InputError("importance: must be finite and not negative")
     positive = weight > 0
     if not bool(positive.any()):
-        raise InputError("importance: must be above zero for at least one token")
+        raise InputError("importance: must be above zero for at least one token, got none")
     level = weight[positive].log2().mean()
     octaves: torch.Tensor = -0.5 * EXPONENT * (weight.clamp_min(1e-300).log2() - level)
     return octaves.float()

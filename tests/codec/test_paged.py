@@ -81,7 +81,11 @@ def written(cache: PagedCache, slots: torch.Tensor) -> list[torch.Tensor]:
     block, token = slots // BLOCK_TOKENS, slots % BLOCK_TOKENS
     if cache.permuted:
         cache, block, token = cache.copy(slots), torch.zeros_like(slots), torch.arange(len(slots))
-    return [unit[block, token] for pair in zip(cache.keys, cache.values, strict=True) for unit in pair]
+    units = [unit for pair in zip(cache.keys, cache.values, strict=True) for unit in pair]
+    # torch before 2.9 cannot index fp8 on a CPU.
+    return [
+        unit.view(torch.uint8)[block, token].view(unit.dtype) if cache.scaled else unit[block, token] for unit in units
+    ]
 
 
 def tensors(chunk: KVChunk) -> list[torch.Tensor]:
@@ -204,7 +208,7 @@ def test_a_layer_is_a_copy_of_what_is_stored(
         rows = copy.rows(index)
         assert rows is not None
         for got, want in zip(cache.layer(index, slots[some]), rows, strict=True):
-            assert got.dtype == dtype and torch.equal(got.float(), want[some].float())
+            assert got.dtype == dtype and torch.equal(got.float(), want.float()[some])
         keys, _ = cache.layer(index, slots)
         keys.fill_(0)
         again, _ = cache.layer(index, slots)
@@ -237,7 +241,7 @@ def test_a_permuted_cache_has_no_tensors_to_show(layouts: dict[str, KVLayout]) -
     assert mixed.permuted and not strided.permuted
     mixed = PagedCache(layout, strided.keys, [permuted(layer, strided.dtype)[1] for layer in layout.layers])
     assert mixed.permuted and mixed.rows(0) is None and len(mixed.keys) == 3
-    with pytest.raises(UnsupportedModelError, match=r"at no fixed strides: .* 'triton' does not take them"):
+    with pytest.raises(UnsupportedModelError, match=r"at fixed strides for the backend 'triton', got permuted pages"):
         mixed.values  # noqa: B018
 
 
@@ -245,7 +249,7 @@ def test_an_order_is_checked() -> None:
     offsets = torch.arange(24).view(2, 3, 4)
     order = PageOrder(offsets, 5, 24)
     assert order.span == 5 * 24
-    with pytest.raises(InputError, match=r"memory must be contiguous \[120\], got \[121\]"):
+    with pytest.raises(InputError, match=r"memory: must be contiguous \[120\], got \[121\]"):
         PermutedPages(torch.zeros(121), order)
     with pytest.raises(
         UnsupportedModelError, match=r"on meta whose values lie at no fixed strides: .* on the CPU alone"

@@ -11,8 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("codec", "kernels", "blend", "integrations", "eval", "src/cuvee/cli")
-# A name, an option or a placeholder for one, perhaps with an index or a part: `blobs[{}]`, `{}`, `--text {}`, `{}:{}`.
-FORM = re.compile(r"(--)?[\w.{}\[\]'\"=:/-]+( \{\})?: ")
+# A name, an option or a placeholder for one, perhaps with an index or a part: `blobs[{}]`, `{}`, `--text {}`, `{}:{}`;
+# or two names that are wrong together: `start, end`.
+FORM = re.compile(r"(--)?[\w.{}\[\]'\"=:/-]+(, [\w.]+| \{\})?: ")
 
 
 def raised(path: Path) -> Iterator[tuple[int, str]]:
