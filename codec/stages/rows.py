@@ -61,8 +61,8 @@ def dense_rows(tensor: torch.Tensor) -> Rows:
 
 
 def has_rows(cache: PagedCache, layers: range) -> bool:
-    """Return whether the stages can write to these layers: it takes adjacent dimensions or `PermutedPages`."""
-    return all(
+    """Return whether the stages can write to these layers: no scales, and adjacent dimensions or `PermutedPages`."""
+    return not cache.scaled and all(
         isinstance(unit, PermutedPages) or unit.stride(3) == 1 or unit.shape[3] == 1
         for index in layers
         for unit in cache.pages(index)

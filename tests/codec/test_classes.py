@@ -530,7 +530,7 @@ def test_values_too_large_are_found_wherever_they_are_coded(backend: Stages, val
     for row, column in ((0, 0), (3, int(last[0])), (int(plan.rows[NEUTRAL]) - 1, int(last[1]))):
         bad = y.copy()
         bad[row, column] = value * (plan.steps[columns[column]] if abs(value) < 1e9 else 1)
-        with pytest.raises(InputError, match="quantizer steps large"):
+        with pytest.raises(InputError, match="quantizer steps: encode"):
             backend.to_planes(bad, columns, plan, FAMILY.quantizer, FAMILY.tables)
     # What is below a column's last component is not looked at.
     coarse = int(np.argmin(plan.rows[columns]))

@@ -693,7 +693,7 @@ def test_a_small_blob_that_claims_a_huge_cache_is_refused(monkeypatch: pytest.Mo
     codec, blob = Codec(Profile.generic(SMALL), "lossless"), bomb()
     assert len(blob) < 32_000
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.codec.codec._outputs", lambda *_: pytest.fail("something was allocated"))
+        patch.setattr(PagedCache, "empty", lambda *_: pytest.fail("something was allocated"))
         limits: list[dict[str, Any]] = [{}, {"max_tokens": MAX_DECODED_TOKENS}, {"max_tokens": 1}]
         for limit in limits:
             with pytest.raises(InputError, match=r"^max_tokens: must be at least 131073 to restore"):
