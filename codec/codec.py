@@ -233,6 +233,7 @@ class Codec:
         start: int | None = None,
         *,
         tokens: range | None = None,
+        out: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None,
         device: torch.device | str = "cpu",
         associated_data: bytes = b"",
         max_tokens: int | None = MAX_DECODED_TOKENS,
@@ -243,7 +244,10 @@ class Codec:
             blob: the result of `encode`, or of `open`.
             start: position of the first restored token; None keeps the position at which it was encoded.
             tokens: restore only these tokens of the chunk, a range without gaps. Default: all.
-            device: where the chunk is restored.
+            out: keys and values to decode into, `[T, H, D]` per layer with any strides, in the blob's dtype. The
+                chunk that is returned holds these tensors. After an error their contents are undefined. Default: new
+                tensors.
+            device: where the chunk is restored; with `out`, that is the device of its tensors.
             associated_data: the bytes that the blob was bound to when it was encoded; for an `OpenBlob`, `open` takes
                 them.
             max_tokens: refuse to restore more, because a small blob may claim a huge cache. For blobs from others,
@@ -256,13 +260,14 @@ class Codec:
             KeyMismatchError: a tag of another key, a tag and no key, or a key and no tag.
             ProfileMismatchError: a blob of another profile or model.
             InputError: a target position the model does not have, or tokens outside the chunk; more than `max_tokens`;
-                `associated_data` without a key.
+                `associated_data` without a key; `out` of another shape or dtype.
             OutOfMemoryError: the tensors cannot be allocated.
         """
         opened = self._opened(blob, associated_data)
         span = range(opened.tokens) if tokens is None else _within("tokens", tokens, opened.tokens, "of the blob")
         layers = range(self.profile.layout.num_layers)
-        return self._restore(opened, span, layers, start, torch.device(device), max_tokens)
+        target = None if out is None else _dense_output(opened.layout, out, len(span))
+        return self._restore(opened, span, layers, start, torch.device(device), max_tokens, target)
 
     def decode_layers(
         self,
@@ -475,14 +480,16 @@ class Codec:
         start: int | None,
         device: torch.device,
         max_tokens: int | None,
+        target: PagedCache | None = None,
     ) -> KVChunk:
-        """Decode the tokens `span` into a new chunk, whose tensors are empty outside `layers`."""
+        """Decode the tokens `span` into `target`, by default into new tensors, which are empty outside `layers`."""
         check_tokens(len(span), max_tokens)
         kept = opened.start + span.start
         start = self._check_move(opened, kept, kept if start is None else start, len(span))
-        coding, backend = self._coding(opened.header), self._backend(device.type)
+        coding = self._coding(opened.header)
+        backend = self._backend(device.type if target is None else target.device.type)
         with allocations(f"decoding {len(span)} tokens"):
-            cache = PagedCache.empty(opened.layout, len(span), layers, device)
+            cache = target or PagedCache.empty(opened.layout, len(span), layers, device)
             request = DecodeRequest(opened.blob, opened.header, opened.layout, span, layers, cache, None, start)
             backend.decode(coding, [request])()
         return cache.chunk(None, start)
@@ -616,6 +623,19 @@ class PendingDecode:
                     problem = problem or error
         if problem is not None:
             raise problem
+
+
+def _dense_output(
+    layout: KVLayout, out: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]], tokens: int
+) -> PagedCache:
+    """Return the tensors of `decode(out=)` as a dense cache, if they can hold these tokens."""
+    keys, values = out
+    cache = PagedCache.dense(layout, keys, values)
+    if cache.dtype != layout.torch_dtype:
+        raise InputError(f"out: must be {layout.torch_dtype} like the blob's values, got {cache.dtype}")
+    if lengths := sorted({len(tensor) for tensor in (*keys, *values)} - {tokens}):
+        raise InputError(f"out: must hold {tokens} tokens in every layer, got {lengths[0]}")
+    return cache
 
 
 def _within(name: str, wanted: object, count: int, of: str) -> range:
