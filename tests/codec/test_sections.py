@@ -362,7 +362,7 @@ def test_escape_lists_that_do_not_match_are_refused_alike(kind: str, change: str
     bad = write_streams(part.streams, listed, planes, part.tokens_per_stream, part.classes)
     kind_of, message = agree(section, bad, 257)
     if change in {"beyond", "outside", "unsorted", "twice"}:
-        assert kind_of is FormatError and "escapes of a section are out of order or out of range" in message
+        assert kind_of is FormatError and "section: has escapes out of order or out of range" in message
     else:
         assert kind_of is CorruptError and "escape list does not match" in message
 
@@ -372,7 +372,7 @@ def test_an_escape_where_there_are_no_components_is_refused_alike() -> None:
     part = read_part(memoryview(data), section.plan, section.classed, 257)
     one = Escapes(np.zeros(1, np.uint32), np.zeros(1, np.int32))
     bad = write_streams(part.streams, one, 0, part.tokens_per_stream, part.classes)
-    expected = (FormatError, "the escapes of a section are out of order or out of range")
+    expected = (FormatError, "section: has escapes out of order or out of range")
     assert agree(section, bad, 257) == expected
     plain, data, _, _ = coded("none", "plain", 257)
     part = read_part(memoryview(data), plain.plan, None, 257)
