@@ -265,7 +265,7 @@ def test_an_order_is_checked() -> None:
         with pytest.raises(InputError, match=r"^offsets: must be a permutation"):
             PageOrder(wrong, blocks, stride)
     for wrong in (offsets.int(), offsets[0], offsets - 1, offsets[:0]):
-        with pytest.raises(InputError, match=r"offsets must be int64 \[block_tokens, heads, dim\] of at least 0"):
+        with pytest.raises(InputError, match=r"offsets: must be int64 \[block_tokens, heads, dim\] of at least 0"):
             PageOrder(wrong, 5, 24)
     with pytest.raises(InputError, match="blocks, block_stride: must be at least 1"):
         PageOrder(offsets, 0, 24)
