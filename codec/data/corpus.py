@@ -242,7 +242,7 @@ def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
             try:
                 yield number, parse_json(line)
             except ValueError as error:
-                raise InputError(f"{path}: must hold JSON in line {number}, but {error}") from error
+                raise InputError(f"{path}:{number}: must hold JSON, but {error}") from error
 
 
 def pick_evenly(items: Sequence[T], count: int) -> list[T]:
@@ -272,9 +272,7 @@ def _documents(name: str) -> Iterator[str | list[int]]:
     for number, line in json_lines(path):
         item: Any = line.get("input_ids", line.get("text")) if isinstance(line, dict) else line
         if not _is_document(item):
-            raise InputError(
-                f"{path}: must hold a list of token ids or an object with input_ids or text in line {number}"
-            )
+            raise InputError(f"{path}:{number}: must hold a list of token ids or an object with input_ids or text")
         yield item
 
 

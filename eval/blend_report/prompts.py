@@ -197,18 +197,18 @@ def multidoc_prompts(path: Path, tokenizer: Any, count: int, fit: int) -> Constr
         wrong = [n for n, t in _MULTIDOC.items() if not isinstance(item, dict) or not isinstance(item.get(n), t)]
         if wrong or "id" not in item:
             raise InputError(
-                f"{path}[{number}]: must be an object with id, passages (a list), gold (a number), query and target "
+                f"{path}:{number}: must be an object with id, passages (a list), gold (a number), query and target "
                 f"(texts); {(wrong or ['id'])[0]} is missing or of another kind"
             )
         passages = item["passages"]
         if not passages or not all(isinstance(p, str) and p for p in passages) or not item["query"]:
-            raise InputError(f"{path}[{number}]: passages and query must be texts that are not empty")
+            raise InputError(f"{path}:{number}: passages and query must be texts that are not empty")
         if not 0 <= item["gold"] < len(passages):
-            raise InputError(f"{path}[{number}]: gold must be from 0 to {len(passages) - 1}, got {item['gold']}")
+            raise InputError(f"{path}:{number}: gold must be from 0 to {len(passages) - 1}, got {item['gold']}")
         query = _ids(tokenizer, item["query"])
         target = _ids(tokenizer, item["query"] + item["target"])[len(query) :]
         if not target:
-            raise InputError(f"{path}[{number}]: target must have at least one token, got {item['target']!r}")
+            raise InputError(f"{path}:{number}: target must have at least one token, got {item['target']!r}")
         chunks = _passage_chunks(tokenizer, passages)
         if sum(map(len, chunks)) + len(query) + len(target) > fit:
             chunks = tuple(chunk[:_CUT] for chunk in chunks)

@@ -512,8 +512,8 @@ def test_prompts_of_a_file(bundled: tuple[Any, Any], tmp_path: Path, done: tuple
 @pytest.mark.parametrize(
     ("line", "match"),
     [
-        ("{", "pets.jsonl: must hold JSON in line 2, but"),
-        ("[1]", r"pets.jsonl\[2\]: must be an object"),
+        ("{", "pets.jsonl:2: must hold JSON, but"),
+        ("[1]", r"pets.jsonl:2: must be an object"),
         (json.dumps({k: v for k, v in ITEM.items() if k != "id"}), "id is missing"),
         (json.dumps({**ITEM, "query": 5}), "query is missing or of another kind"),
         (json.dumps({**ITEM, "passages": []}), "not empty"),
@@ -680,7 +680,7 @@ def test_inputs_that_do_not_fit(
     fitted("bfloat16", "layer").save(tmp_path / "other")
     fails(ProfileMismatchError, None, profile=str(tmp_path / "other"))
     fails(InputError, "2048 positions", context_tokens=2040)
-    fails(InputError, "must hold at least 4000 tokens", chunk_tokens=4000)
+    fails(InputError, "text: must hold at least 12016 tokens", chunk_tokens=4000)
     fails(InputError, "a name of its own", multidoc=tiny.multidoc * 2)
     (tmp_path / "out").write_text("")
     with pytest.raises(InputError, match="must be a folder"):

@@ -336,7 +336,7 @@ def test_models_without_a_layout_are_refused_first(tmp_path: Path, console: Cons
     ("change", "message"),
     [
         ({"tasks": ("cuvee_kv_9",)}, r"^tasks: 'cuvee_kv_9' is not known; did you mean 'cuvee_kv_8'"),
-        ({"length": 4096}, "4096 long, the model has 2048 positions"),
+        ({"length": 4096}, "token_ids: must be at most 2048 long, the model's positions, got 4096"),
         ({"evaluation": ("nowhere.txt",)}, "no such text file"),
         ({"prefix": 40}, "^prefix: must lie in"),
         ({"prefix": 127, "reread": False}, "prefix: must lie in 1 … 126, to leave two tokens"),

@@ -117,7 +117,7 @@ def test_the_stores_example_runs(tmp_path: Path) -> None:
 
 
 def test_counters_of_the_text_exist() -> None:
-    (names,) = re.findall(r"gives (.*?) for each tier", STORES)
+    (names,) = re.findall(r"returns (.*?) for each tier", STORES)
     counters = open_store("memory://?max_mb=1")
     known = counters.counters()["memory"]
     counters.close()

@@ -346,7 +346,7 @@ def test_a_lack_of_memory_deletes_no_entry(bench: Callable[..., Bench], monkeypa
         raise MemoryError("none left")
 
     with monkeypatch.context() as patch:
-        patch.setattr("cuvee.codec.cpu.backend.paged_rows", none_left)
+        patch.setattr("cuvee.codec.cpu.backend.cache_rows", none_left)
         b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)
     assert b.worker.take_invalid_blocks() == {10, 11} and b.key(0) in b.store.entries
     b.worker.start_loads([b.load([10, 11], 0, CHUNK)], synchronous=True)

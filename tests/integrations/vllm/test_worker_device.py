@@ -189,5 +189,5 @@ def test_nothing_is_loaded_or_stored_while_a_graph_is_captured(
     assert [entry for entry, _ in contained] == ["save", "start_loads"]
     assert all(isinstance(error, InputError) and "captured into a CUDA graph" in str(error) for _, error in contained)
     assert not own.worker._saves._sizes and own.worker._saves._pending == 0
-    assert own.worker.take_arrived() == {"r"} and own.worker.take_invalid_blocks() == set(blocks)
+    assert own.worker.take_arrived() == {"r"} and own.worker.take_invalid_blocks() == {0, 1}  # of the chunk
     latest.engine.capturing = False

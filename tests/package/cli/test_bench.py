@@ -27,8 +27,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         def show(report: dict[str, Any], console: Any) -> None:
             console.print(f"the table of {report['kind']}")
 
-        monkeypatch.setattr(f"cuvee.eval.bench.{kind}.run.run_{kind}_bench", measure)
-        monkeypatch.setattr(f"cuvee.eval.bench.{kind}.tables.print_{kind}_report", show)
+        monkeypatch.setattr(f"cuvee.eval.bench.{kind}.{kind}_bench.run_{kind}_bench", measure)
+        monkeypatch.setattr(f"cuvee.eval.bench.{kind}.{kind}_tables.print_{kind}_report", show)
     return made
 
 
@@ -47,8 +47,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
         ("gpu --quick", ("gpu", True)),
         ("engine", ("engine", ENGINE_FULL, None, (), None)),
         (
-            "engine --quick --model m --store file:///a --store file:///b --profile m.cuvee",
-            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.cuvee")),
+            "engine --quick --model m --store file:///a --store file:///b --profile m.safetensors",
+            ("engine", ENGINE_QUICK, Path("m").resolve(), ["file:///a", "file:///b"], Path("m.safetensors")),
         ),
         (
             "engine --length 4096 --length 512",

@@ -59,7 +59,7 @@ def test_a_profile_is_learned_from_text_and_token_ids(tmp_path: Path, books: Any
     text = run("profile", "show", out).stdout
     assert "±" in text and "6 layers 2 x 64" in text
     fails(*args, *options, match="--force")
-    fails(*args[:-1], tmp_path / "q", "--length", "4096", match="no sequence of 4096 tokens")
+    fails(*args[:-1], tmp_path / "q", "--length", "4096", match="text: must hold at least 4096 tokens")
     fails("profile", "learn", tmp_path / "nowhere", tmp_path / "b.txt", "-o", tmp_path / "q", match="nowhere")
     fails("profile", "learn", bundled_model_path(), tmp_path / "none", "-o", tmp_path / "q", match="none: no such text")
     (tmp_path / "bad.jsonl").write_text('{"text": 3}')
