@@ -152,8 +152,8 @@ def test_a_data_set_of_the_hub_at_a_commit(monkeypatch: pytest.MonkeyPatch, capl
         ("a.txt", b"\xff", "must be UTF-8 text"),
         ("a.jsonl", b"[1]\n{", "a.jsonl:2: must hold JSON, but"),
         ("a.jsonl", b'{"title": "x"}', "a.jsonl:1: must hold a list of token ids or an object with"),
-        ("a.jsonl", b"[1, -2]", "a.jsonl: must hold a list of token ids"),
-        ("a.jsonl", b"[true]", "a.jsonl: must hold a list of token ids"),
+        ("a.jsonl", b"[1, -2]", "a.jsonl:1: must hold a list of token ids"),
+        ("a.jsonl", b"[true]", "a.jsonl:1: must hold a list of token ids"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says(tmp_path: Path, name: str, data: bytes, message: str) -> None:
