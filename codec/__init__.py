@@ -1,1 +1,1 @@
-"""Compress KV caches: profile, transform, quantization, prediction, entropy coding, container."""
+"""Compress KV caches: profile, transform, quantization, entropy coding, container."""

@@ -141,7 +141,7 @@ class GenericDevice:
         with stage("dequantize"):
             dequantize(
                 sent.bytes, jobs, plans, planes, y, status, found,
-                max_rows=int(batch.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens, predicted=False,
+                max_rows=int(batch.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens,
             )  # fmt: skip
         view = incoming.cache_view(sent, batch.parts["tiles"][1])
         with stage("place"):
@@ -220,9 +220,7 @@ class GenericDevice:
         with stage("normalize"):
             normalize_channels(x, picked(ChannelArrays, part), part["jobs"], tiles, chunks, y)
         with stage("quantize"):
-            quantize(
-                y, part["jobs"], device_plans, self._tables.codable, planes, counts, status, max_rows, predicted=False
-            )
+            quantize(y, part["jobs"], device_plans, self._tables.codable, planes, counts, status, max_rows)
 
         def escapes(starts: torch.Tensor, index: torch.Tensor, value: torch.Tensor) -> None:
             list_escapes(y, part["jobs"], device_plans, planes, starts, index, value, max_rows)

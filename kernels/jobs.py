@@ -52,12 +52,10 @@ class PlanField(IntEnum):
 
     PLANES = 0  # P = R + W
     ROWS = 1  # R
-    FIRST = 2  # in `tables` (int32): table of each plane for the first token of a stream
-    REST = 3  # in `tables`: for the other tokens
-    ROW = 4  # row of the first component, in the arrays by component
-    PREDICTION = 5  # symbols.Prediction
-    EXTENT = 6  # rows of coefficients up to the last that the class fills
-    ROW_MAP = 7  # in `row_maps`: the class's component in each row of coefficients, or -1
+    TABLES = 2  # in `tables` (int32): table of each plane
+    ROW = 3  # row of the first component, in the arrays by component
+    EXTENT = 4  # rows of coefficients up to the last that the class fills
+    ROW_MAP = 5  # in `row_maps`: the class's component in each row of coefficients, or -1
 
 
 class ChunkField(IntEnum):
@@ -149,10 +147,8 @@ JOB_CLASS_STATE = tl.constexpr(int(JobField.CLASS_STATE))
 PLAN_FIELDS = tl.constexpr(len(PlanField))
 PLAN_PLANES = tl.constexpr(int(PlanField.PLANES))
 PLAN_ROWS = tl.constexpr(int(PlanField.ROWS))
-PLAN_FIRST = tl.constexpr(int(PlanField.FIRST))
-PLAN_REST = tl.constexpr(int(PlanField.REST))
+PLAN_TABLES = tl.constexpr(int(PlanField.TABLES))
 PLAN_ROW = tl.constexpr(int(PlanField.ROW))
-PLAN_PREDICTION = tl.constexpr(int(PlanField.PREDICTION))
 PLAN_EXTENT = tl.constexpr(int(PlanField.EXTENT))
 PLAN_ROW_MAP = tl.constexpr(int(PlanField.ROW_MAP))
 

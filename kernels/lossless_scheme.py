@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from cuvee.codec.backends import DecodeRequest
-from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.coefficients import tokens_per_stream
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, raw_bit_tables
 from cuvee.codec.errors import FormatError
@@ -53,8 +52,7 @@ def _plans(planes: Sequence[int]) -> I64:
     """Build plans for jobs with this many coded planes of channels each; their tables are consecutive."""
     plans = np.zeros((len(planes), len(PlanField)), np.int64)
     plans[:, PlanField.PLANES] = planes
-    plans[:, PlanField.FIRST] = plans[:, PlanField.REST] = np.cumsum([0, *planes])[:-1]
-    plans[:, PlanField.PREDICTION] = Prediction.NONE
+    plans[:, PlanField.TABLES] = np.cumsum([0, *planes])[:-1]
     return plans
 
 

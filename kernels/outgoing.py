@@ -31,7 +31,7 @@ ListEscapes = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 def tokens_per_stream_of(plans: Sequence[CodingPlan], family: Family) -> list[int]:
     """Return the tokens per stream of each plan."""
     entropy = family.tables.entropy
-    return [tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction) for plan in plans]
+    return [tokens_per_stream(plan.planes, float(entropy[plan.tables].sum())) for plan in plans]
 
 
 def check_size(jobs: I64, plans: I64) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan, step_value
 from cuvee.codec.entropy.token_classes import CLASS_BITS, CLASSES
 from cuvee.codec.errors import ProfileError
@@ -99,17 +99,14 @@ class PlanArrays:
         for index, plan in enumerate(plans):
             rows = len(plan.shift)
             places = np.arange(rows) if rows_of is None else rows_of[index]
-            same = plan.prediction is Prediction.NONE
-            rest = plane if same else plane + plan.planes
-            table[index, : PlanField.EXTENT] = (plan.planes, rows, plane, rest, row, plan.prediction)
-            table[index, PlanField.EXTENT] = places.max(initial=-1) + 1
-            tables += [plan.first] if same else [plan.first, plan.rest]
+            table[index, : PlanField.ROW_MAP] = (plan.planes, rows, plane, row, places.max(initial=-1) + 1)
+            tables.append(plan.tables)
             low = np.full(rows, -1, np.int32)
             low[plan.wide] = rows + np.arange(len(plan.wide))
-            ints.append(np.stack([plan.shift, low, plan.rho, places], axis=1).astype(np.int32))
+            ints.append(np.stack([plan.shift, low, places, np.zeros(rows)], axis=1).astype(np.int32))
             at = plan.level_table
             floats.append(np.column_stack([quantizer.shrink[at], quantizer.dead_zone[at], quantizer.rounding[at]]))
-            plane = rest + plan.planes
+            plane += plan.planes
             row += rows
         return cls(
             table,

@@ -197,7 +197,6 @@ class TransformDevice:
                 dequantize(
                     sent.bytes, jobs, plans, planes, y, status, found,
                     max_rows=int(plan.arrays.plans[:, PlanField.ROWS].max()), max_tokens=max_tokens,
-                    predicted=bool(plan.arrays.plans[:, PlanField.PREDICTION].any()),
                 )  # fmt: skip
             if order is not None:
                 deepest = plan.classes.arrays.plans[host_jobs[batch.classed, JobField.PLAN], PlanField.EXTENT]
@@ -312,7 +311,6 @@ class TransformDevice:
             if plain:
                 quantize(
                     y, device_jobs, plans, self._tables.codable, planes, counts, status, max_rows,
-                    predicted=bool(plan.arrays.plans[:, PlanField.PREDICTION].any()),
                 )  # fmt: skip
             if own_classes is not None:
                 quantize_classes(

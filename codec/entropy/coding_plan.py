@@ -1,15 +1,14 @@
-"""How components are coded at one step: quantizer, prediction, tables, and values that tables cannot code."""
+"""How components are coded at one step: quantizer, tables, and values that tables cannot code."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import numpy.typing as npt
 
 from cuvee.codec.errors import CorruptError, FormatError, InputError
-from cuvee.codec.support.arrays import F32, I16, I32, U8, U16, U32
+from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
 
 ESCAPE = 0x80  # the byte of -128: never a value, so that values are the int8 range -127 … 127
 MAX_SHIFT = 8
@@ -47,17 +46,6 @@ class Quantizer:
                 )
 
 
-class Prediction(IntEnum):
-    """The source that predicts a token's levels. Streams are independent, so prediction restarts with each stream."""
-
-    NONE = 0
-    LAG1 = 1  # the previous token
-    ANCHOR = 2  # the first token of the stream (CacheGen's anchor tokens, arXiv 2310.07240)
-
-
-RHO_BITS = 8  # predictor gains are fixed-point numbers in units of 1/256
-
-
 @dataclass(frozen=True, slots=True)
 class CodingPlan:
     """How the components of one section are coded at one step: all that the integer stages need.
@@ -65,18 +53,12 @@ class CodingPlan:
     Attributes:
         level_table: `[R]` uint16, index into the quantizer's arrays.
         shift: `[R]` uint8, number of low bits in a plane of their own, 0 … 8.
-        first: `[R + W]` uint16, entropy table of each plane for the first token of a stream.
-        rest: the same for the other tokens.
-        prediction: the source that predicts levels.
-        rho: `[R]` int16, predictor gain in units of 1/256.
+        tables: `[R + W]` uint16, entropy table of each plane.
     """
 
     level_table: U16
     shift: U8
-    first: U16
-    rest: U16
-    prediction: Prediction
-    rho: I16
+    tables: U16
 
     @property
     def wide(self) -> npt.NDArray[np.intp]:
@@ -86,7 +68,7 @@ class CodingPlan:
     @property
     def planes(self) -> int:
         """Number of byte planes: R + W."""
-        return len(self.first)
+        return len(self.tables)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
-"""Coefficients to the coded part of a section and back: quantize, predict, pack, and entropy-code.
+"""Coefficients to the coded part of a section and back: quantize, pack, and entropy-code.
 
-    y [R, T] float32 --quantize--> levels --predict--> differences --pack--> planes --rANS--> streams
+    y [R, T] float32 --quantize--> levels --pack--> planes --rANS--> streams
 
 All stages work on tiles of tokens, so that float arrays never exceed a tile.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, Prediction, too_large_error
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, CodingPlan, Escapes, too_large_error
 from cuvee.codec.entropy.family import Family, step_value
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM
 from cuvee.codec.entropy.tables import EntropyTables
@@ -28,12 +28,11 @@ from cuvee.codec.support.arrays import F32, U8
 STREAM_BITS = 2048  # a stream's state and length take 6 bytes, 2 % of this
 STREAM_SYMBOLS = 512
 BATCH_STREAMS = 64  # decoded per call: enough to keep the CPU busy, few enough for small planes
-PREDICTED_TOKENS = 16  # least number of tokens per stream under prediction, which restarts with each stream
 
 
-def tokens_per_stream(planes: int, bits_per_token: float, prediction: Prediction = Prediction.NONE) -> int:
+def tokens_per_stream(planes: int, bits_per_token: float) -> int:
     """Return the smallest power of two that makes a stream long enough to hide its overhead."""
-    count = PREDICTED_TOKENS if prediction is not Prediction.NONE else 1
+    count = 1
     while count < MAX_TOKENS_PER_STREAM and (count * bits_per_token < STREAM_BITS or count * planes < STREAM_SYMBOLS):
         count *= 2
     return count
@@ -112,7 +111,7 @@ class CoefficientCoder:
                 f"chunk: must have fewer than 2**32 / {len(plan.shift)} tokens, got {tokens}: encode fewer at a time"
             )
         entropy = self.family.tables.entropy
-        per_stream = tokens_per_stream(plan.planes, float(entropy[plan.rest].sum()), plan.prediction)
+        per_stream = tokens_per_stream(plan.planes, float(entropy[plan.tables].sum()))
         planes = np.empty((plan.planes, tokens), np.uint8)
         step = step_value(self.step_index)
         escaped: list[Escapes] = []
@@ -121,10 +120,9 @@ class CoefficientCoder:
             if not peak < MAX_LEVEL * step:
                 raise too_large_error(peak / step)
             levels = self.stages.quantize(y, step, plan, self.family.quantizer)
-            differences = self.stages.predict(levels, plan, per_stream)
-            planes[:, at], escapes = self.stages.pack(differences, plan, self.family.tables, per_stream)
+            planes[:, at], escapes = self.stages.pack(levels, plan, self.family.tables)
             escaped.append(_renumber(escapes, at.stop - at.start, tokens, at.start))
-        streams = self.stages.rans_encode(planes, plan.first, plan.rest, self.family.tables, per_stream)
+        streams = self.stages.rans_encode(planes, plan.tables, self.family.tables, per_stream)
         return write_streams(streams, _merge(escaped), plan.planes, per_stream)
 
     def encode_classes(self, sections: Iterable[ClassedSection], tokens: int) -> list[bytes]:
@@ -197,11 +195,8 @@ class CoefficientCoder:
         for start in range(low, high, batch):
             at = slice(start, min(start + batch, high))
             streams, escapes = indexed.select(at)
-            planes = self.stages.rans_decode(
-                streams, plan.first, plan.rest, self.family.tables, per_stream, at.stop - at.start
-            )
-            differences = self.stages.unpack(planes, escapes, plan)
-            levels = self.stages.unpredict(differences, plan, per_stream)
+            planes = self.stages.rans_decode(streams, plan.tables, self.family.tables, per_stream, at.stop - at.start)
+            levels = self.stages.unpack(planes, escapes, plan)
             for piece in tiles(at.stop - at.start, tile):
                 y = self.stages.dequantize(levels[:, piece], step_value(self.step_index), plan, self.family.quantizer)
                 yield slice(at.start + piece.start, at.start + piece.stop), y

@@ -17,7 +17,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, CodingPlan, Prediction, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, CodingPlan, Quantizer
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts, raw_bit_tables
 from cuvee.codec.errors import FormatError, ProfileError
 from cuvee.codec.support.arrays import F32, I16, U8, U16
@@ -90,21 +90,11 @@ def split_wide(codes: npt.NDArray[np.int32]) -> tuple[U16, U8]:
     return (codes - shift * TABLES_PER_OCTAVE).astype(np.uint16), shift.astype(np.uint8)
 
 
-def coding_plan(
-    codes: npt.NDArray[np.int32],
-    rest_codes: npt.NDArray[np.int32] | None = None,
-    prediction: Prediction = Prediction.NONE,
-    rho: I16 | None = None,
-) -> CodingPlan:
-    """Make the plan of components with these scale codes (all >= 0). Predicted tokens have `rest_codes`."""
+def coding_plan(codes: npt.NDArray[np.int32]) -> CodingPlan:
+    """Make the plan of components with these scale codes (all >= 0)."""
     table, shift = split_wide(codes)
-    if rest_codes is None:
-        rest = table
-    else:
-        rest = np.clip(rest_codes - TABLES_PER_OCTAVE * shift.astype(np.int32), 0, TABLES - 1).astype(np.uint16)
     low = (TABLES - 1 + shift[shift > 0]).astype(np.uint16)
-    gains = np.zeros(len(codes), np.int16) if rho is None else rho
-    return CodingPlan(table, shift, np.append(table, low), np.append(rest, low), prediction, gains)
+    return CodingPlan(table, shift, np.append(table, low))
 
 
 def _with_raw_bits(freq: npt.NDArray[np.generic]) -> EntropyTables:

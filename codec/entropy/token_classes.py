@@ -76,8 +76,8 @@ class ClassedPlan:
     """How the components of one section are coded, class by class, at one step of a blob.
 
     Args:
-        plans: the plan of each class, without prediction; None for a class whose step is too fine for the profile. Such
-            classes come first. Coarser classes have no more components and no more planes than finer ones.
+        plans: the plan of each class; None for a class whose step is too fine for the profile. Such classes come first.
+            Coarser classes have no more components and no more planes than finer ones.
         step_index: the blob's.
 
     Attributes:
@@ -118,7 +118,7 @@ class ClassedPlan:
             if plan is None:
                 continue
             count = len(plan.shift)
-            self.tables[k, : plan.planes] = plan.first
+            self.tables[k, : plan.planes] = plan.tables
             self.level_table[k, :count] = plan.level_table
             self.shift[k, :count] = plan.shift
             self.low_plane[k, plan.wide] = count + np.arange(len(plan.wide))

@@ -24,7 +24,7 @@ from cuvee.codec.errors import CorruptError, FormatError, InputError, KeyMismatc
 from cuvee.codec.format.keys import KEY_ID_BYTES, Key
 
 MAGIC = b"cuve"
-VERSION = 2
+VERSION = 3
 FLAG_TAG = 1
 TAG_BYTES = 16
 TRAILER_BYTES = KEY_ID_BYTES + TAG_BYTES

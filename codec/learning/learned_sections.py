@@ -1,4 +1,4 @@
-"""Turn moments into a profile: bases, scales, classes, entropy tables and prediction of each section."""
+"""Turn moments into a profile: bases, scales, classes and entropy tables of each section."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.coding_plan import RHO_BITS, CodingPlan, Prediction
-from cuvee.codec.entropy.coefficients import PREDICTED_TOKENS
-from cuvee.codec.entropy.family import OCTAVE, Family, deviation_of, fit_family, scale_codes, scale_index, step_value
+from cuvee.codec.entropy.family import OCTAVE, deviation_of, fit_family, scale_codes, scale_index, step_value
 from cuvee.codec.entropy.token_classes import class_step_index
 from cuvee.codec.errors import ProfileError
 from cuvee.codec.layout import KVLayout
@@ -19,14 +17,11 @@ from cuvee.codec.learning.moments import SINK_EXCESS, Moments
 from cuvee.codec.profiles.profile import Profile
 from cuvee.codec.profiles.section_basis import SectionBasis, eigenbasis
 from cuvee.codec.profiles.section_profile import SectionProfile
-from cuvee.codec.stages.reference.symbols import pack, predict, quantize
-from cuvee.codec.support.arrays import F32, I16, I32
+from cuvee.codec.support.arrays import F32, I16
 
 FAMILY_VALUES = 2_000_000  # coefficients per step that the tables are fitted on
 FAMILY_STEPS = tuple(range(-7 * OCTAVE, OCTAVE + 1, OCTAVE))
 MIN_STEP_INDEX = -8 * OCTAVE
-PREDICTION_STEP_INDICES = (-2 * OCTAVE, 0)
-PREDICTION_GAIN = 0.99  # prediction is used if it reduces the size to less than this share
 
 
 def build_profile(
@@ -37,7 +32,7 @@ def build_profile(
     metrics_of: Callable[[Moments], list[torch.Tensor]],
     model: str | None,
 ) -> Profile:
-    """Learn bases, scales, sinks, tables and prediction from the sums."""
+    """Learn bases, scales, sinks and tables from the sums."""
     bases, deviations = [], []
     for section in moments:
         pairs = zip(section.covariances(), metrics_of(section), strict=True)
@@ -56,12 +51,10 @@ def build_profile(
     built = [_section(m, maps, unit) for m, maps in zip(moments, bases, strict=True)]
     if all(gradient is not None for m in moments for _, _, gradient in m.sample):
         built, samples = _with_classes(moments, built, layout)
-        learned = tuple(built)
-        family = fit_family(samples, FAMILY_STEPS)
     else:
-        family = fit_family(_family_samples(moments, built), FAMILY_STEPS)
-        learned = tuple(_with_prediction(m, section, family) for m, section in zip(moments, built, strict=True))
-    return Profile(layout, group, source, family, learned, min_step_index=MIN_STEP_INDEX, model=model)
+        samples = _family_samples(moments, built)
+    family = fit_family(samples, FAMILY_STEPS)
+    return Profile(layout, group, source, family, tuple(built), min_step_index=MIN_STEP_INDEX, model=model)
 
 
 def _section(
@@ -76,7 +69,6 @@ def _section(
         scales.append(scale[:rank])
     mean = moments.mean().float()
     scale = np.concatenate(scales)
-    none = np.zeros(len(scale), np.int16)
     basis = SectionBasis(mean, mean.new_zeros(0, len(mean)), tuple(forward), tuple(inverse))
     # A leading position gets a separate mean if that mean is farther out than the spread of ordinary tokens.
     usable = 0 if not len(scale) else int((moments.sink_count >= 2).cumprod(0).sum())
@@ -87,7 +79,7 @@ def _section(
         excess = basis.analyze(sink_means, 1 << 30, everything, basis.block_ranks).square().sum(0).numpy() / energy
         sinks = 1 + int(np.flatnonzero(excess > SINK_EXCESS)[-1]) if (excess > SINK_EXCESS).any() else 0
         basis = SectionBasis(mean, sink_means[:sinks].contiguous(), tuple(forward), tuple(inverse))
-    return SectionProfile(basis, scale, Prediction.NONE, scale, none)
+    return SectionProfile(basis, scale)
 
 
 def _with_classes(
@@ -161,48 +153,3 @@ def _family_samples(moments: list[Moments], sections: list[SectionProfile]) -> l
         y = np.concatenate([_coefficients(section, start, x)[:, ::stride] for start, x, _ in sums.sample], axis=1)
         out.append((y, section.scale))
     return out
-
-
-def _with_prediction(moments: Moments, section: SectionProfile, family: Family) -> SectionProfile:
-    """Return the section with the prediction that gives the smallest measured size."""
-    runs = [_coefficients(section, start, x) for start, x, _ in moments.sample if len(x) >= 2 * PREDICTED_TOKENS]
-    runs = [y[:, : y.shape[1] - y.shape[1] % PREDICTED_TOKENS] for y in runs]
-    if not runs or not len(section.scale):
-        return section
-    joined = np.concatenate(runs, axis=1)
-    joined = joined[:, : max(FAMILY_VALUES // len(joined) // PREDICTED_TOKENS, 4) * PREDICTED_TOKENS]
-    blocks = joined.reshape(len(joined), -1, PREDICTED_TOKENS)
-    best, best_size = section, _coded_bits(section, joined, family) * PREDICTION_GAIN
-    for kind in (Prediction.LAG1, Prediction.ANCHOR):
-        source = blocks[:, :, :-1] if kind is Prediction.LAG1 else blocks[:, :, :1]
-        target = blocks[:, :, 1:]
-        gain = (source * target).mean((1, 2)) / np.maximum(np.square(source).mean((1, 2)), 1e-30)
-        rho = np.clip(np.rint(gain * (1 << RHO_BITS)), -256, 256).astype(np.int16)
-        rest = target - source * (rho / float(1 << RHO_BITS))[:, None, None]
-        rest_scale = scale_index(np.sqrt(np.square(rest).mean((1, 2))))
-        candidate = replace(section, prediction=kind, rho=rho, rest_scale=rest_scale)
-        size = _coded_bits(candidate, joined, family)
-        if size < best_size:
-            best, best_size = candidate, size
-    return best
-
-
-def _coded_bits(section: SectionProfile, y: F32, family: Family) -> float:
-    """Return the ideal size of `y`, summed over the steps that decide about prediction."""
-    total = 0.0
-    for step in PREDICTION_STEP_INDICES:
-        _, chosen = section.select(step)
-        _, plan = section.plan(step)
-        levels = quantize(y[chosen], step_value(step), plan, family.quantizer)
-        differences = predict(levels, plan, PREDICTED_TOKENS)
-        total += _ideal_bits(differences, plan, family)
-    return total
-
-
-def _ideal_bits(differences: I32, plan: CodingPlan, family: Family) -> float:
-    planes, escapes = pack(differences, plan, family.tables, PREDICTED_TOKENS)
-    first = np.arange(planes.shape[1]) % PREDICTED_TOKENS == 0
-    bits = 0.0
-    for columns, tables in ((first, plan.first), (~first, plan.rest)):
-        bits += float(family.tables.bits[tables[:, None], planes[:, columns]].sum())
-    return bits + 64.0 * len(escapes.index)

@@ -4,7 +4,7 @@ Every section has two entries, because its tokens may have classes or not:
 
 | entry | classes |
 |---|---|
-| `2 * section` | 0: the first token of a stream; 1: the other tokens, which may be predicted from it |
+| `2 * section` | 0: all tokens |
 | `2 * section + 1` | the token classes of `token_classes.py` |
 
 A *level* is one component of one class: `entries[e, LEVELS] + k * entries[e, ROWS] + row`.
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.entropy.token_classes import CLASSES, ClassedPlan
-from cuvee.codec.support.arrays import F32, I16, I32, U8, U16, U32
+from cuvee.codec.support.arrays import F32, I32, U8, U16, U32
 
 # Fields of an entry.
 TABLES = 0  # start of its tables; those of class k begin `k * PLANES` later
@@ -31,9 +31,7 @@ LEVELS = 2
 ROWS = 3  # components of the finest class
 FINEST = 4  # the finest class that can be used
 BLOCKS = 5
-PREDICTION = 6
-RHO = 7  # start of its gains
-ENTRY_FIELDS = 8
+ENTRY_FIELDS = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +39,13 @@ class CodingPlans:
     """The plans of all sections.
 
     Attributes:
-        entries: int64 `[E, 8]`, the fields named above.
+        entries: int64 `[E, 6]`, the fields named above.
         planes, rows: int32 `[16 E]`, byte planes and components of each class.
         depth: int32 `[16 E]`, the largest number of components per block in each class.
         steps: float32 `[16 E]`, quantizer steps.
         tables: uint32, start of the decode table of each plane of each class.
         level_table, shift, low_plane: uint16, uint8 and int32 per level, as in `ClassedPlan`.
         block, index: int32 per level: the block of the component, and its number in the block.
-        rho: int16, gains of the entries with prediction.
         class_slots: uint32 `[S, 4096]`, the table that decodes the classes of each section.
         class_bits: the probability bits of that table.
     """
@@ -64,7 +61,6 @@ class CodingPlans:
     low_plane: I32
     block: I32
     index: I32
-    rho: I16
     class_slots: U32
     class_bits: int
 
@@ -112,29 +108,25 @@ def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyT
         for name, kind in (("planes", np.int32), ("rows", np.int32), ("depth", np.int32), ("steps", np.float32))
     }
     flat: dict[str, list[npt.NDArray[np.generic]]] = {
-        name: [] for name in ("tables", "level_table", "shift", "low_plane", "block", "index", "rho")
+        name: [] for name in ("tables", "level_table", "shift", "low_plane", "block", "index")
     }
-    at = {"tables": 0, "level_table": 0, "rho": 0}
+    at = {"tables": 0, "level_table": 0}
     for e in range(len(entries)):
         section = sections[e // 2]
         if e % 2:
-            classed, ranks, prediction = section.classed, section.class_ranks, Prediction.NONE
+            classed, ranks = section.classed, section.class_ranks
             steps = classed.steps
             rows, planes, tables_of = classed.rows, classed.planes, classed.tables
             level_table, shift, low_plane = classed.level_table, classed.shift, classed.low_plane
-            finest, rho = classed.finest, np.empty(0, np.int16)
+            finest = classed.finest
         else:
-            plan, ranks, finest = section.plan, (section.ranks,) * 2, 0
-            prediction, rho = plan.prediction, plan.rho
+            plan, ranks, finest = section.plan, (section.ranks,), 0
             count = len(plan.shift)
-            rows, planes = np.full(2, count, np.int32), np.full(2, plan.planes, np.int32)
-            steps = np.full(2, step, np.float32)
-            tables_of = np.stack([plan.first, plan.rest])
-            level_table, shift = np.stack([plan.level_table] * 2), np.stack([plan.shift] * 2)
-            low_plane = np.zeros((2, count), np.int32)
-            low_plane[:, plan.wide] = count + np.arange(len(plan.wide))
-            if prediction is Prediction.NONE:
-                rho = np.empty(0, np.int16)
+            rows, planes = np.array([count], np.int32), np.array([plan.planes], np.int32)
+            steps = np.array([step], np.float32)
+            tables_of, level_table, shift = plan.tables[None], plan.level_table[None], plan.shift[None]
+            low_plane = np.zeros((1, count), np.int32)
+            low_plane[0, plan.wide] = count + np.arange(len(plan.wide))
         block = np.zeros(level_table.shape, np.int32)
         index = np.zeros(level_table.shape, np.int32)
         for k, of_class in enumerate(ranks):
@@ -146,7 +138,7 @@ def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyT
             per_class[name][e, : len(values)] = values
         entries[e] = (
             at["tables"], tables_of.shape[1], at["level_table"], int(rows.max(initial=0)), finest,
-            len(section.ranks), prediction, at["rho"],
+            len(section.ranks),
         )  # fmt: skip
         for name, array in (
             ("tables", tables_of.astype(np.uint32) << np.uint32(tables.prob_bits)),
@@ -155,7 +147,6 @@ def pack_plans(sections: Sequence[PlannedSection], step: float, tables: EntropyT
             ("low_plane", low_plane),
             ("block", block),
             ("index", index),
-            ("rho", rho),
         ):
             flat[name].append(array.ravel())
             if name in at:

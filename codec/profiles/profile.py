@@ -20,7 +20,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from cuvee.codec.entropy.coding_plan import Prediction, Quantizer
+from cuvee.codec.entropy.coding_plan import Quantizer
 from cuvee.codec.entropy.family import (
     OCTAVE,
     TABLES,
@@ -40,7 +40,7 @@ from cuvee.codec.support.lazy import lazy
 from cuvee.codec.support.plain_json import parse_json
 
 FORMAT = "cuvee-profile"
-VERSION = 2
+VERSION = 3
 ID_BYTES = 16
 # Values per token: 128 layers of 128 heads of 512 have this many. The limit bounds what a small file can claim.
 MAX_VALUES = 1 << 24
@@ -285,7 +285,6 @@ class Profile:
             "source": self.source,
             "min_step": self.min_step_index,
             "model": self.model,
-            "prediction": [int(s.prediction) for s in self.learned],
             "curve": [point.to_dict() for point in self.points],
         }
 
@@ -350,16 +349,15 @@ class Profile:
     @classmethod
     def _from_parts(cls, data: dict[str, Any], arrays: dict[str, npt.NDArray[Any]]) -> tuple[Profile, str]:
         layout = KVLayout.from_dict(data["layout"])
-        _check_size(layout, arrays if data["prediction"] else None)
+        is_learned = any(name.startswith("section.") for name in arrays)
+        _check_size(layout, arrays if is_learned else None)
         freq = arrays["family.freq"]
         if freq.dtype != np.uint16:
             raise FormatError("family.freq: has the wrong dtype")
         quantizer = Quantizer(arrays["family.dead_zone"], arrays["family.rounding"], arrays["family.shrink"])
         family = make_family(freq, quantizer)
-        learned = []
-        sections = partition(layout, data["group"]) if data["prediction"] else ()
-        for i, (section, prediction) in enumerate(zip(sections, data["prediction"], strict=True)):
-            learned.append(read_section_profile(f"section.{i}", section, Prediction(prediction), arrays))
+        sections = partition(layout, data["group"]) if is_learned else ()
+        learned = tuple(read_section_profile(f"section.{i}", section, arrays) for i, section in enumerate(sections))
         curve = [CurvePoint.from_dict(point) for point in data["curve"]]
         min_step = data["min_step"]
         if type(min_step) is not int or not -MAX_STEP_INDEX <= min_step <= 8 * OCTAVE:
@@ -369,7 +367,7 @@ class Profile:
         if not learned and data["group"] != "unit":
             raise FormatError(f"group: must be 'unit' in a profile without learned sections, got {data['group']!r}")
         profile = cls(
-            layout, data["group"], data["source"], family, tuple(learned),
+            layout, data["group"], data["source"], family, learned,
             min_step_index=min_step, model=data["model"], curve=curve,
         )  # fmt: skip
         return profile, data["id"]

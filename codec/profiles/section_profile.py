@@ -1,4 +1,4 @@
-"""`SectionProfile`: basis, scales, prediction and token classes of one section of a profile."""
+"""`SectionProfile`: basis, scales and token classes of one section of a profile."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
-from cuvee.codec.entropy.family import (
-    coding_plan,
-    scale_codes,
-)
+from cuvee.codec.entropy.coding_plan import CodingPlan
+from cuvee.codec.entropy.family import coding_plan, scale_codes
 from cuvee.codec.entropy.token_classes import (
     CLASS_UNITS,
     CLASSES,
@@ -37,9 +34,6 @@ class SectionProfile:
     Attributes:
         basis: the maps between values and components.
         scale: `[R]` int16, the scale of each component, block after block.
-        prediction: how components are predicted from earlier tokens.
-        rest_scale: `[R]` int16, the scale of each component's prediction error.
-        rho: `[R]` int16, the gain of each component's prediction.
         predictor: chooses the class of a token; without it, tokens have classes only if a caller gives `importance=`.
         class_freq: `[16]` uint16 frequencies that code the classes.
         class_scale: `[16]` int16, in 1/64 octaves: how much wider than `scale` the components of each class are.
@@ -47,9 +41,6 @@ class SectionProfile:
 
     basis: SectionBasis
     scale: I16
-    prediction: Prediction
-    rest_scale: I16
-    rho: I16
     predictor: Predictor | None = None
     class_freq: U16 = field(default_factory=default_class_frequencies)
     class_scale: I16 = field(default_factory=lambda: np.zeros(CLASSES, np.int16))
@@ -68,11 +59,7 @@ class SectionProfile:
     def plan(self, step_index: int) -> tuple[tuple[int, ...], CodingPlan]:
         """Return the ranks of the blocks and the coding plan at a step."""
         ranks, chosen = self.select(step_index)
-        codes = scale_codes(self.scale[chosen], step_index)
-        if self.prediction is Prediction.NONE:
-            return ranks, coding_plan(codes)
-        rest = scale_codes(self.rest_scale[chosen], step_index)
-        return ranks, coding_plan(codes, rest, self.prediction, self.rho[chosen])
+        return ranks, coding_plan(scale_codes(self.scale[chosen], step_index))
 
     def class_ranks(self, step_index: int, token_class: int) -> tuple[int, ...]:
         """Return the number of components per block that tokens of a class code in a blob of this step index."""
@@ -113,10 +100,7 @@ class SectionProfile:
             tuple(basis.inverse[block] for block in blocks),
         )
         predictor = None if self.predictor is None else self.predictor.take(rows)
-        return SectionProfile(
-            taken, self.scale[rows], self.prediction, self.rest_scale[rows], self.rho[rows], predictor,
-            self.class_freq, self.class_scale,
-        )  # fmt: skip
+        return SectionProfile(taken, self.scale[rows], predictor, self.class_freq, self.class_scale)
 
     def arrays(self, prefix: str) -> dict[str, npt.NDArray[Any]]:
         """Return the arrays of a profile's file, by name."""
@@ -125,8 +109,6 @@ class SectionProfile:
             f"{prefix}.mean": basis.mean.numpy(),
             f"{prefix}.sinks": basis.sinks.numpy(),
             f"{prefix}.scale": self.scale,
-            f"{prefix}.rest_scale": self.rest_scale,
-            f"{prefix}.rho": self.rho,
             f"{prefix}.class_freq": self.class_freq,
             f"{prefix}.class_scale": self.class_scale,
         }
@@ -144,9 +126,7 @@ def _members(sizes: Sequence[int], blocks: Sequence[int]) -> npt.NDArray[np.intp
     return np.concatenate([np.arange(ends[block] - sizes[block], ends[block]) for block in blocks])
 
 
-def read_section_profile(
-    prefix: str, section: Section, prediction: Prediction, arrays: dict[str, npt.NDArray[Any]]
-) -> SectionProfile:
+def read_section_profile(prefix: str, section: Section, arrays: dict[str, npt.NDArray[Any]]) -> SectionProfile:
     """Return the section of `SectionProfile.arrays`, from untrusted arrays.
 
     Raises:
@@ -165,15 +145,12 @@ def read_section_profile(
         tensor(f"inverse.{b}", size, len(f)) for (b, size), f in zip(enumerate(section.blocks), forward, strict=True)
     )
     basis = SectionBasis(tensor("mean", section.values), tensor("sinks", None, section.values), forward, inverse)
-    components = []
-    for name in ("scale", "rest_scale", "rho"):
-        array = arrays[f"{prefix}.{name}"]
-        if array.dtype != np.int16 or array.shape != (sum(basis.block_ranks),):
-            raise FormatError(f"{prefix}.{name}: has the wrong shape or dtype")
-        components.append(array)
+    scale = arrays[f"{prefix}.scale"]
+    if scale.dtype != np.int16 or scale.shape != (sum(basis.block_ranks),):
+        raise FormatError(f"{prefix}.scale: has the wrong shape or dtype")
     at = 0
     for rank in basis.block_ranks:
-        if np.any(np.diff(components[0][at : at + rank].astype(np.int32)) > 0):
+        if np.any(np.diff(scale[at : at + rank].astype(np.int32)) > 0):
             raise FormatError(f"{prefix}.scale: must fall within a block")
         at += rank
     class_freq = _class_array(prefix, "class_freq", np.uint16, arrays)
@@ -186,9 +163,7 @@ def read_section_profile(
     predictor = None
     if f"{prefix}.predictor.components" in arrays:
         predictor = read_predictor(f"{prefix}.predictor", arrays, sum(basis.block_ranks))
-    return SectionProfile(
-        basis, components[0], prediction, components[1], components[2], predictor, class_freq, class_scale
-    )
+    return SectionProfile(basis, scale, predictor, class_freq, class_scale)
 
 
 def _class_array(

@@ -36,7 +36,7 @@ class SectionCoding:
 
     @lazy
     def classed(self) -> ClassedPlan:
-        """The coding plan of each class. It has no prediction, which needs the tokens in order."""
+        """The coding plan of each class."""
         return self.learned.classed_plan(self._step_index)
 
     @lazy

@@ -67,7 +67,7 @@ class LosslessScheme:
             np.subtract(plane.data, plane.reference[:, None], out=symbols[row : row + len(plane.data)])
             row += len(plane.data)
         per_stream = tokens_per_stream(len(which), float(family.entropy[which].sum()))
-        streams = self._stages.rans_encode(symbols, which, which, family, per_stream)
+        streams = self._stages.rans_encode(symbols, which, family, per_stream)
         return b"".join((head, stored, write_streams(streams, _NO_ESCAPES, len(which), per_stream)))
 
     def decode(

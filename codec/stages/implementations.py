@@ -79,13 +79,11 @@ class Stages:
     """
 
     name: str
-    rans_encode: Callable[[U8, U16, U16, EntropyTables, int], Streams]
-    rans_decode: Callable[[Streams, U16, U16, EntropyTables, int, int], U8]
+    rans_encode: Callable[[U8, U16, EntropyTables, int], Streams]
+    rans_decode: Callable[[Streams, U16, EntropyTables, int, int], U8]
     quantize: Callable[[F32, float, CodingPlan, Quantizer], I32]
     dequantize: Callable[[I32, float, CodingPlan, Quantizer], F32]
-    predict: Callable[[I32, CodingPlan, int], I32]
-    unpredict: Callable[[I32, CodingPlan, int], I32]
-    pack: Callable[[I32, CodingPlan, EntropyTables, int], tuple[U8, Escapes]]
+    pack: Callable[[I32, CodingPlan, EntropyTables], tuple[U8, Escapes]]
     unpack: Callable[[U8, Escapes, CodingPlan], I32]
     gather_centered: Callable[[KVChunk, Section, Rotation, slice, torch.Tensor], torch.Tensor]
     spread: Callable[[F32, npt.NDArray[np.intp], F32, int], torch.Tensor]
@@ -111,8 +109,6 @@ _STAGES = (
         rans.rans_decode,
         symbols.quantize,
         symbols.dequantize,
-        symbols.predict,
-        symbols.unpredict,
         symbols.pack,
         symbols.unpack,
         transform.gather_centered,
@@ -135,8 +131,6 @@ _STAGES = (
         compiled_rans.rans_decode,
         compiled_symbols.quantize,
         compiled_symbols.dequantize,
-        compiled_symbols.predict,
-        compiled_symbols.unpredict,
         compiled_symbols.pack,
         compiled_symbols.unpack,
         compiled_transform.gather_centered,

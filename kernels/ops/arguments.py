@@ -111,11 +111,11 @@ class DevicePlans:
 
     Attributes:
         plans: int64 `[Q, len(PlanField)]`.
-        tables: int32: entropy table of each plane, at `PlanField.FIRST` and `PlanField.REST`.
+        tables: int32: entropy table of each plane, at `PlanField.TABLES`.
         row_floats: float32 `[components, 4]`, from `PlanField.ROW` on: shrinkage of level 1, shrinkage of higher
             levels, dead zone, rounding; the last two in steps.
-        row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, prediction gain in 1/256, and
-            row of coefficients, which is read only where tokens have classes.
+        row_ints: int32 `[components, 4]`, likewise: shift, plane of the low bits or -1, row of coefficients, which is
+            read only where tokens have classes, and zero.
         steps: float32 `[Q]`: quantizer step.
         inverses: float32 `[Q]`: float32(1 / step).
         limits: float32 `[Q]`: `level_limit(step)`; coefficients must lie below.
@@ -149,8 +149,8 @@ class StreamJobs:
 
     Attributes:
         jobs: int64 `[J, len(JobField)]`.
-        plans: int64 `[Q, len(PlanField)]`; PLANES, FIRST and REST are read.
-        tables: int32: entropy table of each plane, at `PlanField.FIRST` and `PlanField.REST`.
+        plans: int64 `[Q, len(PlanField)]`; PLANES and TABLES are read.
+        tables: int32: entropy table of each plane, at `PlanField.TABLES`.
         max_streams: STREAMS of the job that has most.
     """
 

@@ -1,19 +1,17 @@
-"""Byte planes to coefficients: unpack, unpredict, dequantize.
+"""Byte planes to coefficients: unpack, dequantize.
 
 `codec/stages/reference/symbols.py` is the reference. `dequantize` runs two kernels. The first treats every ESCAPE byte
 as the number -128 and counts such bytes. The second has one lane per entry of the escape list: it checks the list and
-computes again what an escaped value changes, which is one token or, under prediction, the rest of its stream. The
-tables cut off tails that are cheaper to escape, so most tiles hold an escape; searching the list in every tile would
-cost more than everything else.
+computes the escaped values again. The tables cut off tails that are cheaper to escape, so most tiles hold an escape;
+searching the list in every tile would cost more than everything else.
 
 The count completes the check. If the list has as many entries as there are ESCAPE bytes, each entry points at one of
 them, and indices rise, then the list names them all.
 
-A tile is `[ROWS, GROUPS, RUN]`: rows, groups of tokens, adjacent tokens of a group. Without prediction the groups are
-adjacent too: 8 rows of 256 tokens, of which each thread of 4 warps has 8 tokens of two rows. Where T and the offsets
-are multiples of 8, these take one load of 8 bytes and one store of 16 (bfloat16); elsewhere the same code moves single
-values, those of a warp side by side. Under prediction a group is a stream, or RUN tokens of short streams, and the
-program walks along the groups, RUN tokens at a time.
+A tile is `[ROWS, GROUPS, RUN]`: rows, groups of tokens, adjacent tokens of a group. The groups are adjacent too: 8 rows
+of 256 tokens, of which each thread of 4 warps has 8 tokens of two rows. Where T and the offsets are multiples of 8,
+these take one load of 8 bytes and one store of 16 (bfloat16); elsewhere the same code moves single values, those of a
+warp side by side.
 """
 
 from __future__ import annotations
@@ -29,13 +27,11 @@ from cuvee.kernels.jobs import (
     JOB_ESCAPES,
     JOB_FIELDS,
     JOB_LEVELS,
-    JOB_PER_STREAM,
     JOB_PLAN,
     JOB_PLANES,
     JOB_STRIDE,
     JOB_TOKENS,
     PLAN_FIELDS,
-    PLAN_PREDICTION,
     PLAN_ROW,
     PLAN_ROWS,
     STATUS_ESCAPES,
@@ -48,15 +44,10 @@ from cuvee.kernels.ops.symbols import (
     _TOKENS,
     ESCAPE,
     FLOAT_FIELDS,
-    GAIN,
-    INT_FIELDS,
-    LAG1,
-    NONE,
     SHRINK_MORE,
     SHRINK_ONE,
     _half,
     _low_bits,
-    _predicted,
     _spec,
 )
 
@@ -92,31 +83,9 @@ def _coefficient(level, shrink_one, shrink_more, step):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _unpredict(d, source, gain, first, per_stream, lag, ROWS: tl.constexpr, GROUPS: tl.constexpr, N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return levels of N adjacent tokens of each group from their differences d, `[ROWS, GROUPS, N]` int32.
-
-    The first of them is predicted from `source`, `[ROWS, GROUPS, 1]` int32, with `gain`, `[ROWS, 1, 1]` int32, unless
-    a stream begins with it; it is token number `first` of a group, and groups begin with a stream. `lag` tells LAG1
-    from ANCHOR. Halves the tokens until one is left: that splits registers and moves nothing.
-
-    Returns levels and the source of the next token.
-    """
-    if N == 1:
-        starts = (first & (per_stream - 1)) == 0
-        level = d + _predicted(source, tl.where(starts, 0, gain))
-        return level, tl.where(starts | lag, level, source)
-    else:  # noqa: RET505 - only one of the two is compiled
-        early, late = tl.split(tl.permute(tl.reshape(d, (ROWS, GROUPS, 2, N // 2)), (0, 1, 3, 2)))
-        early, source = _unpredict(early, source, gain, first, per_stream, lag, ROWS, GROUPS, N // 2)
-        late, source = _unpredict(late, source, gain, first + N // 2, per_stream, lag, ROWS, GROUPS, N // 2)
-        return tl.reshape(tl.permute(tl.join(early, late), (0, 1, 3, 2)), (ROWS, GROUPS, N)), source
-
-
-@triton.jit
 def _dequantize_tile(  # type: ignore[no-untyped-def]
     job, plan, row_floats, row_ints, step, planes, y, found, tile_row, tile,
-    PREDICTED: tl.constexpr, ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
     stride = tl.load(job + JOB_STRIDE).to(tl.int32)
@@ -128,12 +97,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
         stride = stride // RUN * RUN
         planes_at = planes_at // RUN * RUN
         y_at = y_at // RUN * RUN
-    span = RUN  # tokens of a group
-    if PREDICTED:
-        kind = tl.load(plan + PLAN_PREDICTION)
-        per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-        span = tl.where(kind == NONE, 1, tl.maximum(per_stream // RUN, 1)) * RUN
-    start = tile * GROUPS * span
+    start = tile * GROUPS * RUN
     if start < stride:
         row = tile_row * ROWS + tl.arange(0, ROWS)[:, None, None]
         exists = row < tl.load(plan + PLAN_ROWS)
@@ -144,27 +108,17 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
         high_row = planes + planes_at + row.to(tl.int64) * tokens
         low_row = planes + planes_at + low_plane.to(tl.int64) * tokens
         y_row = y + y_at + row.to(tl.int64) * stride
-        group = start + tl.arange(0, GROUPS)[None, :, None] * span
-        run = tl.arange(0, RUN)[None, None, :]
-        escapes = tl.zeros((ROWS, GROUPS), tl.int32)
-        if PREDICTED:
-            gain = tl.load(row_ints + component * INT_FIELDS + GAIN, mask=exists, other=0)
-            source = tl.zeros((ROWS, GROUPS, 1), tl.int32)
-        for first in range(0, span, RUN):
-            token = group + first + run
-            inside = exists & (token < tokens)
-            d = _signed(tl.load(high_row + token, mask=inside, other=0))
-            # 1 for -128, 0 for every other signed byte: cheaper than a comparison.
-            escapes += tl.sum(d * d >> 14, 2)
-            # Beyond the tokens `half` makes d zero.
-            low = tl.load(low_row + token, mask=inside & (low_plane >= 0), other=half.to(tl.uint8))
-            d = (d << shift) + (low.to(tl.int32) - half)
-            if PREDICTED:  # noqa: SIM102 - a constant and a value of the device
-                if kind != NONE:
-                    d, source = _unpredict(d, source, gain, first, per_stream, kind == LAG1, ROWS, GROUPS, RUN)
-                    d = tl.where(inside, d, 0)
-            value = _coefficient(d, shrink_one, shrink_more, step)
-            tl.store(y_row + token, rounded(value, y.dtype.element_ty), mask=exists & (token < stride))
+        group = start + tl.arange(0, GROUPS)[None, :, None] * RUN
+        token = group + tl.arange(0, RUN)[None, None, :]
+        inside = exists & (token < tokens)
+        d = _signed(tl.load(high_row + token, mask=inside, other=0))
+        # 1 for -128, 0 for every other signed byte: cheaper than a comparison.
+        escapes = tl.sum(d * d >> 14, 2)
+        # Beyond the tokens `half` makes d zero.
+        low = tl.load(low_row + token, mask=inside & (low_plane >= 0), other=half.to(tl.uint8))
+        d = (d << shift) + (low.to(tl.int32) - half)
+        value = _coefficient(d, shrink_one, shrink_more, step)
+        tl.store(y_row + token, rounded(value, y.dtype.element_ty), mask=exists & (token < stride))
         count = tl.sum(escapes, 1)
         tl.atomic_add(found + tl.zeros((ROWS,), tl.int32), count, mask=count > 0, sem="relaxed")
 
@@ -172,7 +126,7 @@ def _dequantize_tile(  # type: ignore[no-untyped-def]
 @triton.jit
 def _dequantize(  # type: ignore[no-untyped-def]
     jobs, plans, row_floats, row_ints, steps, planes, y, found,
-    PREDICTED: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
+    ROWS: tl.constexpr, GROUPS: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     tile_row = tl.program_id(1)
@@ -188,20 +142,19 @@ def _dequantize(  # type: ignore[no-untyped-def]
         if (sizes | offsets) % RUN == 0:
             _dequantize_tile(
                 job, plan, row_floats, row_ints, step, planes, y, found + index, tile_row, tile,
-                PREDICTED, True, ROWS, GROUPS, RUN,
+                True, ROWS, GROUPS, RUN,
             )  # fmt: skip
         else:
             _dequantize_tile(
                 job, plan, row_floats, row_ints, step, planes, y, found + index, tile_row, tile,
-                PREDICTED, False, ROWS, GROUPS, RUN,
+                False, ROWS, GROUPS, RUN,
             )  # fmt: skip
 
 
 @triton.jit
 def _place_escapes(  # type: ignore[no-untyped-def]
-    data, jobs, plans, row_floats, row_ints, steps, planes, y, found, status,
-    PREDICTED: tl.constexpr, ENTRIES: tl.constexpr,
-):  # fmt: skip
+    data, jobs, plans, row_floats, row_ints, steps, planes, y, found, status, ENTRIES: tl.constexpr
+):
     """Check a job's escape list and recompute the values it changes; a *cell* is a place of the `[R, T]` matrix."""
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
@@ -220,50 +173,24 @@ def _place_escapes(  # type: ignore[no-untyped-def]
     y += tl.load(job + JOB_LEVELS)
     first_component = tl.load(plan + PLAN_ROW)
     step = tl.load(steps + plan_index)
-    span = 1
-    if PREDICTED:
-        kind = tl.load(plan + PLAN_PREDICTION)
-        span = tl.where(kind == NONE, 1, tl.load(job + JOB_PER_STREAM).to(tl.int32))
     for block in range(tl.program_id(1).to(tl.int64) * ENTRIES, count, tl.num_programs(1) * ENTRIES):
         entry = block + tl.arange(0, ENTRIES)
         listed = entry < count
         cell = tl.load(entries + entry, mask=listed, other=0).to(tl.int64)
         before = tl.load(entries + entry - 1, mask=listed & (entry > 0), other=0).to(tl.int64)
-        rises = (entry == 0) | (cell > before)
-        valid = listed & rises & (cell < cells)
+        valid = listed & ((entry == 0) | (cell > before)) & (cell < cells)
         valid &= tl.load(planes + cell, mask=valid, other=0) == ESCAPE
         wrong = tl.max((listed & (valid == 0)).to(tl.int32), 0)
         tl.atomic_or(status + index, STATUS_ESCAPES, mask=wrong > 0, sem="relaxed")
-        # Of the escapes in one stream the first redoes it, from the stream's first token, and meets the others.
         row = cell // tokens
-        token = cell - row * tokens
-        stream = cell - (token & (span - 1))
-        leads = valid & ((entry == 0) | (before < stream))
         component = first_component + row
-        shrink_one, shrink_more = _shrinkage(row_floats, component, leads)
-        shift, low_plane = _low_bits(row_ints, component, leads)
-        gain = tl.load(row_ints + component * INT_FIELDS + GAIN, mask=leads, other=0)
-        half = _half(shift)
-        # From a cell to where its low bits and its coefficient are.
-        to_low = (low_plane - row) * tokens
-        to_y = row * (stride - tokens)
-        source = tl.zeros((ENTRIES,), tl.int32)
-        for place in range(span):
-            at = stream + place
-            inside = leads & (at < (row + 1) * tokens)
-            d = _signed(tl.load(planes + at, mask=inside, other=0))
-            escaped = inside & (d == -128) & (entry < count)
-            value = tl.load(entries + count + entry, mask=escaped, other=0).to(tl.int32, bitcast=True)
-            d = tl.where(escaped, value, d)
-            entry += escaped.to(tl.int64)
-            low = tl.load(planes + at + to_low, mask=inside & (low_plane >= 0), other=0)
-            d = (d << shift) + (low.to(tl.int32) - half)
-            if PREDICTED:
-                if place > 0:
-                    d += _predicted(source, gain)
-                source = tl.where((place == 0) | (kind == LAG1), d, source)
-            back = _coefficient(d, shrink_one, shrink_more, step)
-            tl.store(y + at + to_y, rounded(back, y.dtype.element_ty), mask=inside & (at >= cell))
+        shrink_one, shrink_more = _shrinkage(row_floats, component, valid)
+        shift, low_plane = _low_bits(row_ints, component, valid)
+        d = tl.load(entries + count + entry, mask=valid, other=0).to(tl.int32, bitcast=True)
+        low = tl.load(planes + cell + (low_plane - row) * tokens, mask=valid & (low_plane >= 0), other=0)
+        d = (d << shift) + (low.to(tl.int32) - _half(shift))
+        back = _coefficient(d, shrink_one, shrink_more, step)
+        tl.store(y + cell + row * (stride - tokens), rounded(back, y.dtype.element_ty), mask=valid)
 
 
 def dequantize(
@@ -276,7 +203,6 @@ def dequantize(
     found: torch.Tensor,
     max_rows: int,
     max_tokens: int,
-    predicted: bool,
 ) -> None:
     """Byte planes and escapes to coefficients, of all jobs whose tokens have no classes.
 
@@ -285,8 +211,8 @@ def dequantize(
 
     Args:
         data: uint8, a multiple of four bytes.
-        jobs: int64 `[J, len(JobField)]` with ESCAPES, ESCAPE_COUNT, TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and
-            STRIDE. The lists lie within `data`; STRIDE is at most T rounded up to a multiple of 256.
+        jobs: int64 `[J, len(JobField)]` with ESCAPES, ESCAPE_COUNT, TOKENS, PLAN, PLANES, LEVELS and STRIDE.
+            The lists lie within `data`; STRIDE is at most T rounded up to a multiple of 256.
         plans: how each job is coded.
         planes: uint8, `[P, T]` of each job.
         y: bfloat16 or float32, written.
@@ -294,17 +220,16 @@ def dequantize(
         found: int32 `[J]`, zeros; gets the number of ESCAPE bytes.
         max_rows: rows of the largest job.
         max_tokens: tokens of the longest job, at most 65,535 * 256.
-        predicted: whether any plan predicts.
     """
     count = len(jobs)
     tiles = triton.cdiv(max_tokens, _TOKENS)
     _dequantize[(count, triton.cdiv(max_rows, _ROWS), tiles)](
         jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, planes, y, found,
-        PREDICTED=predicted, ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
+        ROWS=_ROWS, GROUPS=_GROUPS, RUN=_RUN, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _place_escapes[(count, escape_programs(max_rows, max_tokens))](
         data.view(torch.uint32), jobs, plans.plans, plans.row_floats, plans.row_ints, plans.steps, planes, y, found,
-        status, PREDICTED=predicted, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
+        status, ENTRIES=ENTRIES, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -319,8 +244,6 @@ _TILE = {"ROWS": _ROWS, "GROUPS": _GROUPS, "RUN": _RUN}
 
 
 SPECS: tuple[KernelSpec, ...] = (
-    _spec("dequantize", _dequantize, _DECODE, {"PREDICTED": False, **_TILE}, 80),
-    _spec("dequantize predicted", _dequantize, _DECODE, {"PREDICTED": True, **_TILE}, 128),
-    _spec("place_escapes", _place_escapes, _PLACE, {"PREDICTED": False, "ENTRIES": ENTRIES}, 48),
-    _spec("escapes predicted", _place_escapes, _PLACE, {"PREDICTED": True, "ENTRIES": ENTRIES}, 48),
+    _spec("dequantize", _dequantize, _DECODE, _TILE, 80),
+    _spec("place_escapes", _place_escapes, _PLACE, {"ENTRIES": ENTRIES}, 48),
 )

@@ -1,4 +1,4 @@
-"""Coefficients to byte planes: quantize, predict, pack, and list the values that escape.
+"""Coefficients to byte planes: quantize, pack, and list the values that escape.
 
 `codec/stages/reference/symbols.py` is the reference.
 """
@@ -14,17 +14,14 @@ from cuvee.kernels.jobs import (
     JOB_CLASS_PLAN,
     JOB_FIELDS,
     JOB_LEVELS,
-    JOB_PER_STREAM,
     JOB_PLAN,
     JOB_PLANES,
     JOB_STRIDE,
     JOB_TOKENS,
     PLAN_FIELDS,
-    PLAN_FIRST,
-    PLAN_PREDICTION,
-    PLAN_REST,
     PLAN_ROW,
     PLAN_ROWS,
+    PLAN_TABLES,
     STATUS_TOO_LARGE,
 )
 from cuvee.kernels.ops.arguments import CodableBytes, DevicePlans
@@ -34,16 +31,12 @@ from cuvee.kernels.ops.symbols import (
     DEAD_ZONE,
     ESCAPE,
     FLOAT_FIELDS,
-    GAIN,
     INT_FIELDS,
-    LAG1,
-    NONE,
     ROUNDING,
     RUN,
     SHIFT,
     _half,
     _low_bits,
-    _predicted,
     _spec,
 )
 
@@ -80,29 +73,9 @@ def _within(high, table, freq, reach, inside):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _shifted_difference(  # type: ignore[no-untyped-def]
-    y, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half, PREDICTED: tl.constexpr
-):
-    """Return each token's difference from its prediction plus half the range of low bits, int32; and the coefficient.
-
-    `y` is the address of each row, `[ROWS, 1]`, as are the components' dead_zone, rounding, gain and half; `token` is
-    `[1, TOKENS]`, and `inside`, `[ROWS, TOKENS]`, tells what exists.
-    """
-    value = tl.load(y + token, mask=inside, other=0.0)
-    d = _level(value, inverse, dead_zone, rounding)
-    if PREDICTED:  # noqa: SIM102 - a constant and a value of the device
-        if kind != NONE:
-            place = token & (per_stream - 1)
-            source = token - tl.where(kind == LAG1, 1, place)
-            before = tl.load(y + source, mask=inside & (place > 0), other=0.0)
-            d -= _predicted(_level(before, inverse, dead_zone, rounding), gain)
-    return d + half, value
-
-
-@triton.jit
 def _quantize_rows(  # type: ignore[no-untyped-def]
     job, plan, row, component, exists, row_floats, row_ints, inverse, limit, tables, freq, reach, y, planes,
-    PREDICTED: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    ALIGNED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Quantize all tokens of ROWS rows, `[ROWS, 1]`. Return their escapes, and whether a value is too large."""
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
@@ -115,13 +88,9 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
         stride = stride // RUN * RUN
         planes_at = planes_at // RUN * RUN
         y_at = y_at // RUN * RUN
-    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-    kind = tl.load(plan + PLAN_PREDICTION)
     dead_zone, rounding = _thresholds(row_floats, component, exists)
     shift, low_plane = _low_bits(row_ints, component, exists)
-    gain = tl.load(row_ints + component * INT_FIELDS + GAIN, mask=exists, other=0)
-    table = tl.load(tables + tl.load(plan + PLAN_FIRST) + row, mask=exists, other=0)
-    rest = tl.load(tables + tl.load(plan + PLAN_REST) + row, mask=exists, other=0)
+    table = tl.load(tables + tl.load(plan + PLAN_TABLES) + row, mask=exists, other=0)
     half = _half(shift)
     y_row = y + (y_at + row.to(tl.int64) * stride)
     high_row = planes + (planes_at + row.to(tl.int64) * tokens)
@@ -132,19 +101,14 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
     for start in range(0, tokens, TOKENS):
         token = start + tl.arange(0, TOKENS)[None, :]
         inside = exists & (token < tokens)
-        d, value = _shifted_difference(
-            y_row, token, inside, kind, per_stream, inverse, dead_zone, rounding, gain, half, PREDICTED
-        )
+        value = tl.load(y_row + token, mask=inside, other=0.0)
+        shifted = _level(value, inverse, dead_zone, rounding) + half
         largest = tl.maximum(largest, value.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-        high = d >> shift
-        coded = _within(high, table, freq, reach, inside)
-        if PREDICTED:
-            later = (token & (per_stream - 1)) > 0
-            coded = (coded & (later == 0)) | (_within(high, rest, freq, reach, inside) & later)
-        escaped = inside & (coded == 0)
+        high = shifted >> shift
+        escaped = inside & (_within(high, table, freq, reach, inside) == 0)
         count += escaped.to(tl.int32)
         tl.store(high_row + token, tl.where(escaped, ESCAPE, high).to(tl.uint8), mask=inside)
-        low = d & ((1 << shift) - 1)
+        low = shifted & ((1 << shift) - 1)
         tl.store(low_row + token, low.to(tl.uint8), mask=inside & (low_plane >= 0))
     bits = tl.max(tl.max(largest, 1), 0)
     # Not `>=`: NaN is too large as well.
@@ -154,7 +118,7 @@ def _quantize_rows(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["max_rows"])
 def _quantize(  # type: ignore[no-untyped-def]
     y, jobs, plans, row_floats, row_ints, inverses, limits, tables, freq, reach, planes, counts, status, max_rows,
-    PREDICTED: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr,
+    ROWS: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     index = tl.program_id(0).to(tl.int64)
     job = jobs + index * JOB_FIELDS
@@ -179,12 +143,12 @@ def _quantize(  # type: ignore[no-untyped-def]
     if (sizes | offsets) % RUN == 0:
         count, large = _quantize_rows(
             job, plan, row, component, row < rows, row_floats, row_ints, inverse, limit, tables, freq, reach,
-            y, planes, PREDICTED, True, ROWS, TOKENS,
+            y, planes, True, ROWS, TOKENS,
         )  # fmt: skip
     else:
         count, large = _quantize_rows(
             job, plan, row, component, row < rows, row_floats, row_ints, inverse, limit, tables, freq, reach,
-            y, planes, PREDICTED, False, ROWS, TOKENS,
+            y, planes, False, ROWS, TOKENS,
         )  # fmt: skip
     tl.store(at, count, mask=slot < max_rows)
     tl.atomic_or(status + index, STATUS_TOO_LARGE, mask=large, sem="relaxed")
@@ -199,7 +163,6 @@ def quantize(
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
-    predicted: bool,
 ) -> None:
     """Convert coefficients to byte planes and count the escapes of each row; the bytes are those of the reference.
 
@@ -207,7 +170,7 @@ def quantize(
 
     Args:
         y: float32.
-        jobs: int64 `[J, len(JobField)]` with TOKENS, PER_STREAM, PLAN, PLANES, LEVELS and STRIDE.
+        jobs: int64 `[J, len(JobField)]` with TOKENS, PLAN, PLANES, LEVELS and STRIDE.
         plans: how each job is coded.
         codable: what each table codes.
         planes: uint8; gets `[P, T]` of each job.
@@ -215,12 +178,11 @@ def quantize(
             job has no row.
         status: int32 `[J]`; gets `Status.TOO_LARGE` where a coefficient is `MAX_LEVEL` steps or more, or NaN.
         max_rows: rows of the largest job.
-        predicted: whether any plan predicts.
     """
     _quantize[(len(jobs), triton.cdiv(max_rows, _BLOCK_ROWS))](
         y, jobs, plans.plans, plans.row_floats, plans.row_ints, plans.inverses, plans.limits, plans.tables,
-        codable.freq, codable.reach, planes, counts, status, max_rows, PREDICTED=predicted, ROWS=_BLOCK_ROWS,
-        TOKENS=_TOKENS, num_warps=4, enable_fp_fusion=False,
+        codable.freq, codable.reach, planes, counts, status, max_rows, ROWS=_BLOCK_ROWS, TOKENS=_TOKENS,
+        num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -257,13 +219,9 @@ def _list_escapes(  # type: ignore[no-untyped-def]
     component = tl.load(plan + PLAN_ROW) + row
     dead_zone, rounding = _thresholds(row_floats, component, has)
     dead_zone, rounding = dead_zone[:, None], rounding[:, None]
-    ints = row_ints + component * INT_FIELDS
-    shift = tl.load(ints + SHIFT, mask=has, other=0)[:, None]
-    gain = tl.load(ints + GAIN, mask=has, other=0)[:, None]
+    shift = tl.load(row_ints + component * INT_FIELDS + SHIFT, mask=has, other=0)[:, None]
     inverse = tl.load(inverses + plan_index)
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
-    per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
-    kind = tl.load(plan + PLAN_PREDICTION)
     y_row = y + tl.load(job + JOB_LEVELS) + row.to(tl.int64)[:, None] * tl.load(job + JOB_STRIDE)
     first_cell = row.to(tl.int64)[:, None] * tokens
     high_row = planes + tl.load(job + JOB_PLANES) + first_cell
@@ -274,13 +232,11 @@ def _list_escapes(  # type: ignore[no-untyped-def]
         escaped = tl.load(high_row + token, mask=inside, other=0) == ESCAPE
         marks = escaped.to(tl.int32)
         if tl.max(tl.max(marks, 1), 0) > 0:
-            d, _ = _shifted_difference(
-                y_row, token, escaped, kind, per_stream, inverse, dead_zone, rounding, gain, half, True
-            )
+            level = _level(tl.load(y_row + token, mask=escaped, other=0.0), inverse, dead_zone, rounding)
             at = position[:, None] + tl.cumsum(marks, 1) - 1
             escaped &= at < total
             tl.store(index + at, (first_cell + token).to(tl.uint32), mask=escaped)
-            tl.store(value + at, d >> shift, mask=escaped)
+            tl.store(value + at, (level + half) >> shift, mask=escaped)
             position += tl.sum(marks, 1)
 
 
@@ -331,7 +287,6 @@ _BLOCK = {"ROWS": _BLOCK_ROWS, "TOKENS": _TOKENS}
 
 
 SPECS: tuple[KernelSpec, ...] = (
-    _spec("quantize", _quantize, _QUANTIZE, {"PREDICTED": False, **_BLOCK}, 128, _SIZES),
-    _spec("quantize predicted", _quantize, _QUANTIZE, {"PREDICTED": True, **_BLOCK}, 128, _SIZES),
+    _spec("quantize", _quantize, _QUANTIZE, _BLOCK, 128, _SIZES),
     _spec("list_escapes", _list_escapes, _LIST, _BLOCK, 128, {"total": "i32", **_SIZES}),
 )

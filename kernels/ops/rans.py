@@ -35,9 +35,8 @@ from cuvee.kernels.jobs import (
     JOB_WORD_COUNT,
     JOB_WORDS,
     PLAN_FIELDS,
-    PLAN_FIRST,
     PLAN_PLANES,
-    PLAN_REST,
+    PLAN_TABLES,
     STATUS_STREAMS,
 )
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
@@ -164,10 +163,10 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     column = planes + tl.load(job + JOB_PLANES) + token
     # Without planes there is nothing to decode, and a run has at least one step.
     turns = tl.where(steps > 0, tl.minimum(per_stream, tokens - first * per_stream), 0)
+    table_of = tables + tl.load(plan + PLAN_TABLES)
     for j in range(turns):
         # Lanes without a token run along, store nothing, and keep the state they ended in.
         active = exists & (token + j < tokens)
-        table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST))
         x, at, word = _decode_run(x, at, word, end, words, decoding, table_of, column, tokens, steps, active, PROB_BITS)
         last_x = tl.where(active, x, last_x)
         last_at = tl.where(active, at, last_at)
@@ -321,11 +320,11 @@ def _encode_kernel(planes, jobs, plans, tables, coding, words, states, lengths, 
     x = tl.full([LANES], _BOUND, tl.uint32)
     at = tl.zeros([LANES], tl.int32)
     longest = tl.minimum(per_stream, tokens - first * per_stream)
+    last_table = tables + tl.load(plan + PLAN_TABLES) + (steps - 1)
     for back in range(longest):
         j = longest - 1 - back
         active = exists & (token + j < tokens)
-        table_of = tables + tl.load(plan + tl.where(j == 0, PLAN_FIRST, PLAN_REST)) + (steps - 1)
-        x, at = _encode_run(x, at, top, coding, table_of, last_row + j, tokens, steps, total, scale, active)
+        x, at = _encode_run(x, at, top, coding, last_table, last_row + j, tokens, steps, total, scale, active)
         # Lanes without a token run along, store nothing, and begin where the others do.
         x = tl.where(active, x, _BOUND)
         at = tl.where(active, at, 0)

@@ -31,8 +31,8 @@ from cuvee.kernels.jobs import (
     JOB_TOKENS,
     JOB_WORDS,
     PLAN_FIELDS,
-    PLAN_FIRST,
     PLAN_PLANES,
+    PLAN_TABLES,
 )
 from cuvee.kernels.ops.arguments import DecodingTables, EncodedStreams, StreamJobs
 from cuvee.kernels.ops.rans import (
@@ -65,7 +65,7 @@ def _class_of(plans, class_plan, classes, column, active):  # type: ignore[no-un
     k = tl.load(classes + column, mask=active, other=0).to(tl.int32)
     plan = plans + (class_plan + k) * PLAN_FIELDS
     depth = tl.load(plan + PLAN_PLANES, mask=active, other=0).to(tl.int32)
-    return depth, tl.load(plan + PLAN_FIRST, mask=active, other=0).to(tl.int32)
+    return depth, tl.load(plan + PLAN_TABLES, mask=active, other=0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["blocks"])
@@ -80,7 +80,7 @@ def _decode_classes_kernel(  # type: ignore[no-untyped-def]
     class_plan = tl.load(job + JOB_CLASS_PLAN)
     if (first >= streams) | (class_plan <= 0):
         return
-    deepest_table = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_FIRST).to(tl.int32)
+    deepest_table = tl.load(plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS + PLAN_TABLES).to(tl.int32)
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
     per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
     stream = first + tl.arange(0, LANES)
@@ -159,7 +159,7 @@ def _encode_classes_kernel(  # type: ignore[no-untyped-def]
     if (first >= streams) | (class_plan <= 0):
         return
     plan = plans + tl.load(job + JOB_PLAN) * PLAN_FIELDS
-    deepest_table = tl.load(plan + PLAN_FIRST).to(tl.int32)
+    deepest_table = tl.load(plan + PLAN_TABLES).to(tl.int32)
     tokens = tl.load(job + JOB_TOKENS).to(tl.int32)
     per_stream = tl.load(job + JOB_PER_STREAM).to(tl.int32)
     total, scale = _totals(coding)

@@ -9,14 +9,9 @@ import triton
 import triton.language as tl
 
 from cuvee.codec.entropy import coding_plan
-from cuvee.codec.entropy.coding_plan import RHO_BITS, Prediction
 from cuvee.kernels.analysis.kernel_spec import Budget, KernelSpec
 
 ESCAPE = tl.constexpr(coding_plan.ESCAPE)
-NONE = tl.constexpr(int(Prediction.NONE))
-LAG1 = tl.constexpr(int(Prediction.LAG1))
-GAIN_BITS = tl.constexpr(RHO_BITS)
-GAIN_HALF = tl.constexpr(1 << (RHO_BITS - 1))
 
 # Columns of `row_floats`: float32 by component.
 FLOAT_FIELDS = tl.constexpr(4)
@@ -25,12 +20,11 @@ SHRINK_MORE = tl.constexpr(1)  # of the levels above
 DEAD_ZONE = tl.constexpr(2)
 ROUNDING = tl.constexpr(3)
 
-# Columns of `row_ints`: int32 by component.
+# Columns of `row_ints`: int32 by component. The last is zero: with it, the first two lie within one aligned load.
 INT_FIELDS = tl.constexpr(4)
 SHIFT = tl.constexpr(0)
 LOW_PLANE = tl.constexpr(1)  # plane of the low bits within the job, or -1
-GAIN = tl.constexpr(2)  # of the prediction, 1/256
-Y_ROW = tl.constexpr(3)  # row of coefficients; the component's number where tokens have no classes
+Y_ROW = tl.constexpr(2)  # row of coefficients; the component's number where tokens have no classes
 
 _RUN = 8  # adjacent tokens that a lane handles
 RUN = tl.constexpr(_RUN)
@@ -55,12 +49,6 @@ def _low_bits(row_ints, component, mask):  # type: ignore[no-untyped-def]
     """Return how many low bits of components have a separate plane, and the plane; -1: none."""
     at = row_ints + component * INT_FIELDS
     return tl.load(at + SHIFT, mask=mask, other=0), tl.load(at + LOW_PLANE, mask=mask, other=-1)
-
-
-@triton.jit
-def _predicted(level, gain):  # type: ignore[no-untyped-def]
-    """Return the prediction from a level; 0 for a level or a gain of 0."""
-    return ((level.to(tl.int64) * gain.to(tl.int64) + GAIN_HALF) >> GAIN_BITS).to(tl.int32)
 
 
 _TABLES = {"jobs": "*i64", "plans": "*i64", "row_floats": "*fp32", "row_ints": "*i32"}

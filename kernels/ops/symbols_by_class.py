@@ -33,10 +33,10 @@ from cuvee.kernels.jobs import (
     JOB_TOKENS,
     PLAN_EXTENT,
     PLAN_FIELDS,
-    PLAN_FIRST,
     PLAN_ROW,
     PLAN_ROW_MAP,
     PLAN_ROWS,
+    PLAN_TABLES,
     STATUS_ESCAPES,
     STATUS_TOO_LARGE,
 )
@@ -255,7 +255,7 @@ def _quantize_classes(  # type: ignore[no-untyped-def]
             dead_zone, rounding = _thresholds(row_floats, component, own)
             shift, low_plane = _low_bits(row_ints, component, own)
             y_row = tl.load(row_ints + component * INT_FIELDS + Y_ROW, mask=own, other=0)
-            table = _of_row(tables, plan, PLAN_FIRST, row, own, 0)
+            table = _of_row(tables, plan, PLAN_TABLES, row, own, 0)
             value = tl.load(y + y_row.to(tl.int64) * stride + column, mask=own, other=0.0)
             d = _level(value, tl.load(inverses + plan_index), dead_zone, rounding) + _half(shift)
             # Not `>=`: NaN is too large as well.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -12,7 +11,6 @@ from xxhash import xxh3_64_intdigest
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.format.container import read_header
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
 from cuvee.codec.learning.calibrate import fit
@@ -61,15 +59,6 @@ def reseal_header(blob: bytes, count: int) -> bytes:
     return blob[:end] + struct.pack("<Q", xxh3_64_intdigest(blob[:end])) + blob[end + 8 :]
 
 
-def predicting(profile: Profile) -> Profile:
-    """The profile with prediction in every section, so that damage can spread from token to token."""
-    sections = []
-    for section in profile.learned:
-        rho = section.rho + (200 if section.prediction is Prediction.NONE else 0)
-        sections.append(replace(section, prediction=Prediction.LAG1, rho=rho.astype("int16")))
-    return Profile(profile.layout, profile.group, profile.source, profile.family, tuple(sections))
-
-
 # --- blobs of a small layout, `LAYOUT`
 
 
@@ -93,9 +82,8 @@ def correlated_chunk(seed: int, tokens: int, start: int, layout: KVLayout = LAYO
 
 @cache
 def learned() -> Profile:
-    """Fitted to correlated chunks, with prediction."""
-    chunks = [correlated_chunk(seed, 64, 7 * seed) for seed in range(7)]
-    return predicting(fit(LAYOUT, chunks, "layer"))
+    """Fitted to correlated chunks."""
+    return fit(LAYOUT, [correlated_chunk(seed, 64, 7 * seed) for seed in range(7)], "layer")
 
 
 @cache

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes, Prediction
+from cuvee.codec.entropy.coding_plan import CodingPlan, Escapes
 from cuvee.codec.entropy.coefficients import CoefficientCoder
 from cuvee.codec.entropy.family import Family, coding_plan, default_family, scale_codes, step_value
 from cuvee.codec.entropy.streams import Streams
@@ -31,10 +31,7 @@ from cuvee.codec.stages.reference.sections import Coefficients
 from cuvee.codec.support.arrays import U8
 
 TABLE = class_table(default_class_frequencies())
-EMPTY = CodingPlan(
-    np.empty(0, np.uint16), np.empty(0, np.uint8), np.empty(0, np.uint16), np.empty(0, np.uint16), Prediction.NONE,
-    np.empty(0, np.int16),
-)  # fmt: skip
+EMPTY = CodingPlan(np.empty(0, np.uint16), np.empty(0, np.uint8), np.empty(0, np.uint16))
 
 
 @dataclass(frozen=True)
@@ -66,11 +63,8 @@ def coding_of(sections: Sequence[Planned], step_index: int = 0, family: Family |
     return cast(StepCoding, PlannedStep(tuple(sections), step_index, family or default_family()))
 
 
-def planned(
-    scales: Sequence[Sequence[int]], step_index: int = 0, prediction: Prediction = Prediction.NONE, seed: int = 0
-) -> Planned:
-    """A section of blocks whose components have these scales, falling in each; gains are random."""
-    rng = np.random.default_rng(seed)
+def planned(scales: Sequence[Sequence[int]], step_index: int = 0) -> Planned:
+    """A section of blocks whose components have these scales, falling in each."""
 
     def of(at: int) -> tuple[CodingPlan, tuple[int, ...]]:
         codes = [scale_codes(np.array(block, np.int16), at) for block in scales]
@@ -79,11 +73,6 @@ def planned(
         return coding_plan(joined), ranks
 
     plan, ranks = of(step_index)
-    if prediction is not Prediction.NONE:
-        codes = np.concatenate([scale_codes(np.array(block, np.int16), step_index) for block in scales])
-        codes = codes[codes >= 0]
-        rho = rng.integers(-256, 257, len(codes)).astype(np.int16)
-        plan = coding_plan(codes, np.maximum(codes - 4, 0), prediction, rho)
     plans: list[CodingPlan | None] = []
     class_ranks: list[tuple[int, ...]] = []
     for k in range(CLASSES):
@@ -111,7 +100,7 @@ def coded_part(
 ) -> bytes:  # fmt: skip
     """The coded part of a section whose tokens have these classes, with whatever streams and escapes."""
     which = np.zeros(len(classes), np.uint16)
-    listed = get_stages("numba").rans_encode(classes[:, None], which, which, table, 1)
+    listed = get_stages("numba").rans_encode(classes[:, None], which, table, 1)
     return write_streams(streams, escapes, int(plan.planes.max()), tokens_per_stream, listed)
 
 

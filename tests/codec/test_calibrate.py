@@ -1,4 +1,4 @@
-"""Learning a profile: gradients, moments, bases, sinks, prediction, and promises kept on text never seen."""
+"""Learning a profile: gradients, moments, bases, sinks, and promises kept on text never seen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from transformers import DynamicCache
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.errors import CuveeError, InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.format.container import inspect
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -854,61 +853,6 @@ def test_sinks_have_means_of_their_own(layouts: dict[str, KVLayout], make_chunk:
     later = make_chunk(layout, 150, 99, 1)
     back = codec.decode(codec.encode(later))
     assert float((back.values[0] - later.values[0]).abs().max()) < 10
-
-
-# Prediction ----------------------------------------------------------------------------------------------------------
-
-
-def sequence(layout: KVLayout, correlation: float, seed: int, kind: str = "lag", tokens: int = 160) -> KVChunk:
-    """Unit-variance channels; `kind` "lag": each token is like the one before, "anchor": like one of its block."""
-    generator = torch.Generator().manual_seed(seed)
-    width = layout.values_per_token
-    x = torch.randn(tokens, width, generator=generator)
-    if kind == "lag":
-        for t in range(1, tokens):
-            x[t] = correlation * x[t - 1] + math.sqrt(1 - correlation**2) * x[t]
-    else:
-        common = torch.randn(-(-tokens // 16), width, generator=generator).repeat_interleave(16, 0)[:tokens]
-        x = correlation * common + math.sqrt(1 - correlation**2) * x
-    parts = list(x.split([size for layer in layout.layers for size in (layer.key_values, layer.value_values)], 1))
-    return KVChunk([p[:, None] for p in parts[::2]], [p[:, None] for p in parts[1::2]], layout, 100)
-
-
-@pytest.mark.parametrize(("kind", "correlation"), [("lag", 0.97), ("lag", 0.8), ("anchor", 0.97)])
-def test_prediction_is_chosen_where_it_pays(kind: str, correlation: float) -> None:
-    layout = no_rope(24, layers=2)
-    profile = fit(layout, (sequence(layout, correlation, seed, kind) for seed in range(12)))
-    chosen = {section.prediction for section in profile.learned}
-    if kind == "lag":
-        assert chosen == {Prediction.LAG1}
-        assert profile.learned[0].rho.mean() / 256 == pytest.approx(correlation, abs=0.05)
-    else:
-        assert chosen <= {Prediction.LAG1, Prediction.ANCHOR}
-    without = Profile(
-        layout, "layer", "fitted", profile.family,
-        tuple(replace(section, prediction=Prediction.NONE) for section in profile.learned),
-    )  # fmt: skip
-    chunk = sequence(layout, correlation, 99, kind)
-    for step in (0.25, 1.0):
-        ours, theirs = Codec(profile, step=step), Codec(without, step=step)
-        blob, other = ours.encode(chunk), theirs.encode(chunk)
-        if step < 1:
-            assert len(blob) < (0.8 if correlation > 0.9 else 0.95) * len(other)
-        # Prediction works on the levels: what comes back is the same to the bit.
-        for backend in ("numba", "reference"):
-            a = Codec(profile, step=step, backend=backend).decode(blob)
-            b = Codec(without, step=step, backend=backend).decode(other)
-            assert all(torch.equal(x, y) for x, y in zip((*a.keys, *a.values), (*b.keys, *b.values), strict=True))
-        assert Codec(profile, step=step, backend="reference").encode(chunk) == blob
-        # Streams restart: a run in the middle needs no token before it.
-        part = ours.decode(blob, tokens=range(37, 75))
-        torch.testing.assert_close(part.values[1], ours.decode(blob).values[1][37:75], rtol=1e-5, atol=1e-5)
-
-
-def test_white_data_are_not_predicted() -> None:
-    layout = no_rope(24, layers=2)
-    profile = fit(layout, (sequence(layout, 0.0, seed) for seed in range(12)))
-    assert [section.prediction for section in profile.learned] == [Prediction.NONE] * 2
 
 
 # The metric ----------------------------------------------------------------------------------------------------------

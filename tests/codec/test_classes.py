@@ -156,7 +156,7 @@ def test_a_plan_has_no_deeper_columns_than_finer_ones() -> None:
     assert plan.finest == 0 and np.all(np.diff(plan.rows) <= 0) and np.all(np.diff(plan.planes) <= 0)
     assert plan.rows[0] > plan.rows[NEUTRAL] > plan.rows[-1] and plan.planes[0] > plan.rows[0]
     assert plan.steps[NEUTRAL] == 1.0 and plan.steps[NEUTRAL + 2] == 2.0
-    assert np.array_equal(plan.tables[3, : plan.planes[3]], plan.of(3).first)
+    assert np.array_equal(plan.tables[3, : plan.planes[3]], plan.of(3).tables)
 
 
 def test_a_plan_leaves_out_classes_that_are_too_fine() -> None:
@@ -315,7 +315,7 @@ def test_each_class_is_coded_as_its_own_step_codes_it() -> None:
         usual = get_stages("reference")
         step = step_value(CLASS_UNITS * (k - NEUTRAL))
         levels = usual.quantize(np.ascontiguousarray(y[: len(own.shift)]), step, own, FAMILY.quantizer)
-        want, listed = usual.pack(levels, own, FAMILY.tables, 1)
+        want, listed = usual.pack(levels, own, FAMILY.tables)
         np.testing.assert_array_equal(planes, want)
         np.testing.assert_array_equal(escapes.index, listed.index)
         np.testing.assert_array_equal(escapes.value, listed.value)

@@ -49,7 +49,7 @@ class Fields:
     """The header's fields in order; `seal` makes a blob of them, with right checksums whatever they say."""
 
     magic: bytes = b"cuve"
-    version: int = 2
+    version: int = 3
     scheme: int = 1
     dtype: int = 0
     flags: int = 0
@@ -130,7 +130,7 @@ def test_header_round_trip(scheme: Scheme, dtype: str, key: bytes | None) -> Non
 
 def test_inspect_tells_every_field_without_a_profile() -> None:
     info = inspect(written(KEY, dtype="float32"))
-    assert (info.scheme, info.version, info.dtype) == ("transform", 2, "float32")
+    assert (info.scheme, info.version, info.dtype) == ("transform", 3, "float32")
     assert (info.tokens, info.start, info.values_per_token) == (77, 1234, 96)
     assert info.step == pytest.approx(2 ** (-65 / 64))
     assert (info.layout_fingerprint, info.profile_id) == (LAYOUT_ID.hex(), PROFILE_ID.hex())
@@ -194,15 +194,15 @@ def test_the_limits_themselves_are_allowed(tokens: int) -> None:
     assert read_header(replace(GOOD, tokens=tokens).seal()).tokens == tokens
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 255])
+@pytest.mark.parametrize("version", [0, 1, 2, 255])
 def test_other_versions_are_refused_as_such(version: int) -> None:
-    with pytest.raises(VersionError, match=f"version {version}; this build reads version 2"):
+    with pytest.raises(VersionError, match=f"version {version}; this build reads version 3"):
         read_header(replace(GOOD, version=version).seal())
 
 
 def test_another_version_is_named_whatever_follows() -> None:
-    with pytest.raises(VersionError, match="version 3"):
-        read_header(b"cuve\x03" + b"\xff" * 200)
+    with pytest.raises(VersionError, match="version 4"):
+        read_header(b"cuve\x04" + b"\xff" * 200)
 
 
 @pytest.mark.parametrize("junk", [b"", b"cuve", b"cuve\x01", bytes(79), b"PK\x03\x04" + bytes(300)])

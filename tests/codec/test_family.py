@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT, Prediction
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_SHIFT
 from cuvee.codec.entropy.family import (
     OCTAVE,
     TABLES,
@@ -113,20 +113,10 @@ def test_too_wide_a_component_is_refused() -> None:
 def test_a_plan_appends_a_raw_plane_for_each_wide_component() -> None:
     plan = coding_plan(np.array([WIDEST, 3, TABLES], np.int32))
     assert plan.level_table.tolist() == [TABLES - 1, 3, TABLES - 4] and plan.shift.tolist() == [MAX_SHIFT, 0, 1]
-    assert plan.first.tolist() == plan.rest.tolist() == [TABLES - 1, 3, TABLES - 4, TABLES + MAX_SHIFT - 1, TABLES]
+    assert plan.tables.tolist() == [TABLES - 1, 3, TABLES - 4, TABLES + MAX_SHIFT - 1, TABLES]
     assert plan.wide.tolist() == [0, 2] and plan.planes == 5
     tables = default_family().tables
-    assert tables.entropy[plan.first[3]] == MAX_SHIFT and tables.entropy[plan.first[4]] == 1
-
-
-def test_a_predicted_plan_keeps_the_split_and_narrows_the_rest() -> None:
-    codes = np.array([WIDEST, 10, 3, TABLES + 3], np.int32)
-    plan = coding_plan(codes, codes - 5, Prediction.LAG1, np.full(4, 200, np.int16))
-    assert plan.first[:4].tolist() == [24, 10, 3, 24]
-    assert plan.rest[:4].tolist() == [19, 5, 0, 19]
-    np.testing.assert_array_equal(plan.first[4:], plan.rest[4:])
-    wider = coding_plan(codes, codes + 99, Prediction.LAG1, np.full(4, 200, np.int16))
-    assert wider.rest[:4].tolist() == [24, 24, 24, 24]
+    assert tables.entropy[plan.tables[3]] == MAX_SHIFT and tables.entropy[plan.tables[4]] == 1
 
 
 def test_a_plan_of_nothing_has_no_planes() -> None:
@@ -143,7 +133,7 @@ def test_coded_components_are_a_prefix_of_each_block() -> None:
         tuple(torch.zeros(n, n) for n in sizes),
         tuple(torch.zeros(n, n) for n in sizes),
     )
-    section = SectionProfile(basis, scale, Prediction.NONE, scale, np.zeros(11, np.int16))
+    section = SectionProfile(basis, scale)
     expected = {-900: (5, 5, 1), -764: (5, 5, 1), -763: (5, 5, 0), 0: (3, 3, 0), 1: (3, 2, 0), 186: (1, 1, 0)}
     for step, ranks in {**expected, 187: (1, 0, 0), 436: (1, 0, 0), 437: (0, 0, 0)}.items():
         got, chosen = section.select(step)
@@ -245,8 +235,8 @@ def cost(family: Family, y: F32, scale: I16) -> tuple[float, float]:
         plan = coding_plan(codes[rows])
         value = step_value(step)
         q = symbols.quantize(y[rows], value, plan, family.quantizer)
-        planes, escapes = symbols.pack(q, plan, family.tables, 1)
-        bits += float(family.tables.bits[plan.first[:, None], planes].sum(dtype=np.float64)) + 64 * len(escapes.index)
+        planes, escapes = symbols.pack(q, plan, family.tables)
+        bits += float(family.tables.bits[plan.tables[:, None], planes].sum(dtype=np.float64)) + 64 * len(escapes.index)
         back = symbols.dequantize(q, value, plan, family.quantizer)
         error += float(np.square((back - y[rows]) / value, dtype=np.float64).sum())
     return bits, error

@@ -39,7 +39,7 @@ from tests.codec.vectors import (
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import CodingPlan, Prediction
+from cuvee.codec.entropy.coding_plan import CodingPlan
 from cuvee.codec.entropy.family import Family, coding_plan
 from cuvee.codec.entropy.token_classes import WINDOW, ClassedPlan, class_frequencies, class_table
 from cuvee.codec.format.container import Header, Reader, Scheme, inspect, read_coded, read_header, read_section
@@ -146,8 +146,8 @@ def coded_sections(blob: bytes, codec: Codec, backend: Stages) -> list[Coded]:
         streams, escapes, n = part.streams, part.escapes, part.tokens_per_stream
         counts = len(escapes.index), len(streams.states)
         if part.classes is None or classed is None:
-            planes = backend.rans_decode(streams, plan.first, plan.rest, family.tables, n, header.tokens)
-            levels = backend.unpredict(backend.unpack(planes, escapes, plan), plan, n)
+            planes = backend.rans_decode(streams, plan.tables, family.tables, n, header.tokens)
+            levels = backend.unpack(planes, escapes, plan)
             if classed is not None:
                 found = section_levels(codec.profile, header, index, read_section(blob, header, index), backend)
                 np.testing.assert_array_equal(found, levels)
@@ -285,10 +285,7 @@ def device_levels(section: memoryview, at: int, plan: CodingPlan, family: Family
     y = torch.full((coefficients,), float("nan"), device=device)
     coding = StreamJobs(table, plans.plans, plans.tables, int(jobs[0, JobField.STREAMS]))
     rans_decode(data, coding, FamilyTables.of(family, device).decoding, symbols, status)
-    dequantize(
-        data, table, plans, symbols, y, status, found, len(plan.shift), TOKENS,
-        predicted=plan.prediction is not Prediction.NONE,
-    )  # fmt: skip
+    dequantize(data, table, plans, symbols, y, status, found, len(plan.shift), TOKENS)
     assert Status(int(status)) == Status(0)
     stride = int(jobs[0, JobField.STRIDE])
     return y[: len(plan.shift) * stride].view(-1, stride)[:, :TOKENS].cpu().numpy().astype(np.int32)
@@ -311,7 +308,7 @@ def test_the_files_are_those_that_were_committed(golden: Golden, name: str) -> N
 def test_inspect_reads_the_vector(golden: Golden, name: str) -> None:
     scheme, dtype = name.split("-")
     info = inspect(golden.blob(name))
-    assert (info.scheme, info.dtype, info.version) == ("transform" if scheme == "classes" else scheme, dtype, 2)
+    assert (info.scheme, info.dtype, info.version) == ("transform" if scheme == "classes" else scheme, dtype, 3)
     assert (info.tokens, info.start, info.values_per_token) == (tokens_of(name), 0, 48)
     assert info.layout_fingerprint == replace(LAYOUT, dtype=dtype).fingerprint.hex()
     assert info.step == (None if scheme == "lossless" else STEP)
@@ -378,7 +375,6 @@ def test_vectors_move_to_other_positions(golden: Golden, name: str) -> None:
 
 def test_the_vectors_exercise_the_whole_format(golden: Golden) -> None:
     profile = golden.profile
-    assert any(section.prediction is not Prediction.NONE and section.rho.any() for section in profile.learned)
     assert any(len(section.basis.sinks) for section in profile.learned)
     for name in LOSSY:
         sections = coded_sections(golden.blob(name), golden_codec(name, profile), get_stages("numba"))

@@ -330,7 +330,7 @@ class Classed:
     def with_classes(self, classes: U8) -> Classed:
         """With the classes of the tokens coded anew, and the streams as they are."""
         table, which = class_table(learned().learned[0].class_freq), np.zeros(len(classes), np.uint16)
-        listed = get_stages("reference").rans_encode(classes[:, None], which, which, table, 1)
+        listed = get_stages("reference").rans_encode(classes[:, None], which, table, 1)
         return replace(
             self, class_words=len(listed.words), class_state=int(listed.states[0]),
             stream=listed.words.astype("<u2").tobytes(),
@@ -343,7 +343,7 @@ def classes_of_blob() -> U8:
     table, which = class_table(learned().learned[0].class_freq), np.zeros(TOKENS, np.uint16)
     words = np.frombuffer(part.stream, "<u2").astype(np.uint16)
     listed = Streams(np.array([part.class_state], np.uint32), np.array([len(words)], np.uint32), words)
-    return get_stages("reference").rans_decode(listed, which, which, table, 1, 1)[:, 0]
+    return get_stages("reference").rans_decode(listed, which, table, 1, 1)[:, 0]
 
 
 def test_the_classes_are_where_they_should_be() -> None:

@@ -66,7 +66,7 @@ def test_any_number_of_streams_comes_back(streams: int, steps: int) -> None:
         known = np.flatnonzero(TABLES.freq[table]).astype(np.uint8)
         symbols = rng.choice(known, (steps, streams))
         which = np.full(steps, table, np.uint16)
-        coded = rans_encode(symbols, which, which, TABLES, 1)
+        coded = rans_encode(symbols, which, TABLES, 1)
         # An odd address, and four bytes that may be read.
         data = np.frombuffer(b"x" + coded.words.astype("<u2").tobytes() + b"\xff\xff\xff\xff", np.uint8)
         bad, got = decoded(streams, steps, data, 1, len(coded.words), coded.states, coded.lengths, table)
@@ -97,7 +97,7 @@ known = np.flatnonzero(TABLES.freq[table]).astype(np.uint8)
 for streams in (1, 16, 33):
     symbols = rng.choice(known, (steps, streams))
     which = np.full(steps, table, np.uint16)
-    coded = rans_encode(symbols, which, which, TABLES, 1)
+    coded = rans_encode(symbols, which, TABLES, 1)
     raw = coded.words.astype("<u2").tobytes() + bytes(4)
     whole[page - len(raw):] = np.frombuffer(raw, np.uint8)
     at = page - len(raw)

@@ -23,7 +23,6 @@ from safetensors.torch import save_file as save_torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.token_classes import class_frequencies
 from cuvee.codec.errors import FormatError, InputError, ProfileError, ProfileMismatchError, VersionError
 from cuvee.codec.format.container import read_header, read_section
@@ -91,22 +90,6 @@ def test_round_trip(profile: Profile, tmp_path: Path, make_chunk: Callable[..., 
     assert metadata(path)["id"] == profile.id.hex()
 
 
-def test_prediction_survives(fitted: Fitted, tmp_path: Path, make_chunk: Callable[..., KVChunk]) -> None:
-    plain = fitted("irregular", "layer")
-    kinds = (Prediction.LAG1, Prediction.NONE, Prediction.ANCHOR)
-    learned = tuple(
-        replace(s, prediction=kind, rho=np.full(len(s.scale), 100, np.int16))
-        for s, kind in zip(plain.learned, kinds, strict=True)
-    )
-    profile = Profile(plain.layout, plain.group, plain.source, plain.family, learned)
-    profile.save(tmp_path / "p")
-    loaded = Profile.load(tmp_path / "p")
-    assert tuple(s.prediction for s in loaded.learned) == kinds
-    assert loaded.id == profile.id != plain.id
-    chunk = make_chunk(plain.layout, 140)
-    assert Codec(loaded).encode(chunk) == Codec(profile).encode(chunk)
-
-
 def classed(plain: Profile) -> Profile:
     """With predictors for some of the sections, and class tables that are not the default."""
     counts = np.arange(16.0)[::-1] ** 2
@@ -122,7 +105,6 @@ def classed(plain: Profile) -> Profile:
         learned.append(
             replace(
                 section,
-                prediction=Prediction.NONE,
                 predictor=None if i == 1 else predictor,
                 class_freq=class_frequencies(counts + i),
                 class_scale=np.linspace(100, -100 - i, 16).astype(np.int16),
@@ -256,8 +238,12 @@ def test_every_flipped_byte_is_noticed(fitted: Fitted, tmp_path: Path) -> None:
                 with contextlib.suppress(FormatError):
                     Profile.load(damaged)
                 continue
-            with pytest.raises(FormatError):
+            try:
                 Profile.load(damaged)
+            except FormatError:
+                continue
+            # A digit beyond a float's precision: every number that is read is the same.
+            assert place < header and chr(good[place]).isdigit() and metadata(damaged) == metadata(path)
 
 
 def test_truncated_files(fitted: Fitted, tmp_path: Path) -> None:
@@ -301,9 +287,6 @@ METADATA: list[tuple[str, Callable[[dict[str, Any]], Any]]] = [
     ("group", lambda d: d.update(group="heads")),
     ("group is a number", lambda d: d.update(group=3)),
     ("another group", lambda d: d.update(group="layers:2")),
-    ("prediction too short", lambda d: d.update(prediction=d["prediction"][:-1])),
-    ("prediction unknown", lambda d: d.update(prediction=[9] * len(d["prediction"]))),
-    ("prediction is a number", lambda d: d.update(prediction=1)),
     ("min_step is text", lambda d: d.update(min_step="1")),
     ("min_step is not a number", lambda d: d.update(min_step=math.nan)),
     ("another min_step", lambda d: d.update(min_step=-1)),
@@ -338,11 +321,11 @@ def test_metadata_that_breaks_a_rule(
         Profile.load(path)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3, 99, "2", None])
+@pytest.mark.parametrize("version", [0, 1, 2, 99, "3", None])
 def test_other_versions(version: object, fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     path = rewrite(tmp_path / "p", tmp_path / "q", lambda data, _: data.update(version=version))
-    with pytest.raises(VersionError, match=r"^version: must be 2 for this build, got"):
+    with pytest.raises(VersionError, match=r"^version: must be 3 for this build, got"):
         Profile.load(path)
 
 
@@ -356,7 +339,7 @@ def test_metadata_that_is_not_json(fitted: Fitted, tmp_path: Path) -> None:
 def test_arrays_that_break_a_rule(fitted: Fitted, tmp_path: Path) -> None:
     fitted("gqa", "layer").save(tmp_path / "p")
     names = list(load_file(tmp_path / "p"))
-    assert len(names) == 4 + 3 * 9
+    assert len(names) == 4 + 3 * 7
 
     def bad(value: np.ndarray[Any, Any]) -> Iterable[np.ndarray[Any, Any]]:
         yield value[:-1]
@@ -551,9 +534,6 @@ def test_the_id_depends_on_what_decoding_depends_on(fitted: Fitted) -> None:
         changed(layout=replace(profile.layout, model_type="other")),
         changed(min_step_index=-1),
         changed(learned=section(scale=first.scale - 1)),
-        changed(learned=section(rest_scale=first.rest_scale - 1)),
-        changed(learned=section(rho=first.rho + 1)),
-        changed(learned=section(prediction=Prediction.LAG1)),
         changed(learned=section(class_freq=class_frequencies(np.arange(16.0)))),
         changed(learned=section(class_scale=first.class_scale - 1)),
         changed(learned=section(predictor=predictor)),

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.codec.planned import Planned, coding_of, decode, encode_plain, planned, same
 
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes, Prediction
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes
 from cuvee.codec.entropy.coefficients import ClassedSection, CoefficientCoder
 from cuvee.codec.entropy.family import default_family, step_value
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
@@ -42,7 +42,7 @@ SCALES: dict[str, tuple[tuple[int, ...], ...]] = {
     "none": ((-3000, -3000),),
     "uneven": ((-3000,), tuple(range(100, -200, -30))),
 }
-KINDS = {"classes": Prediction.NONE, "plain": Prediction.NONE, "lag1": Prediction.LAG1, "anchor": Prediction.ANCHOR}
+KINDS = ("classes", "plain")
 
 
 def columns_of(section: Planned, classes: U8, scales: tuple[tuple[int, ...], ...], seed: int, step: int) -> F32:
@@ -73,7 +73,7 @@ def clipped(y: F32, step: float) -> F32:
 def coded(name: str, kind: str, tokens: int, seed: int = 0, step: int = 0) -> tuple[Planned, bytes, F32, U8 | None]:
     """A section, its bytes, what they hold (columns in coding order), and the classes of the tokens."""
     scales = SCALES[name]
-    section = planned(scales, step, KINDS[kind], seed)
+    section = planned(scales, step)
     rng = np.random.default_rng([seed, tokens])
     if kind != "classes":
         y = clipped(values_of(scales, section.ranks, tokens, rng), step_value(step))
@@ -135,7 +135,7 @@ def test_rows_of_a_block_are_padded() -> None:
 
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_all_sections_at_once_are_the_references(tokens: int) -> None:
-    """Deep and shallow, wide and empty ones, with escapes, of every prediction, with classes and without, in a call."""
+    """Deep and shallow, wide and empty ones, with escapes, with classes and without, in a call."""
     made = [(name, kind, *coded(name, kind, tokens)) for name in SCALES for kind in KINDS]
     coding = coding_of([section for _, _, section, _, _, _ in made])
     parts = [(number, data) for number, (_, _, _, data, _, _) in enumerate(made)][::-1]
@@ -157,14 +157,13 @@ def test_all_sections_at_once_are_the_references(tokens: int) -> None:
 
 def test_the_sections_exercise_what_they_are_to() -> None:
     for name in ("deep", "blocks", "wide"):
-        for kind, prediction in KINDS.items():
+        for kind in KINDS:
             section, data, _, classes = coded(name, kind, 512)
             part = read_part(memoryview(data), section.plan, section.classed, 512)
             row, column = np.divmod(part.escapes.index, 512)
             assert (part.classes is None) == (classes is None) == (kind != "classes")
             assert {int(at) // WINDOW for at in column} == {0, 1}, "escapes in several tiles"
             if classes is None:
-                assert section.plan.prediction is prediction
                 wide = section.plan.shift > 0
                 assert wide.any()
                 if name == "wide":
@@ -196,7 +195,7 @@ def test_tiles_are_the_references(kind: str, size: int) -> None:
 @given(
     blocks=st.lists(st.lists(st.integers(-400, 700), min_size=1, max_size=12), min_size=1, max_size=3),
     tokens=st.integers(1, 600),
-    kind=st.sampled_from(list(KINDS)),
+    kind=st.sampled_from(KINDS),
     step=st.integers(-60, 200),
     seed=st.integers(0, 1 << 20),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -205,7 +204,7 @@ def test_any_plan_is_the_references(
     blocks: list[list[int]], tokens: int, kind: str, step: int, seed: int, dtype: torch.dtype
 ) -> None:
     scales = tuple(tuple(sorted(block, reverse=True)) for block in blocks)
-    section = planned(scales, step, KINDS[kind], seed)
+    section = planned(scales, step)
     rng = np.random.default_rng(seed)
     if kind == "classes":
         low = int(rng.integers(section.classed.finest, CLASSES))
@@ -438,7 +437,7 @@ def test_a_tile_names_streams_of_the_section() -> None:
 @settings(max_examples=150, deadline=None)
 @given(
     name=st.sampled_from(["few", "uneven", "none", "blocks"]),
-    kind=st.sampled_from(list(KINDS)),
+    kind=st.sampled_from(KINDS),
     changes=st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1, max_size=4),
     cut=st.none() | st.floats(0, 1),
 )
@@ -458,7 +457,7 @@ def test_the_last_word_of_a_blob_is_read_and_no_more(kind: str) -> None:
     """A section without escapes, whose words end where the bytes end, in a buffer that ends there, too."""
     tokens = 257
     while True:
-        section = planned(((30, 20, 10),), 0, KINDS[kind])
+        section = planned(((30, 20, 10),))
         rng = np.random.default_rng(tokens)
         y = rng.uniform(-1, 1, (3, tokens)).astype(np.float32)
         if kind == "classes":

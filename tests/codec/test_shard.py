@@ -13,7 +13,6 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.family import OCTAVE, scale_codes
 from cuvee.codec.errors import InputError, ProfileError, ProfileMismatchError
 from cuvee.codec.layout import KVLayout, LayerLayout, Rope
@@ -57,7 +56,7 @@ def assert_equal(got: KVChunk, want: KVChunk) -> None:
 def speech(layout: KVLayout, tokens: int, seed: int, start: int = 0) -> KVChunk:
     """A cache whose tokens resemble those before and whose position 0 lies far out; the last head of a layer is still.
 
-    Prediction and means of the first positions pay on it, and blocks without components turn up.
+    Means of the first positions pay on it, and blocks without components turn up.
     """
     noise = torch.Generator().manual_seed(seed)
     out: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -76,10 +75,9 @@ def speech(layout: KVLayout, tokens: int, seed: int, start: int = 0) -> KVChunk:
 
 @pytest.fixture(scope="module")
 def rich() -> Profile:
-    """Prediction, means of the first positions and blocks without components, in heads that differ by layer."""
+    """Means of the first positions and blocks without components, in heads that differ by layer."""
     layout = replace(UNLIKE, layers=tuple(replace(layer, rope=None) for layer in UNLIKE.layers))
     profile = fit(layout, [speech(layout, 160, seed, 50 * (seed % 3)) for seed in range(12)], "head")
-    assert all(section.prediction is not Prediction.NONE for section in profile.learned)
     assert all(len(section.basis.sinks) for section in profile.learned)
     assert all(section.basis.block_ranks[-1] == 0 < section.basis.block_ranks[0] for section in profile.learned)
     return profile
@@ -165,16 +163,12 @@ def test_what_a_shard_knows_is_the_part_of_its_heads(rich: Profile, size: int) -
                     (_columns(mine.basis, at, mine.basis.sinks), _columns(whole.basis, block, whole.basis.sinks)),
                 ):
                     torch.testing.assert_close(a, b, rtol=0, atol=0)
-                for name in ("scale", "rest_scale", "rho"):
-                    np.testing.assert_array_equal(
-                        getattr(mine, name)[_rows(mine.basis, at)], getattr(whole, name)[_rows(whole.basis, block)]
-                    )
-            assert mine.prediction is whole.prediction
+                np.testing.assert_array_equal(mine.scale[_rows(mine.basis, at)], whole.scale[_rows(whole.basis, block)])
             # Classes mean the same. What predicts them reads the components that there are.
             assert mine.class_freq is whole.class_freq and mine.class_scale is whole.class_scale
             assert (mine.predictor is None) == (whole.predictor is None)
             assert len(mine.basis.forward) == len(mine.basis.inverse) == len(blocks)
-            assert len(mine.scale) == len(mine.rest_scale) == len(mine.rho) == sum(mine.basis.block_ranks)
+            assert len(mine.scale) == sum(mine.basis.block_ranks)
             for step in (-4 * OCTAVE, 0, 3 * OCTAVE):
                 ranks, plan = mine.plan(step)
                 assert ranks == tuple(whole.select(step)[0][block] for block in blocks)
@@ -289,7 +283,7 @@ def test_shards_that_are_told_the_classes_are_the_whole(
 
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_shards_of_a_rich_profile_are_the_whole(rich: Profile, size: int) -> None:
-    """With prediction, means of the first positions, blocks and sections without components."""
+    """With means of the first positions, blocks and sections without components."""
     for start in (0, 2, 70):
         chunk = speech(rich.layout, 200, 7, start)
         for step in (0.05, 0.5, 32.0):

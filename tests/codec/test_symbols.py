@@ -1,15 +1,13 @@
-"""Quantizer, prediction and planes: every backend gives the bytes of the reference, and all of it comes back."""
+"""Quantizer and planes: every backend gives the bytes of the reference, and all of it comes back."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Prediction, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
@@ -20,7 +18,6 @@ from cuvee.codec.support.arrays import F32, I32, U8
 FAMILY = default_family()
 SIZES = [(1, 1), (1, 63), (3, 64), (7, 65), (13, 5), (57, 17)]
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
-KINDS = list(Prediction)
 
 
 @pytest.fixture(params=stage_names())
@@ -33,15 +30,10 @@ def test_levels_leave_room_in_32_bits() -> None:
     assert MAX_LEVEL < 1 << 30
 
 
-def plan_of(rows: int, prediction: Prediction = Prediction.NONE, seed: int = 0) -> CodingPlan:
+def plan_of(rows: int, seed: int = 0) -> CodingPlan:
     """Rows from the narrowest table to the widest component, in no order."""
     rng = np.random.default_rng(seed)
-    codes = rng.permutation(np.linspace(0, WIDEST, rows).round().astype(np.int32))
-    if prediction is Prediction.NONE:
-        return coding_plan(codes)
-    rho = rng.integers(-256, 257, rows).astype(np.int16)
-    rho[: min(rows, 3)] = [256, -256, 1][:rows]
-    return coding_plan(codes, np.maximum(codes - 3, 0), prediction, rho)
+    return coding_plan(rng.permutation(np.linspace(0, WIDEST, rows).round().astype(np.int32)))
 
 
 def quantizer(seed: int = 0) -> Quantizer:
@@ -108,60 +100,31 @@ def test_dequantize_is_the_reference(backend: Stages, rows: int, tokens: int, st
     same(backend.dequantize(q, step, plan, quantizer()), symbols.dequantize(q, step, plan, quantizer()))
 
 
-@pytest.mark.parametrize("per_stream", [1, 2, 16, 128])
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("rows", "tokens"), SIZES)
-def test_prediction_is_the_reference_and_comes_back(
-    backend: Stages, rows: int, tokens: int, kind: Prediction, per_stream: int
-) -> None:
-    plan, q = plan_of(rows, kind), levels(rows, tokens)
+def test_planes_are_the_reference_and_come_back(backend: Stages, rows: int, tokens: int) -> None:
+    plan, q = plan_of(rows), levels(rows, tokens)
     kept = q.copy()
-    d = backend.predict(q, plan, per_stream)
-    same(d, symbols.predict(q, plan, per_stream))
-    back = backend.unpredict(d, plan, per_stream)
-    same(back, kept)
-    same(q, kept)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_unpredicting_hostile_differences_wraps_alike(backend: Stages, kind: Prediction) -> None:
-    rng = np.random.default_rng(0)
-    d = rng.integers(-(2**31), 2**31, (9, 33)).astype(np.int32)
-    d[:, ::4] = 2**31 - 1
-    plan = replace(plan_of(9, Prediction.LAG1), prediction=kind)
-    same(backend.unpredict(d.copy(), plan, 16), symbols.unpredict(d.copy(), plan, 16))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("rows", "tokens"), SIZES)
-def test_planes_are_the_reference_and_come_back(backend: Stages, rows: int, tokens: int, kind: Prediction) -> None:
-    plan, d = plan_of(rows, kind), levels(rows, tokens)
-    planes, escapes = backend.pack(d, plan, FAMILY.tables, 8)
-    want, want_escapes = symbols.pack(d, plan, FAMILY.tables, 8)
+    planes, escapes = backend.pack(q, plan, FAMILY.tables)
+    want, want_escapes = symbols.pack(q, plan, FAMILY.tables)
     same(planes, want)
     same(escapes.index, want_escapes.index)
     same(escapes.value, want_escapes.value)
     assert planes.shape == (plan.planes, tokens)
-    same(backend.unpack(planes, escapes, plan), d)
+    same(backend.unpack(planes, escapes, plan), kept)
+    same(q, kept)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.integers(-MAX_LEVEL, MAX_LEVEL) | st.integers(-140, 140), min_size=1, max_size=40),
     code=st.integers(0, WIDEST),
-    kind=st.sampled_from(KINDS),
-    rho=st.integers(-256, 256),
-    per_stream=st.sampled_from([1, 2, 4, 16]),
 )
-def test_any_levels_come_back(values: list[int], code: int, kind: Prediction, rho: int, per_stream: int) -> None:
+def test_any_levels_come_back(values: list[int], code: int) -> None:
     q = np.array([values, values[::-1]], np.int32)
-    codes = np.array([code, 0], np.int32)
-    plan = coding_plan(codes, codes, kind, np.array([rho, -rho], np.int16))
+    plan = coding_plan(np.array([code, 0], np.int32))
     for name in stage_names():
-        one = get_stages(name)
-        planes, escapes = one.pack(one.predict(q, plan, per_stream), plan, FAMILY.tables, per_stream)
-        back = one.unpredict(one.unpack(planes, escapes, plan), plan, per_stream)
-        same(back, q)
+        planes, escapes = get_stages(name).pack(q, plan, FAMILY.tables)
+        same(get_stages(name).unpack(planes, escapes, plan), q)
 
 
 # --- what the planes hold
@@ -171,21 +134,21 @@ def test_any_levels_come_back(values: list[int], code: int, kind: Prediction, rh
 def test_wide_components_split_into_high_and_low(backend: Stages, shift: int) -> None:
     plan = coding_plan(np.array([TABLES - 1 + 4 * shift], np.int32))
     assert plan.shift.tolist() == [shift] and plan.wide.tolist() == [0] and plan.planes == 2
-    d = np.array([[0, 1, -1, 50 << shift, -(50 << shift), (1 << shift) // 2, -(1 << shift) // 2 - 1]], np.int32)
-    planes, escapes = backend.pack(d, plan, FAMILY.tables, 4)
+    q = np.array([[0, 1, -1, 50 << shift, -(50 << shift), (1 << shift) // 2, -(1 << shift) // 2 - 1]], np.int32)
+    planes, escapes = backend.pack(q, plan, FAMILY.tables)
     assert not len(escapes.index)
     high, low = planes[0].view(np.int8).astype(np.int64), planes[1].astype(np.int64)
     assert (low < 1 << shift).all()
-    np.testing.assert_array_equal((high << shift) + low - (1 << shift - 1), d[0])
+    np.testing.assert_array_equal((high << shift) + low - (1 << shift - 1), q[0])
     np.testing.assert_array_equal(high, [0, int(shift == 1), 0, 50, -50, 1, -1])
 
 
 @pytest.mark.parametrize("value", [128, -128, -129, 255, 256, MAX_LEVEL, -MAX_LEVEL])
 def test_values_beyond_a_byte_escape(backend: Stages, value: int) -> None:
     plan = coding_plan(np.array([20, 20], np.int32))
-    d = np.zeros((2, 9), np.int32)
-    d[1, 4] = value
-    planes, escapes = backend.pack(d, plan, FAMILY.tables, 4)
+    q = np.zeros((2, 9), np.int32)
+    q[1, 4] = value
+    planes, escapes = backend.pack(q, plan, FAMILY.tables)
     assert planes[1, 4] == ESCAPE and (planes == ESCAPE).sum() == 1
     assert escapes.index.tolist() == [13] and escapes.value.tolist() == [value]
 
@@ -194,34 +157,20 @@ def test_what_a_table_cannot_code_escapes(backend: Stages) -> None:
     freq = np.zeros((3, 256), np.uint16)
     freq[:, 0] = 4094
     freq[:, ESCAPE] = 1
-    freq[[0, 1], [1, 255]] = 1  # table 0 knows 1, table 1 knows -1, table 2 neither
+    freq[[0, 1], [1, 255]] = 1  # table 0 knows 1, table 1 knows -1, table 2 knows 2
     freq[2, 2] = 1
-    table = np.array([0], np.uint16)
-    plan = CodingPlan(table, np.zeros(1, np.uint8), table, table + np.uint16(1), Prediction.NONE, np.zeros(1, np.int16))
-    d = np.array([[1, 1, -1, -1, -1, 2]], np.int32)
-    planes, escapes = backend.pack(d, plan, EntropyTables(freq, 12), 4)
-    assert planes.tolist() == [[1, ESCAPE, 255, 255, ESCAPE, ESCAPE]]
-    assert escapes.index.tolist() == [1, 4, 5] and escapes.value.tolist() == [1, -1, 2]
-    same(backend.unpack(planes, escapes, plan), d)
+    plan = CodingPlan(np.zeros(3, np.uint16), np.zeros(3, np.uint8), np.arange(3, dtype=np.uint16))
+    q = np.tile(np.array([1, -1, 2, 0], np.int32), (3, 1))
+    planes, escapes = backend.pack(q, plan, EntropyTables(freq, 12))
+    assert planes.tolist() == [[1, ESCAPE, ESCAPE, 0], [ESCAPE, 255, ESCAPE, 0], [ESCAPE, ESCAPE, 2, 0]]
+    assert escapes.index.tolist() == [1, 2, 4, 6, 8, 9] and escapes.value.tolist() == [-1, 2, 1, 2, 1, -1]
+    same(backend.unpack(planes, escapes, plan), q)
 
 
 def test_every_packed_byte_is_codable(backend: Stages) -> None:
-    plan, d = plan_of(57, Prediction.LAG1), levels(57, 65)
-    planes, _ = backend.pack(d, plan, FAMILY.tables, 16)
-    first = np.arange(65) % 16 == 0
-    assert (FAMILY.tables.freq[plan.first[:, None], planes[:, first]] > 0).all()
-    assert (FAMILY.tables.freq[plan.rest[:, None], planes[:, ~first]] > 0).all()
-
-
-def test_prediction_restarts_with_each_stream(backend: Stages) -> None:
-    q = np.full((1, 9), 10, np.int32)
-    half = np.array([128], np.int16)
-    code = np.array([20], np.int32)
-    lag = backend.predict(q, coding_plan(code, code, Prediction.LAG1, half), 4)
-    assert lag.tolist() == [[10, 5, 5, 5, 10, 5, 5, 5, 10]]
-    q = np.array([[8, 1, 2, 3, 4, 5, 6, 7]], np.int32)
-    anchor = backend.predict(q, coding_plan(code, code, Prediction.ANCHOR, half * np.int16(2)), 4)
-    assert anchor.tolist() == [[8, -7, -6, -5, 4, 1, 2, 3]]
+    plan = plan_of(57)
+    planes, _ = backend.pack(levels(57, 65), plan, FAMILY.tables)
+    assert (FAMILY.tables.freq[plan.tables[:, None], planes] > 0).all()
 
 
 # --- damaged escapes
@@ -229,9 +178,9 @@ def test_prediction_restarts_with_each_stream(backend: Stages) -> None:
 
 def escaped(backend: Stages) -> tuple[CodingPlan, U8, Escapes]:
     plan = coding_plan(np.array([10, 50, 10], np.int32))
-    d = np.zeros((3, 6), np.int32)
-    d[[0, 1, 2], [1, 5, 0]] = 1000, 1 << 22, -1000
-    planes, escapes = backend.pack(d, plan, FAMILY.tables, 2)
+    q = np.zeros((3, 6), np.int32)
+    q[[0, 1, 2], [1, 5, 0]] = 1000, 1 << 22, -1000
+    planes, escapes = backend.pack(q, plan, FAMILY.tables)
     assert escapes.index.tolist() == [1, 11, 12]
     return plan, planes, escapes
 

@@ -22,7 +22,7 @@ from tests.fuzz.engine import Finding
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Prediction
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes
 from cuvee.codec.entropy.family import coding_plan
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.tables import SYMBOLS, EntropyTables, normalize_counts
@@ -87,14 +87,8 @@ def _cached(make: Callable[[str], Codec]) -> Callable[[str], Codec]:
 
 @cache
 def small_profile() -> Profile:
-    """Learn a profile on a few tokens; its second section predicts tokens from earlier ones."""
-    chunks = [_small_chunk(seed, 40) for seed in range(7)]
-    fitted = fit(SMALL, chunks, "layer")
-    sections = [fitted.learned[0]]
-    for kind, section in zip((Prediction.ANCHOR,), fitted.learned[1:], strict=True):
-        rho = section.rho + (180 if section.prediction is Prediction.NONE else 0)
-        sections.append(replace(section, prediction=kind, rho=rho.astype("int16")))
-    return Profile(SMALL, "layer", "fitted", fitted.family, tuple(sections))
+    """Learn a profile on a few tokens."""
+    return fit(SMALL, [_small_chunk(seed, 40) for seed in range(7)], "layer")
 
 
 def _small_chunk(seed: int, tokens: int, start: int = 5) -> KVChunk:
@@ -106,7 +100,7 @@ def _small_chunk(seed: int, tokens: int, start: int = 5) -> KVChunk:
 
 @cache
 def subjects() -> tuple[Subject, ...]:
-    """Return subjects of every scheme and dtype, with and without classes, prediction and tags.
+    """Return subjects of every scheme and dtype, with and without classes and tags.
 
     Corpus files depend on their order.
     """
@@ -230,11 +224,9 @@ def _escape_list(dice: Dice, index: npt.NDArray[np.integer]) -> Escapes:
 def _plain_part(dice: Dice, tables: EntropyTables, plan: CodingPlan, tokens: int) -> bytes:
     """Make a coded part with sound streams and symbols that no encoder chooses."""
     n = 1 << dice.number(0, 7)
-    starts = np.arange(tokens) % n == 0
-    which = np.where(starts[None], plan.first[:, None], plan.rest[:, None])
-    planes = _symbols(dice, tables, which, dice.pick((0.0, 0.02, 0.5)))
+    planes = _symbols(dice, tables, np.repeat(plan.tables[:, None], tokens, 1), dice.pick((0.0, 0.02, 0.5)))
     escapes = _escape_list(dice, np.flatnonzero(planes[: len(plan.shift)] == ESCAPE))
-    streams = get_stages("numba").rans_encode(planes, plan.first, plan.rest, tables, n)
+    streams = get_stages("numba").rans_encode(planes, plan.tables, tables, n)
     return write_streams(streams, escapes, plan.planes, n)
 
 
@@ -312,7 +304,7 @@ def _lossless_section(dice: Dice, layer: LayerLayout, item: int, tokens: int) ->
     which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
     n = 1 << dice.number(0, 7)
     symbols = _symbols(dice, tables, np.repeat(which[:, None], tokens, 1), 0.0)
-    streams = get_stages("numba").rans_encode(symbols, which, which, tables, n)
+    streams = get_stages("numba").rans_encode(symbols, which, tables, n)
     none = Escapes(np.empty(0, np.uint32), np.empty(0, np.int32))
     return bytes(head + stored) + write_streams(streams, none, len(which), n)
 

@@ -14,7 +14,7 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes, Prediction
+from cuvee.codec.entropy.coding_plan import MAX_LEVEL, Escapes
 from cuvee.codec.entropy.family import default_family
 from cuvee.codec.entropy.streams import Streams
 from cuvee.codec.entropy.token_classes import CLASSES, NEUTRAL, WINDOW, ClassedPlan, class_frequencies, class_table
@@ -86,10 +86,9 @@ def profile_of(group: str = "unit", top: int = 10) -> Profile:
         scales = np.concatenate(scale).astype(np.int16)
         n = section.values
         basis = SectionBasis(torch.zeros(n), torch.ones(2, n), tuple(forward), tuple(inverse))
-        none = np.zeros(len(scales), np.int16)
         freq = class_frequencies(np.arange(CLASSES)[:: 1 if index else -1] + 1.0)
         widths = np.linspace(3 - index, -40, CLASSES).round().astype(np.int16)
-        learned.append(SectionProfile(basis, scales, Prediction.NONE, scales, none, None, freq, widths))
+        learned.append(SectionProfile(basis, scales, None, freq, widths))
     return Profile(LAYOUT, group, "fitted", FAMILY, tuple(learned), min_step_index=-10 * 64)
 
 
@@ -279,7 +278,7 @@ def test_the_tables_of_classes(device: torch.device) -> None:
                 assert row[PlanField.ROWS] == count == own.classed.rows[k]
                 assert row[PlanField.PLANES] == own.classed.planes[k]
                 if expected is not None:
-                    table = tables.arrays.tables[row[PlanField.FIRST] :][: row[PlanField.PLANES]]
+                    table = tables.arrays.tables[row[PlanField.TABLES] :][: row[PlanField.PLANES]]
                     assert np.array_equal(table, own.classed.tables[k, : row[PlanField.PLANES]])
                 assert tables.arrays.steps[tables.rows(section, k)] == own.classed.steps[k]
                 extent = row[PlanField.EXTENT]
@@ -287,7 +286,7 @@ def test_the_tables_of_classes(device: torch.device) -> None:
                 assert (places[extent:] == -1).all() and sorted(places[places >= 0]) == list(range(count))
                 assert extent == 0 or places[extent - 1] == count - 1
                 ints = tables.arrays.row_ints[row[PlanField.ROW] :][:count]
-                assert np.array_equal(places[ints[:, 3]], np.arange(count))
+                assert np.array_equal(places[ints[:, 2]], np.arange(count))
     if len(plan_of("head", device).coding[0].ranks) > 1:
         assert (plan_of("head", device).classes.row_maps < 0).any()
 
@@ -318,7 +317,7 @@ def test_class_streams_are_those_of_the_codec(kind: str, device: torch.device) -
     for job, section, own in zip(jobs, sections, classes, strict=True):
         which = np.zeros(len(own), np.uint16)
         table = class_table(profile_of("unit").learned[section].class_freq)
-        want = rans.rans_encode(own[:, None], which, which, table, 1)
+        want = rans.rans_encode(own[:, None], which, table, 1)
         first = job[JobField.CLASS_WORDS]
         assert np.array_equal(words[first : first + job[JobField.CLASS_WORD_COUNT]], want.words)
         assert job[JobField.CLASS_STATE] == want.states[0]
@@ -769,7 +768,7 @@ def classes_of(blob: bytes, profile: Profile, codec: Codec) -> list[U8]:
     for part, learned in zip(parts_of(blob, profile, codec), profile.learned, strict=True):
         none = np.zeros(0, np.uint8)
         table = class_table(learned.class_freq)
-        out.append(none if part.classes is None else rans.rans_decode(part.classes, which, which, table, 1, 1)[:, 0])
+        out.append(none if part.classes is None else rans.rans_decode(part.classes, which, table, 1, 1)[:, 0])
     return out
 
 

@@ -17,7 +17,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from tests.codec.forging import predicting, reseal, sections_of, with_section
+from tests.codec.forging import reseal, sections_of, with_section
 
 from cuvee.codec.backends import Coding, get_backend
 from cuvee.codec.chunk import KVChunk
@@ -69,8 +69,7 @@ def smooth_chunk(layout: KVLayout, tokens: int, seed: int, start: int = START, o
 
 @cache
 def learned() -> Profile:
-    """With prediction, so that damage can spread from token to token."""
-    return predicting(fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer"))
+    return fit(LAYOUT, [smooth_chunk(LAYOUT, 64, seed, 7 * seed) for seed in range(7)], "layer")
 
 
 @cache
@@ -447,7 +446,7 @@ def class_stream(classes: Sequence[int], section: int = 0) -> tuple[int, list[in
     """State and words of a stream of these classes."""
     table = class_table(learned().learned[section].class_freq)
     which = np.zeros(len(classes), np.uint16)
-    streams = rans.rans_encode(np.array(classes, np.uint8)[:, None], which, which, table, 1)
+    streams = rans.rans_encode(np.array(classes, np.uint8)[:, None], which, table, 1)
     return int(streams.states[0]), streams.words.tolist()
 
 

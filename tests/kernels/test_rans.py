@@ -48,8 +48,7 @@ class Part:
     """A coded part: symbols that follow their tables, escapes, how they are coded, and the bytes of the reference."""
 
     symbols: U8
-    first: U16
-    rest: U16
+    which: U16
     tables: EntropyTables
     per_stream: int
     escapes: Escapes
@@ -57,7 +56,7 @@ class Part:
 
     @property
     def steps(self) -> int:
-        return len(self.first)
+        return len(self.which)
 
     @property
     def tokens(self) -> int:
@@ -74,7 +73,7 @@ class Part:
 
     @property
     def streams(self) -> Streams:
-        return rans.rans_encode(self.symbols, self.first, self.rest, self.tables, self.per_stream)
+        return rans.rans_encode(self.symbols, self.which, self.tables, self.per_stream)
 
     @property
     def coded(self) -> bytes:
@@ -86,17 +85,14 @@ def make_parts(shapes: Sequence[tuple[int, int, int]], prob_bits: int, seed: int
     rng = np.random.default_rng(seed)
     tables = tables_of(prob_bits)
     plans = sorted({steps for steps, _, _ in shapes})
-    used = {p: rng.integers(0, len(tables), (2, p)).astype(np.uint16) for p in plans}
+    used = {p: rng.integers(0, len(tables), p).astype(np.uint16) for p in plans}
     parts = []
     for number, (steps, tokens, per_stream) in enumerate(shapes):
-        first, rest = used[steps]
-        starts = np.arange(tokens) % per_stream == 0
-        table = np.where(starts, first[:, None], rest[:, None])
         slot = rng.integers(0, 1 << prob_bits, (steps, tokens))
-        symbols = (tables.slots[table, slot] >> 24).astype(np.uint8)
+        symbols = (tables.slots[used[steps][:, None], slot] >> 24).astype(np.uint8)
         some = np.flatnonzero(rng.random(steps * tokens) < 0.1 * (number % 3)).astype(np.uint32)
         escapes = Escapes(some, rng.integers(-(1 << 31), 1 << 31, len(some)).astype(np.int32))
-        parts.append(Part(symbols, first, rest, tables, per_stream, escapes, plans.index(steps)))
+        parts.append(Part(symbols, used[steps], tables, per_stream, escapes, plans.index(steps)))
     return parts
 
 
@@ -119,12 +115,8 @@ class Launch:
         launch = cls(parts, device, jobs, plans, np.zeros(0, np.int32))
         for job, part in zip(jobs, parts, strict=True):
             if plans[part.plan, PlanField.PLANES] < 0:
-                plans[part.plan, [PlanField.PLANES, PlanField.FIRST, PlanField.REST]] = (
-                    part.steps,
-                    len(tables),
-                    len(tables) + part.steps,
-                )
-                tables += [*part.first.tolist(), *part.rest.tolist()]
+                plans[part.plan, [PlanField.PLANES, PlanField.TABLES]] = part.steps, len(tables)
+                tables += part.which.tolist()
             job[[JobField.STREAMS, JobField.TOKENS, JobField.PER_STREAM]] = part.count, part.tokens, part.per_stream
             job[[JobField.PLAN, JobField.PLANES]] = part.plan, launch.planes
             launch.planes += part.symbols.size + GAP
@@ -325,7 +317,7 @@ def test_damage_is_found_and_stays_in_its_job(name: str, device: torch.device) -
 def test_a_state_below_its_bound_is_found_where_all_else_fits(device: torch.device) -> None:
     # The second slot of a symbol, alone, decodes to 1; the word 0 makes it 2**16, the state in which streams end.
     part = make_parts([(1, 1, 1)], 12)[0]
-    low = int(part.tables.cumulative[part.first[0], int(part.symbols[0, 0])])
+    low = int(part.tables.cumulative[part.which[0], int(part.symbols[0, 0])])
     streams = Streams(np.array([low + 1], np.uint32), np.ones(1, np.uint32), np.zeros(1, np.uint16))
     launch = Launch.of([part], device)
     planes, status = launch.decode(launch.place_data([write_streams(streams, part.escapes, 1, 1)]))
@@ -336,7 +328,7 @@ def test_a_state_below_its_bound_is_found_where_all_else_fits(device: torch.devi
 def zeros_part() -> Part:
     """Two bytes 0 of a flat table: the state reaches the very value from which a word must move, and the word is 0."""
     flat = np.zeros(2, np.uint16)
-    return Part(np.zeros((2, 1), np.uint8), flat, flat, tables_of(12), 1, NO_ESCAPES, 0)
+    return Part(np.zeros((2, 1), np.uint8), flat, tables_of(12), 1, NO_ESCAPES, 0)
 
 
 @pytest.mark.parametrize("words", [[], [0, 5]], ids=["one-too-few", "one-too-many"])
@@ -481,7 +473,7 @@ def test_writes_lengths_that_need_four_bytes(reference: bool, device: torch.devi
     words = rng.integers(0, 1 << 16, 3 * region).astype(np.uint16)
     states = rng.integers(1 << 16, 1 << 32, 3).astype(np.uint32)
     table = np.zeros(steps, np.uint16)
-    part = Part(np.zeros((steps, 257), np.uint8), table, table, tables_of(12), per_stream, NO_ESCAPES, 0)
+    part = Part(np.zeros((steps, 257), np.uint8), table, tables_of(12), per_stream, NO_ESCAPES, 0)
     launch = Launch.of([part], device)
     launch.jobs[0, [JobField.WORDS, JobField.STATES, JobField.LENGTHS]] = 0
     coded = write(launch, (launch.tensor(words), launch.tensor(states), launch.tensor(lengths)), reference)
@@ -494,7 +486,7 @@ def test_a_byte_without_frequency_harms_only_its_stream(device: torch.device) ->
     launch = Launch.of(parts, device)
     planes = launch.place_planes()
     clean = encoded(launch, planes, reference=True)
-    freq = parts[0].tables.freq[parts[0].rest[2]]
+    freq = parts[0].tables.freq[parts[0].which[2]]
     token = 21  # the second of stream 10
     planes[launch.jobs[0, JobField.PLANES] + 2 * 70 + token] = int(np.argmin(freq))
     assert freq.min() == 0

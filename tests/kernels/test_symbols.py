@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Prediction, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, MAX_LEVEL, MAX_SHIFT, CodingPlan, Escapes, Quantizer
 from cuvee.codec.entropy.family import TABLES, coding_plan, default_family
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.stages.reference import symbols
@@ -23,7 +23,6 @@ from cuvee.kernels.ops.symbols import level_limit
 
 FAMILY_TABLES = default_family().tables
 WIDEST = TABLES - 1 + 4 * MAX_SHIFT
-KINDS = list(Prediction)
 POISON = 0xAB
 
 
@@ -35,15 +34,10 @@ def quantizer(seed: int = 0) -> Quantizer:
     return Quantizer(dead, rounding, rng.uniform(-0.25, 0.25, (TABLES, 2)).astype(np.float32))
 
 
-def plan_of(rows: int, prediction: Prediction = Prediction.NONE, seed: int = 0) -> CodingPlan:
+def plan_of(rows: int, seed: int = 0) -> CodingPlan:
     """Rows from the narrowest table to the widest component, in no order."""
     rng = np.random.default_rng(seed)
-    codes = rng.permutation(np.linspace(0, WIDEST, rows).round().astype(np.int32))
-    if prediction is Prediction.NONE:
-        return coding_plan(codes)
-    rho = rng.integers(-256, 257, rows).astype(np.int16)
-    rho[: min(rows, 3)] = [256, -256, 1][:rows]
-    return coding_plan(codes, np.maximum(codes - 3, 0), prediction, rho)
+    return coding_plan(rng.permutation(np.linspace(0, WIDEST, rows).round().astype(np.int32)))
 
 
 def coefficients(plan: CodingPlan, tokens: int, step: float, seed: int = 0) -> F32:
@@ -78,14 +72,14 @@ class Case:
         at_row, at_table = 3, 0
         for plan in self.plans:
             count = len(plan.shift)
-            rows.append([plan.planes, count, at_table, at_table + plan.planes, at_row, plan.prediction, count, 0])
-            tables += [plan.first, plan.rest]
+            rows.append([plan.planes, count, at_table, at_row, count, 0])
+            tables.append(plan.tables)
             low = np.full(count, -1)
             low[plan.wide] = count + np.arange(len(plan.wide))
             table = plan.level_table
             floats.append(np.column_stack([own.shrink[table], own.dead_zone[table], own.rounding[table]]))
-            ints.append(np.column_stack([plan.shift, low, plan.rho, np.arange(count)]))
-            at_row, at_table = at_row + count, at_table + 2 * plan.planes
+            ints.append(np.column_stack([plan.shift, low, np.arange(count), np.zeros(count)]))
+            at_row, at_table = at_row + count, at_table + plan.planes
         self.plan_table = self.tensor(np.array(rows, np.int64))
         self.row_floats = self.tensor(np.concatenate(floats).astype(np.float32))
         self.row_ints = self.tensor(np.concatenate(ints).astype(np.int32))
@@ -96,7 +90,6 @@ class Case:
         self.codable = CodableBytes(self.tensor(FAMILY_TABLES.freq), self.tensor(FAMILY_TABLES.reach))
         self.max_rows = max(len(plan.shift) for plan in self.plans)
         self.max_tokens = max(job[JobField.TOKENS] for job in self.jobs)
-        self.predicted = any(plan.prediction is not Prediction.NONE for plan in self.plans)
         self.place()
 
     def tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> torch.Tensor:
@@ -145,7 +138,7 @@ class Case:
         found, status = (torch.zeros(len(self.jobs), dtype=torch.int32, device=self.device) for _ in range(2))
         (dequantize if kernel else dequantize_reference)(
             self.data(), self.job_table, self.device_plans, self.planes(), y, status, found, self.max_rows,
-            self.max_tokens, self.predicted,
+            self.max_tokens,
         )  # fmt: skip
         return y, status, found
 
@@ -162,7 +155,6 @@ class Case:
             counts,
             status,
             self.max_rows,
-            self.predicted,
         )
         return planes, counts, status
 
@@ -186,22 +178,20 @@ class Case:
 def make_case(
     device: torch.device,
     plans: Sequence[CodingPlan],
-    sizes: Sequence[tuple[int, int, int]],
+    sizes: Sequence[tuple[int, int]],
     steps: Sequence[float] = (1.0, 0.3, 777.0, 2.0**-13 / 3),
     stride: int = 16,
     gap: int = 16,
 ) -> Case:
-    """Jobs of (plan, tokens, tokens per stream), coded by the reference."""
+    """Jobs of (plan, tokens), coded by the reference."""
     jobs, escapes, coded, source = [], [], [], []
-    for seed, (which, tokens, per_stream) in enumerate(sizes):
+    for seed, (which, tokens) in enumerate(sizes):
         plan = plans[which]
         y = coefficients(plan, tokens, steps[which], seed)
         levels = symbols.quantize(y, steps[which], plan, quantizer())
-        packed, listed = symbols.pack(
-            symbols.predict(levels, plan, per_stream), plan, default_family().tables, per_stream
-        )
+        packed, listed = symbols.pack(levels, plan, default_family().tables)
         job = [0] * len(JobField)
-        job[JobField.TOKENS], job[JobField.PER_STREAM], job[JobField.PLAN] = tokens, per_stream, which
+        job[JobField.TOKENS], job[JobField.PLAN] = tokens, which
         job[JobField.STRIDE] = -(-tokens // stride) * stride
         job[JobField.ESCAPE_COUNT] = len(listed.index)
         jobs.append(job)
@@ -215,25 +205,18 @@ def raw(tensor: torch.Tensor) -> bytes:
     return tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-# Rows, tokens and stream lengths of which few divide each other; 16, 64 and 256 tokens take the aligned path.
+# Rows of each plan, then plan and tokens of each job; 16, 64 and 256 tokens take the aligned path.
 MIXES = {
-    "none": ([(9, Prediction.NONE)], [(0, 63, 8), (0, 64, 8)]),
-    "lag": ([(11, Prediction.LAG1)], [(0, 65, 16), (0, 256, 16)]),
-    "anchor": ([(5, Prediction.ANCHOR)], [(0, 257, 128), (0, 128, 2)]),
-    "short streams": (
-        [(3, Prediction.LAG1), (1, Prediction.ANCHOR), (10, Prediction.NONE)],
-        [(0, 15, 1), (1, 33, 2), (0, 16, 4), (1, 1, 1), (2, 24, 128)],
-    ),
-    "all": (
-        [(8, Prediction.NONE), (9, Prediction.LAG1), (2, Prediction.ANCHOR), (1, Prediction.NONE)],
-        [(1, 15, 128), (0, 257, 1), (2, 48, 16), (3, 1, 128), (1, 32, 8)],
-    ),
+    "one plan": ([9], [(0, 63), (0, 64)]),
+    "several tiles": ([11], [(0, 65), (0, 256), (0, 257)]),
+    "short": ([3, 1, 10], [(0, 15), (1, 33), (0, 16), (1, 1), (2, 24)]),
+    "all": ([8, 9, 2, 1], [(1, 15), (0, 257), (2, 48), (3, 1), (1, 32)]),
 }
 
 
 def mixed(device: torch.device, name: str, stride: int = 16, gap: int = 16) -> Case:
-    shapes, sizes = MIXES[name]
-    return make_case(device, [plan_of(*shape, seed=i) for i, shape in enumerate(shapes)], sizes, stride=stride, gap=gap)
+    rows, sizes = MIXES[name]
+    return make_case(device, [plan_of(count, i) for i, count in enumerate(rows)], sizes, stride=stride, gap=gap)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -249,7 +232,7 @@ def test_dequantize_gives_the_bytes_of_the_reference(device: torch.device, name:
 
 @pytest.mark.parametrize(("stride", "gap"), [(1, 3), (8, 8), (24, 4), (16, 9), (256, 16)])
 def test_dequantize_at_any_offset_and_stride(device: torch.device, stride: int, gap: int) -> None:
-    case = mixed(device, "short streams", stride, gap)
+    case = mixed(device, "short", stride, gap)
     got, want = case.dequantized(True, torch.bfloat16), case.dequantized(False, torch.bfloat16)
     assert raw(got[0]) == raw(want[0])
 
@@ -265,9 +248,8 @@ def test_quantize_and_back_is_the_codec(device: torch.device) -> None:
         assert got[:, :tokens].tobytes() == want.tobytes() and not got[:, tokens:].any()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_hostile_escape_values_wrap_alike(device: torch.device, kind: Prediction) -> None:
-    case = make_case(device, [plan_of(9, kind)], [(0, 33, 16), (0, 32, 16)])
+def test_hostile_escape_values_wrap_alike(device: torch.device) -> None:
+    case = make_case(device, [plan_of(9)], [(0, 33), (0, 32)])
     rng = np.random.default_rng(0)
     case.coded[0][:9][rng.random((9, 33)) < 0.5] = ESCAPE
     for number, coded in enumerate(case.coded):
@@ -283,7 +265,7 @@ def test_hostile_escape_values_wrap_alike(device: torch.device, kind: Prediction
 
 
 def test_long_lists_and_ties_of_bfloat16(device: torch.device) -> None:
-    case = make_case(device, [plan_of(3, Prediction.LAG1), plan_of(2)], [(0, 200, 4), (1, 150, 4)], steps=[1.0, 1.0])
+    case = make_case(device, [plan_of(3), plan_of(2)], [(0, 200), (1, 150)], steps=[1.0, 1.0])
     case.row_floats[:, :2] = 0
     for number, rows in enumerate((3, 2)):
         case.coded[number][:rows] = ESCAPE
@@ -312,10 +294,9 @@ HOSTILE: dict[str, Callable[[U32], U32]] = {
 }
 
 
-@pytest.mark.parametrize("kind", [Prediction.NONE, Prediction.LAG1])
 @pytest.mark.parametrize("name", sorted(HOSTILE))
-def test_lists_that_do_not_match_are_flagged(device: torch.device, name: str, kind: Prediction) -> None:
-    case = make_case(device, [plan_of(9, kind)], [(0, 17, 16), (0, 33, 16), (0, 17, 16)])
+def test_lists_that_do_not_match_are_flagged(device: torch.device, name: str) -> None:
+    case = make_case(device, [plan_of(9)], [(0, 17), (0, 33), (0, 17)])
     damaged = HOSTILE[name](case.escapes[1].index)
     case.escapes[1] = Escapes(damaged, np.full(len(damaged), 5, np.int32))
     case.jobs[1][JobField.ESCAPE_COUNT] = len(damaged)
@@ -330,7 +311,7 @@ def test_lists_that_do_not_match_are_flagged(device: torch.device, name: str, ki
 
 
 def test_low_bits_are_no_escapes(device: torch.device) -> None:
-    case = make_case(device, [coding_plan(np.array([WIDEST, 4], np.int32))], [(0, 33, 16)], steps=[1.0])
+    case = make_case(device, [coding_plan(np.array([WIDEST, 4], np.int32))], [(0, 33)], steps=[1.0])
     case.coded[0][:2] = 0
     case.coded[0][0, 5] = case.coded[0][2, 7] = ESCAPE
     case.escapes[0] = Escapes(np.array([2 * 33 + 7], np.uint32), np.zeros(1, np.int32))
@@ -341,7 +322,7 @@ def test_low_bits_are_no_escapes(device: torch.device) -> None:
 
 
 def test_escape_bytes_without_a_list_are_flagged(device: torch.device) -> None:
-    case = make_case(device, [plan_of(9)], [(0, 33, 16), (0, 17, 16)])
+    case = make_case(device, [plan_of(9)], [(0, 33), (0, 17)])
     case.coded[0][4, 7] = ESCAPE if case.coded[0][4, 7] != ESCAPE else 0
     _, status, found = case.dequantized(True, torch.float32)
     assert status.tolist() == [int(Status.ESCAPES), 0]
@@ -368,9 +349,8 @@ def test_quantize_gives_the_bytes_of_the_reference(device: torch.device, name: s
     assert raw(lists[1][:total]) == np.concatenate([e.value for e in case.escapes]).tobytes()
 
 
-@pytest.mark.parametrize("kind", [Prediction.NONE, Prediction.LAG1])
-def test_bytes_that_a_table_leaves_out_escape(device: torch.device, kind: Prediction) -> None:
-    case = make_case(device, [plan_of(9, kind)], [(0, 70, 4)], steps=[0.3])
+def test_bytes_that_a_table_leaves_out_escape(device: torch.device) -> None:
+    case = make_case(device, [plan_of(9)], [(0, 70)], steps=[0.3])
     within, _, _ = case.quantized(True)
     freq = FAMILY_TABLES.freq.copy()
     freq[:, 2] += freq[:, 1]
@@ -384,7 +364,7 @@ def test_bytes_that_a_table_leaves_out_escape(device: torch.device, kind: Predic
 
 def test_quantize_agrees_on_the_thresholds_themselves(device: torch.device) -> None:
     own, plan = quantizer(), plan_of(57)
-    case = make_case(device, [plan], [(0, 18, 4)], steps=[0.3])
+    case = make_case(device, [plan], [(0, 18)], steps=[0.3])
     edge = np.stack([own.dead_zone, 1 - own.rounding, 2 - own.rounding, 7 - own.rounding], axis=1)[plan.level_table]
     edge = (edge * np.float32(0.3)).astype(np.float32)
     near = [np.nextafter(edge, np.float32(0)), edge, np.nextafter(edge, np.float32(np.inf))]
@@ -393,7 +373,7 @@ def test_quantize_agrees_on_the_thresholds_themselves(device: torch.device) -> N
 
 
 def test_escapes_of_a_row_go_on_in_the_next_tile(device: torch.device) -> None:
-    case = make_case(device, [plan_of(5, Prediction.LAG1)], [(0, 530, 16)], steps=[1.0])
+    case = make_case(device, [plan_of(5)], [(0, 530)], steps=[1.0])
     case.source[0][[0, 4], ::7] = 1e7
     planes, counts, status = case.quantized(True)
     assert [raw(t) for t in (planes, counts, status)] == [raw(t) for t in case.quantized(False)]
@@ -405,7 +385,7 @@ def test_escapes_of_a_row_go_on_in_the_next_tile(device: torch.device) -> None:
 
 
 def test_rows_without_escapes_cost_no_entries(device: torch.device) -> None:
-    case = make_case(device, [plan_of(9)], [(0, 33, 16)])
+    case = make_case(device, [plan_of(9)], [(0, 33)])
     case.source[0] = np.zeros_like(case.source[0])
     planes, counts, status = case.quantized(True)
     assert not counts.any() and not status.any()
@@ -420,11 +400,10 @@ def test_limit_is_that_of_the_encoder(step: float) -> None:
     assert float(limit) >= MAX_LEVEL * step > float(np.nextafter(limit, np.float32(0)))
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("bad", ["limit", "-limit", "inf", "nan", "below"])
-def test_what_is_too_large_is_flagged(device: torch.device, bad: str, kind: Prediction) -> None:
+def test_what_is_too_large_is_flagged(device: torch.device, bad: str) -> None:
     step = 2.0 ** (1 / 64)
-    case = make_case(device, [plan_of(6, kind)], [(0, 17, 4), (0, 17, 4)], steps=[step])
+    case = make_case(device, [plan_of(6)], [(0, 17), (0, 17)], steps=[step])
     limit = np.float32(level_limit(step))
     below = np.nextafter(limit, np.float32(0))
     values = {"limit": limit, "-limit": -limit, "inf": np.inf, "nan": np.nan, "below": -below}

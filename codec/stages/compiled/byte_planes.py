@@ -156,7 +156,7 @@ def _decode(  # type: ignore[no-untyped-def]
         column,
     )
     depth = np.zeros(ABSENT + 1, np.int32)
-    depth[:ABSENT] = steps  # from the same tables, since STRIDE is 0
+    depth[:ABSENT] = steps
     listed = list_groups(0, 0, column, 1 << log2, column, groups, 0)
     bad = decode_lanes(
         groups[:listed], fields, states, starts, ends, data, columns, depth, tables, slots, PROB_BITS, scratch

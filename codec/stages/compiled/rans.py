@@ -11,7 +11,7 @@ from cuvee.codec.stages.compiled.arena import Arena
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.stages.compiled.lanes import FLIGHT, collect_words, decode_lanes, encode_lanes, list_groups
 from cuvee.codec.stages.compiled.simd import WIDTH
-from cuvee.codec.stages.compiled.token_order import deal
+from cuvee.codec.stages.compiled.token_order import ABSENT, deal
 from cuvee.codec.support.arrays import U8, U16
 
 _arena = Arena()
@@ -20,7 +20,7 @@ _SLACK = 4  # bytes that may be read beyond the last word
 
 @compiled
 def _encode(  # type: ignore[no-untyped-def]
-    symbols, first, rest, coders, prob_bits, n, capacity, dealt, spare, log, states, lengths, words
+    symbols, which, coders, prob_bits, n, capacity, dealt, spare, log, states, lengths, words
 ):  # fmt: skip
     """Bring symbols into the order of columns that `lanes.py` codes, and code them; return the number of words."""
     steps, tokens = symbols.shape
@@ -36,14 +36,13 @@ def _encode(  # type: ignore[no-untyped-def]
             of_row = target[j * count : (j + 1) * count]
             for s in range((tokens - j + n - 1) // n):
                 of_row[s] = source[s * n + j]
-    tables = np.empty(2 * steps, np.uint32)
+    tables = np.empty(steps, np.uint32)
     for c in range(steps):
-        tables[c] = np.uint32(first[c]) * np.uint32(SYMBOLS)
-        tables[steps + c] = np.uint32(rest[c]) * np.uint32(SYMBOLS)
-    depth = np.zeros(3, np.int32)
-    depth[:2] = steps
+        tables[c] = np.uint32(which[c]) * np.uint32(SYMBOLS)
+    depth = np.zeros(ABSENT + 1, np.int32)
+    depth[:ABSENT] = steps
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
-    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = column, steps
+    fields[0, lanes.COLUMNS] = column
     groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
     listed = list_groups(0, 0, column, n, column, groups, 0)
     begins = np.empty(count, np.int64)
@@ -55,21 +54,20 @@ def _encode(  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _decode(states, starts, ends, words, first, rest, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
+def _decode(states, starts, ends, words, which, slots, prob_bits, n, out):  # type: ignore[no-untyped-def]
     """Decode into columns as `lanes.py` fills them, and bring the columns into the order of the tokens."""
     steps, tokens = out.shape
     count = len(states)
     columns = np.empty(count * n, np.uint8)
     column = deal(tokens, n, np.empty(count * n, np.int64), columns)
-    tables = np.empty(2 * steps, np.uint32)
+    tables = np.empty(steps, np.uint32)
     for c in range(steps):
-        tables[c] = np.uint32(first[c]) << np.uint32(prob_bits)
-        tables[steps + c] = np.uint32(rest[c]) << np.uint32(prob_bits)
-    depth = np.zeros(3, np.int32)
-    depth[:2] = steps
+        tables[c] = np.uint32(which[c]) << np.uint32(prob_bits)
+    depth = np.zeros(ABSENT + 1, np.int32)
+    depth[:ABSENT] = steps
     fields = np.zeros((1, lanes.SECTION_FIELDS), np.int64)
     fields[0, lanes.LAST] = (len(words) - _SLACK) // 2
-    fields[0, lanes.COLUMNS], fields[0, lanes.STRIDE] = column, steps
+    fields[0, lanes.COLUMNS] = column
     groups = np.empty((count, lanes.GROUP_FIELDS), np.int64)
     listed = list_groups(0, 0, column, n, column, groups, 0)
     dealt = np.empty(steps * column + WIDTH, np.uint8)
@@ -88,7 +86,7 @@ def _decode(states, starts, ends, words, first, rest, slots, prob_bits, n, out):
     return bad
 
 
-def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
+def rans_encode(symbols: U8, which: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
     """See `cuvee.codec.stages.reference.rans.rans_encode`: the same arguments, the same bytes."""
     steps, tokens = symbols.shape
     count = stream_count(tokens, tokens_per_stream)
@@ -97,7 +95,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
     words = _arena.array("words", steps * tokens, np.uint16)  # a bound: at most one word per symbol
     capacity = steps * tokens_per_stream + 1
     filled = _encode(
-        symbols, first, rest, tables.coders.reshape(-1), tables.prob_bits, tokens_per_stream, capacity,
+        symbols, which, tables.coders.reshape(-1), tables.prob_bits, tokens_per_stream, capacity,
         _arena.array("dealt", steps * columns + WIDTH, np.uint8),
         _arena.array("spare", FLIGHT * WIDTH * capacity + 1, np.uint16),
         _arena.array("log", steps * tokens, np.uint16), states, lengths, words,
@@ -105,16 +103,14 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
     return Streams(states, lengths, words[:filled].copy())
 
 
-def rans_decode(
-    streams: Streams, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int
-) -> U8:
+def rans_decode(streams: Streams, which: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int) -> U8:
     """See `cuvee.codec.stages.reference.rans.rans_decode`: the same arguments, result and errors."""
     check_streams(streams, tokens_per_stream, tokens)
-    out = np.empty((len(first), tokens), np.uint8)
+    out = np.empty((len(which), tokens), np.uint8)
     ends = np.cumsum(streams.lengths, dtype=np.uint32)
     words = np.frombuffer(b"".join((streams.words.astype("<u2", copy=False).tobytes(), bytes(_SLACK))), np.uint8)
     bad = _decode(
-        streams.states, ends - streams.lengths, ends, words, first, rest, tables.slots.reshape(-1), tables.prob_bits,
+        streams.states, ends - streams.lengths, ends, words, which, tables.slots.reshape(-1), tables.prob_bits,
         tokens_per_stream, out,
     )  # fmt: skip
     if bad >= 0:

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, RHO_BITS, Prediction, escape_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, escape_error
 from cuvee.codec.entropy.streams import MAX_TOKENS_PER_STREAM, stream_count, stream_error
 from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.errors import FormatError
@@ -32,7 +32,7 @@ from cuvee.codec.stages.compiled.lanes import decode_lanes, list_groups
 from cuvee.codec.stages.compiled.rans_by_class import decode_class_stream
 from cuvee.codec.stages.compiled.simd import WIDTH, dequantize_step
 from cuvee.codec.stages.compiled.symbols import add_low_bits, count_escapes, to_levels
-from cuvee.codec.stages.compiled.token_order import ABSENT, deal, sort_columns
+from cuvee.codec.stages.compiled.token_order import deal, sort_columns
 from cuvee.codec.stages.reference.rans_by_class import class_stream_error
 from cuvee.codec.stages.reference.sections import ROW_MULTIPLE, Coefficients, class_range_error, padded, read_part
 
@@ -46,19 +46,6 @@ _NEVER = 1 << 62  # the row of the escape after the last one
 
 # Problems of a section.
 MALFORMED, CLASS_STREAM, CLASS_RANGE, STREAM, ESCAPE_LIST = range(5)
-
-_ANCHOR = Prediction.ANCHOR.value
-
-
-@compiled
-def _unpredict(levels, streams, gain, anchor):  # type: ignore[no-untyped-def]
-    """Undo the prediction of one component, row by row: a row holds one token of each stream."""
-    for row in range(streams, len(levels), streams):
-        source = levels[:streams] if anchor else levels[row - streams : row]
-        target = levels[row : row + streams]
-        for s in range(streams):
-            predicted = (np.int64(source[s]) * gain + (1 << (RHO_BITS - 1))) >> RHO_BITS
-            target[s] = np.int32(target[s] + np.int32(predicted))
 
 
 @compiled
@@ -108,7 +95,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
 
     The one of `wide` and `narrow` with entries receives `[blocks, pad, columns]`, as float32 or as bits of bfloat16.
     """
-    rows, steps, level_table, shift, low_plane, block, index, rho = packed
+    rows, steps, level_table, shift, low_plane, block, index = packed
     width, inside = len(columns), stop - start
     mode, per_stream = found[part.MODE], np.int64(1) << found[part.LOG2]
     window = WINDOW if mode else width
@@ -127,9 +114,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
     most = np.int64(0)
     last = np.int64(-1)
     for t in range(width):
-        k = np.int64(columns[t])
-        if not mode and k == ABSENT:  # zero, as its contents will be
-            k = last
+        k = np.int64(columns[t]) if mode else np.int64(0)
         step[t] = steps[first_class + k]
         most = max(most, np.int64(rows[first_class + k]))
         if t % window == 0:
@@ -153,7 +138,6 @@ def _dequantize(  # type: ignore[no-untyped-def]
         narrow[:size] = 0
     else:
         wide[:size] = 0
-    predicted = entry[plans.PREDICTION] != 0
     first_window = start // WINDOW
     cursors = np.zeros(((stop + WINDOW - 1) // WINDOW - first_window, 5), np.int64)
     for w in range(len(cursors)):
@@ -188,7 +172,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
                 if direct:
                     level = level_of[first] + c
                     row_at = (np.int64(block[level]) * pad + index[level]) * width
-            # First as if there were neither escapes nor low bits nor predictions, which few columns have. The zeros
+            # First as if there were neither escapes nor low bits, which few columns have. The zeros
             # written beyond `reached` are the values there now or later.
             escaped = False
             for i in range(begin, reached, WIDTH):
@@ -201,9 +185,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, wide, row_at + i)
                 else:
                     escaped |= dequantize_step(plane, i, one, more, step, i, reached - i, values, i)
-            if predicted:
-                to_levels(plane[begin:reached], levels[begin:reached])
-            elif low_bits:
+            if low_bits:
                 for q in range(first, r):
                     if shift[level_of[q] + c]:
                         to_levels(plane[bounds[q] : bounds[q + 1]], levels[bounds[q] : bounds[q + 1]])
@@ -229,12 +211,7 @@ def _dequantize(  # type: ignore[no-untyped-def]
                     u, v = bounds[q], bounds[q + 1]
                     at = np.int64(low_plane[level]) * width
                     add_low_bits(levels[u:v], source[at + u : at + v], np.int32(shift[level]))
-                    if not predicted:
-                        _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow)
-            if predicted:
-                gain = np.int64(rho[entry[plans.RHO] + c])
-                _unpredict(levels, width // per_stream, gain, entry[plans.PREDICTION] == _ANCHOR)
-                _finish(begin, reached, levels, one, more, step, values, row, direct, row_at, wide, narrow)
+                    _finish(u, v, levels, one, more, step, values, row, direct, row_at, wide, narrow)
         for q in range(0 if direct else runs):
             if c < rows_of[q]:
                 level = level_of[q] + c
@@ -451,8 +428,7 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
     if not _decode(
         index.data, index.words_at, index.by_window, index.windows_at, numbers, index.tokens, at.start, at.stop,
         ROW_MULTIPLE, packed.entries,
-        (packed.rows, packed.steps, packed.level_table, packed.shift, packed.low_plane, packed.block,
-         packed.index, packed.rho),
+        (packed.rows, packed.steps, packed.level_table, packed.shift, packed.low_plane, packed.block, packed.index),
         packed.depth, packed.planes, packed.tables, tables.slots.reshape(-1), tables.prob_bits,
         coding.family.quantizer.shrink, scratch, planes_at, y_at, wide, narrow, order, columns, index.classes, found,
         problem,

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, RHO_BITS, CodingPlan, Escapes, Prediction, Quantizer, escape_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer, escape_error
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arrays import F32, I32, U8
-
-_RHO_HALF = 1 << (RHO_BITS - 1)
 
 
 @compiled
@@ -80,69 +78,28 @@ def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F
 
 
 @compiled
-def _difference(q, source, rho, anchor, sign, n):  # type: ignore[no-untyped-def]
-    rows, tokens = q.shape
-    for c in range(rows):
-        gain = np.int64(rho[c])
-        for t in range(tokens):
-            j = t % n
-            if j:
-                s = t - j if anchor else t - 1
-                predicted = (np.int64(source[c, s]) * gain + _RHO_HALF) >> RHO_BITS
-                q[c, t] = np.int32(q[c, t] + sign * np.int32(predicted))
-
-
-def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """See `cuvee.codec.stages.reference.symbols.predict`."""
-    if plan.prediction is Prediction.NONE:
-        return q
-    d = q.copy()
-    _difference(d, q, plan.rho, plan.prediction is Prediction.ANCHOR, -1, tokens_per_stream)
-    return d
-
-
-def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """See `cuvee.codec.stages.reference.symbols.unpredict`."""
-    if plan.prediction is Prediction.NONE:
-        return d
-    q = d.copy()
-    _difference(q, q, plan.rho, plan.prediction is Prediction.ANCHOR, 1, tokens_per_stream)
-    return q
-
-
-@compiled
-def _pack(d, shift, first, rest, codable, reach, n, planes, escaped):  # type: ignore[no-untyped-def]
-    rows, tokens = d.shape
+def _pack(q, shift, which, codable, reach, planes, escaped):  # type: ignore[no-untyped-def]
+    rows, _ = q.shape
     low_row = rows
-    starts = np.empty((tokens + n - 1) // n, np.int32)
-    bytes_of = np.empty(len(starts), np.uint8)
     for c in range(rows):
         bits = np.int32(shift[c])
         low = planes[low_row] if bits else planes[c, :0]
         low_row += bits > 0
-        table = rest[c]
-        escaped[c] = pack_row(d[c], bits, codable[table], reach[table, 0], reach[table, 1], planes[c], low)
-        if first[c] != table:
-            table = first[c]
-            for s in range(len(starts)):
-                starts[s] = d[c, s * n]
-                escaped[c] -= planes[c, s * n] == ESCAPE
-            escaped[c] += pack_row(starts, bits, codable[table], reach[table, 0], reach[table, 1], bytes_of, low[:0])
-            for s in range(len(starts)):
-                planes[c, s * n] = bytes_of[s]
+        table = which[c]
+        escaped[c] = pack_row(q[c], bits, codable[table], reach[table, 0], reach[table, 1], planes[c], low)
 
 
-def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int) -> tuple[U8, Escapes]:
+def pack(q: I32, plan: CodingPlan, tables: EntropyTables) -> tuple[U8, Escapes]:
     """See `cuvee.codec.stages.reference.symbols.pack`."""
-    rows, tokens = d.shape
+    rows, tokens = q.shape
     planes = np.empty((plan.planes, tokens), np.uint8)
     escaped = np.zeros(rows, np.int64)
-    _pack(d, plan.shift, plan.first, plan.rest, tables.codable, tables.reach, tokens_per_stream, planes, escaped)
+    _pack(q, plan.shift, plan.tables, tables.codable, tables.reach, planes, escaped)
     those = np.flatnonzero(escaped)
     row, column = np.nonzero(planes[those] == ESCAPE)
     row = those[row]
     shift = plan.shift.astype(np.int32)[row]
-    high = (d[row, column] + np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0)) >> shift
+    high = (q[row, column] + np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0)) >> shift
     return planes, Escapes((row * tokens + column).astype(np.uint32), high.astype(np.int32))
 
 

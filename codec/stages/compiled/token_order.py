@@ -9,7 +9,7 @@ from cuvee.codec.entropy.token_classes import CLASSES, WINDOW
 from cuvee.codec.stages.compiled.compiler import compiled
 from cuvee.codec.support.arrays import U8
 
-ABSENT = 2  # the class of a column without a token, if tokens have no classes
+ABSENT = 1  # the class of a column without a token, if tokens have no classes
 
 
 @compiled
@@ -44,13 +44,13 @@ def coding_order(classes: U8) -> npt.NDArray[np.intp]:
 def deal(tokens, per_stream, order, columns):  # type: ignore[no-untyped-def]
     """Write `reference.token_order.dealt_order`, and a class for each column; return how many columns there are.
 
-    The class is 0 for the first token of a stream, 1 for the others, and `ABSENT` for a column without a token.
+    The class is 0 for a token, and `ABSENT` for a column without one.
     """
     column = 0
     for j in range(per_stream):
         for begin in range(0, tokens, per_stream):
             there = begin + j < tokens
             order[column] = begin + j if there else -1
-            columns[column] = (j > 0) if there else ABSENT
+            columns[column] = 0 if there else ABSENT
             column += 1
     return column

@@ -223,7 +223,7 @@ def decode_layer(index: LayerIndex, at: slice, keys: Rows | None, values: Rows |
         sizes = [len(model[0]) for model in coded.models if model is not None]
         which = np.repeat(np.arange(len(sizes), dtype=np.uint16), sizes)
         n = index.part.part.tokens_per_stream
-        symbols = rans_decode(streams, which, which, index.tables, n, at.stop - at.start)
+        symbols = rans_decode(streams, which, index.tables, n, at.stop - at.start)
     planes, row = [], 0
     for model, kept in zip(coded.models, coded.stored, strict=True):
         if model is not None:

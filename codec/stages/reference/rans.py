@@ -14,8 +14,7 @@ tables have fewer than 16 bits. The encoder walks the symbols backwards, so that
 **Streams.** The symbols form a matrix `[steps, tokens]`. Stream s holds the tokens `s*n … s*n + n - 1`, with `n` =
 tokens_per_stream; the last stream may be shorter. A stream goes token after token, and within a token step after step.
 All streams use the same table at the same step, so that the lanes of a GPU gather from one table. Any run of streams
-can be decoded alone. The first token of a stream may use other tables (`first`) than the tokens after it (`rest`),
-because prediction (`symbols.py`) restarts with each stream.
+can be decoded alone.
 
 For the decoder every stream ends in state 2**16 with all of its words read. Anything else means damaged bytes.
 """
@@ -29,14 +28,13 @@ from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.support.arrays import U8, U16
 
 
-def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
+def rans_encode(symbols: U8, which: U16, tables: EntropyTables, tokens_per_stream: int) -> Streams:
     """Encode a matrix of bytes.
 
     Args:
         symbols: `[steps, tokens]` uint8, each with a frequency above zero in its table.
-        first: `[steps]` uint16, the table of each step for the first token of a stream.
-        rest: `[steps]` uint16, the table of each step for the other tokens.
-        tables: the family that `first` and `rest` index.
+        which: `[steps]` uint16, the table of each step.
+        tables: the family that `which` indexes.
         tokens_per_stream: `n` above.
     """
     steps, tokens = symbols.shape
@@ -50,7 +48,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
         if not lanes.size:
             continue
         for c in range(steps - 1, -1, -1):
-            table = int((rest if j else first)[c])
+            table = int(which[c])
             symbol = symbols[c, lanes * tokens_per_stream + j]
             f, low = freq[table, symbol], cumulative[table, symbol]
             x = state[lanes]
@@ -64,9 +62,7 @@ def rans_encode(symbols: U8, first: U16, rest: U16, tables: EntropyTables, token
     return Streams(state.astype(np.uint32), lengths, flat)
 
 
-def rans_decode(
-    streams: Streams, first: U16, rest: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int
-) -> U8:
+def rans_decode(streams: Streams, which: U16, tables: EntropyTables, tokens_per_stream: int, tokens: int) -> U8:
     """Invert `rans_encode`, given the same arguments and the number of tokens.
 
     Returns:
@@ -76,7 +72,7 @@ def rans_decode(
         CorruptError: a stream did not end in the initial state with all of its words read.
     """
     check_streams(streams, tokens_per_stream, tokens)
-    steps = len(first)
+    steps = len(which)
     count = len(streams.states)
     out = np.zeros((steps, tokens), dtype=np.uint8)
     state = streams.states.astype(np.uint64)
@@ -86,7 +82,7 @@ def rans_decode(
     for j in range(tokens_per_stream):
         lanes = np.arange(count)[np.arange(count) * tokens_per_stream + j < tokens]
         for c in range(steps):
-            slots = tables.slots[(rest if j else first)[c]]
+            slots = tables.slots[which[c]]
             x = state[lanes]
             slot = slots[(x & np.uint64((1 << tables.prob_bits) - 1)).astype(np.int64)].astype(np.uint64)
             out[c, lanes * tokens_per_stream + j] = slot >> np.uint64(24)

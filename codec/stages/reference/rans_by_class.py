@@ -98,7 +98,7 @@ def encode_classed(sections: Sequence[ClassedPlanes], tables: EntropyTables) -> 
     for own in sections:
         streams = rans_encode_classes(own.planes, own.columns, own.plan, tables, own.tokens_per_stream)
         which = np.zeros(len(own.classes), np.uint16)
-        out.append((streams, rans_encode(own.classes[:, None], which, which, own.class_table, 1)))
+        out.append((streams, rans_encode(own.classes[:, None], which, own.class_table, 1)))
     return out
 
 
@@ -115,7 +115,7 @@ def read_classes(stream: Streams, table: EntropyTables, tokens: int) -> U8:
     """
     which = np.zeros(tokens, np.uint16)
     try:
-        return rans_decode(stream, which, which, table, 1, 1)[:, 0]
+        return rans_decode(stream, which, table, 1, 1)[:, 0]
     except CorruptError as error:
         raise class_stream_error() from error
 

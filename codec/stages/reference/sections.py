@@ -1,6 +1,6 @@
 """Coded sections to coefficients, the reference: one section after the other, in plain NumPy.
 
-    bytes --read_coded--> streams --rANS--> planes --unpack, unpredict, dequantize--> y [blocks, pad, t]
+    bytes --read_coded--> streams --rANS--> planes --unpack, dequantize--> y [blocks, pad, t]
 
 The columns of y are the tokens in coding order (`token_order.py`). Its rows are padded, so that all blocks have one
 shape and one product serves them.
@@ -23,7 +23,7 @@ from cuvee.codec.format.part_index import IndexedPart
 from cuvee.codec.profiles.step_coding import StepCoding
 from cuvee.codec.stages.reference.rans import rans_decode
 from cuvee.codec.stages.reference.rans_by_class import rans_decode_classes, read_classes
-from cuvee.codec.stages.reference.symbols import dequantize, unpack, unpredict
+from cuvee.codec.stages.reference.symbols import dequantize, unpack
 from cuvee.codec.stages.reference.symbols_by_class import class_runs, from_planes
 from cuvee.codec.stages.reference.token_order import coding_order, dealt_order
 from cuvee.codec.support.arrays import I64, U8
@@ -143,8 +143,8 @@ def decode_sections(index: SectionIndex, at: slice, dtype: torch.dtype) -> list[
         streams, escapes = indexed.select(at)
         width = at.stop - at.start
         if every is None:
-            planes = rans_decode(streams, plan.first, plan.rest, tables, n, width)
-            levels = unpredict(unpack(planes, escapes, plan), plan, n)
+            planes = rans_decode(streams, plan.tables, tables, n, width)
+            levels = unpack(planes, escapes, plan)
             order, classes = dealt_order(width, n), None
             in_order = dequantize(levels, step_value(coding.step_index), plan, quantizer)
             y = torch.from_numpy(np.where(order < 0, np.float32(0), in_order[:, order]))

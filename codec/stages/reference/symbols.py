@@ -1,12 +1,11 @@
-"""From real coefficients to bytes and back: quantizer, prediction and symbol planes, in plain NumPy (the reference).
+"""From real coefficients to bytes and back: quantizer and symbol planes, in plain NumPy (the reference).
 
-    y [R, T] float32 --quantize--> q [R, T] int32 --predict--> d [R, T] int32 --pack--> planes [R + W, T] uint8
-    y^ <------------dequantize---- q <-------------unpredict-- d <------------unpack--- planes, escapes
+    y [R, T] float32 --quantize--> q [R, T] int32 --pack--> planes [R + W, T] uint8, escapes
+    y^ <------------dequantize---- q <------------unpack--- planes, escapes
 
-There are R components (rows) and T tokens (columns). Prediction works on integers, so it is exactly invertible on every
-machine, and does not depend on the quantizer.
+There are R components (rows) and T tokens (columns).
 
-**Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `d = (high << k) + low - half`, where
+**Planes.** A component whose deviation is many steps (`shift` k > 0) is *wide*: `q = (high << k) + low - half`, where
 `half = 2**(k - 1)` and `0 <= low < 2**k`. Its high part is one of the first R planes. Its low bits get another plane.
 A high part that its table cannot code is written as ESCAPE and listed separately, as (row * T + column, value).
 """
@@ -15,9 +14,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, RHO_BITS, CodingPlan, Escapes, Prediction, Quantizer, escape_error
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer, escape_error
 from cuvee.codec.entropy.tables import EntropyTables
-from cuvee.codec.support.arrays import F32, I16, I32, U8
+from cuvee.codec.support.arrays import F32, I32, U8
 
 
 def quantize(y: F32, step: float, plan: CodingPlan, quantizer: Quantizer) -> I32:
@@ -39,46 +38,17 @@ def dequantize(q: I32, step: float, plan: CodingPlan, quantizer: Quantizer) -> F
     return np.where(q < 0, -back, back) * np.float32(step)
 
 
-def _predicted(source: I32, rho: I16) -> I32:
-    product = source.astype(np.int64) * rho[:, None] + (1 << (RHO_BITS - 1)) >> RHO_BITS
-    return product.astype(np.int32)
-
-
-def predict(q: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """Turn levels into differences from their prediction, `[R, T]` int32."""
-    d = q.copy()
-    for t in range(q.shape[1]):
-        j = t % tokens_per_stream
-        if j and plan.prediction is not Prediction.NONE:
-            source = t - 1 if plan.prediction is Prediction.LAG1 else t - j
-            d[:, t : t + 1] -= _predicted(q[:, source : source + 1], plan.rho)
-    return d
-
-
-def unpredict(d: I32, plan: CodingPlan, tokens_per_stream: int) -> I32:
-    """Invert `predict`. Sums wrap around as int32, so damaged input gives wrong numbers and does no other harm."""
-    q = d.copy()
-    for t in range(d.shape[1]):
-        j = t % tokens_per_stream
-        if j and plan.prediction is not Prediction.NONE:
-            source = t - 1 if plan.prediction is Prediction.LAG1 else t - j
-            q[:, t : t + 1] += _predicted(q[:, source : source + 1], plan.rho)
-    return q
-
-
-def pack(d: I32, plan: CodingPlan, tables: EntropyTables, tokens_per_stream: int) -> tuple[U8, Escapes]:
-    """Pack differences `[R, T]` int32 into byte planes `[R + W, T]` uint8 and escapes."""
-    rows, tokens = d.shape
+def pack(q: I32, plan: CodingPlan, tables: EntropyTables) -> tuple[U8, Escapes]:
+    """Pack levels `[R, T]` int32 into byte planes `[R + W, T]` uint8 and escapes."""
+    rows, tokens = q.shape
     wide = plan.wide
     shift = plan.shift.astype(np.int32)[:, None]
     half = np.where(shift > 0, 1 << np.maximum(shift - 1, 0), 0).astype(np.int32)
-    high = (d + half) >> shift
+    high = (q + half) >> shift
     planes = np.empty((plan.planes, tokens), np.uint8)
-    planes[rows:] = ((d + half) & ((1 << shift) - 1))[wide]
+    planes[rows:] = ((q + half) & ((1 << shift) - 1))[wide]
     byte = np.clip(high, -128, 127).astype(np.int8).view(np.uint8)
-    starts = np.arange(tokens) % tokens_per_stream == 0
-    table = np.where(starts[None, :], plan.first[:rows, None], plan.rest[:rows, None])
-    escaped = (np.abs(high) > 127) | (tables.freq[table, byte] == 0)
+    escaped = (np.abs(high) > 127) | (tables.freq[plan.tables[:rows, None], byte] == 0)
     planes[:rows] = np.where(escaped, np.uint8(ESCAPE), byte)
     index = np.flatnonzero(escaped)
     return planes, Escapes(index.astype(np.uint32), high.ravel()[index].astype(np.int32))

@@ -3,7 +3,6 @@
     y [R, T] float32, columns sorted by class --to_planes--> planes [P, T] uint8, escapes --from_planes--> y^ [R, T]
 
 `symbols.quantize` and `symbols.pack` code each run of columns of one class, with the plan and step of the class.
-There is no prediction, because neighbors in this order are not neighbors in the text.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def to_planes(
         if not largest < MAX_LEVEL:
             raise too_large_error(float(largest))
         levels = symbols.quantize(of_class, float(plan.steps[k]), own, quantizer)
-        coded, escapes = symbols.pack(levels, own, tables, 1)
+        coded, escapes = symbols.pack(levels, own, tables)
         planes[: own.planes, at] = coded
         row, column = np.divmod(escapes.index, np.uint32(width))
         index.append(row * np.uint32(tokens) + column + np.uint32(at.start))

@@ -38,8 +38,8 @@ def draw_symbols(steps: int, tokens: int) -> Symbols:
     tables = default_family().tables
     rng = np.random.default_rng(0)
     slot = rng.integers(0, 1 << tables.prob_bits, (steps, tokens))
-    data = (tables.slots[plan.rest[:, None], slot] >> 24).astype(np.uint8)
-    return Symbols(data, plan.rest, tables)
+    data = (tables.slots[plan.tables[:, None], slot] >> 24).astype(np.uint8)
+    return Symbols(data, plan.tables, tables)
 
 
 def import_constriction() -> Any:
@@ -62,7 +62,7 @@ def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, An
     backend = get_stages(BACKEND)
     entropy = float(tables.entropy[which].sum())
     n = tokens_per_stream(steps, entropy)
-    streams = backend.rans_encode(data, which, which, tables, n)
+    streams = backend.rans_encode(data, which, tables, n)
     # Give constriction its symbols table by table, in a few large calls: one call per step would time Python.
     models = [constriction.stream.model.Categorical(f / 2.0**tables.prob_bits, perfect=False) for f in tables.freq]
     used = sorted(set(which.tolist()))
@@ -83,7 +83,7 @@ def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, An
     lanes = torch_decoder(streams, which, tables, n, tokens)
     with torch_threads(1):
         right = (
-            np.array_equal(backend.rans_decode(streams, which, which, tables, n, tokens), data)
+            np.array_equal(backend.rans_decode(streams, which, tables, n, tokens), data)
             and all(np.array_equal(a, b) for a, b in zip(theirs_decode(), bunches.values(), strict=True))
             and np.array_equal(lanes().numpy(), data)
         )
@@ -91,8 +91,8 @@ def compare_coders(effort: Effort, tokens: int, steps: int = 96) -> dict[str, An
             raise CuveeError("an entropy coder did not return its input")
         million = data.size / 1e6
         timings = {
-            "encode": effort.measure(lambda: backend.rans_encode(data, which, which, tables, n)),
-            "decode": effort.measure(lambda: backend.rans_decode(streams, which, which, tables, n, tokens)),
+            "encode": effort.measure(lambda: backend.rans_encode(data, which, tables, n)),
+            "decode": effort.measure(lambda: backend.rans_decode(streams, which, tables, n, tokens)),
             "constriction_encode": effort.measure(theirs_encode),
             "constriction_decode": effort.measure(theirs_decode),
             "torch_decode": effort.measure(lanes),

@@ -30,7 +30,7 @@ __all__ = ["STAGE_FUNCTIONS", "measure_stages"]
 STAGE_FUNCTIONS = {
     "gather": ("gather_centered",),
     "product": ("analyze", "synthesize"),
-    "quantize and pack": ("quantize", "predict", "pack", "to_planes"),
+    "quantize and pack": ("quantize", "pack", "to_planes"),
     "entropy coding": ("rans_encode", "encode_classed"),
     "entropy decoding, dequantize": ("index_sections", "decode_sections"),
     "place": ("place",),

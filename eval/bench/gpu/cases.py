@@ -15,7 +15,6 @@ import torch
 
 from cuvee.codec.chunk import KVChunk
 from cuvee.codec.codec import Codec
-from cuvee.codec.entropy.coding_plan import Prediction
 from cuvee.codec.entropy.family import OCTAVE, coding_plan, default_family, deviation_of, scale_codes
 from cuvee.codec.errors import CuveeError
 from cuvee.codec.layout import KVLayout
@@ -119,7 +118,7 @@ def spectrum(size: int) -> I16:
     low, high = 0.0, 10.0
     for _ in range(30):
         middle = (low + high) / 2
-        bits = float(entropy[coding_plan(scale_codes(scales(middle), 0)).rest].sum()) / size
+        bits = float(entropy[coding_plan(scale_codes(scales(middle), 0)).tables].sum()) / size
         low, high = (middle, high) if bits < BITS else (low, middle)
     return scales(low)
 
@@ -143,8 +142,7 @@ def synthetic_profile(layout: KVLayout, group: str, device: torch.device) -> Pro
         sinks = mean + torch.randn(SINKS, section.values, generator=noise)
         forward, inverse, scales = zip(*(maps[size] for size in section.blocks), strict=True)
         scale = np.concatenate(scales)
-        basis_maps = SectionBasis(mean, sinks, forward, inverse)
-        learned.append(SectionProfile(basis_maps, scale, Prediction.NONE, scale, np.zeros(len(scale), np.int16)))
+        learned.append(SectionProfile(SectionBasis(mean, sinks, forward, inverse), scale))
     return Profile(layout, group, "fitted", default_family(), tuple(learned), min_step_index=0)
 
 

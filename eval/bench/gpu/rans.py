@@ -32,17 +32,17 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
     family = default_family()
     plan = coding_plan(scale_codes(spectrum(layout.values_per_token // layout.num_layers), 0))
     slot = np.random.default_rng(0).integers(0, 1 << family.tables.prob_bits, (plan.planes, scope.tokens))
-    data = (family.tables.slots[plan.rest[:, None], slot] >> 24).astype(np.uint8)
-    per_stream = tokens_per_stream(plan.planes, float(family.tables.entropy[plan.rest].sum()))
+    data = (family.tables.slots[plan.tables[:, None], slot] >> 24).astype(np.uint8)
+    per_stream = tokens_per_stream(plan.planes, float(family.tables.entropy[plan.tables].sum()))
     count = scope.rans_jobs
     plans = np.zeros((1, len(PlanField)), np.int64)
     plans[0, [PlanField.PLANES, PlanField.ROWS]] = plan.planes, len(plan.shift)
-    which = torch.from_numpy(plan.rest.astype(np.int32)).to(clock.device)
+    which = torch.from_numpy(plan.tables.astype(np.int32)).to(clock.device)
     want = torch.from_numpy(data).flatten().to(clock.device)
     out: list[dict[str, Any]] = []
     for bits in scope.prob_bits:
         tables = EntropyTables(np.stack([normalize_counts(row, bits) for row in family.tables.freq]), bits)
-        streams = rans.rans_encode(data, plan.rest, plan.rest, tables, per_stream)
+        streams = rans.rans_encode(data, plan.tables, tables, per_stream)
         parts = (streams.states, streams.lengths.astype(np.uint16), streams.words)
         raw = np.concatenate([part.view(np.uint8) for part in parts])
         size = -(-len(raw) // 16) * 16
@@ -74,7 +74,7 @@ def measure_rans(clock: Clock, scope: GpuScope) -> list[dict[str, Any]]:
             {
                 "prob_bits": bits,
                 "table_bytes": 4 * decoding.shape[1],
-                "tables": len(np.unique(plan.rest)),
+                "tables": len(np.unique(plan.tables)),
                 "symbols": count * data.size,
                 "streams": count * len(streams.states),
                 "bits_per_symbol": size / data.size,

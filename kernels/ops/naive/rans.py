@@ -89,7 +89,7 @@ def rans_decode_reference(
         for j in range(per_stream):
             lanes = every[every * per_stream + j < tokens]
             for c in range(steps):
-                table = int(table_of[plan[PlanField.REST if j else PlanField.FIRST] + c])
+                table = int(table_of[plan[PlanField.TABLES] + c])
                 out[c, lanes * per_stream + j] = decoder.symbols(lanes, table)
         status[index] |= decoder.finish()
         planes[job[JobField.PLANES] :][: steps * tokens] = torch.from_numpy(out.ravel()).to(planes.device)
@@ -123,8 +123,7 @@ def rans_encode_reference(
         plan = coding.plans[job[JobField.PLAN]].tolist()
         steps, tokens, per_stream = plan[PlanField.PLANES], job[JobField.TOKENS], job[JobField.PER_STREAM]
         symbols = planes[job[JobField.PLANES] :][: steps * tokens].cpu().numpy().reshape(steps, tokens)
-        first, rest = (table_of[plan[k] :][:steps] for k in (PlanField.FIRST, PlanField.REST))
-        found = rans.rans_encode(symbols, first, rest, model, per_stream)
+        found = rans.rans_encode(symbols, table_of[plan[PlanField.TABLES] :][:steps], model, per_stream)
         store_streams(found, job, steps * per_stream, streams)
 
 

@@ -31,7 +31,7 @@ class _Classes:
         planes = rows[:, PlanField.PLANES].astype(np.int32)
         wide = np.zeros((CLASSES, int(planes.max())), np.uint16)
         for own, row in zip(wide, rows.tolist(), strict=True):
-            own[: row[PlanField.PLANES]] = table_of[row[PlanField.FIRST] :][: row[PlanField.PLANES]]
+            own[: row[PlanField.PLANES]] = table_of[row[PlanField.TABLES] :][: row[PlanField.PLANES]]
         return cls(planes, wide)
 
 

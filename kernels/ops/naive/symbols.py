@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Prediction, Quantizer
+from cuvee.codec.entropy.coding_plan import ESCAPE, CodingPlan, Escapes, Quantizer
 from cuvee.codec.entropy.tables import EntropyTables
 from cuvee.codec.errors import CorruptError
 from cuvee.codec.stages.reference import symbols
@@ -34,34 +34,25 @@ class JobPart:
         plan = plans.plans[self.job[JobField.PLAN]].tolist()
         self.plan_index = self.job[JobField.PLAN]
         self.rows, self.count = plan[PlanField.ROWS], plan[PlanField.PLANES]
-        self.first, self.rest = plan[PlanField.FIRST], plan[PlanField.REST]
-        self.tokens, self.per_stream = self.job[JobField.TOKENS], self.job[JobField.PER_STREAM]
+        self.tables = plan[PlanField.TABLES]
+        self.tokens = self.job[JobField.TOKENS]
         components = slice(plan[PlanField.ROW], plan[PlanField.ROW] + self.rows)
         floats, ints = host_array(plans.row_floats[components]), host_array(plans.row_ints[components])
         self.quantizer = Quantizer(floats[:, 2], floats[:, 3], floats[:, :2])
         # The planes as `codec.symbols` orders them: high parts, then the low bits of the wide components.
         self.order = np.concatenate([np.arange(self.rows), ints[ints[:, 0] > 0, 1]])
-        self.y_rows = torch.from_numpy(ints[:, 3].astype(np.int64))
-        self._ints, self._prediction = ints, Prediction(plan[PlanField.PREDICTION])
+        self.y_rows = torch.from_numpy(ints[:, 2].astype(np.int64))
+        self._shift = ints[:, 0].astype(np.uint8)
         self.step = float(plans.steps[self.plan_index])
         # Rounded to float32, its inverse is `inverse` again.
         self.coding_step = 1.0 / float(plans.inverses[self.plan_index])
 
     def plan(self, tables: torch.Tensor | None = None) -> CodingPlan:
         """The plan; without `tables` its entropy tables are all 0."""
-        blank = np.zeros(self.count, np.uint16)
-        first, rest = (
-            blank if tables is None else host_array(tables[at : at + self.count]).astype(np.uint16)[self.order]
-            for at in (self.first, self.rest)
-        )
-        return CodingPlan(
-            np.arange(self.rows, dtype=np.uint16),
-            self._ints[:, 0].astype(np.uint8),
-            first,
-            rest,
-            self._prediction,
-            self._ints[:, 2].astype(np.int16),
-        )
+        which = np.zeros(self.count, np.uint16)
+        if tables is not None:
+            which = host_array(tables[self.tables : self.tables + self.count]).astype(np.uint16)[self.order]
+        return CodingPlan(np.arange(self.rows, dtype=np.uint16), self._shift, which)
 
     def planes(self, planes: torch.Tensor) -> torch.Tensor:
         """The job's `[P, T]`, a view."""
@@ -73,11 +64,10 @@ class JobPart:
         at, stride = self.job[JobField.LEVELS], self.job[JobField.STRIDE]
         return y[at : at + self.rows * stride].view(self.rows, stride)
 
-    def differences(self, y: torch.Tensor, plan: CodingPlan) -> I32:
-        """Quantized and predicted, `[R, T]`."""
+    def levels(self, y: torch.Tensor, plan: CodingPlan) -> I32:
+        """Quantized, `[R, T]`."""
         source = host_array(self.coefficients(y)[:, : self.tokens])
-        levels = symbols.quantize(source, self.coding_step, plan, self.quantizer)
-        return symbols.predict(levels, plan, self.per_stream)
+        return symbols.quantize(source, self.coding_step, plan, self.quantizer)
 
 
 def frequency_tables(freq: torch.Tensor) -> EntropyTables:
@@ -103,7 +93,6 @@ def dequantize_reference(
     found: torch.Tensor,
     max_rows: int,
     max_tokens: int,
-    predicted: bool,
 ) -> None:
     """See `dequantize`; the coefficients of a job with a status are zero."""
     words = host_array(data).view(np.uint32)
@@ -117,11 +106,10 @@ def dequantize_reference(
         target.zero_()
         found[index] = int((coded[: part.rows] == ESCAPE).sum())
         try:
-            differences = symbols.unpack(coded, escapes, plan)
+            levels = symbols.unpack(coded, escapes, plan)
         except CorruptError:
             status[index] |= int(Status.ESCAPES)
             continue
-        levels = symbols.unpredict(differences, plan, part.per_stream)
         back = symbols.dequantize(levels, part.step, plan, part.quantizer)
         target[:, : part.tokens] = torch.from_numpy(back).to(y)
 
@@ -135,7 +123,6 @@ def quantize_reference(
     counts: torch.Tensor,
     status: torch.Tensor,
     max_rows: int,
-    predicted: bool,
 ) -> None:
     """See `quantize`; a job with a status keeps its planes."""
     entropy = frequency_tables(codable.freq)
@@ -147,7 +134,7 @@ def quantize_reference(
             status[index] |= int(Status.TOO_LARGE)
             continue
         plan = part.plan(plans.tables)
-        coded, escapes = symbols.pack(part.differences(y, plan), plan, entropy, part.per_stream)
+        coded, escapes = symbols.pack(part.levels(y, plan), plan, entropy)
         part.planes(planes)[torch.from_numpy(part.order).to(planes.device)] = torch.from_numpy(coded).to(planes.device)
         by_row = np.bincount(escapes.index // np.uint32(part.tokens), minlength=part.rows)
         counts[index, : part.rows] = torch.from_numpy(by_row).to(counts)
@@ -167,7 +154,7 @@ def list_escapes_reference(
     for number in _without_classes(jobs):
         part = JobPart(jobs, plans, number)
         plan = part.plan()
-        high = high_parts(part.differences(y, plan), plan)
+        high = high_parts(part.levels(y, plan), plan)
         cells = np.flatnonzero(host_array(part.planes(planes)[: part.rows]) == ESCAPE)
         at = int(starts[number, 0])
         found = slice(at, at + len(cells))

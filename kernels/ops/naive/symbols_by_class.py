@@ -116,7 +116,7 @@ def quantize_classes_reference(
                 continue
             plan = own.plan(plans.tables)
             levels = codec.quantize(source, own.coding_step, plan, own.quantizer)
-            coded, escapes = codec.pack(levels, plan, entropy, 1)
+            coded, escapes = codec.pack(levels, plan, entropy)
             target[torch.from_numpy(own.order).to(planes.device), at] = torch.from_numpy(coded).to(planes.device)
             by_row = np.bincount(escapes.index // np.uint32(at.stop - at.start), minlength=own.rows)
             counts[index, : own.rows] += torch.from_numpy(by_row).to(counts)

@@ -192,7 +192,6 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
                 "values": section.values,
                 "blocks": list(section.blocks),
                 "components": len(learned.scale),
-                "prediction": learned.prediction.name.lower(),
                 "sinks": len(learned.basis.sinks),
             }
             for section, learned in zip(profile.sections, profile.learned, strict=bool(profile.learned))
@@ -215,7 +214,7 @@ def _show_profile(profile: Profile, path: Path, as_json: bool) -> None:
         "model": f"{layout.model_type}, {shape} {first.kv_heads} x {first.head_dim}, {layout.dtype}",
         "weights": profile.model or "not recorded",
         "source": profile.source,
-        "group": f"{profile.group}: {len(profile.sections)} sections, {_predictions(profile)}",
+        "group": f"{profile.group}: {len(profile.sections)} sections",
     }
     console = make_console()
     grid = Table.grid(padding=(0, 2))
@@ -283,11 +282,6 @@ def _curve(points: Iterable[CurvePoint]) -> list[dict[str, Any]]:
     from cuvee.codec.entropy.family import step_value
 
     return [{**asdict(point), "step": step_value(point.step_index), "ratio": point.ratio} for point in points]
-
-
-def _predictions(profile: Profile) -> str:
-    kinds = {section.prediction.name.lower() for section in profile.learned} - {"none"}
-    return f"prediction {', '.join(sorted(kinds))}" if kinds else "no prediction between tokens"
 
 
 def _with_error(value: float | None, error: float | None, sign: str = "") -> str:

@@ -211,7 +211,7 @@ def test_the_gpu_bench_needs_no_constriction() -> None:
 
 def test_the_torch_decoder_wants_full_lanes() -> None:
     symbols = draw_symbols(4, 100)
-    streams = get_stages("numba").rans_encode(symbols.data, symbols.which, symbols.which, symbols.tables, 8)
+    streams = get_stages("numba").rans_encode(symbols.data, symbols.which, symbols.tables, 8)
     with pytest.raises(InputError, match=r"^tokens"):
         torch_decoder(streams, symbols.which, symbols.tables, 8, 100)
 
